@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
+
+from lorakernels.adapters import load_adapter, save_adapter
+from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.fp8 import FP8State
+from lorakernels.modules import (
+    FrozenFP8Linear,
+    LoRALinear,
+    LoRAReport,
+    apply_lora,
+    disable_lora,
+    merge_lora,
+    unmerge_lora,
+)
+from lorakernels.philox import PhiloxState, PhiloxStates
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DelayedScaling",
+    "FP8State",
+    "FrozenFP8Linear",
+    "LoRAConfig",
+    "LoRALinear",
+    "LoRAReport",
+    "PhiloxState",
+    "PhiloxStates",
+    "apply_lora",
+    "disable_lora",
+    "load_adapter",
+    "merge_lora",
+    "save_adapter",
+    "unmerge_lora",
+]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRALinear's forward and backward, in evaluation order.
+
+    forward    x8, s = quantize_lora_down(x, A)        y  = fp8_linear_lora(x8, W8, s, B, bias)
+    backward   dy8, ds, dB = quantize_grad(dy, B, s)   dx = fp8_grad_input(dy8, W8, ds, A)   dA = lora_grad_a(ds, x8)
+
+`dy B` first: it is rank-sized, so no [N, K] product is ever formed. Saved for backward: x8 and its 4-byte scale_inv
+(x itself when the base is not FP8), s, and the 16-byte slot; only what the gradients asked for need. The parameters are
+saved by reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorakernels import ops
+
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class LoRASpec:
+    """What one call needs besides tensors. `column` is the layer's place in its FP8State, `site` its dropout stream."""
+
+    scaling: float = 1.0
+    p: float = 0.0
+    site: int = 0
+    column: int = 0
+    record: bool = False
+    backward_dtype: torch.dtype = torch.float8_e5m2
+
+
+class _LoRALinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale_inv: Tensor | None,
+        weight_t: Tensor | None,
+        bias: Tensor | None,
+        lora_A: Tensor | None,
+        lora_B: Tensor | None,
+        slot: Tensor | None,
+        state_x: Tensor | None,
+        state_dy: Tensor | None,
+        spec: LoRASpec,
+    ) -> Tensor:
+        x8, x_scale_inv, s = ops.quantize_lora_down(
+            x, lora_A, state_x, spec.column, spec.record, slot, spec.p, spec.site
+        )
+        if state_x is None:
+            x8, x_scale_inv = x, None
+        y = ops.fp8_linear_lora(
+            x8,
+            x_scale_inv,
+            weight,
+            weight_scale_inv,
+            bias,
+            s if lora_A is not None else None,
+            lora_B,
+            spec.scaling,
+            x.dtype,
+        )
+        need_x, need_a, need_b = (ctx.needs_input_grad[i] for i in (0, 5, 6))
+        ctx.save_for_backward(
+            weight if need_x else None,
+            weight_scale_inv if need_x else None,
+            weight_t if need_x else None,
+            lora_A if need_x else None,
+            lora_B if need_x or need_a or need_b else None,
+            slot if need_x or need_a else None,
+            x8 if need_a else None,
+            x_scale_inv if need_a else None,
+            s if need_b else None,
+        )
+        ctx.state_dy, ctx.spec = state_dy, spec
+        ctx.dtypes = (
+            None if lora_A is None else lora_A.dtype,
+            None if bias is None else bias.dtype,
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
+        need_x, need_bias, need_a, need_b = (ctx.needs_input_grad[i] for i in (0, 4, 5, 6))
+        spec, state_dy = ctx.spec, ctx.state_dy
+        dx = dA = dB = dbias = None
+        dy = dy.contiguous()
+        dy8, dy_scale_inv, ds, grad_b = ops.quantize_grad(
+            dy,
+            lora_B,
+            s,
+            state_dy,
+            spec.column,
+            spec.record,
+            spec.scaling,
+            spec.backward_dtype,
+        )
+        if need_x:
+            quantized = state_dy is not None
+            dx = ops.fp8_grad_input(
+                dy8 if quantized else dy,
+                dy_scale_inv if quantized else None,
+                spec.backward_dtype,
+                weight,
+                w_scale_inv,
+                weight_t,
+                ds if lora_A is not None else None,
+                lora_A,
+                slot,
+                spec.p,
+                spec.site,
+                dy.dtype,
+            )
+        if need_a:
+            dA = ops.lora_grad_a(ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0])
+        if need_b:
+            dB = grad_b
+        if need_bias:
+            dbias = dy.float().sum(0).to(ctx.dtypes[1])
+        return dx, None, None, None, dbias, dA, dB, None, None, None, None
+
+
+def check_input(x: Tensor, weight: Tensor) -> None:
+    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
+    if x.dtype not in _COMPUTE_DTYPES:
+        raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must have shape [..., {weight.shape[1]}], found {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(
+            f"x is on {x.device}, the weight on {weight.device}; they must be the same"
+        )
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None = None,
+    bias: Tensor | None = None,
+    lora_A: Tensor | None = None,
+    lora_B: Tensor | None = None,
+    *,
+    spec: LoRASpec,
+    slot: Tensor | None = None,
+    weight_t: Tensor | None = None,
+    state_x: Tensor | None = None,
+    state_dy: Tensor | None = None,
+) -> Tensor:
+    """y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ, differentiable in x, bias, A and B; W is frozen.
+
+    Args:
+        x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
+        weight: [N, K], e4m3 (or its bytes, uint8) with `weight_scale_inv` fp32 [1], or a plain dtype without.
+        bias: [N] or None.
+        lora_A, lora_B: [R, K] and [N, R], fp32, bf16 or fp16; both or neither.
+        spec: scaling, dropout probability and which columns of the FP8 state to use.
+        slot: int64 [2] random slot; None draws no mask (dropout off).
+        weight_t: [K, N] second copy of an FP8 weight's bytes, or None.
+        state_x, state_dy: `FP8State.forward` and `.backward`; None with a plain weight.
+
+    Returns:
+        [..., N] in x's dtype (the autocast dtype under autocast).
+
+    Raises:
+        TypeError: x is not fp32, bf16 or fp16.
+        ValueError: x's last dimension is not K.
+    """
+    check_input(x, weight)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)
+    y = _LoRALinear.apply(
+        rows,
+        weight,
+        weight_scale_inv,
+        weight_t,
+        bias,
+        lora_A,
+        lora_B,
+        slot,
+        state_x,
+        state_dy,
+        spec,
+    )
+    return y.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to adapt and how: LoRAConfig (PEFT's field names) and DelayedScaling (Transformer Engine's).
+
+Both validate themselves when made: an error names the field, the value and what is expected.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Names = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """FP8 recipe: a tensor's scale comes from the amax history of the iterations before.
+
+    `scale = fp8_max / (amax · 2**margin)` with `amax` the largest ("max") or the newest
+    ("most_recent") entry of the history. HYBRID holds activations and weights in e4m3 and gradients
+    in e5m2; E4M3 holds everything in e4m3.
+    """
+
+    margin: int = 0
+    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        where = "DelayedScaling"
+        _int(where, "margin", self.margin)
+        _choice(where, "fp8_format", self.fp8_format, ("HYBRID", "E4M3"))
+        _int(where, "amax_history_len", self.amax_history_len, at_least=1)
+        _choice(where, "amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        _bool(where, "reduce_amax", self.reduce_amax)
+
+    @property
+    def forward_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    @property
+    def backward_dtype(self) -> torch.dtype:
+        return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
+
+    @property
+    def fp8_max_forward(self) -> float:
+        return torch.finfo(self.forward_dtype).max
+
+    @property
+    def fp8_max_backward(self) -> float:
+        return torch.finfo(self.backward_dtype).max
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus two of our own.
+
+    `fp8=None` keeps the base weight in its own dtype.
+    `weight_layout="both"` holds a second, transposed FP8 copy of it.
+    """
+
+    r: int = 8
+    lora_alpha: int | float = 8
+    lora_dropout: float = 0.0
+    target_modules: str | Collection[str] | None = None
+    exclude_modules: str | Collection[str] | None = None
+    layers_to_transform: int | Collection[int] | None = None
+    layers_pattern: str | Collection[str] | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, int | float] = field(default_factory=dict)
+    modules_to_save: Collection[str] | None = None
+    use_rslora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    init_lora_weights: bool | Literal["gaussian"] = True
+    fp8: DelayedScaling | None = field(default_factory=DelayedScaling)
+    weight_layout: Literal["single", "both"] = "single"
+
+    def __post_init__(self) -> None:
+        where = "LoRAConfig"
+        _int(where, "r", self.r, at_least=1)
+        _number(where, "lora_alpha", self.lora_alpha, above=0.0)
+        _number(where, "lora_dropout", self.lora_dropout)
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ValueError(
+                f"LoRAConfig.lora_dropout must be in [0, 1), got {self.lora_dropout!r}"
+            )
+        self._set("target_modules", _names("target_modules", self.target_modules))
+        self._set("exclude_modules", _names("exclude_modules", self.exclude_modules))
+        self._set("layers_to_transform", _indices(self.layers_to_transform))
+        self._set("layers_pattern", _names("layers_pattern", self.layers_pattern))
+        self._set("rank_pattern", _pattern("rank_pattern", self.rank_pattern))
+        self._set("alpha_pattern", _pattern("alpha_pattern", self.alpha_pattern))
+        self._set("modules_to_save", _saved(self.modules_to_save))
+        self._check_layers()
+        _bool(where, "use_rslora", self.use_rslora)
+        _choice(where, "bias", self.bias, ("none", "all", "lora_only"))
+        if not (isinstance(self.init_lora_weights, bool) or self.init_lora_weights == "gaussian"):
+            raise _unexpected(
+                where, "init_lora_weights", self.init_lora_weights, "True, False or 'gaussian'"
+            )
+        if not (self.fp8 is None or isinstance(self.fp8, DelayedScaling)):
+            raise TypeError(
+                f"LoRAConfig.fp8 must be a DelayedScaling or None (the base stays as it is), "
+                f"got {self.fp8!r}"
+            )
+        _choice(where, "weight_layout", self.weight_layout, ("single", "both"))
+
+    def rank_for(self, path: str) -> int:
+        """The rank at `path`: of the first key of rank_pattern matching, else `r`."""
+        return self.rank_pattern.get(_pattern_key(self.rank_pattern, path), self.r)
+
+    def alpha_for(self, path: str) -> float:
+        """The alpha at `path`: of the first key of alpha_pattern matching, else `lora_alpha`."""
+        return self.alpha_pattern.get(_pattern_key(self.alpha_pattern, path), self.lora_alpha)
+
+    def scaling_for(self, path: str) -> float:
+        """alpha / r, or alpha / √r with `use_rslora`."""
+        r = self.rank_for(path)
+        return self.alpha_for(path) / (math.sqrt(r) if self.use_rslora else r)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_layers(self) -> None:
+        for name in ("layers_to_transform", "layers_pattern"):
+            value = getattr(self, name)
+            if isinstance(self.target_modules, str) and value is not None:
+                raise ValueError(
+                    f"LoRAConfig.{name}={value!r} needs target_modules to be a list of names, "
+                    f"got the string {self.target_modules!r}"
+                )
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(
+                f"LoRAConfig.layers_pattern={self.layers_pattern!r} needs layers_to_transform, "
+                "got None"
+            )
+
+
+def _pattern_key(patterns: Mapping[str, Any], path: str) -> str:
+    """PEFT's rule: the first key that matches the path or its tail after a dot, else the path."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), path)
+
+
+def _unexpected(where: str, name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{where}.{name} must be {expected}, got {value!r}")
+
+
+def _bool(where: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}.{name} must be True or False, got {value!r}")
+
+
+def _int(where: str, name: str, value: object, at_least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}.{name} must be an int, got {value!r}")
+    if at_least is not None and value < at_least:
+        raise _unexpected(where, name, value, f"at least {at_least}")
+
+
+def _number(where: str, name: str, value: object, above: float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{where}.{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise _unexpected(where, name, value, "finite")
+    if above is not None and value <= above:
+        raise _unexpected(where, name, value, f"greater than {above:g}")
+
+
+def _choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise _unexpected(where, name, value, " or ".join(map(repr, choices)))
+
+
+def _regex(name: str, pattern: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"LoRAConfig.{name}: {pattern!r} is not a valid regular expression: {error}"
+        ) from error
+
+
+def _names(name: str, value: object) -> Names:
+    """A str stays one; a collection of str becomes a tuple without duplicates (a set: sorted)."""
+    if value is None or isinstance(value, str):
+        if isinstance(value, str) and name != "layers_pattern":
+            _regex(name, value, value)
+        return value
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise TypeError(f"LoRAConfig.{name} must be a string or a list of strings, got {value!r}")
+    bad = [item for item in value if not isinstance(item, str)]
+    if bad:
+        raise TypeError(f"LoRAConfig.{name} must hold strings only, got {bad[0]!r}")
+    ordered = sorted(value) if isinstance(value, set | frozenset) else value
+    return tuple(dict.fromkeys(ordered))
+
+
+def _saved(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        raise TypeError(
+            f"LoRAConfig.modules_to_save must be a list of names, got the string {value!r}"
+        )
+    names = _names("modules_to_save", value)
+    for name in names or ():
+        if not name:
+            raise ValueError("LoRAConfig.modules_to_save: '' would match every module")
+        _regex("modules_to_save", name, name)
+    return names if names is None else tuple(names)
+
+
+def _indices(value: object) -> int | tuple[int, ...] | None:
+    if value is None:
+        return None
+    items = (value,) if isinstance(value, int) else value
+    if not isinstance(items, list | tuple | set | frozenset | range):
+        raise TypeError(
+            f"LoRAConfig.layers_to_transform must be an int or a list of ints, got {value!r}"
+        )
+    for item in items:
+        _int("LoRAConfig", "layers_to_transform", item, at_least=0)
+    return value if isinstance(value, int) else tuple(items)
+
+
+def _pattern(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"LoRAConfig.{name} must be a dict of pattern to number, got {value!r}")
+    for key, number in value.items():
+        if not isinstance(key, str):
+            raise TypeError(f"LoRAConfig.{name} must have string keys, got {key!r}")
+        _regex(name, key, rf"(.*\.)?({key})$")
+        if name == "rank_pattern":
+            _int("LoRAConfig", f"{name}[{key!r}]", number, at_least=1)
+        else:
+            _number("LoRAConfig", f"{name}[{key!r}]", number, above=0.0)
+    return dict(value)

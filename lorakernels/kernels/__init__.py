@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA implementations of the ops in ops.py, one op per file; `ladder.py` says which one a device takes and why."""
+
+from lorakernels.kernels.amax_and_scale_update import amax_and_scale_update
+from lorakernels.kernels.fp8_grad_input import fp8_grad_input
+from lorakernels.kernels.fp8_linear_lora import fp8_linear_lora
+from lorakernels.reference import (
+    bias_dropout_add,
+    bias_dropout_add_backward,
+    lora_grad_a,
+    quantize_grad,
+    quantize_lora_down,
+    transpose_fp8,
+)
+
+__all__ = [
+    "amax_and_scale_update",
+    "bias_dropout_add",
+    "bias_dropout_add_backward",
+    "fp8_grad_input",
+    "fp8_linear_lora",
+    "lora_grad_a",
+    "quantize_grad",
+    "quantize_lora_down",
+    "transpose_fp8",
+]

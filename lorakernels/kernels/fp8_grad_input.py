@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dx = dy W + mask ⊙ (ds A) / (1 − p) on CUDA.
+
+dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. Hopper's FP8 GEMM reads K-major
+operands only, so the product needs Wᵀ [K, N]: `weight_t` where the layer keeps it, otherwise a transposed
+copy made for this call. Split accumulation, as Transformer Engine's dgrad. Other operands go to reference.py
+(`ladder.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels import reference
+from lorakernels.device import capability_of
+from lorakernels.kernels.ladder import takes_cublaslt
+
+
+def fp8_grad_input(
+    dy: Tensor,
+    dy_scale_inv: Tensor | None,
+    fp8_dtype: torch.dtype,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`reference.fp8_grad_input` with the FP8 product on the tensor cores."""
+    capability = capability_of(dy.device)
+    n, k = weight.shape
+    if (
+        dy_scale_inv is None
+        or weight_scale_inv is None
+        or takes_cublaslt(capability, dy.shape[0], k, n)
+    ):
+        return reference.fp8_grad_input(
+            dy,
+            dy_scale_inv,
+            fp8_dtype,
+            weight,
+            weight_scale_inv,
+            weight_t,
+            ds,
+            lora_A,
+            slot,
+            p,
+            site,
+            out_dtype,
+        )
+    wt = reference.transpose_fp8(weight) if weight_t is None else weight_t
+    dx = torch._scaled_mm(
+        dy.view(fp8_dtype),
+        wt.view(reference.E4M3).t(),
+        scale_a=dy_scale_inv,
+        scale_b=weight_scale_inv,
+        out_dtype=out_dtype,
+        use_fast_accum=False,
+    )
+    if ds is None or lora_A is None:
+        return dx
+    if slot is None or reference.dropout_threshold(p) == 0:
+        return dx.addmm_(ds.to(out_dtype), lora_A.to(out_dtype))
+    branch = (ds @ lora_A.to(ds.dtype)) * reference.keep_scale(p)
+    keep = reference.dropout_keep(slot, p, site, *branch.shape)
+    return dx.add_(torch.where(keep, branch, 0.0))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y = x Wᵀ + bias + scaling · s Bᵀ on CUDA.
+
+x [M, K] e4m3, W [N, K] e4m3, s [M, R], B [N, R], y [M, N]. The FP8 product is cuBLASLt's (`torch._scaled_mm`, fast
+accumulation as Transformer Engine's forward), the LoRA term a second, rank-sized product added in fp32
+inside `addmm`: y is rounded twice. Operands that are not FP8, or whose sizes cuBLASLt does not take, go to
+reference.py (`ladder.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels import reference
+from lorakernels.device import capability_of
+from lorakernels.kernels.ladder import takes_cublaslt
+
+
+def fp8_linear_lora(
+    x: Tensor,
+    x_scale_inv: Tensor | None,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    bias: Tensor | None,
+    s: Tensor | None,
+    lora_B: Tensor | None,
+    scaling: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`reference.fp8_linear_lora` with the FP8 product on the tensor cores."""
+    capability = capability_of(x.device)
+    if (
+        x_scale_inv is None
+        or weight_scale_inv is None
+        or takes_cublaslt(capability, x.shape[0], *weight.shape)
+    ):
+        return reference.fp8_linear_lora(
+            x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype
+        )
+    y = torch._scaled_mm(
+        x.view(reference.E4M3),
+        weight.view(reference.E4M3).t(),
+        scale_a=x_scale_inv,
+        scale_b=weight_scale_inv,
+        out_dtype=out_dtype,
+        use_fast_accum=True,
+    )
+    if bias is not None:
+        y += bias
+    if s is not None and lora_B is not None:
+        y.addmm_(s.to(out_dtype), lora_B.to(out_dtype).t(), alpha=scaling)
+    return y

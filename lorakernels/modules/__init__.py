@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and shape of use; no maths."""
+
+from lorakernels.modules.apply import apply_lora
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.report import LoRAReport, ModuleReport
+from lorakernels.modules.use import disable_lora, lora_modules, merge_lora, unmerge_lora
+
+__all__ = [
+    "FrozenFP8Linear",
+    "LoRALinear",
+    "LoRAReport",
+    "ModuleReport",
+    "apply_lora",
+    "disable_lora",
+    "lora_modules",
+    "merge_lora",
+    "unmerge_lora",
+]

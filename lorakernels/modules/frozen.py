@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FrozenFP8Linear: y = x Wᵀ + bias with W held once, in FP8, never trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels import reference
+from lorakernels.autograd import LoRASpec, check_input, lora_linear
+from lorakernels.config import DelayedScaling
+from lorakernels.fp8 import FP8State
+from lorakernels.reference import E4M3
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 bytes as uint8 [N, K], scale_inv fp32 [1]) from the weight's exact amax.
+
+    Raises:
+        ValueError: the weight holds inf or NaN.
+    """
+    if weight.is_meta:
+        return torch.empty_like(weight, dtype=torch.uint8), torch.empty(1, device="meta")
+    weight = weight.detach()
+    amax = reference.amax_of(weight)
+    if not bool(amax.isfinite().all()) or bool(weight.isnan().any()):
+        raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
+    scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
+    return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+
+
+class FrozenFP8Linear(nn.Module):
+    """A linear layer whose weight is frozen and stored in FP8 (e4m3, one scale), 1 byte per parameter.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether there is a bias [N].
+        fp8: the recipe for x and dy; None keeps the weight in `dtype`.
+        weight_layout: "both" also keeps Wᵀ, which spares backward a transposition for 1 byte per parameter.
+        device, dtype: of the parameters; `dtype` does not touch an FP8 weight.
+        fp8_state: the model's FP8State and `name` this layer's entry in it; None makes one of its own.
+
+    Attributes:
+        weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None.
+        weight_scale_inv: fp32 [1], from the weight's exact amax; nothing changes it. None when `fp8` is None.
+        fp8_state: scales and amax history of x and dy.
+
+    The bytes are a uint8 Parameter because gloo has no FP8 type (DDP broadcasts every parameter) and because
+    `.to(dtype)` leaves integers alone.
+    """
+
+    weight_scale_inv: Tensor | None
+    weight_t: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_layout: str = "single",
+        fp8_state: FP8State | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        for field, value in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} must be a positive integer, found {value!r}")
+        weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+        if not weight.is_meta:
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        bias_value = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        if bias_value is not None and not bias_value.is_meta:
+            bound = 1 / math.sqrt(in_features)
+            nn.init.uniform_(bias_value, -bound, bound)
+        self._set_base(weight, None, bias_value, fp8, weight_layout, fp8_state, name)
+
+    def _set_base(
+        self,
+        weight: Tensor,
+        scale_inv: Tensor | None,
+        bias: Tensor | None,
+        fp8: DelayedScaling | None,
+        weight_layout: str,
+        fp8_state: FP8State | None,
+        name: str,
+    ) -> None:
+        """Own `weight` ([N, K]; e4m3 bytes when `scale_inv` is given) and `bias`."""
+        self.out_features, self.in_features = weight.shape
+        self.weight_layout = weight_layout
+        self.name = name
+        if fp8 is not None and scale_inv is None:
+            weight, scale_inv = quantize_weight(weight)
+        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("weight_scale_inv", scale_inv)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.fp8_state = None
+        if fp8 is not None:
+            self.fp8_state = fp8_state or FP8State([name or "linear"], fp8, weight.device)
+        self._column = self.fp8_state.column(name or "linear") if self.fp8_state else 0
+        self.register_buffer("weight_t", None, persistent=False)
+        self._renew_weight_t()
+        self.merged = False
+        self._base: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+        **options: Any,
+    ) -> FrozenFP8Linear:
+        """Take over an `nn.Linear`'s weight (quantized now, from its exact amax) and bias."""
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        bias = None if linear.bias is None else linear.bias
+        new._set_base(
+            linear.weight.detach(),
+            None,
+            bias,
+            fp8,
+            options.pop("weight_layout", "single"),
+            options.pop("fp8_state", None),
+            options.pop("name", ""),
+        )
+        if options:
+            raise TypeError(f"from_linear got unexpected options {sorted(options)}")
+        return new.train(linear.training)
+
+    @property
+    def _stored(self) -> Tensor:
+        stored = self._parameters["weight"]
+        assert stored is not None
+        return stored
+
+    @property
+    def weight(self) -> Tensor:
+        stored = self._stored
+        return stored.view(E4M3) if stored.dtype == torch.uint8 else stored
+
+    def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[N, K] in `dtype`: a new tensor."""
+        weight = self.weight.detach()
+        if self.weight_scale_inv is None:
+            return weight.to(dtype, copy=True)
+        return (weight.float() * self.weight_scale_inv).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained)."""
+        check_input(x, self._stored)
+        return self._linear(x, None, None, LoRASpec(), None)
+
+    def _linear(
+        self,
+        x: Tensor,
+        lora_A: Tensor | None,
+        lora_B: Tensor | None,
+        spec: LoRASpec,
+        slot: Tensor | None,
+    ) -> Tensor:
+        state = self.fp8_state
+        if state is not None:
+            if self.training:
+                state.on_training_forward(self._column)
+            spec = LoRASpec(
+                scaling=spec.scaling,
+                p=spec.p,
+                site=spec.site,
+                column=self._column,
+                record=self.training,
+                backward_dtype=state.recipe.backward_dtype,
+            )
+        return lora_linear(
+            x,
+            self._stored,
+            self.weight_scale_inv,
+            self.bias,
+            lora_A,
+            lora_B,
+            spec=spec,
+            slot=slot,
+            weight_t=self.weight_t,
+            state_x=None if state is None else state.forward,
+            state_dy=None if state is None else state.backward,
+        )
+
+    def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
+        """New weight values into the same storage."""
+        with torch.no_grad():
+            self._stored.copy_(weight)
+            if self.weight_scale_inv is not None and scale_inv is not None:
+                self.weight_scale_inv.copy_(scale_inv)
+            self._renew_weight_t()
+
+    def _renew_weight_t(self) -> None:
+        if self.weight_layout == "both" and self.weight_scale_inv is not None:
+            self.weight_t = reference.transpose_fp8(self._stored.detach())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
+        scale_inv, base = self.weight_scale_inv, self._base
+        super()._apply(fn, recurse)
+        if scale_inv is not None and self.weight_scale_inv is not None:
+            device = self.weight_scale_inv.device
+            if self.weight_scale_inv.dtype != torch.float32:
+                self.weight_scale_inv = scale_inv.to(device)
+            if self.fp8_state is not None:
+                self.fp8_state.to(device)
+        if base is not None:
+            weight = fn(base[0])
+            self._base = (weight, None if base[1] is None else base[1].to(weight.device))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._base is not None:
+            weight, scale_inv = self._base
+            destination[prefix + "weight"] = weight
+            if scale_inv is not None:
+                destination[prefix + "weight_scale_inv"] = scale_inv
+        weight = destination[prefix + "weight"]
+        if weight.dtype == torch.uint8 and type(weight.data) is Tensor:
+            destination[prefix + "weight"] = weight.detach().view(E4M3)
+        if self.fp8_state is not None:
+            pair = self._state_columns()
+            destination[prefix + "fp8_scale"] = pair[-1].clone()
+            destination[prefix + "fp8_amax_history"] = pair[:-1].clone()
+
+    def _state_columns(self) -> Tensor:
+        """fp32 [L + 1, 2]: this layer's columns of both directions, x then dy."""
+        state = self.fp8_state
+        assert state is not None
+        return torch.stack((state.forward[:, self._column], state.backward[:, self._column]), 1)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
+        columns = None
+        if self.fp8_state is not None:
+            columns = self._take_fp8_entries(own, prefix, strict, missing_keys, error_msgs)
+        if self.merged:
+            error_msgs.append(f"{prefix or 'this layer'}: unmerge the adapter before loading")
+            return
+        super()._load_from_state_dict(
+            own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._renew_weight_t()
+        if columns is not None and self.fp8_state is not None:
+            self.fp8_state.forward[:, self._column] = columns[:, 0]
+            self.fp8_state.backward[:, self._column] = columns[:, 1]
+
+    def _take_fp8_entries(
+        self,
+        own: dict[str, Any],
+        prefix: str,
+        strict: bool,
+        missing_keys: list[str],
+        error_msgs: list[str],
+    ) -> Tensor | None:
+        """Turn FP8 entries of `own` into what nn.Module loads; returns the state columns [L + 1, 2] if present."""
+        weight = own.get(prefix + "weight")
+        keys = [prefix + "fp8_scale", prefix + "fp8_amax_history"]
+        scale, history = (own.pop(k, None) for k in keys)
+        if weight is not None and weight.dtype == E4M3:
+            own[prefix + "weight"] = weight.view(torch.uint8)
+        elif weight is not None and weight.is_floating_point():
+            quantized, scale_inv = quantize_weight(weight)
+            own.update({prefix + "weight": quantized, prefix + "weight_scale_inv": scale_inv})
+            return None
+        if scale is None or history is None:
+            if strict:
+                missing_keys += [
+                    k for k, v in zip(keys, (scale, history), strict=True) if v is None
+                ]
+            return None
+        columns = torch.cat((history, scale[None]))
+        expected = self._state_columns().shape
+        if columns.shape != expected:
+            error_msgs.append(
+                f"{keys[1]}: history of {columns.shape[0] - 1} iterations does not fit the recipe's "
+                f"amax_history_len = {expected[0] - 1}"
+            )
+            return None
+        return columns
+
+    def extra_repr(self) -> str:
+        base = "e4m3" if self.weight_scale_inv is not None else str(self.weight.dtype)[6:]
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, base={base}"
+        )

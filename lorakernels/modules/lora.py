@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRALinear: y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ over a frozen base in FP8 (or in its own dtype)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.autograd import LoRASpec, check_input
+from lorakernels.config import LoRAConfig
+from lorakernels.fp8 import FP8State
+from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.philox import PhiloxState, PhiloxStates, default_slot
+
+ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LoRALinear(FrozenFP8Linear):
+    """Drop-in for `nn.Linear` with a frozen base and a trainable rank-R adapter.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether the base has a bias [N] (frozen unless the config says otherwise).
+        config: rank, scaling, dropout, FP8 recipe; `LoRAConfig()` when None. Its patterns apply to `name`.
+        device, dtype: of bias and adapters, and of the weight when `config.fp8` is None.
+        adapter_dtype: dtype of lora_A and lora_B where it differs from `dtype` (float32 or bfloat16).
+        fp8_state, name: the model's FP8State and this layer's entry in it; a state of its own when None.
+
+    Attributes:
+        lora_A [R, K], lora_B [N, R]: Parameters. B starts at zero, so the output equals the base's at first.
+        scaling: alpha / r, or alpha / √r with rslora.
+        rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from; None draws from torch's generator.
+        merged, disable_adapters: while True the adapter takes no part in `forward`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        config: LoRAConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        adapter_dtype: torch.dtype | None = None,
+        fp8_state: FP8State | None = None,
+        name: str = "",
+    ) -> None:
+        config = config or LoRAConfig()
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            config.fp8,
+            device,
+            dtype,
+            weight_layout=config.weight_layout,
+            fp8_state=fp8_state,
+            name=name,
+        )
+        self._add_adapter(config, device, adapter_dtype or dtype)
+
+    @classmethod
+    def from_linear(  # type: ignore[override]
+        cls,
+        linear: nn.Linear,
+        config: LoRAConfig,
+        *,
+        adapter_dtype: torch.dtype | None = torch.float32,
+        fp8_state: FP8State | None = None,
+        name: str = "",
+    ) -> LoRALinear:
+        """Take over an `nn.Linear`'s weight and bias. Adapters are fp32 by default, as PEFT keeps them."""
+        return cls._take(
+            linear.weight.detach(), None, linear.bias, config, adapter_dtype, fp8_state, name
+        ).train(linear.training)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        bias: Tensor | None,
+        config: LoRAConfig,
+        *,
+        adapter_dtype: torch.dtype | None = torch.float32,
+        fp8_state: FP8State | None = None,
+        name: str = "",
+    ) -> LoRALinear:
+        """Take over an e4m3 weight [N, K] and its fp32 scale_inv [1] byte for byte.
+
+        Raises:
+            TypeError: the weight is not float8_e4m3fn.
+            ValueError: `weight_scale_inv` is not one value, or `config.fp8` is None.
+        """
+        if weight.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"weight must be torch.float8_e4m3fn, found {weight.dtype}")
+        if weight_scale_inv.numel() != 1:
+            shape = tuple(weight_scale_inv.shape)
+            raise ValueError(f"weight_scale_inv must be one value per tensor, found shape {shape}")
+        if config.fp8 is None:
+            raise ValueError("config.fp8 must be a DelayedScaling for an FP8 weight, found None")
+        scale_inv = weight_scale_inv.detach().float().reshape(1).clone()
+        raw = weight.detach().view(torch.uint8)
+        return cls._take(raw, scale_inv, bias, config, adapter_dtype, fp8_state, name)
+
+    @classmethod
+    def _take(
+        cls,
+        weight: Tensor,
+        scale_inv: Tensor | None,
+        bias: Tensor | None,
+        config: LoRAConfig,
+        adapter_dtype: torch.dtype | None,
+        fp8_state: FP8State | None,
+        name: str,
+    ) -> LoRALinear:
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        layout = config.weight_layout
+        new._set_base(weight, scale_inv, bias, config.fp8, layout, fp8_state, name)
+        new._add_adapter(config, weight.device, adapter_dtype)
+        return new
+
+    def _add_adapter(
+        self, config: LoRAConfig, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in ADAPTER_DTYPES:
+            raise TypeError(f"adapter dtype must be float32, bfloat16 or float16, found {dtype}")
+        self.config = config
+        self.r = config.rank_for(self.name)
+        self.lora_alpha = config.alpha_for(self.name)
+        self.scaling = config.scaling_for(self.name)
+        self.lora_dropout = config.lora_dropout
+        self.site = 0
+        self.rng_state: PhiloxState | PhiloxStates | None = None
+        self.disable_adapters = False
+        self.lora_A = nn.Parameter(
+            torch.empty(self.r, self.in_features, device=device, dtype=dtype)
+        )
+        self.lora_B = nn.Parameter(
+            torch.empty(self.out_features, self.r, device=device, dtype=dtype)
+        )
+        self.reset_adapter()
+        if config.bias != "none" and self.bias is not None:
+            self.bias.requires_grad_(True)
+
+    def reset_adapter(self) -> None:
+        """Initialise A and B as `config.init_lora_weights` says: PEFT's True, "gaussian" and False."""
+        if self.lora_A.is_meta:
+            return
+        if self.config.init_lora_weights == "gaussian":
+            nn.init.normal_(self.lora_A, std=1 / self.r)
+        else:
+            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        if self.config.init_lora_weights is False:
+            nn.init.kaiming_uniform_(self.lora_B, a=math.sqrt(5))
+        else:
+            nn.init.zeros_(self.lora_B)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N] in x's dtype (the autocast dtype under autocast); any leading dimensions, M = 0 too."""
+        if self.merged or self.disable_adapters:
+            return super().forward(x)
+        check_input(x, self._stored)
+        slot = self._draw_slot() if self.training and self.lora_dropout > 0 else None
+        spec = LoRASpec(scaling=self.scaling, p=self.lora_dropout, site=self.site)
+        return self._linear(x, self.lora_A, self.lora_B, spec, slot)
+
+    def _draw_slot(self) -> Tensor:
+        rng = self.rng_state
+        if isinstance(rng, PhiloxStates):
+            rng = rng.current()
+        return default_slot(self.lora_A.device) if rng is None else rng.slot()
+
+    def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """scaling · B A, [N, K]."""
+        return (self.scaling * (self.lora_B.detach().float() @ self.lora_A.detach().float())).to(
+            dtype
+        )
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Fold the adapter into the weight (requantized from the sum's exact amax); the base is kept for `unmerge`.
+
+        A merged layer's state_dict still holds base and adapter apart.
+
+        Raises:
+            ValueError: the merged weight is not finite; nothing is changed then.
+        """
+        if self.merged:
+            return
+        stored = self._stored
+        total = self.dequantized_weight() + self.delta_weight()
+        scale_inv = self.weight_scale_inv
+        if scale_inv is None:
+            if not bool(total.isfinite().all()):
+                raise ValueError(f"{self.name or 'LoRALinear'}: the merged weight is not finite")
+            merged, new_scale_inv = total.to(stored.dtype), None
+        else:
+            merged, new_scale_inv = quantize_weight(total)
+        self._base = (stored.detach().clone(), None if scale_inv is None else scale_inv.clone())
+        self._write_weight(merged, new_scale_inv)
+        self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put the base weight back, byte for byte."""
+        if not self.merged or self._base is None:
+            return
+        self._write_weight(*self._base)
+        self.merged, self._base = False, None
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, r={self.r}, scaling={self.scaling:g}, "
+            f"lora_dropout={self.lora_dropout}"
+        )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as `torch.ops.lorakernels.*`: schema, CPU (reference.py), CUDA (kernels/), fake.
+
+The dispatcher is torch's; there is no second one. Gradients of the LoRALinear ops are composed in
+`autograd/`, which calls these ops; differentiating through one of them directly raises torch's "no autograd
+formula" error instead of returning nothing. `bias_dropout_add` is differentiable by itself.
+
+Integers and flags choose code, floats are run-time values; an FP8 state is passed whole, with the column to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels import kernels, reference
+
+
+def _without_autocast(fn: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def _define(name: str, *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Register `lorakernels::name` with the schema of reference.`name`; the decorated function is its fake."""
+
+    def register(fake: Callable[..., Any]) -> Any:
+        truth = getattr(reference, name)
+        schema = torch.library.infer_schema(truth, mutates_args=mutates)
+        op = torch.library.custom_op(
+            f"lorakernels::{name}",
+            _without_autocast(truth, "cpu"),
+            mutates_args=mutates,
+            device_types="cpu",
+            schema=schema,
+        )
+        op.register_kernel("cuda", _without_autocast(getattr(kernels, name), "cuda"))
+        op.register_fake(fake)
+        return op
+
+    return register
+
+
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(shape, dtype=dtype or like.dtype)
+
+
+def _fake_quantized(x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    if state is None:
+        return _empty(x, 0, dtype=torch.uint8), _empty(x, 0, dtype=torch.float32)
+    return _empty(x, *x.shape, dtype=torch.uint8), _empty(x, 1, dtype=torch.float32)
+
+
+@_define("quantize_lora_down", mutates=("state",))
+def quantize_lora_down(x, lora_A, state, column, record, slot, p, site):  # type: ignore[no-untyped-def]
+    x8, scale_inv = _fake_quantized(x, state)
+    return x8, scale_inv, _empty(x, 0) if lora_A is None else _empty(x, x.shape[0], lora_A.shape[0])
+
+
+@_define("fp8_linear_lora")
+def fp8_linear_lora(  # type: ignore[no-untyped-def]
+    x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype
+):
+    return _empty(x, x.shape[0], weight.shape[0], dtype=out_dtype)
+
+
+@_define("quantize_grad", mutates=("state",))
+def quantize_grad(dy, lora_B, s, state, column, record, scaling, fp8_dtype):  # type: ignore[no-untyped-def]
+    dy8, scale_inv = _fake_quantized(dy, state)
+    ds = _empty(dy, 0) if lora_B is None else _empty(dy, dy.shape[0], lora_B.shape[1])
+    dB = _empty(dy, 0) if lora_B is None or s is None else torch.empty_like(lora_B)
+    return dy8, scale_inv, ds, dB
+
+
+@_define("fp8_grad_input")
+def fp8_grad_input(  # type: ignore[no-untyped-def]
+    dy,
+    dy_scale_inv,
+    fp8_dtype,
+    weight,
+    weight_scale_inv,
+    weight_t,
+    ds,
+    lora_A,
+    slot,
+    p,
+    site,
+    out_dtype,
+):
+    return _empty(dy, dy.shape[0], weight.shape[1], dtype=out_dtype)
+
+
+@_define("lora_grad_a")
+def lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype):  # type: ignore[no-untyped-def]
+    return _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
+
+
+@_define("transpose_fp8")
+def transpose_fp8(weight):  # type: ignore[no-untyped-def]
+    return _empty(weight, weight.shape[1], weight.shape[0])
+
+
+@_define("amax_and_scale_update", mutates=("state",))
+def amax_and_scale_update(state, gate, fp8_max, margin, most_recent):  # type: ignore[no-untyped-def]
+    return None
+
+
+@_define("bias_dropout_add")
+def bias_dropout_add(x, bias, residual, slot, p, site):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@_define("bias_dropout_add_backward")
+def bias_dropout_add_backward(dout, slot, p, site, bias_dtype):  # type: ignore[no-untyped-def]
+    dbias = (
+        _empty(dout, 0, dtype=torch.float32)
+        if bias_dtype is None
+        else _empty(dout, dout.shape[1], dtype=bias_dtype)
+    )
+    return torch.empty_like(dout), dbias
+
+
+def _setup_bias_dropout_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bias, residual, slot, p, site = inputs
+    ctx.save_for_backward(slot)
+    ctx.p, ctx.site = p, site
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+
+
+def _backward_bias_dropout_add(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    (slot,) = ctx.saved_tensors
+    dtype = ctx.bias_dtype if ctx.needs_input_grad[1] else None
+    dx, dbias = torch.ops.lorakernels.bias_dropout_add_backward(dout, slot, ctx.p, ctx.site, dtype)
+    dres = dout.to(ctx.residual_dtype) if ctx.needs_input_grad[2] else None
+    return dx, dbias if dtype is not None else None, dres, None, None, None
+
+
+bias_dropout_add.register_autograd(
+    _backward_bias_dropout_add, setup_context=_setup_bias_dropout_add
+)

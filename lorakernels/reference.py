@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op in plain PyTorch: the truth for tests, the baseline for benchmarks, the CPU path.
+
+    y  = x Wᵀ + bias + scaling · s Bᵀ        s = D(x) Aᵀ        D(x) = mask ⊙ x / (1 − p)
+    ds = scaling · dy B      dB = scaling · dyᵀ s      dA = dsᵀ D(x)      dx = dy W + mask ⊙ (ds A) / (1 − p)
+
+    x [M, K]   W [N, K]   A [R, K]   B [N, R]   s, ds [M, R]   y, dy [M, N]
+
+Sums are taken in fp32 and rounded once, when the result is stored. The adapters are rounded to the compute dtype (that
+of x or dy) before they are multiplied, as tensor cores would read them. FP8: `x8 = sat(x · scale)`,
+`scale_inv = 1/scale`; saturation keeps NaN, turns ±inf into ±max. An FP8 state is one fp32 tensor [L + 1, n]
+per direction: rows 0…L−1 are the amax history of n tensors, row L their scales (fp8.py). Scale 0 means that
+no amax has been seen yet: the tensor is then scaled by its own amax.
+
+FP8 operands cross an op's boundary as uint8 bytes, which torch's checks, gloo and autograd all understand:
+x8 and W8 hold e4m3, dy8 holds the `fp8_dtype` it is passed with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import extension
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FLT_MAX = torch.finfo(torch.float32).max
+E4M3 = torch.float8_e4m3fn
+_MASK32 = 0xFFFFFFFF
+
+
+def philox4x32_10(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words (Salmon et al., SC'11, doi:10.1145/2063384.2063405)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps mod 2⁶⁴: both halves stay exact
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK32) ^ c1 ^ k0,
+            p1 & _MASK32,
+            ((p0 >> 32) & _MASK32) ^ c3 ^ k1,
+            p0 & _MASK32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def dropout_threshold(p: float) -> int:
+    """Of 65536 equally likely 16-bit draws, how many drop: `round(65536·p)`, halves up, at most 65535."""
+    return min(int(65536.0 * p + 0.5), 65535)
+
+
+def keep_scale(p: float) -> float:
+    """1 / (1 − p′) for the probability p′ that 16 bits can express, so that the mean is unbiased for every p."""
+    return 65536.0 / (65536 - dropout_threshold(p))
+
+
+def dropout_keep(
+    slot: Tensor, p: float, site: int, rows: int, cols: int, row0: int = 0, col0: int = 0
+) -> Tensor:
+    """bool [rows, cols]: which elements survive, for the window at (row0, col0) of the logical tensor.
+
+    `slot` int64 [2] = (key, offset). Element (row, col): counter = (row, col // 8, offset mod 2³², site); its 16 bits
+    are half `col % 2` of word `col % 8 // 2`; dropped iff they are below `dropout_threshold(p)`.
+    """
+    device = slot.device
+    first = col0 // 8
+    blocks = (col0 + cols + 7) // 8 - first
+    row = torch.arange(row0, row0 + rows, device=device).view(-1, 1) & _MASK32
+    block = torch.arange(first, first + blocks, device=device).view(1, -1)
+    key = (slot[0] & _MASK32, (slot[0] >> 32) & _MASK32)
+    offset, stream = slot[1] & _MASK32, torch.full((), site, dtype=torch.int64, device=device)
+    counter = [t.expand(rows, blocks) for t in (row, block, offset, stream)]
+    words = torch.stack(philox4x32_10(counter, key), dim=-1)
+    lanes = torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(rows, blocks * 8)
+    return lanes[:, col0 - 8 * first : col0 - 8 * first + cols] >= dropout_threshold(p)
+
+
+def _masked(x: Tensor, slot: Tensor | None, p: float, site: int) -> tuple[Tensor, float]:
+    """(mask ⊙ x in fp32, factor still to multiply): the factor is applied to the rank-sized or final sum."""
+    if slot is None or dropout_threshold(p) == 0:
+        return x.float(), 1.0
+    return torch.where(_drawn(slot, p, site, *x.shape), x.float(), 0.0), keep_scale(p)
+
+
+def _drawn(slot: Tensor, p: float, site: int, rows: int, cols: int) -> Tensor:
+    """`dropout_keep`; on the CPU csrc/philox.h draws the same bits, 8 times as fast (4 ms for 4096×256, not 33)."""
+    if slot.device.type != "cpu":
+        return dropout_keep(slot, p, site, rows, cols)
+    keep = torch.empty(rows, cols, dtype=torch.bool)
+    key, offset = (int(word) & (2**64 - 1) for word in slot.tolist())
+    threshold = dropout_threshold(p)
+    extension().dropout_mask(keep.data_ptr(), rows, cols, key, offset, site, threshold)
+    return keep
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """fp32 [1]: largest magnitude, NaN left out as the hardware's `fmax` does, inf kept; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros(1, device=x.device)
+    return x.abs().float().nan_to_num(nan=0.0, posinf=float("inf")).amax().view(1)
+
+
+def scale_of(amax: Tensor, fp8_max: float) -> Tensor:
+    """fp8_max / amax; 1 where amax is 0, inf or NaN (TE's `compute_scale_from_amax`); FLT_MAX where it overflows."""
+    usable = amax.isfinite() & (amax > 0)
+    return torch.where(usable, (fp8_max / amax).clamp(max=FLT_MAX), 1.0)
+
+
+def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """sat(x · scale): round to nearest even, ±max beyond the range, NaN stays NaN."""
+    return (x.float() * scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+
+
+def _quantize(
+    x: Tensor, state: Tensor | None, column: int, record: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(x8, scale_inv [1]); records amax in row 0. Without a state both are empty: the operand stays as it is."""
+    if state is None:
+        return x.new_empty(0, dtype=torch.uint8), torch.empty(0, device=x.device)
+    amax = amax_of(x)
+    scale = state[-1, column : column + 1]
+    scale = torch.where(scale > 0, scale, scale_of(amax, FP8_MAX[dtype]))
+    if record:
+        row0 = state[0, column : column + 1]
+        row0.copy_(torch.maximum(row0, amax))
+    return quantize_fp8(x, scale, dtype).view(torch.uint8), 1.0 / scale
+
+
+def _dequantize(x: Tensor, scale_inv: Tensor | None, dtype: torch.dtype = E4M3) -> Tensor:
+    return x.float() if scale_inv is None else x.view(dtype).float() * scale_inv
+
+
+def quantize_lora_down(
+    x: Tensor,
+    lora_A: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    record: bool,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x8 = sat(x · scale), s = D(x) Aᵀ, one read of x. Empty x8 and scale_inv without a state, empty s without A."""
+    x8, scale_inv = _quantize(x, state, column, record, E4M3)
+    if lora_A is None:
+        return x8, scale_inv, x.new_empty(0)
+    xd, factor = _masked(x, slot, p, site)
+    s = (xd @ lora_A.to(x.dtype).float().t()) * factor
+    return x8, scale_inv, s.to(x.dtype)
+
+
+def fp8_linear_lora(
+    x: Tensor,
+    x_scale_inv: Tensor | None,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    bias: Tensor | None,
+    s: Tensor | None,
+    lora_B: Tensor | None,
+    scaling: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """y = x Wᵀ + bias + scaling · s Bᵀ in `out_dtype`; x and W are FP8 with their scale_inv, or both plain."""
+    acc = _dequantize(x, x_scale_inv) @ _dequantize(weight, weight_scale_inv).t()
+    if s is not None and lora_B is not None:
+        acc += scaling * (s.float() @ lora_B.to(s.dtype).float().t())
+    if bias is not None:
+        acc += bias.float()
+    return acc.to(out_dtype)
+
+
+def quantize_grad(
+    dy: Tensor,
+    lora_B: Tensor | None,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    record: bool,
+    scaling: float,
+    fp8_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B."""
+    dy8, scale_inv = _quantize(dy, state, column, record, fp8_dtype)
+    if lora_B is None:
+        return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
+    ds = (scaling * (dy.float() @ lora_B.to(dy.dtype).float())).to(dy.dtype)
+    if s is None:
+        return dy8, scale_inv, ds, dy.new_empty(0)
+    dB = scaling * (dy.float().t() @ s.float())
+    return dy8, scale_inv, ds, dB.to(lora_B.dtype)
+
+
+def fp8_grad_input(
+    dy: Tensor,
+    dy_scale_inv: Tensor | None,
+    fp8_dtype: torch.dtype,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy."""
+    acc = _dequantize(dy, dy_scale_inv, fp8_dtype) @ _dequantize(weight, weight_scale_inv)
+    if ds is not None and lora_A is not None:
+        branch, factor = _masked(ds.float() @ lora_A.to(ds.dtype).float(), slot, p, site)
+        acc += branch * factor
+    return acc.to(out_dtype)
+
+
+def lora_grad_a(
+    ds: Tensor,
+    x: Tensor,
+    x_scale_inv: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or from x."""
+    xd, factor = _masked(_dequantize(x, x_scale_inv), slot, p, site)
+    return ((ds.float().t() @ xd) * factor).to(out_dtype)
+
+
+def transpose_fp8(weight: Tensor) -> Tensor:
+    """Wᵀ [K, N] of W's bytes [N, K], contiguous; exact, since the scale is per tensor."""
+    return weight.t().contiguous()
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+) -> Tensor:
+    """residual + dropout(x + bias) over [M, N], in x's dtype."""
+    xb = x.float() if bias is None else x.float() + bias.float()
+    dropped, factor = _masked(xb, slot, p, site)
+    out = dropped * factor
+    return (out if residual is None else out + residual.float()).to(x.dtype)
+
+
+def bias_dropout_add_backward(
+    dout: Tensor, slot: Tensor | None, p: float, site: int, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """dx = mask ⊙ dout / (1 − p) and dbias = Σ_rows dx (empty when `bias_dtype` is None)."""
+    dropped, factor = _masked(dout, slot, p, site)
+    dx = dropped * factor
+    dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
+    return dx.to(dout.dtype), dbias
+
+
+def amax_and_scale_update(
+    state: Tensor, gate: Tensor | None, fp8_max: float, margin: int, most_recent: bool
+) -> None:
+    """Roll the amax history and compute new scales, in place, for every column of `state` [L + 1, n].
+
+    A column whose current amax (row 0) is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`,
+    amax being the current one or the history's largest finite one; an inf or NaN current amax keeps the scale, an
+    overflowing scale becomes FLT_MAX; then the history rolls. With a `gate`, nothing changes unless it holds
+    a value > 0. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+    """
+    history, scale = state[:-1], state[-1]
+    current = history[0].clone()
+    live = current != 0
+    if gate is not None:
+        live = live & (gate > 0).any()
+    older = torch.where(history[1:].isfinite(), history[1:], 0.0)
+    amax = current if most_recent else torch.cat((current[None], older)).amax(0)
+    fresh = (fp8_max * 2.0**-margin / amax).clamp(max=FLT_MAX)
+    scale.copy_(torch.where(live & current.isfinite() & (amax > 0), fresh, scale))
+    rolled = torch.cat((history[1:], current[None]))
+    rolled[0] = 0.0
+    history.copy_(torch.where(live, rolled, history))

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ladder names an implementation and a reason for every op on every device."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from lorakernels.kernels import ladder
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (12, 0)], ids=str)
+def test_every_op_is_named(device, capability):
+    table = ladder.implementations(device, capability)
+    assert set(table) == set(ladder.OPS)
+    assert all(impl and reason for impl, reason in table.values())
+    fp8_cores = device == "cuda" and capability is not None and capability >= (8, 9)
+    assert (table["fp8_linear_lora"][0] == "cublaslt") == fp8_cores
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match="found 'mps'"):
+        ladder.implementations("mps")
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        ("90a", (9, 0), True),
+        ("90a", (10, 0), False),
+        ("80", (8, 9), True),
+        ("86;90a", (8, 0), False),
+        ("80;90a", (9, 0), True),
+        ("100f", (10, 0), True),
+        ("120", (12, 1), True),
+    ],
+)
+def test_binary_compatibility(archs, capability, runs):
+    built = mock.Mock(build_info=lambda: {"cuda": True, "cuda_archs": archs})
+    ladder.why_not_csrc.cache_clear()
+    with mock.patch.object(ladder, "extension", lambda: built):
+        assert (ladder.why_not_csrc(capability) is None) == runs
+    ladder.why_not_csrc.cache_clear()
+
+
+def test_without_nvcc_the_reason_says_so():
+    built = mock.Mock(build_info=lambda: {"cuda": False, "cuda_archs": ""})
+    ladder.why_not_csrc.cache_clear()
+    with mock.patch.object(ladder, "extension", lambda: built):
+        assert "without nvcc" in ladder.why_not_csrc((9, 0))
+    ladder.why_not_csrc.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "reason"),
+    [
+        ((9, 0), (8, 32, 64), None),
+        ((8, 0), (8, 32, 64), "no FP8"),
+        ((9, 0), (8, 30, 64), "N = 30"),
+        ((9, 0), (0, 32, 64), "no rows"),
+    ],
+)
+def test_what_cublaslt_takes(capability, sizes, reason):
+    found = ladder.takes_cublaslt(capability, *sizes)
+    assert found is None if reason is None else reason in found

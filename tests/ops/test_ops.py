@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op through torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels import ops, reference
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def arguments(device):
+    """One argument tuple per case; odd sizes, with and without the optional tensors."""
+    m, k, n, r = 7, 24, 10, 3
+    x = torch.randn(m, k, device=device)
+    dy = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+    a, b = torch.randn(r, k, device=device), torch.randn(n, r, device=device)
+    w = torch.randn(n, k, device=device)
+    slot = torch.tensor([5, 9], device=device)
+    one = torch.ones(1, device=device)
+    state = torch.zeros(5, 2, device=device)
+    s = torch.randn(m, r, device=device)
+    ds = torch.randn(m, r, device=device, dtype=torch.bfloat16)
+    x8, w8, dy8 = (t.view(torch.uint8) for t in (x.to(E4M3), w.to(E4M3), dy.to(E5M2)))
+    bf16 = torch.bfloat16
+    return {
+        "quantize_lora_down-fp8": (x, a, state, 1, True, slot, 0.1, 3),
+        "quantize_lora_down-base only": (x, None, state, 0, False, None, 0.0, 0),
+        "quantize_lora_down-plain": (x, a, None, 0, False, None, 0.0, 0),
+        "fp8_linear_lora-fp8": (x8, one, w8, one, torch.randn(n, device=device), s, b, 2.0, bf16),
+        "fp8_linear_lora-plain": (x, None, w, None, None, None, None, 1.0, torch.float32),
+        "quantize_grad-fp8": (dy, b, ds, state, 0, True, 0.5, E5M2),
+        "quantize_grad-base only": (dy, None, None, state, 0, True, 0.5, E5M2),
+        "quantize_grad-frozen B": (dy, b, None, None, 0, False, 0.5, E5M2),
+        "fp8_grad_input-fp8": (
+            dy8,
+            one,
+            E5M2,
+            w8,
+            one,
+            w8.t().contiguous(),
+            ds,
+            a,
+            slot,
+            0.1,
+            3,
+            bf16,
+        ),
+        "fp8_grad_input-plain": (dy, None, E5M2, w, None, None, None, None, None, 0.0, 0, bf16),
+        "lora_grad_a-fp8": (ds, x8, one, slot, 0.1, 3, torch.float32),
+        "lora_grad_a-plain": (ds, x, None, None, 0.0, 0, bf16),
+        "transpose_fp8": (w8,),
+        "amax_and_scale_update-gated": (torch.rand(5, 2, device=device), one, 448.0, 0, False),
+        "amax_and_scale_update": (torch.rand(5, 2, device=device), None, 448.0, 1, True),
+        "bias_dropout_add": (
+            torch.randn(m, k, device=device, requires_grad=True),
+            torch.randn(k, device=device, requires_grad=True),
+            torch.randn(m, k, device=device, requires_grad=True),
+            slot,
+            0.3,
+            1,
+        ),
+        "bias_dropout_add-bare": (x, None, None, None, 0.0, 0),
+        "bias_dropout_add_backward": (x, slot, 0.3, 1, bf16),
+    }
+
+
+CASES = list(arguments("cpu"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case, device):
+    op = getattr(torch.ops.lorakernels, case.split("-")[0]).default
+    torch.library.opcheck(op, arguments(device)[case])
+
+
+def test_every_op_has_a_case():
+    defined = {
+        name
+        for name in vars(ops)
+        if isinstance(getattr(ops, name), torch._library.custom_ops.CustomOpDef)
+    }
+    assert defined == {case.split("-")[0] for case in CASES}
+
+
+def test_differentiating_a_kernel_op_directly_raises():
+    x = torch.randn(4, 8, requires_grad=True)
+    y = ops.fp8_linear_lora(x, None, torch.randn(3, 8), None, None, None, None, 1.0, torch.float32)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_bias_dropout_add_gradients(dtype, p, device):
+    """Against autograd through the same formula in float64 with the known mask; one rounding each."""
+    x, res = (torch.randn(33, 18, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    bias = torch.randn(18, device=device, dtype=dtype, requires_grad=True)
+    slot = torch.tensor([3, 4], device=device)
+    dout = torch.randn(33, 18, device=device, dtype=dtype)
+    ops.bias_dropout_add(x, bias, res, slot if p else None, p, 2).backward(dout)
+    exact = [t.detach().double().requires_grad_() for t in (x, bias, res)]
+    keep = reference.dropout_keep(slot, p, 2, 33, 18).double() * reference.keep_scale(p)
+    (exact[2] + keep * (exact[0] + exact[1])).backward(dout.double())
+    for found, truth in zip((x, bias, res), exact, strict=True):
+        eps = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}[dtype]
+        torch.testing.assert_close(found.grad.double(), truth.grad, rtol=eps, atol=eps)
+
+
+def test_fp8_transpose_is_exact(device):
+    bits = torch.arange(256, dtype=torch.uint8, device=device).repeat(3, 1)[:, :250]
+    turned = ops.transpose_fp8(bits.contiguous())
+    assert turned.is_contiguous() and torch.equal(turned, bits.t())

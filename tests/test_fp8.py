@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8State: delayed scaling against a plain-Python model of it, who is in charge, and that it stays one state."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, apply_lora, reference
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class Model:
+    """Delayed scaling of one tensor in plain Python, as the docstring of `amax_and_scale_update` states it."""
+
+    def __init__(self, recipe, fp8_max):
+        self.recipe, self.fp8_max = recipe, fp8_max
+        self.history, self.scale = [0.0] * recipe.amax_history_len, 0.0
+
+    def update(self, current):
+        if current == 0:
+            return
+        older = [a for a in self.history[1:] if math.isfinite(a)]
+        self.history = [0.0, *self.history[2:], current][: len(self.history)]
+        if not math.isfinite(current):
+            return
+        newest = self.recipe.amax_compute_algo == "most_recent"
+        amax = current if newest else max([current, *older])
+        self.scale = min(self.fp8_max * 2.0**-self.recipe.margin / amax, FLT_MAX)
+
+
+AMAXES = st.sampled_from([0.0, 1e-45, 1e-38, 1e-3, 1.0, 3.7, 448.0, 6e4, 3e38, math.inf, math.nan])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.sampled_from([1, 2, 4, 31]),
+    algo=st.sampled_from(["max", "most_recent"]),
+    margin=st.sampled_from([0, 2]),
+    sequence=st.lists(st.tuples(AMAXES, AMAXES), max_size=12),
+)
+def test_updates_match_the_model(length, algo, margin, sequence):
+    recipe = DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=algo)
+    state = FP8State(["a", "b"], recipe)
+    models = [Model(recipe, 57344.0) for _ in range(2)]
+    for amaxes in sequence:
+        state.backward[0] = torch.tensor(amaxes)
+        state.reduce_and_update()
+        for column, (model, amax) in enumerate(zip(models, amaxes, strict=True)):
+            model.update(torch.tensor(amax).item())
+            found = state.backward[:, column]
+            expected = torch.tensor([*model.history, model.scale])
+            torch.testing.assert_close(found, expected, rtol=3e-7, atol=0.0, equal_nan=True)
+
+
+def test_one_inf_does_not_freeze_the_scale_for_a_whole_history():
+    state = FP8State(["a"], DelayedScaling(amax_history_len=64))
+    scales = []
+    for amax in (1.0, math.inf, 2.0):
+        state.forward[0] = amax
+        state.reduce_and_update()
+        scales.append(state.forward[-1].item())
+    assert scales == [448.0, 448.0, 224.0]
+
+
+def test_a_second_update_changes_nothing():
+    state = FP8State(["a", "b"], DelayedScaling(amax_history_len=4))
+    state.forward[0] = torch.tensor([1.0, 5.0])
+    state.reduce_and_update()
+    before = state.forward.clone()
+    state.reduce_and_update()
+    assert torch.equal(state.forward, before)
+
+
+def two_layers(**options):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    report = apply_lora(model, LoRAConfig(r=4, target_modules=["0", "2"], **options))
+    for layer in (model[0], model[2]):
+        torch.nn.init.normal_(layer.lora_B, std=0.1)
+    return model, report
+
+
+def test_nobody_in_charge_updates_once_per_training_forward():
+    model, report = two_layers()
+    state = report.fp8_state
+    for step in range(4):
+        seen = state.forward[1:-1].count_nonzero(0).tolist()
+        assert seen == [max(step - 1, 0)] * 2, "one roll per iteration"
+        model(torch.randn(5, 16)).sum().backward()
+    assert report.scales_in_charge == "auto" and (state.backward[-1] > 0).all()
+
+
+def test_microbatches_in_flight_share_one_update():
+    model, report = two_layers()
+    state = report.fp8_state
+    model(torch.randn(5, 16)).sum().backward()
+    losses = [model(torch.randn(5, 16)).sum() for _ in range(3)]
+    scale = state.forward[-1].clone()
+    assert state.forward[1:-1].count_nonzero().item() == 2
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(state.forward[-1], scale)
+    model(torch.randn(5, 16))
+    assert state.forward[1:-1].count_nonzero().item() == 4
+
+
+def test_an_explicit_update_takes_over():
+    model, report = two_layers()
+    report.fp8_state.reduce_and_update()
+    assert report.scales_in_charge == "explicit" and "explicit" in str(report)
+    for _ in range(3):
+        model(torch.randn(5, 16)).sum().backward()
+    assert report.fp8_state.forward[1:].count_nonzero() == 0, "nothing moved by itself"
+    report.fp8_state.reduce_and_update()
+    assert (report.fp8_state.forward[-1] > 0).all()
+
+
+def test_eval_neither_updates_nor_loses_state():
+    model, report = two_layers()
+    for _ in range(3):
+        model(torch.randn(5, 16)).sum().backward()
+    before = [t.clone() for t in (report.fp8_state.forward, report.fp8_state.backward)]
+    model.eval()
+    model(100 * torch.randn(5, 16)).sum().backward()
+    after = (report.fp8_state.forward, report.fp8_state.backward)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_small_first_gradients_reach_the_first_layer():
+    """dy of 1e-6 underflows e5m2 at scale 1; the first iteration scales by the tensor's own amax instead."""
+    model, _ = two_layers()
+    x = torch.randn(5, 16, requires_grad=True)
+    (model(x).sum() * 1e-6).backward()
+    assert x.grad.abs().max() > 1e-9 and (x.grad != 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
+def test_survives_as_one_state(how):
+    model, report = two_layers()
+    for _ in range(3):
+        model(torch.randn(5, 16)).sum().backward()
+    if how == "state_dict":
+        twin, other = two_layers()
+        addresses = other.fp8_state.forward.data_ptr(), other.fp8_state.backward.data_ptr()
+        twin.load_state_dict(model.state_dict())
+        state = twin[0].fp8_state
+        assert addresses == (state.forward.data_ptr(), state.backward.data_ptr())
+    else:
+        twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    state = twin[0].fp8_state
+    assert state is twin[2].fp8_state and state is not report.fp8_state
+    assert torch.equal(state.forward, report.fp8_state.forward)
+    assert torch.equal(state.backward, report.fp8_state.backward)
+    x = torch.randn(5, 16)
+    assert torch.equal(model.eval()(x), twin.eval()(x))
+
+
+def test_state_dict_in_place_and_its_refusals():
+    _, report = two_layers()
+    saved = report.fp8_state.state_dict()
+    report.fp8_state.forward.fill_(3.0)
+    address = report.fp8_state.forward.data_ptr()
+    report.fp8_state.load_state_dict(saved)
+    assert report.fp8_state.forward.data_ptr() == address
+    assert report.fp8_state.forward.count_nonzero() == 0
+    longer = FP8State(["0", "2"], DelayedScaling(amax_history_len=7)).state_dict()
+    with pytest.raises(ValueError, match=r"found torch.float32 \(8, 2\)"):
+        report.fp8_state.load_state_dict(longer)
+    with pytest.raises(ValueError, match="other tensors"):
+        report.fp8_state.load_state_dict(FP8State(["x"], DelayedScaling()).state_dict())
+    with pytest.raises(ValueError, match="unique"):
+        FP8State(["a", "a"], DelayedScaling())
+    with pytest.raises(KeyError, match="no tensor named 'z'"):
+        report.fp8_state.column("z")
+
+
+def test_moves_with_the_model(device):
+    model, report = two_layers()
+    model.to(device)
+    assert report.fp8_state.device.type == device.type
+    model(torch.randn(5, 16, device=device)).sum().backward()
+    assert (report.fp8_state.forward[0] > 0).all()
+
+
+def test_a_standalone_layer_has_its_own_state():
+    a, b = (LoRALinear(16, 8, config=LoRAConfig(r=2)) for _ in range(2))
+    assert a.fp8_state is not b.fp8_state
+    for _ in range(2):
+        a(torch.randn(3, 16)).sum().backward()
+    assert a.fp8_state.forward[-1] > 0 and b.fp8_state.forward[-1] == 0
+
+
+def test_quantize_saturates_and_keeps_nan():
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1e9, 0.0, -0.0])
+    for dtype, top in reference.FP8_MAX.items():
+        q = reference.quantize_fp8(x, torch.ones(1), dtype).float()
+        assert (
+            q[[0, 1, 3]].tolist() == [top, -top, top] and q[2].isnan() and q[4:].tolist() == [0, 0]
+        )

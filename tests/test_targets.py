@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""match_targets against PEFT itself: the same table, the same modules in the same order."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lorakernels.config import LoRAConfig
+from lorakernels.targets import is_target, match_saved, match_targets
+
+
+class Holder(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q_proj", "k_proj", "v")})
+        self.experts = nn.ModuleList(Holder(v=nn.Linear(4, 4)) for _ in range(2))
+        self.gate = Holder(v=nn.Linear(4, 4))
+        self.norm = nn.LayerNorm(4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.visual = Holder(blocks=nn.ModuleList(Block() for _ in range(2)))
+        self.q_proj = nn.Linear(4, 4)
+        self.xq_proj = nn.Linear(4, 4)
+        self.lm_head = nn.Linear(4, 7)
+
+
+SAME_AS_PEFT = {
+    "suffix": {"target_modules": ["q_proj", "v"]},
+    "exact path": {"target_modules": ["layers.1.attn.q_proj"]},
+    "suffix over a dot": {"target_modules": ["attn.q_proj", "experts.1.v"]},
+    "a set": {"target_modules": {"k_proj"}},
+    "regex": {"target_modules": r"layers\.\d\.attn\.(q_proj|v)"},
+    "regex matches the whole path": {"target_modules": r"q_proj"},
+    "regex from the left": {"target_modules": r".*q_proj"},
+    "exclude by suffix": {"target_modules": ["q_proj", "v"], "exclude_modules": ["attn.q_proj"]},
+    "exclude by regex": {"target_modules": ["v"], "exclude_modules": r".*\.experts\.\d+\.v"},
+    "exclude beats an exact path": {
+        "target_modules": ["q_proj", "layers.0.attn.v"],
+        "exclude_modules": ["layers.0.attn.v"],
+    },
+    "saved subtree is no target": {"target_modules": ["v"], "modules_to_save": ["gate"]},
+    "saved name inside a path": {"target_modules": ["v"], "modules_to_save": ["visual"]},
+    "one layer": {"target_modules": ["q_proj"], "layers_to_transform": 1},
+    "layer 0": {"target_modules": ["q_proj"], "layers_to_transform": 0},
+    "layers": {"target_modules": ["v"], "layers_to_transform": [0, 2]},
+    "no layers given": {"target_modules": ["v"], "layers_to_transform": []},
+    "first number, not the expert's": {
+        "target_modules": ["experts.1.v"],
+        "layers_to_transform": [1],
+    },
+    "layers of a pattern": {
+        "target_modules": ["v"],
+        "layers_to_transform": [0],
+        "layers_pattern": "layers",
+    },
+    "layers of two patterns": {
+        "target_modules": ["v"],
+        "layers_to_transform": [1],
+        "layers_pattern": ["blocks", "layers"],
+    },
+    "layers of an empty pattern": {
+        "target_modules": ["v"],
+        "layers_to_transform": [1],
+        "layers_pattern": [],
+    },
+    "layers do not hold back an exact path": {
+        "target_modules": ["layers.2.attn.v", "k_proj"],
+        "layers_to_transform": [0],
+    },
+    "layers hold back a top-level name only by suffix": {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [0],
+    },
+    "all-linear": {"target_modules": "all-linear"},
+    "All-Linear without saved": {"target_modules": "All-Linear", "modules_to_save": ["lm_head"]},
+    "all-linear with exclude": {
+        "target_modules": "all-linear",
+        "exclude_modules": ["v", "lm_head"],
+    },
+}
+
+
+def peft_targets(model: nn.Module, kwargs: dict) -> list[str]:
+    peft = pytest.importorskip("peft")
+    kwargs = {
+        name: list(value) if isinstance(value, set) else value for name, value in kwargs.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tuner = peft.LoraModel(model, peft.LoraConfig(**kwargs), "default")
+    return tuner.targeted_module_names
+
+
+@pytest.mark.parametrize("case", SAME_AS_PEFT)
+def test_same_as_peft(case):
+    kwargs = SAME_AS_PEFT[case]
+    found = match_targets(Model(), LoRAConfig(**kwargs))
+    assert found
+    assert found == peft_targets(Model(), kwargs)
+
+
+def test_all_linear_leaves_out_the_output_embedding():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    found = match_targets(model, LoRAConfig(target_modules="all-linear"))
+    assert len(found) == 14 and "lm_head" not in found
+    assert found == peft_targets(model, {"target_modules": "all-linear"})
+
+
+segment = st.sampled_from(["layers", "q", "v", "xq", "0", "1", "12", "h"])
+path = st.lists(segment, min_size=1, max_size=5).map(".".join)
+names = st.lists(path, min_size=1, max_size=3)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    path=path,
+    target=names,
+    exclude=st.none() | names | st.just(r".*\.v"),
+    layers=st.none() | st.integers(0, 2) | st.lists(st.integers(0, 12), max_size=3),
+    pattern=st.none() | segment | st.lists(segment, max_size=2),
+    save=st.none() | st.lists(path, max_size=1),
+)
+def test_any_path_like_peft(path, target, exclude, layers, pattern, save):
+    peft = pytest.importorskip("peft")
+    utils = pytest.importorskip("peft.tuners.tuners_utils")
+    kwargs = {
+        "target_modules": target,
+        "exclude_modules": exclude,
+        "layers_to_transform": layers,
+        "layers_pattern": pattern if layers is not None else None,
+        "modules_to_save": save,
+    }
+    theirs = bool(utils.check_target_module_exists(peft.LoraConfig(**kwargs), path))
+    assert is_target(LoRAConfig(**kwargs), path) == theirs
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({}, r"target_modules is None.*Linear modules here end in k_proj, lm_head, q_proj, v"),
+        ({"target_modules": ["q_porj"]}, r"\('q_porj',\) matches no module; near: q_proj"),
+        ({"target_modules": "attn.q_proj"}, r"matches no module; near: .*attn.q_proj"),
+        ({"target_modules": ["v"], "layers_to_transform": 9}, "layers_to_transform=9"),
+        ({"target_modules": ["v"], "exclude_modules": ["v"]}, "matches 20 modules, all excluded"),
+        ({"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]}, "all excluded"),
+        ({"target_modules": []}, "matches no module"),
+    ],
+)
+def test_no_match_says_what_is_near(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        match_targets(Model(), LoRAConfig(**kwargs))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "module, name, found",
+    [
+        (nn.Embedding(3, 4), "m", "is a Embedding, expected an nn.Linear"),
+        (nn.Sequential(nn.Linear(4, 4)), "m", "is a Sequential"),
+        (Scaled(4, 4), "m", "Scaled, which does more than nn.Linear"),
+        (nn.MultiheadAttention(4, 2), "m.out_proj", "NonDynamicallyQuantizableLinear"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "m", "parametrized"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_wrong_class_is_named(module, name, found):
+    model = nn.ModuleDict({"m": module})
+    with pytest.raises(TypeError, match=rf"target '{name}' .*{found}"):
+        match_targets(model, LoRAConfig(target_modules=[name]))
+
+
+def test_saved_modules_match_by_plain_tail():
+    model = Model()
+    assert match_saved(model, LoRAConfig()) == []
+    assert match_saved(model, LoRAConfig(modules_to_save=["head"])) == ["lm_head"]
+    with pytest.raises(ValueError, match="no module ends with 'lm_haed'; near: lm_head"):
+        match_saved(model, LoRAConfig(modules_to_save=["lm_haed"]))
+    with pytest.raises(
+        TypeError, match="'layers' is a ModuleList, which has no forward of its own"
+    ):
+        match_saved(model, LoRAConfig(modules_to_save=["layers"]))
