@@ -177,7 +177,7 @@ def test_merge_and_unmerge(fp8):
     together = layer(x)
     # e4m3 keeps 4 bits: a requantized weight is off by at most 2⁻⁴ relative, about 0.03 in the norm of y
     torch.testing.assert_close(
-        together, apart, rtol=0, atol=(0.1 if fp8 else 1e-5) * float(apart.abs().max())
+        together, apart, rtol=0, atol=(0.1 if fp8 else 1e-5) * apart.abs().max().item()
     )
     for key, value in layer.state_dict().items():
         assert torch.equal(raw(value), raw(state[key])), (

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a training loop and writes down the order in which its layers really run.
+
+A forward is seen by a forward hook, when the layer returns. A backward is seen by a node that does
+nothing, put on the layer's outputs: autograd reaches it when it starts the layer's backward, so the
+order is the engine's own, whatever pipeline schedule drives it.
+
+Recomputation is not a forward. A non-reentrant checkpoint recomputes while a backward runs, and
+that is how it is told apart. A reentrant one runs its first forward without grad, inside an
+autograd Function, and its recomputation carries the graph: the two are joined by the Function's
+context, which both find on the Python stack. What was never recomputed was no training step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from .order import Direction, Order, OrderError, Step, check_count, layer_names
+
+
+@dataclass(eq=False)
+class _Call:
+    """One run of a layer. `trains` is False while all that was seen of it is a run without grad."""
+
+    layer: int
+    iteration: _Iteration
+    trains: bool
+
+
+@dataclass(eq=False)
+class _Iteration:
+    events: list[tuple[_Call, Direction]] = field(default_factory=list)
+    regions: dict[BackwardCFunction, list[_Call]] = field(default_factory=dict)
+    ended: bool = False
+
+    def steps(self) -> list[Step]:
+        microbatches: dict[_Call, int] = {}
+        forwards: dict[int, int] = {}
+        steps = []
+        for call, direction in self.events:
+            if not call.trains:
+                continue
+            if direction is Direction.FORWARD:
+                microbatches[call] = forwards.get(call.layer, 0)
+                forwards[call.layer] = microbatches[call] + 1
+            steps.append(Step(call.layer, microbatches[call], direction))
+        return steps
+
+    def close(self, ended: bool) -> None:
+        """Let go of the contexts: they hold the graph, whose nodes hold this iteration."""
+        self.ended = ended
+        self.regions.clear()
+
+
+class OrderRecorder:
+    """Records the order of (layer, microbatch, direction) over eager warm-up iterations.
+
+    The microbatch of a forward is how often its layer has run forward in this iteration; that of a
+    backward is its forward's. Forwards in eval mode or without grad are not recorded.
+
+        with OrderRecorder(len(blocks), num_microbatches=2).attach(blocks) as recorder:
+            for step in range(3):
+                train_step()
+                recorder.end_iteration()
+        cursor = OrderCursor(recorder.order)
+    """
+
+    def __init__(self, layers: int | Iterable[str], num_microbatches: int = 1) -> None:
+        self.layers = layer_names(layers)
+        self.num_microbatches = check_count("num_microbatches", num_microbatches)
+        self.num_iterations = 0
+        self._order: Order | None = None
+        self._iteration = _Iteration()
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def order(self) -> Order:
+        if self._order is None:
+            raise RuntimeError("no iteration recorded yet: call end_iteration() after the first")
+        return self._order
+
+    def attach(self, modules: Sequence[nn.Module]) -> OrderRecorder:
+        """Hook `modules`, one per layer and in the layers' order, until `detach()`."""
+        modules = list(modules)
+        if self._handles:
+            raise RuntimeError("the recorder is already attached: call detach() first")
+        self._check_modules(modules)
+        for layer, module in enumerate(modules):
+            hook = partial(self._on_forward, layer)
+            self._handles.append(module.register_forward_hook(hook))
+        return self
+
+    def detach(self) -> None:
+        """Remove every hook and forget the unfinished iteration; what was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.discard_iteration()
+
+    def __enter__(self) -> OrderRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def end_iteration(self) -> Order:
+        """Check that the iteration is complete and runs as the earlier ones did.
+
+        An iteration that is refused is dropped; the ones before it stay recorded.
+        """
+        steps = self._iteration.steps()
+        self._next_iteration(ended=True)
+        order = Order(steps, self.layers, self.num_microbatches)
+        if self._order is None:
+            self._order = order
+        for position, (expected, found) in enumerate(zip(self._order, order, strict=True)):
+            if expected != found:
+                reason = "the order differs from the earlier iterations'"
+                raise OrderError(reason, position, expected, found, self.layers)
+        self.num_iterations += 1
+        return self._order
+
+    def discard_iteration(self) -> None:
+        """Forget what this iteration has recorded so far, e.g. after a step that was skipped."""
+        self._next_iteration(ended=False)
+
+    def _next_iteration(self, ended: bool) -> None:
+        self._iteration.close(ended)
+        self._iteration = _Iteration()
+
+    def _check_modules(self, modules: Sequence[nn.Module]) -> None:
+        if len(modules) != len(self.layers):
+            raise ValueError(f"modules has {len(modules)} entries, expected {len(self.layers)}")
+        seen: dict[nn.Module, str] = {}
+        for name, module in zip(self.layers, modules, strict=True):
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"layer {name!r} must be an nn.Module, got {type(module).__name__}")
+            if module in seen:
+                raise ValueError(f"layers {seen[module]!r} and {name!r} are the same module")
+            seen[module] = name
+        for module, name in seen.items():
+            for inner in module.modules():
+                if inner is not module and inner in seen:
+                    raise ValueError(f"layer {seen[inner]!r} lies inside layer {name!r}")
+
+    def _on_forward(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
+        if not module.training:
+            return None
+        call = self._identify(layer)
+        if call is None or not torch.is_grad_enabled():
+            return None
+        marked = _mark_outputs(output, partial(self._on_backward, call))
+        if marked is None:
+            raise RuntimeError(
+                f"layer {self.layers[layer]!r} returned no tensor that requires grad, so it has no "
+                "backward to record (tensors are looked for in tuples, lists and dicts)"
+            )
+        return marked
+
+    def _identify(self, layer: int) -> _Call | None:
+        """The call this forward is, or recomputes; None for one that is not recorded."""
+        regions, grad = self._iteration.regions, torch.is_grad_enabled()
+        if not _in_backward():
+            contexts = [] if grad else _enclosing_contexts()
+            return self._begin(layer, contexts) if grad or contexts else None
+        contexts = _enclosing_contexts()
+        depth = next((i for i, context in enumerate(contexts) if context in regions), None)
+        if depth is None:
+            return None
+        calls = regions[contexts[depth]]
+        call = next((call for call in calls if call.layer == layer), None)
+        if call is not None:
+            calls.remove(call)
+            call.trains = call.trains or grad
+            for context in contexts[:depth]:
+                regions.setdefault(context, []).append(call)
+        return call
+
+    def _begin(self, layer: int, contexts: list[BackwardCFunction]) -> _Call:
+        call = _Call(layer, self._iteration, trains=not contexts)
+        self._iteration.events.append((call, Direction.FORWARD))
+        for context in contexts:
+            self._iteration.regions.setdefault(context, []).append(call)
+        return call
+
+    def _on_backward(self, call: _Call) -> None:
+        if call.iteration.ended and self._handles:
+            raise RuntimeError(
+                f"backward of layer {self.layers[call.layer]!r} belongs to an iteration that has "
+                "ended: call end_iteration() after the last backward"
+            )
+        call.iteration.events.append((call, Direction.BACKWARD))
+
+
+def _mark_outputs(output: Any, reached: Callable[[], None]) -> Any:
+    """`output` with every tensor that requires grad behind one node; None if there is none."""
+    leaves, spec = pytree.tree_flatten(output)
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+    if not tensors:
+        return None
+    marks = dict(zip(tensors, _BackwardMark.apply(reached, *tensors.values()), strict=True))
+    return pytree.tree_unflatten([marks.get(id(x), x) for x in leaves], spec)
+
+
+class _BackwardMark(torch.autograd.Function):
+    """Passes tensors and gradients through, and calls `reached` when autograd arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, reached: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reached = reached
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.reached()
+        return None, *grads
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _enclosing_contexts() -> list[BackwardCFunction]:
+    """Contexts of the autograd Functions whose forward or backward is running, innermost first."""
+    contexts: dict[BackwardCFunction, None] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                contexts[first] = None
+        frame = frame.f_back
+    return list(contexts)
