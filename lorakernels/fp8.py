@@ -16,6 +16,7 @@ Departures from Transformer Engine's DelayedScaling, on purpose:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,11 +24,6 @@ import torch.distributed as dist
 
 from lorakernels import ops
 from lorakernels.config import DelayedScaling
-
-
-def _inside_backward() -> bool:
-    """True while autograd runs a backward on this thread: a forward seen then is a checkpoint's recomputation."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class FP8State:
@@ -54,6 +50,7 @@ class FP8State:
         self.backward = torch.zeros(shape, dtype=torch.float32, device=device)
         self.in_charge = "auto"
         self._leader: int | None = None
+        self._seen: set[int] = set()
 
     @property
     def device(self) -> torch.device:
@@ -84,16 +81,25 @@ class FP8State:
     def on_training_forward(self, column: int) -> None:
         """Automatic update, called by a layer as its training forward begins; does nothing once someone is in charge.
 
-        The first layer that runs leads: each of its forwards begins an outermost training forward. The
-        update then waits, on the device, for a backward to have run since the last one, so that microbatches
-        in flight keep their scales and recomputation repeats its forward bit for bit. It does not
-        communicate between ranks.
+        The first layer that runs leads: each of its forwards begins an outermost training forward. A layer that comes
+        round twice without the leader having run takes the lead. The update then waits, on the device, for a
+        backward to have run since the last one, so that microbatches whose forwards precede the first
+        backward keep one scale. A recomputation updates nothing (ops.py). No communication between ranks.
         """
         if self.in_charge != "auto":
             return
-        if self._leader is None:
-            self._leader = column
-        if self._leader == column and not _inside_backward():
+        if torch.compiler.is_compiling():  # a set would be one more guard per layer
+            if self._leader is None:
+                self._leader = column
+        elif torch._C._current_graph_task_id() != -1:  # a recomputation, inside a backward
+            return
+        else:
+            if self._leader is None or column in self._seen:
+                self._leader = column
+            self._seen.add(column)
+            if self._leader == column:
+                self._seen.clear()
+        if self._leader == column:
             self._update(gated=True)
 
     def _update(self, gated: bool) -> None:
@@ -126,6 +132,7 @@ class FP8State:
         """Tensors (cloned) and the names and recipe they belong to."""
         return {
             "names": list(self.names),
+            "recipe": asdict(self.recipe),
             "in_charge": self.in_charge,
             "forward": self.forward.clone(),
             "backward": self.backward.clone(),
@@ -135,12 +142,16 @@ class FP8State:
         """Restore in place: no address changes.
 
         Raises:
-            ValueError: names, history length or dtype differ; nothing is changed then.
+            ValueError: names, recipe, shapes or dtypes differ; nothing is changed then.
         """
         if list(state["names"]) != list(self.names):
             odd = sorted(set(state["names"]) ^ set(self.names))
             raise ValueError(
                 f"state is for other tensors: {len(state['names'])} names, differing {odd[:8]}"
+            )
+        if state["recipe"] != asdict(self.recipe):
+            raise ValueError(
+                f"state follows {state['recipe']}, this FP8State {asdict(self.recipe)}"
             )
         for key, own in (("forward", self.forward), ("backward", self.backward)):
             found = state[key]

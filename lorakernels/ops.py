@@ -27,20 +27,37 @@ def _without_autocast(fn: Callable[..., Any], device_type: str) -> Callable[...,
     return run
 
 
+def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An automatic (gated) update that a checkpoint's recomputation reaches, inside a backward, does nothing.
+
+    Asked when the op runs: a compiled layer's trace does not know where it will be called.
+    """
+
+    def run(state: Tensor, gate: Tensor | None, *args: Any, **kwargs: Any) -> None:
+        if gate is None or torch._C._current_graph_task_id() == -1:
+            fn(state, gate, *args, **kwargs)
+
+    return run
+
+
 def _define(name: str, *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Register `lorakernels::name` with the schema of reference.`name`; the decorated function is its fake."""
 
     def register(fake: Callable[..., Any]) -> Any:
-        truth = getattr(reference, name)
+        truth, cuda = getattr(reference, name), getattr(kernels, name)
+        if name == "amax_and_scale_update":
+            cpu, cuda = _not_in_recomputation(truth), _not_in_recomputation(cuda)
+        else:
+            cpu = truth
         schema = torch.library.infer_schema(truth, mutates_args=mutates)
         op = torch.library.custom_op(
             f"lorakernels::{name}",
-            _without_autocast(truth, "cpu"),
+            _without_autocast(cpu, "cpu"),
             mutates_args=mutates,
             device_types="cpu",
             schema=schema,
         )
-        op.register_kernel("cuda", _without_autocast(getattr(kernels, name), "cuda"))
+        op.register_kernel("cuda", _without_autocast(cuda, "cuda"))
         op.register_fake(fake)
         return op
 

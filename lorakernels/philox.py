@@ -87,11 +87,17 @@ class PhiloxStates:
         self._current: list[PhiloxState] = []
 
     def reset(self) -> None:
-        """Forget every state."""
-        self._states, self._current = {}, []
+        """Forget every state.
+
+        Raises:
+            RuntimeError: inside `fork`.
+        """
+        if self._current:
+            raise RuntimeError("reset() inside fork(): leave the context first")
+        self._states = {}
 
     def get_states(self) -> dict[str, PhiloxState]:
-        """A new dict of the states themselves, by name."""
+        """A new dict of the states themselves, by name; they go on living. `state_dict` takes a snapshot."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, PhiloxState]) -> None:
@@ -122,6 +128,9 @@ class PhiloxStates:
     def fork(self, name: str = "model-parallel-rng") -> Iterator[PhiloxState]:
         """Inside the context, layers that hold this `PhiloxStates` draw from state `name`.
 
+        Fork inside the function given to `torch.utils.checkpoint`, so that recomputation forks again; a layer that
+        would have to draw outside of any fork raises.
+
         Raises:
             KeyError: no such state.
         """
@@ -133,6 +142,26 @@ class PhiloxStates:
         finally:
             self._current.pop()
 
-    def current(self) -> PhiloxState | None:
-        """The innermost forked state, or None outside of `fork`."""
-        return self._current[-1] if self._current else None
+    def current(self) -> PhiloxState:
+        """The innermost forked state.
+
+        Raises:
+            RuntimeError: outside of `fork`.
+        """
+        if not self._current:
+            raise RuntimeError(
+                f"dropout drew outside of PhiloxStates.fork(name); states: {sorted(self._states)}. Under "
+                "torch.utils.checkpoint, fork inside the checkpointed function"
+            )
+        return self._current[-1]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A snapshot: int64 [2] by name, on the CPU."""
+        return {name: state.state_dict()["philox"] for name, state in self._states.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore in place; ValueError if the names differ."""
+        if set(state) != set(self._states):
+            raise ValueError(f"state names {sorted(state)} must be {sorted(self._states)}")
+        for name, value in state.items():
+            self._states[name].load_state_dict({"philox": value})

@@ -104,7 +104,12 @@ def amax_of(x: Tensor) -> Tensor:
 def scale_of(amax: Tensor, fp8_max: float) -> Tensor:
     """fp8_max / amax; 1 where amax is 0, inf or NaN (TE's `compute_scale_from_amax`); FLT_MAX where it overflows."""
     usable = amax.isfinite() & (amax > 0)
-    return torch.where(usable, (fp8_max / amax).clamp(max=FLT_MAX), 1.0)
+    return torch.where(usable, _divide(fp8_max, amax).clamp(max=FLT_MAX), 1.0)
+
+
+def _divide(value: float, by: Tensor) -> Tensor:
+    """value / by, rounded once: torch's scalar / tensor multiplies by a rounded reciprocal."""
+    return torch.full_like(by, value) / by
 
 
 def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,7 +234,7 @@ def lora_grad_a(
 
 def transpose_fp8(weight: Tensor) -> Tensor:
     """Wᵀ [K, N] of W's bytes [N, K], contiguous; exact, since the scale is per tensor."""
-    return weight.t().contiguous()
+    return weight.t().clone(memory_format=torch.contiguous_format)
 
 
 def bias_dropout_add(
@@ -274,7 +279,7 @@ def amax_and_scale_update(
         live = live & (gate > 0).any()
     older = torch.where(history[1:].isfinite(), history[1:], 0.0)
     amax = current if most_recent else torch.cat((current[None], older)).amax(0)
-    fresh = (fp8_max * 2.0**-margin / amax).clamp(max=FLT_MAX)
+    fresh = _divide(fp8_max * 2.0**-margin, amax).clamp(max=FLT_MAX)
     scale.copy_(torch.where(live & current.isfinite() & (amax > 0), fresh, scale))
     rolled = torch.cat((history[1:], current[None]))
     rolled[0] = 0.0

@@ -21,6 +21,7 @@ from torch import nn
 from lorakernels.config import LoRAConfig
 
 _SHOWN = 8
+_PEFT_HEADS = {"classifier", "score"}  # PEFT adds both for SEQ_CLS; a model has one of them
 
 
 def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
@@ -28,14 +29,12 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
 
     ValueError if there is none; TypeError if one of them is not a linear layer that we can adapt.
     """
-    wanted: str | Collection[str] | None = config.target_modules
+    wanted = _wanted(model, config)
     if wanted is None:
         raise ValueError(
             "LoRAConfig.target_modules is None: name the modules to adapt, or use 'all-linear'. "
             f"Linear modules here end in {_linear_suffixes(model)}"
         )
-    if isinstance(wanted, str) and wanted.lower() == "all-linear":
-        wanted = _all_linear(model)
     paths = [path for path, _ in model.named_modules() if path]
     chosen = [path for path in paths if _is_wanted(config, wanted, path)]
     found = [path for path in chosen if not _is_excluded(config, path)]
@@ -50,19 +49,37 @@ def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
     """The paths that end with a name of `config.modules_to_save`, after a dot or not."""
     names = tuple(config.modules_to_save or ())
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    found = [path for path in paths if names and path.endswith(names)]
     for name in names:
-        if not any(path.endswith(name) for path in paths):
+        other_head = found and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)
+        if not (other_head or any(path.endswith(name) for path in paths)):
             near = _near_names([name], paths)
             raise ValueError(f"LoRAConfig.modules_to_save: no module ends with {name!r}{near}")
-    found = [path for path in paths if names and path.endswith(names)]
     for path in found:
-        module = model.get_submodule(path)
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise TypeError(
-                f"modules_to_save: {path!r} is a {type(module).__name__}, "
-                "which has no forward of its own: name the modules in it"
-            )
+        _check_saved(model, config, path)
     return found
+
+
+def _check_saved(model: nn.Module, config: LoRAConfig, path: str) -> None:
+    module, wanted = model.get_submodule(path), _wanted(model, config)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise TypeError(
+            f"modules_to_save: {path!r} is a {type(module).__name__}, "
+            "which has no forward of its own: name the modules in it"
+        )
+    for name, _ in module.named_modules(prefix=path):
+        if wanted and _is_wanted(config, wanted, name) and not _is_excluded(config, name):
+            raise ValueError(
+                f"{name!r} would be both adapted and trained whole: {path!r} ends with a name of "
+                f"modules_to_save={config.modules_to_save!r}, which PEFT takes without a dot too"
+            )
+
+
+def _wanted(model: nn.Module, config: LoRAConfig) -> str | Collection[str] | None:
+    wanted = config.target_modules
+    if isinstance(wanted, str) and wanted.lower() == "all-linear":
+        return _all_linear(model)
+    return wanted
 
 
 def is_target(config: LoRAConfig, path: str) -> bool:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,48 +11,51 @@ from lorakernels import LoRALinear, reference
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def rel_error(found: Tensor, exact: Tensor) -> float:
-    """‖found − exact‖ / ‖exact‖ in float64; 0 if both are empty or zero."""
-    found, exact = found.detach().double().cpu(), exact.detach().double().cpu()
+def error_in_eps(found: Tensor, exact: Tensor, size: Tensor, eps: float) -> float:
+    """‖found − exact‖ ÷ (eps · ‖size‖), `size` being the sum of the magnitudes that were added up; 0 if all is zero."""
     assert found.shape == exact.shape, (found.shape, exact.shape)
-    norm = exact.norm()
-    return float((found - exact).norm() / norm) if norm > 0 else float(found.norm())
+    error = (found.detach().double().cpu() - exact.cpu()).norm()
+    norm = size.cpu().norm() * eps
+    return float(error / norm) if norm > 0 else float(error)
 
 
-@dataclass
-class Exact:
-    """y, dx, dA, dB, dbias in float64 for given x, W, x̂ (what dA reads) and dŷ (what the base's dgrad reads)."""
+def exact_lora(
+    layer: LoRALinear, x: Tensor, dy: Tensor, keep: Tensor | None, p: float
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """{name: (value, size)} of y, dx, dA, dB, dbias: design.md §2 in float64 on the values the kernels see.
 
-    y: Tensor
-    dx: Tensor
-    dA: Tensor
-    dB: Tensor
-    dbias: Tensor
-
-
-def exact_lora(layer: LoRALinear, x: Tensor, dy: Tensor, keep: Tensor | None, p: float) -> Exact:
-    """design.md §2 in float64 on the values the kernels see: x and dy pass through FP8 where the base reads them."""
+    x and dy pass through FP8 with the layer's own scales where the base (and dA) read them. `size` is the
+    same formula with the magnitudes of everything that was rounded before, plus the value: rounding s by
+    half an eps moves y by at most eps/2 · |s||B|, however much of y cancels.
+    """
     x, dy = x.detach().flatten(0, -2), dy.detach().flatten(0, -2)
     w = layer.dequantized_weight().double()
-    dtype = x.dtype
-    a, b = (t.detach().to(dtype).double() for t in (layer.lora_A, layer.lora_B))
+    a, b = (t.detach().to(x.dtype).double() for t in (layer.lora_A, layer.lora_B))
     factor = 1.0 if keep is None else reference.keep_scale(p)
     mask = torch.ones_like(x, dtype=torch.bool) if keep is None else keep
-    x8, dy8 = x.double(), dy.double()
-    if layer.fp8_state is not None:
-        x8 = through_fp8(x, torch.float8_e4m3fn)
-        dy8 = through_fp8(dy, layer.fp8_state.recipe.backward_dtype)
-    s = torch.where(mask, x.double(), 0.0) * factor @ a.t()
-    ds = layer.scaling * dy.double() @ b
-    y = x8 @ w.t() + layer.scaling * s @ b.t()
-    if layer.bias is not None:
-        y = y + layer.bias.detach().double()
-    dx = dy8 @ w + torch.where(mask, ds @ a, 0.0) * factor
-    dA = ds.t() @ (torch.where(mask, x8, 0.0) * factor)
-    return Exact(y, dx, dA, layer.scaling * dy.double().t() @ s, dy.double().sum(0))
+    x8, dy8, dy = x.double(), dy.double(), dy.double()
+    state, column = layer.fp8_state, layer._column
+    if state is not None:
+        x8 = through_fp8(x, torch.float8_e4m3fn, state.forward[-1, column])
+        dy8 = through_fp8(dy, state.recipe.backward_dtype, state.backward[-1, column])
+    xd, xd8 = (torch.where(mask, t, 0.0) * factor for t in (x.double(), x8))
+    s, ds = xd @ a.t(), layer.scaling * dy @ b
+    branch = torch.where(mask, ds @ a, 0.0) * factor
+    bias = 0.0 if layer.bias is None else layer.bias.detach().double()
+    scaling = abs(layer.scaling)
+    values = {
+        "y": (x8 @ w.t() + layer.scaling * s @ b.t() + bias, scaling * s.abs() @ b.abs().t()),
+        "dx": (dy8 @ w + branch, torch.where(mask, ds.abs() @ a.abs(), 0.0) * factor),
+        "dA": (ds.t() @ xd8, ds.abs().t() @ xd8.abs()),
+        "dB": (layer.scaling * dy.t() @ s, scaling * dy.abs().t() @ s.abs()),
+        "dbias": (dy.sum(0), dy.abs().sum(0)),
+    }
+    return {name: (value, value.abs() + rounded) for name, (value, rounded) in values.items()}
 
 
-def through_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x quantized with its own amax and back, in float64."""
-    scale = reference.scale_of(reference.amax_of(x), reference.FP8_MAX[dtype])
+def through_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float = 0.0) -> Tensor:
+    """x quantized and back, in float64; with scale 0 by its own amax, as before a first update."""
+    scale = torch.as_tensor(scale, device=x.device)
+    if float(scale) == 0.0:
+        scale = reference.scale_of(reference.amax_of(x), reference.FP8_MAX[dtype])
     return reference.quantize_fp8(x, scale, dtype).double() / scale.double()

@@ -179,8 +179,18 @@ def test_named_states():
     assert not torch.equal(draw("model-parallel-rng"), draw("data-parallel-rng"))
     assert torch.equal(draw("model-parallel-rng"), draw("model-parallel-rng"))
     kept = states.get_states()
+    snapshot = states.state_dict()
+    kept["data-parallel-rng"].advance()
+    states.load_state_dict(snapshot)
+    assert kept["data-parallel-rng"].tensor.tolist() == [2, 0]
+    with pytest.raises(ValueError, match=r"state names \[\] must be"):
+        states.load_state_dict({})
+    with pytest.raises(RuntimeError, match=r"outside of PhiloxStates.fork\(name\); states"):
+        layer(torch.ones(8, 64))
+    with pytest.raises(RuntimeError, match="inside fork"), states.fork("data-parallel-rng"):
+        states.reset()
     states.reset()
-    assert states.get_states() == {} and states.current() is None
+    assert states.get_states() == {}
     states.set_states(kept)
     assert set(states.get_states()) == {"model-parallel-rng", "data-parallel-rng"}
     with pytest.raises(TypeError, match="must be a PhiloxState"):

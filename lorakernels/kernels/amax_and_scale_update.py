@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All scales of one direction from their amax histories, in one launch (csrc/amax_and_scale_update.cu).
 
-state fp32 [L + 1, n]: rows 0…L−1 the amax history of n tensors, row L their scales; `gate` fp32 [n'] or None. It reads and
-writes the state once where PyTorch's form needs a dozen launches. The rules are `reference.amax_and_scale_update`'s.
+state fp32 [L + 1, n]: rows 0…L−1 the amax history of n tensors, row L their scales; `gate` fp32 [n'] or
+None. It reads and writes the state once where PyTorch's form needs a dozen launches. The rules are
+`reference.amax_and_scale_update`'s.
 """
 
 from __future__ import annotations

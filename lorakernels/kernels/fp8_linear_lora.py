@@ -2,9 +2,9 @@
 """y = x Wᵀ + bias + scaling · s Bᵀ on CUDA.
 
 x [M, K] e4m3, W [N, K] e4m3, s [M, R], B [N, R], y [M, N]. The FP8 product is cuBLASLt's (`torch._scaled_mm`, fast
-accumulation as Transformer Engine's forward), the LoRA term a second, rank-sized product added in fp32
-inside `addmm`: y is rounded twice. Operands that are not FP8, or whose sizes cuBLASLt does not take, go to
-reference.py (`ladder.py`).
+accumulation as Transformer Engine's forward), the bias and the LoRA term, a second, rank-sized product
+added in fp32 inside `addmm`, come after it: y is rounded up to three times. Operands that are not FP8, or
+whose sizes cuBLASLt does not take, go to reference.py (`ladder.py`).
 """
 
 from __future__ import annotations

@@ -23,13 +23,19 @@ FP8_GEMM_MULTIPLE = 16
 
 
 def implementations(
-    device_type: str, capability: tuple[int, int] | None = None
+    device_type: str,
+    capability: tuple[int, int] | None = None,
+    *,
+    fp8: bool = True,
+    sizes: tuple[int, int] | None = None,
 ) -> dict[str, tuple[str, str]]:
-    """{op: (implementation, reason)} for operands whose sizes the implementation takes.
+    """{op: (implementation, reason)}.
 
     Args:
         device_type: "cpu" or "cuda".
         capability: the GPU's compute capability, e.g. (9, 0); needed for "cuda".
+        fp8: whether the base weight is FP8.
+        sizes: (N, K) of the layer; None asks for sizes that every implementation takes.
 
     Raises:
         ValueError: another device type.
@@ -39,14 +45,21 @@ def implementations(
     if device_type != "cuda":
         raise ValueError(f'device_type must be "cpu" or "cuda", found {device_type!r}')
     table = dict.fromkeys(OPS, ("reference", "no fused kernel yet: PyTorch on the GPU"))
-    fp8 = capability is not None and capability >= FP8_GEMM_CAPABILITY
-    gemm = (
-        ("cublaslt", f"torch._scaled_mm; K and N multiples of {FP8_GEMM_MULTIPLE}, else reference")
+    gemm_why_not = (
+        takes_cublaslt(capability or (0, 0), 1, *(sizes or (FP8_GEMM_MULTIPLE,) * 2))
         if fp8
-        else ("reference", f"compute capability {capability}: no FP8 tensor cores below 8.9")
+        else "the base is not FP8"
     )
-    why_not = "no capability given" if capability is None else why_not_csrc(capability)
-    update = ("reference", why_not) if why_not else ("csrc", "one launch for all tensors")
+    note = (
+        "torch._scaled_mm"
+        if sizes
+        else f"torch._scaled_mm; N, K in multiples of {FP8_GEMM_MULTIPLE}"
+    )
+    gemm = ("reference", gemm_why_not) if gemm_why_not else ("cublaslt", note)
+    update_why_not = why_not_csrc(capability or (0, 0))
+    update = (
+        ("reference", update_why_not) if update_why_not else ("csrc", "one launch for all tensors")
+    )
     return {**table, **dict.fromkeys(_GEMMS, gemm), "amax_and_scale_update": update}
 
 

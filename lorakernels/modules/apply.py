@@ -8,13 +8,13 @@ from torch import nn
 
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
-from lorakernels.kernels.ladder import implementations
-from lorakernels.modules.convert import base_kind, to_lora
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.report import LoRAReport, ModuleReport
-from lorakernels.modules.saved import mark_saved
+from lorakernels.modules.convert import check_fp8_linear, to_lora
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear
+from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.saved import keep_original, mark_saved
 from lorakernels.philox import PhiloxState, PhiloxStates
-from lorakernels.targets import match_saved, match_targets
+from lorakernels.targets import is_fp8_linear, match_saved, match_targets
 
 
 def apply_lora(
@@ -36,26 +36,63 @@ def apply_lora(
         A LoRAReport: every module with parameters, the path it takes and why, and the model's `fp8_state`.
 
     Raises:
-        ValueError: no module matches, the targets are on several devices, or a weight is not finite.
-        TypeError: a target is not a linear layer. Nothing is changed before targets and devices are checked.
+        ValueError: no module matches, the model has adapters already, the targets are on several devices, or a
+            weight is not finite.
+        TypeError: a target is not a linear layer, or `adapter_dtype` is none. Nothing is changed before all is checked.
     """
+    present = [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
+    if present:
+        raise ValueError(
+            f"model has {len(present)} LoRALinear already (the first is {present[0]!r})"
+        )
+    if adapter_dtype not in (None, *ADAPTER_DTYPES):
+        raise TypeError(
+            f"adapter_dtype must be float32, bfloat16 or float16, found {adapter_dtype}"
+        )
     paths = match_targets(model, config)
     saved = match_saved(model, config)
     device = _one_device(model, paths)
-    _check_finite(model, paths, config)
+    _check_weights(model, paths, config)
+    tied = _tied(model)
     fp8_state = None if config.fp8 is None else FP8State(paths, config.fp8, device)
     model.requires_grad_(False)
-    kinds = {}
+    reasons: dict[str, tuple[str, str]] = {}
     for site, path in enumerate(paths):
         old = model.get_submodule(path)
-        kinds[path] = base_kind(old)
         new = to_lora(old, config, name=path, adapter_dtype=adapter_dtype, fp8_state=fp8_state)
         new.site, new.rng_state = site, rng_state
+        reasons[path] = ("lora", f"matches target_modules{_weight_note(old, new, tied)}")
         _replace(model, old, new)
     for path in saved:
-        mark_saved(model.get_submodule(path))
+        untied = mark_saved(model.get_submodule(path), tied)
+        note = f"; {', '.join(untied)} untied" if untied else ""
+        reasons[path] = ("saved", f"in modules_to_save{note}")
     _train_biases(model, config)
-    return _report(model, config, fp8_state, saved, kinds, rng_state)
+    return LoRAReport(model, config, fp8_state, reasons)
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """data_ptr of every parameter that more than one module holds."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                pointer = parameter.data_ptr()
+                holders[pointer] = holders.get(pointer, 0) + 1
+    return {pointer for pointer, count in holders.items() if pointer and count > 1}
+
+
+def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
+    """What happened to the weight, for the report. A plain weight tied to another module gets its own storage, so that
+    merging cannot write into the other."""
+    if new.weight_scale_inv is None:
+        if new._stored.data_ptr() not in tied:
+            return ""
+        new._parameters["weight"] = nn.Parameter(new._stored.detach().clone(), requires_grad=False)
+        return "; weight untied"
+    if is_fp8_linear(old):
+        return "; block FP8 held with one scale"
+    return "; FP8 bytes kept" if isinstance(old, FrozenFP8Linear) else ""
 
 
 def _one_device(model: nn.Module, paths: list[str]) -> torch.device:
@@ -70,11 +107,15 @@ def _one_device(model: nn.Module, paths: list[str]) -> torch.device:
     return torch.device(devices.pop())
 
 
-def _check_finite(model: nn.Module, paths: list[str], config: LoRAConfig) -> None:
-    for path in paths if config.fp8 is not None else ():
-        weight = model.get_submodule(path).weight
+def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> None:
+    for path in paths:
+        module = model.get_submodule(path)
+        if is_fp8_linear(module):
+            check_fp8_linear(path, module)
+            continue
+        weight = module.weight
         assert isinstance(weight, torch.Tensor)
-        if weight.is_meta or weight.element_size() == 1:
+        if config.fp8 is None or weight.is_meta or weight.element_size() == 1:
             continue
         if not bool(weight.detach().isfinite().all()):
             raise ValueError(
@@ -91,67 +132,10 @@ def _replace(model: nn.Module, old: nn.Module, new: LoRALinear) -> None:
 
 
 def _train_biases(model: nn.Module, config: LoRAConfig) -> None:
-    """PEFT's `bias`: "all" trains every bias of the model, "lora_only" those of adapted layers (done by LoRALinear)."""
-    if config.bias == "all":
-        for name, parameter in model.named_parameters():
-            if "bias" in name:
-                parameter.requires_grad_(True)
-
-
-def _report(
-    model: nn.Module,
-    config: LoRAConfig,
-    fp8_state: FP8State | None,
-    saved: list[str],
-    kinds: dict[str, str],
-    rng_state: PhiloxState | PhiloxStates | None,
-) -> LoRAReport:
-    rows = []
-    for path, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            rows.append(_lora_row(path, module, kinds.get(path, "plain")))
-        elif path in saved:
-            rows.append(ModuleReport(path, "saved", "in modules_to_save", type(module).__name__))
-        elif any(True for _ in module.parameters(recurse=False)):
-            rows.append(_other_row(path, module))
-    parameters = list(model.parameters())
-    return LoRAReport(
-        config=config,
-        modules=rows,
-        fp8_state=fp8_state,
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        total_parameters=sum(p.numel() for p in parameters),
-        dropout_source="torch's generator" if rng_state is None else type(rng_state).__name__,
-    )
-
-
-def _lora_row(path: str, module: LoRALinear, kind: str) -> ModuleReport:
-    device = module.lora_A.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    kind_of_device = device.type if device.type in ("cpu", "cuda") else "cpu"
-    ladder = implementations(kind_of_device, capability)
-    base = "e4m3" if module.weight_scale_inv is not None else str(module.weight.dtype)[6:]
-    reason = "matches target_modules"
-    if kind != "plain" and base == "e4m3":
-        reason += "; requantized to one scale" if kind == "block FP8" else "; FP8 bytes kept"
-    return ModuleReport(
-        path,
-        "lora",
-        reason,
-        type(module).__name__,
-        module.in_features,
-        module.out_features,
-        module.r,
-        module.scaling,
-        module.lora_dropout,
-        base,
-        {op: impl for op, (impl, _) in ladder.items() if op != "bias_dropout_add"},
-    )
-
-
-def _other_row(path: str, module: nn.Module) -> ModuleReport:
-    trained = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-    if trained:
-        reason = f"trained: {', '.join(trained)}"
-        return ModuleReport(path, "bias", reason, type(module).__name__)
-    return ModuleReport(path or "(root)", "frozen", "not a target", type(module).__name__)
+    """PEFT's `bias`: "all" trains every bias of the model, "lora_only" those of the adapted layers."""
+    for module in model.modules():
+        wanted = config.bias == "all" or (
+            config.bias == "lora_only" and isinstance(module, LoRALinear)
+        )
+        if wanted and isinstance(module._parameters.get("bias"), nn.Parameter):
+            keep_original(module, ["bias"])

@@ -1,42 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a LoRALinear of the linear layers a user's model arrives with."""
+"""Make a LoRALinear of the linear layers a user's model arrives with.
+
+transformers' `FP8Linear` is read by its attributes, without importing transformers: e4m3 `weight` [N, K] and
+`weight_scale_inv`, one per tensor or one per block of `block_size`, ⌈N/bn⌉ × ⌈K/bk⌉ (128×128 in today's checkpoints).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
-from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.targets import is_fp8_linear
 
 
-def dequantize_blocks(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """fp32 [N, K] from e4m3 [N, K] and one scale_inv per block, [⌈N/bn⌉, ⌈K/bk⌉] (128×128 in FP8 checkpoints).
+def check_fp8_linear(path: str, module: nn.Module) -> None:
+    """Refuse an FP8Linear whose weight or scales are not what this file reads.
 
     Raises:
-        ValueError: the scales do not divide the weight into equal blocks.
+        TypeError: the weight is not e4m3, or there are no scales.
+        ValueError: the scales' shape does not fit the weight's.
     """
-    scales = scale_inv.float()
-    if scales.numel() == 1:
-        return weight.float() * scales.reshape(())
-    n, k = weight.shape
-    if scales.dim() != 2:
-        raise ValueError(f"weight_scale_inv must be [N/bn, K/bk], found {tuple(scales.shape)}")
-    blocks = [_block_size(size, count) for size, count in zip((n, k), scales.shape, strict=True)]
-    for dim, block in enumerate(blocks):
-        scales = scales.repeat_interleave(block, dim)
-    return weight.float() * scales[:n, :k]
+    weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
+    assert isinstance(weight, Tensor)
+    if weight.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{path}.weight must be float8_e4m3fn, found {weight.dtype}")
+    if not isinstance(scales, Tensor):
+        raise TypeError(f"{path}.weight_scale_inv must be a tensor, found {scales!r}")
+    block = _block_size(module)
+    expected = tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=True)) if block else ()
+    if scales.numel() != 1 and tuple(scales.shape) != expected:
+        raise ValueError(
+            f"{path}.weight_scale_inv must be {expected} for a weight {tuple(weight.shape)} in "
+            f"blocks of {block}, found {tuple(scales.shape)}"
+        )
 
 
-def _block_size(size: int, count: int) -> int:
-    """The block of `count` blocks that cover `size`: 128 where it fits, as checkpoints use, else an even split."""
-    block = 128 if -(-size // 128) == count else -(-size // count)
-    if -(-size // block) != count:
-        raise ValueError(f"weight_scale_inv has {count} blocks for a dimension of {size}")
-    return block
+def dequantize(module: nn.Module) -> Tensor:
+    """fp32 [N, K]: an FP8Linear's weight, each block times its scale_inv."""
+    weight, scales = module.weight, _scales(module)
+    assert isinstance(weight, Tensor)
+    if scales.numel() > 1:
+        for dim, size in enumerate(_block_size(module)):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.detach().float() * scales
+
+
+def per_tensor_weight(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """(e4m3 bytes uint8 [N, K], scale_inv fp32 [1]) of an FP8Linear.
+
+    The bytes are kept where all blocks share one scale; otherwise W is requantized from its exact amax, this
+    layer alone in fp32 for the moment.
+    """
+    scales = _scales(module)
+    if bool((scales == scales.flatten()[0]).all()):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return weight.detach().view(torch.uint8), scales.flatten()[:1].clone()
+    return quantize_weight(dequantize(module))
+
+
+def _block_size(module: nn.Module) -> Sequence[int]:
+    block = getattr(module, "block_size", None)
+    return tuple(block) if isinstance(block, Sequence) else ()
+
+
+def _scales(module: nn.Module) -> Tensor:
+    """fp32 scale_inv; ue8m0 scales may come as bytes."""
+    scales = module.weight_scale_inv
+    assert isinstance(scales, Tensor)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return scales.detach().float()
 
 
 def to_lora(
@@ -49,53 +89,24 @@ def to_lora(
 ) -> LoRALinear:
     """A LoRALinear over the weight of an `nn.Linear`, a `FrozenFP8Linear` or a transformers `FP8Linear`.
 
-    A per-tensor FP8 weight keeps its bytes. A block-scaled one is requantized with one scale from its exact
-    amax, this layer alone in fp32 for the moment. With `config.fp8=None` an FP8 weight is dequantized to bf16.
+    With `config.fp8=None` an FP8 weight is dequantized to bf16.
     """
-    if isinstance(module, nn.Linear):
+    if not is_fp8_linear(module) and not isinstance(module, FrozenFP8Linear):
+        assert isinstance(module, nn.Linear)
         return LoRALinear.from_linear(
             module, config, adapter_dtype=adapter_dtype, fp8_state=fp8_state, name=name
         )
-    scale_inv = module.weight_scale_inv
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight, scale_inv = _held(module, plain=config.fp8 is None)
     bias = module.bias if isinstance(module.bias, Tensor) else None
-    if isinstance(scale_inv, Tensor) and scale_inv.numel() == 1 and config.fp8 is not None:
-        new = LoRALinear.from_quantized(
-            weight,
-            scale_inv,
-            bias,
-            config,
-            adapter_dtype=adapter_dtype,
-            fp8_state=fp8_state,
-            name=name,
-        )
-        return new.train(module.training)
-    plain = nn.Linear(1, 1, bias=bias is not None, device="meta")
-    dense = (
-        weight.detach()
-        if scale_inv is None
-        else dequantize_blocks(weight.detach(), _tensor(scale_inv))
-    )
-    plain.weight = nn.Parameter(dense if config.fp8 else _half(dense), requires_grad=False)
-    plain.bias = bias if isinstance(bias, nn.Parameter) else None  # type: ignore[assignment]
-    plain.train(module.training)
-    return LoRALinear.from_linear(
-        plain, config, adapter_dtype=adapter_dtype, fp8_state=fp8_state, name=name
-    )
+    new = LoRALinear._take(weight, scale_inv, bias, config, adapter_dtype, fp8_state, name)
+    return new.train(module.training)
 
 
-def _tensor(value: object) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _half(weight: Tensor) -> Tensor:
-    return weight if weight.dtype in (torch.bfloat16, torch.float16) else weight.bfloat16()
-
-
-def base_kind(module: nn.Module) -> str:
-    """How a convertible module holds its weight now, for the report."""
-    if is_fp8_linear(module):
-        return "block FP8"
-    return "FP8" if isinstance(module, FrozenFP8Linear) else "plain"
+def _held(module: nn.Module, plain: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight as LoRALinear will hold it: bytes and scale_inv, or a plain tensor and None."""
+    if isinstance(module, FrozenFP8Linear):
+        if module.weight_scale_inv is None or plain:
+            dtype = None if module.weight_scale_inv is None else torch.bfloat16
+            return module.dequantized_weight(dtype or module.weight.dtype), None
+        return module._stored.detach(), module.weight_scale_inv.clone()
+    return (dequantize(module).bfloat16(), None) if plain else per_tensor_weight(module)

@@ -16,6 +16,8 @@ from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.reference import E4M3
 
+_STATE_KEYS = ("fp8_scale", "fp8_amax_history", "fp8_max")
+
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3 bytes as uint8 [N, K], scale_inv fp32 [1]) from the weight's exact amax.
@@ -31,6 +33,11 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
     scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
     return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """True for a DTensor, as FSDP2 leaves parameters outside of their module's forward."""
+    return hasattr(parameter, "device_mesh")
 
 
 class FrozenFP8Linear(nn.Module):
@@ -136,9 +143,30 @@ class FrozenFP8Linear(nn.Module):
 
     @property
     def _stored(self) -> Tensor:
+        """The bytes. FSDP2 under a MixedPrecisionPolicy gathers them as bf16 or fp16, where 0…255 are exact."""
         stored = self._parameters["weight"]
         assert stored is not None
+        if self.weight_scale_inv is not None and stored.dtype != torch.uint8:
+            return stored.to(torch.uint8)
         return stored
+
+    @property
+    def fp8_scale(self) -> Tensor:
+        """fp32 [2]: the scales of x and dy."""
+        return self._state_columns()[-1]
+
+    @property
+    def fp8_amax_history(self) -> Tensor:
+        """fp32 [amax_history_len, 2]: the amax histories of x and dy."""
+        return self._state_columns()[:-1]
+
+    @property
+    def fp8_max(self) -> Tensor:
+        """fp32 [2]: the largest values of the formats that the scales of x and dy were made for."""
+        assert self.fp8_state is not None
+        recipe = self.fp8_state.recipe
+        maxima = [recipe.fp8_max_forward, recipe.fp8_max_backward]
+        return torch.tensor(maxima, device=self.fp8_state.device)
 
     @property
     def weight(self) -> Tensor:
@@ -200,8 +228,14 @@ class FrozenFP8Linear(nn.Module):
             self._renew_weight_t()
 
     def _renew_weight_t(self) -> None:
-        if self.weight_layout == "both" and self.weight_scale_inv is not None:
-            self.weight_t = reference.transpose_fp8(self._stored.detach())
+        if self.weight_layout != "both" or self.weight_scale_inv is None:
+            return
+        if is_sharded(self._stored):
+            raise RuntimeError(
+                f"{self.name or 'this layer'}: weight_layout='both' needs the whole weight to renew its second "
+                "copy, found a sharded one; use 'single' with FSDP2"
+            )
+        self.weight_t = reference.transpose_fp8(self._stored.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
         scale_inv, base = self.weight_scale_inv, self._base
@@ -228,9 +262,8 @@ class FrozenFP8Linear(nn.Module):
         if weight.dtype == torch.uint8 and type(weight.data) is Tensor:
             destination[prefix + "weight"] = weight.detach().view(E4M3)
         if self.fp8_state is not None:
-            pair = self._state_columns()
-            destination[prefix + "fp8_scale"] = pair[-1].clone()
-            destination[prefix + "fp8_amax_history"] = pair[:-1].clone()
+            for key in _STATE_KEYS:
+                destination[prefix + key] = getattr(self, key).clone()
 
     def _state_columns(self) -> Tensor:
         """fp32 [L + 1, 2]: this layer's columns of both directions, x then dy."""
@@ -249,11 +282,14 @@ class FrozenFP8Linear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         own = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
-        columns = None
-        if self.fp8_state is not None:
-            columns = self._take_fp8_entries(own, prefix, strict, missing_keys, error_msgs)
         if self.merged:
             error_msgs.append(f"{prefix or 'this layer'}: unmerge the adapter before loading")
+            return
+        columns = self._take_state(own, prefix, missing_keys if strict else [], error_msgs)
+        try:
+            self._take_weight(own, prefix, missing_keys)
+        except ValueError as error:
+            error_msgs.append(f"{prefix}weight: {error}")
             return
         super()._load_from_state_dict(
             own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -263,36 +299,50 @@ class FrozenFP8Linear(nn.Module):
             self.fp8_state.forward[:, self._column] = columns[:, 0]
             self.fp8_state.backward[:, self._column] = columns[:, 1]
 
-    def _take_fp8_entries(
-        self,
-        own: dict[str, Any],
-        prefix: str,
-        strict: bool,
-        missing_keys: list[str],
-        error_msgs: list[str],
+    def _take_weight(self, own: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
+        """Turn a weight of the other kind, FP8 or plain, into what this layer holds."""
+        key, scale_key = prefix + "weight", prefix + "weight_scale_inv"
+        weight, scale_inv = own.get(key), own.get(scale_key)
+        if weight is None:
+            return
+        if self.weight_scale_inv is None:
+            if weight.dtype not in (E4M3, torch.uint8):
+                return
+            if scale_inv is None or scale_inv.numel() != 1:
+                raise ValueError(f"FP8 bytes need one {scale_key}, found {scale_inv}")
+            del own[scale_key]
+            own[key] = weight.view(E4M3).float() * scale_inv
+        elif weight.dtype == E4M3:
+            own[key] = weight.view(torch.uint8)
+        elif weight.is_floating_point():
+            own[key], own[scale_key] = quantize_weight(weight)
+            for name in _STATE_KEYS:
+                if prefix + name in missing_keys:
+                    missing_keys.remove(prefix + name)
+
+    def _take_state(
+        self, own: dict[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
     ) -> Tensor | None:
-        """Turn FP8 entries of `own` into what nn.Module loads; returns the state columns [L + 1, 2] if present."""
-        weight = own.get(prefix + "weight")
-        keys = [prefix + "fp8_scale", prefix + "fp8_amax_history"]
-        scale, history = (own.pop(k, None) for k in keys)
-        if weight is not None and weight.dtype == E4M3:
-            own[prefix + "weight"] = weight.view(torch.uint8)
-        elif weight is not None and weight.is_floating_point():
-            quantized, scale_inv = quantize_weight(weight)
-            own.update({prefix + "weight": quantized, prefix + "weight_scale_inv": scale_inv})
+        """Take the FP8 state's entries out of `own`: [L + 1, 2], or None if they are absent or do not fit."""
+        entries = {k: own.pop(prefix + k, None) for k in _STATE_KEYS}
+        if self.fp8_state is None:
             return None
-        if scale is None or history is None:
-            if strict:
-                missing_keys += [
-                    k for k, v in zip(keys, (scale, history), strict=True) if v is None
-                ]
+        absent = [prefix + k for k, v in entries.items() if v is None]
+        if absent:
+            missing_keys += absent
             return None
-        columns = torch.cat((history, scale[None]))
-        expected = self._state_columns().shape
-        if columns.shape != expected:
+        columns = torch.cat((entries["fp8_amax_history"], entries["fp8_scale"][None]))
+        length, expected = columns.shape[0] - 1, self.fp8_state.recipe.amax_history_len
+        if length != expected:
             error_msgs.append(
-                f"{keys[1]}: history of {columns.shape[0] - 1} iterations does not fit the recipe's "
-                f"amax_history_len = {expected[0] - 1}"
+                f"{prefix}fp8_amax_history: history of {length} iterations does not fit the recipe's "
+                f"amax_history_len = {expected}"
+            )
+            return None
+        made_for, ours = entries["fp8_max"].tolist(), self.fp8_max.tolist()
+        if made_for != ours:
+            error_msgs.append(
+                f"{prefix}fp8_scale: made for formats with maxima {made_for}, this layer's recipe has {ours}"
             )
             return None
         return columns

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lorakernels.autograd import LoRASpec, check_input
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
-from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, quantize_weight
 from lorakernels.philox import PhiloxState, PhiloxStates, default_slot
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -174,7 +174,7 @@ class LoRALinear(FrozenFP8Linear):
     def _draw_slot(self) -> Tensor:
         rng = self.rng_state
         if isinstance(rng, PhiloxStates):
-            rng = rng.current()
+            rng = rng.current()  # raises outside of fork: another generator's mask would be silent
         return default_slot(self.lora_A.device) if rng is None else rng.slot()
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,22 +190,27 @@ class LoRALinear(FrozenFP8Linear):
         A merged layer's state_dict still holds base and adapter apart.
 
         Raises:
-            ValueError: the merged weight is not finite; nothing is changed then.
+            ValueError: the merged weight is not finite in the weight's dtype; nothing is changed then.
+            RuntimeError: the parameters are sharded (FSDP2); merge after gathering them.
         """
         if self.merged:
             return
-        stored = self._stored
+        if any(is_sharded(p) for p in self.parameters(recurse=False)):
+            raise RuntimeError(f"{self.name or 'LoRALinear'}: cannot merge sharded parameters")
+        stored, scale_inv = self._stored, self.weight_scale_inv
         total = self.dequantized_weight() + self.delta_weight()
-        scale_inv = self.weight_scale_inv
-        if scale_inv is None:
-            if not bool(total.isfinite().all()):
-                raise ValueError(f"{self.name or 'LoRALinear'}: the merged weight is not finite")
-            merged, new_scale_inv = total.to(stored.dtype), None
-        else:
+        merged, new_scale_inv = total, None
+        if scale_inv is not None:
             merged, new_scale_inv = quantize_weight(total)
+        elif not bool((merged := total.to(stored.dtype)).isfinite().all()):
+            raise ValueError(f"{self.name or 'LoRALinear'}: the merged weight is not finite")
         self._base = (stored.detach().clone(), None if scale_inv is None else scale_inv.clone())
-        self._write_weight(merged, new_scale_inv)
         self.merged = True
+        try:
+            self._write_weight(merged, new_scale_inv)
+        except BaseException:
+            self.unmerge()
+            raise
 
     @torch.no_grad()
     def unmerge(self) -> None:

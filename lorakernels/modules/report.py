@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from lorakernels.config import LoRAConfig
+from lorakernels.device import capability_of
 from lorakernels.fp8 import FP8State
+from lorakernels.kernels.ladder import implementations
+from lorakernels.modules.lora import LoRALinear
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One module. `action` is "lora", "saved" (modules_to_save), "bias" (bias trained) or "frozen"."""
+    """One module. `action` is "lora", "saved" (modules_to_save), "bias" (bias trained) or "frozen".
+
+    `ops` maps each op to the implementation it takes on the module's device now, `why` to the reason.
+    """
 
     name: str
     action: str
@@ -24,40 +33,111 @@ class ModuleReport:
     dropout: float = 0.0
     base: str = ""
     ops: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LoRAReport:
-    """Everything `apply_lora` decided. `print(report)` shows it as a table."""
+    """Everything `apply_lora` decided, asked of the model as it is now. `print(report)` shows it as a table.
 
+    `reasons` holds, by path, what only `apply_lora` knew.
+    """
+
+    model: nn.Module = field(repr=False)
     config: LoRAConfig
-    modules: list[ModuleReport]
     fp8_state: FP8State | None
-    trainable_parameters: int
-    total_parameters: int
-    dropout_source: str
+    reasons: Mapping[str, tuple[str, str]] = field(repr=False)
+
+    @property
+    def modules(self) -> list[ModuleReport]:
+        """One row for every module that has parameters, in module order."""
+        return [
+            self._row(path, module)
+            for path, module in self.model.named_modules()
+            if path in self.reasons or any(True for _ in module.parameters(recurse=False))
+        ]
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
 
     @property
     def scales_in_charge(self) -> str:
         """Who keeps the FP8 scales current: "auto", "explicit", a manager's name, or "none" without FP8."""
         return "none" if self.fp8_state is None else self.fp8_state.in_charge
 
+    @property
+    def dropout_source(self) -> str:
+        """Where the masks come from: torch's generator, or the type of the state attached."""
+        layers = (m for m in self.model.modules() if isinstance(m, LoRALinear))
+        sources = {
+            "torch's generator" if m.rng_state is None else type(m.rng_state).__name__
+            for m in layers
+        }
+        return ", ".join(sorted(sources))
+
     def adapted(self) -> list[ModuleReport]:
-        """The modules that got an adapter."""
+        """The modules that have an adapter."""
         return [m for m in self.modules if m.action == "lora"]
 
     def __str__(self) -> str:
+        rows = self.modules
         share = 100.0 * self.trainable_parameters / max(self.total_parameters, 1)
+        adapted = sum(m.action == "lora" for m in rows)
         lines = [
-            f"LoRA on {len(self.adapted())} modules, {self.trainable_parameters:,} of "
+            f"LoRA on {adapted} modules, {self.trainable_parameters:,} of "
             f"{self.total_parameters:,} parameters trainable ({share:.3f} %)",
             f"FP8 scales: {self.scales_in_charge}; dropout: {self.dropout_source}",
         ]
-        lines += [_row(m) for m in self.modules]
+        lines += [_line(m) for m in rows]
+        paths = {(op, m.ops[op], m.why[op]) for m in rows for op in m.ops}
+        lines += [f"  {op}: {impl} ({why})" for op, impl, why in sorted(paths)]
         return "\n".join(lines)
 
+    def _row(self, path: str, module: nn.Module) -> ModuleReport:
+        kind = type(module).__name__
+        if isinstance(module, LoRALinear):
+            reason = self.reasons.get(path, ("lora", "matches target_modules"))[1]
+            return _lora_row(path, reason, module)
+        if path in self.reasons:
+            return ModuleReport(path, *self.reasons[path], kind)
+        trained = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if trained:
+            return ModuleReport(path, "bias", f"trained: {', '.join(trained)}", kind)
+        return ModuleReport(path or "(root)", "frozen", "not a target", kind)
 
-def _row(m: ModuleReport) -> str:
+
+def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
+    device = module.lora_A.device
+    fp8 = module.weight_scale_inv is not None
+    ladder = implementations(
+        "cuda" if device.type == "cuda" else "cpu",
+        capability_of(device) if device.type == "cuda" else None,
+        fp8=fp8,
+        sizes=(module.out_features, module.in_features),
+    )
+    del ladder["bias_dropout_add"]  # not an op of this layer
+    return ModuleReport(
+        path,
+        "lora",
+        reason,
+        type(module).__name__,
+        module.in_features,
+        module.out_features,
+        module.r,
+        module.scaling,
+        module.lora_dropout,
+        "e4m3" if fp8 else str(module.weight.dtype)[6:],
+        {op: impl for op, (impl, _) in ladder.items()},
+        {op: why for op, (_, why) in ladder.items()},
+    )
+
+
+def _line(m: ModuleReport) -> str:
     if m.action != "lora":
         return f"  {m.name}: {m.action} {m.kind} ({m.reason})"
     taken: dict[str, list[str]] = {}

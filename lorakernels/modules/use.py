@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.saved import saved_modules, swap_original
+from lorakernels.modules.saved import swap_originals
 
 
 def lora_modules(model: nn.Module) -> dict[str, LoRALinear]:
@@ -36,7 +36,7 @@ def merge_lora(model: nn.Module) -> None:
             if not layer.merged:
                 layer.merge()
                 done.append(layer)
-        except ValueError:
+        except BaseException:
             for merged in done:
                 merged.unmerge()
             raise
@@ -50,20 +50,20 @@ def unmerge_lora(model: nn.Module) -> None:
 
 @contextmanager
 def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the context `model` is its base: adapters off (merged ones unmerged), `modules_to_save` original."""
+    """Inside the context `model` is its base: adapters off (merged ones unmerged), trained biases and
+    `modules_to_save` as they were before training. Nests."""
     layers = list(_layers(model).values())
-    saved = list(saved_modules(model).values())
     before = [(layer, layer.disable_adapters, layer.merged) for layer in layers]
+    swapped: list[nn.Module] = []
     try:
         for layer in layers:
             layer.unmerge()
             layer.disable_adapters = True
-        for module in saved:
-            swap_original(module)
+        swapped = swap_originals(model, show=True)
         yield model
     finally:
-        for module in saved:
-            swap_original(module)
+        for module in swapped:
+            swap_originals(module, show=False)
         for layer, disabled, merged in before:
             layer.disable_adapters = disabled
             if merged:

@@ -10,18 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, reference
+from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, reference
 from lorakernels.modules import lora as lora_module
-from tests.exact import EPS, exact_lora, rel_error
+from tests.exact import EPS, error_in_eps, exact_lora
 
 HYBRID = DelayedScaling()
 SLOT = (0x1234_5678_9ABC_DEF, 7)
 
 
 def make_layer(k, n, r, *, p=0.0, bias=True, fp8=HYBRID, dtype=torch.float32, device="cpu"):
+    """The middle one of three tensors in its FP8 state, dropout site 3: a column or site mixed up would show."""
     config = LoRAConfig(r=r, lora_alpha=2 * r, lora_dropout=p, fp8=fp8, bias="lora_only")
-    layer = LoRALinear(k, n, bias, config, device, dtype, adapter_dtype=torch.float32)
+    state = FP8State(["before", "it", "after"], fp8, device) if fp8 else None
+    layer = LoRALinear(
+        k, n, bias, config, device, dtype, adapter_dtype=torch.float32, fp8_state=state, name="it"
+    )
     torch.nn.init.normal_(layer.lora_B, std=0.1)
+    layer.site = 3
     return layer
 
 
@@ -36,21 +41,18 @@ def run(layer, x, dy, p):
     return y, keep
 
 
-def check(layer, x, dy, p, dtype):
-    """Bound: fp32 sums of ≤ 1000 terms are exact to ~1e-5 relative; the stored result, s and ds are each
-    rounded once to `dtype`, so three roundings of at most eps/2 each bound every error in norm."""
+def check(layer, x, dy, p, dtype, extra=0.0):
+    """Bound: s, ds and the stored result are rounded once each, by at most eps/2 of what they add; fp32 sums of ≤ 1000
+    terms and the two roundings of a dequantized product stay below 1e-5 of it."""
     y, keep = run(layer, x, dy, p)
     exact = exact_lora(layer, x, dy, keep, p)
-    bound = 1e-5 + 1.5 * EPS[dtype]
-    errors = {
-        "y": rel_error(y.flatten(0, -2), exact.y),
-        "dx": rel_error(x.grad.flatten(0, -2), exact.dx),
-        "dA": rel_error(layer.lora_A.grad, exact.dA),
-        "dB": rel_error(layer.lora_B.grad, exact.dB),
-    }
+    found = {"y": y, "dx": x.grad, "dA": layer.lora_A.grad, "dB": layer.lora_B.grad}
     if layer.bias is not None:
-        errors["dbias"] = rel_error(layer.bias.grad, exact.dbias)
-    assert all(e <= bound for e in errors.values()), (errors, bound)
+        found["dbias"] = layer.bias.grad
+    found["y"], found["dx"] = (found[k].flatten(0, -2) for k in ("y", "dx"))
+    eps = EPS[dtype] + 1e-5 + extra
+    errors = {name: error_in_eps(value, *exact[name], eps) for name, value in found.items()}
+    assert all(e <= 1.0 for e in errors.values()), errors
     assert y.dtype == x.dtype and x.grad.dtype == x.dtype
     assert layer.lora_A.grad.dtype == layer.lora_A.dtype
 
@@ -66,10 +68,16 @@ def check(layer, x, dy, p, dtype):
     fp8=st.sampled_from([DelayedScaling(), DelayedScaling(fp8_format="E4M3"), None]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
+    scales=st.sampled_from([(0.0, 0.0), (100.0, 3.0), (448.0, 60000.0), (0.5, 0.25)]),
 )
-def test_matches_float64(m, k, n, r, p, bias, fp8, dtype, seed):
+def test_matches_float64(m, k, n, r, p, bias, fp8, dtype, seed, scales):
+    """Scales as delayed scaling leaves them: none yet, fitting, saturating, much too small."""
     torch.manual_seed(seed)
     layer = make_layer(k, n, r, p=p, bias=bias, fp8=fp8, dtype=dtype)
+    if fp8:
+        layer.fp8_state.in_charge = "test"
+        layer.fp8_state.forward[-1] = torch.tensor([7.0, scales[0], 9.0])
+        layer.fp8_state.backward[-1] = torch.tensor([7.0, scales[1], 9.0])
     x = torch.randn(m, k, dtype=dtype, requires_grad=True)
     check(layer, x, torch.randn(m, n, dtype=dtype), p, dtype)
 
@@ -82,24 +90,14 @@ def test_matches_float64(m, k, n, r, p, bias, fp8, dtype, seed):
 )
 def test_matches_float64_on_the_gpu(m, k, n, layout, dtype):
     """cuBLASLt shapes and those it does not take. Fast accumulation keeps ~14 bits of each FP8 product's sum
-    (research: DeepGEMM #50), hence the wider bound."""
+    (DeepGEMM issue #50), and y and dx are rounded once more on the way, hence the wider bound."""
     config = LoRAConfig(
         r=16, lora_alpha=32, lora_dropout=0.1, weight_layout=layout, bias="lora_only"
     )
     layer = LoRALinear(k, n, True, config, "cuda", dtype, adapter_dtype=torch.float32)
     torch.nn.init.normal_(layer.lora_B, std=0.1)
     x = torch.randn(m, k, dtype=dtype, device="cuda", requires_grad=True)
-    dy = torch.randn(m, n, dtype=dtype, device="cuda")
-    y, keep = run(layer, x, dy, 0.1)
-    exact = exact_lora(layer, x, dy, keep, 0.1)
-    bound = 2e-3 + 2.5 * EPS[dtype]
-    for found, truth in (
-        (y, exact.y),
-        (x.grad, exact.dx),
-        (layer.lora_A.grad, exact.dA),
-        (layer.lora_B.grad, exact.dB),
-    ):
-        assert rel_error(found, truth) <= bound
+    check(layer, x, torch.randn(m, n, dtype=dtype, device="cuda"), 0.1, dtype, 2e-3 + EPS[dtype])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def test_a_zero_amax_step_keeps_the_scales():
     x = torch.randn(4, 32, requires_grad=True)
     for _ in range(2):
         layer(x).pow(2).sum().backward()
-    before = layer.fp8_state.forward[-1].clone(), layer.fp8_state.backward[-1].clone()
+    before = layer.fp8_state.forward[-1, 1].clone(), layer.fp8_state.backward[-1, 1].clone()
     assert before[0] > 0 and before[1] > 0
     y = layer(torch.zeros(4, 32, requires_grad=True))
     (y * 0).sum().backward()
@@ -165,7 +163,8 @@ def test_a_zero_amax_step_keeps_the_scales():
     layer.fp8_state.reduce_and_update()
     y = layer(x)
     assert y.isfinite().all()
-    assert layer.fp8_state.forward[-1] == before[0] and layer.fp8_state.backward[-1] == before[1]
+    assert layer.fp8_state.forward[-1, 1] == before[0]
+    assert layer.fp8_state.backward[-1, 1] == before[1]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
@@ -184,8 +183,8 @@ def test_inf_and_nan_stay_where_they_are(bad, where, p):
     y, _ = run(layer, x.detach().requires_grad_(), dy, p)
     exact = exact_lora(layer, x, dy, keep, p)
     for name, found, truth in (
-        ("y", y, exact.y),
-        ("dx", x.grad, exact.dx),
+        ("y", y, exact["y"][0]),
+        ("dx", x.grad, exact["dx"][0]),
     ):
         touched = ~truth.isfinite()
         assert not (found.isnan() & ~touched).any(), name
@@ -194,7 +193,7 @@ def test_inf_and_nan_stay_where_they_are(bad, where, p):
         assert found[rows].isfinite().all(), name
     layer.fp8_state.reduce_and_update()
     for state in (layer.fp8_state.forward, layer.fp8_state.backward):
-        assert state[-1].isfinite().all() and (state[-1] > 0).all()
+        assert 0 < state[-1, 1] < float("inf")
 
 
 def saved_bytes(layer, x):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora
+from lorakernels import LoRAConfig, apply_lora, merge_lora
 
 WORLD = 2
 
@@ -44,11 +44,15 @@ def worker(rank, port, wrap, results):
         if wrap == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)
         else:
-            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+            dtype = torch.bfloat16 if wrap == "fsdp2, bf16" else None
+            policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
             for layer in (model[0], model[2]):
-                fully_shard(layer)
-            wrapped = fully_shard(model)
+                fully_shard(layer, mp_policy=policy)
+            wrapped = fully_shard(model, mp_policy=policy)
+            with pytest.raises(RuntimeError, match="sharded"):
+                merge_lora(model)
         for _ in range(2):
             model.zero_grad()
             loss_of(wrapped, batch().chunk(WORLD)[rank]).backward()
@@ -62,7 +66,7 @@ def worker(rank, port, wrap, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "fsdp2, bf16"])
 def test_gradients_are_those_of_the_full_batch(wrap):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

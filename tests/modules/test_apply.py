@@ -168,8 +168,85 @@ def test_several_devices_and_bad_weights_are_refused_before_any_change():
 def test_a_second_adapter_is_refused():
     m = model()
     apply_lora(m, LoRAConfig(target_modules=["q_proj"]))
-    with pytest.raises(TypeError, match="LoRALinear already"):
-        apply_lora(m, LoRAConfig(target_modules=["q_proj"]))
+    trained = {n for n, p in m.named_parameters() if p.requires_grad}
+    with pytest.raises(ValueError, match="2 LoRALinear already"):
+        apply_lora(m, LoRAConfig(target_modules=["k_proj"]))
+    assert trained == {n for n, p in m.named_parameters() if p.requires_grad}
     for call in (merge_lora, unmerge_lora):
         with pytest.raises(ValueError, match="no LoRALinear"):
             call(nn.Linear(2, 2))
+
+
+def test_bad_adapter_dtype_changes_nothing():
+    m = model()
+    with pytest.raises(TypeError, match=r"found torch.int8"):
+        apply_lora(m, LoRAConfig(target_modules=["q_proj"]), adapter_dtype=torch.int8)
+    assert all(p.requires_grad for p in m.parameters())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mid = nn.Embedding(12, 8), nn.Linear(8, 8)
+        self.lm_head = nn.Linear(8, 12, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.lm_head(self.mid(self.embed(ids)))
+
+
+@pytest.mark.parametrize("how", ["saved", "merged"])
+def test_a_tied_weight_is_not_changed_through_the_other_module(how):
+    m = Tied()
+    before = m.embed.weight.detach().clone()
+    if how == "saved":
+        report = apply_lora(m, LoRAConfig(target_modules=["mid"], modules_to_save=["lm_head"]))
+        with torch.no_grad():
+            m.lm_head.weight.add_(1)
+        assert not m.embed.weight.requires_grad
+    else:
+        report = apply_lora(m, LoRAConfig(target_modules=["lm_head"], fp8=None))
+        nn.init.normal_(m.lm_head.lora_B)
+        merge_lora(m)
+    assert torch.equal(m.embed.weight, before) and "untied" in str(report)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_disable_shows_the_original_biases_and_nests(bias):
+    m = model()
+    x = torch.randn(5, 16)
+    apply_lora(
+        m, LoRAConfig(target_modules=["q_proj"], bias=bias, modules_to_save=["head"], fp8=None)
+    )
+    base = m(x).detach()
+    with torch.no_grad():
+        for p in m.parameters():
+            if p.requires_grad:
+                p.add_(1)
+    tuned = m(x)
+    with disable_lora(m):
+        with disable_lora(m):
+            assert torch.equal(m(x), base)
+        assert torch.equal(m(x), base)
+    assert torch.equal(m(x), tuned)
+    tuned.sum().backward()  # the swap happened between this graph's forward and backward
+
+
+def test_the_report_follows_the_model():
+    m = model()
+    report = apply_lora(m, LoRAConfig(target_modules=["q_proj"], fp8=None))
+    rows = {r.name: r for r in report.modules}
+    assert rows["0.q_proj"].base == "float32" and rows["0.q_proj"].why["fp8_linear_lora"]
+    lora_modules(m)["0.q_proj"].lora_A.requires_grad_(False)
+    assert report.trainable_parameters == sum(p.numel() for p in m.parameters() if p.requires_grad)
+
+
+@pytest.mark.gpu
+def test_the_report_names_the_path_of_each_layer_on_the_gpu():
+    m = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 7)).cuda()
+    rows = {r.name: r for r in apply_lora(m, LoRAConfig(target_modules=["0", "1"])).modules}
+    assert rows["0"].ops["fp8_linear_lora"] == "cublaslt"
+    assert (
+        rows["1"].ops["fp8_linear_lora"] == "reference"
+        and "N = 7" in rows["1"].why["fp8_linear_lora"]
+    )

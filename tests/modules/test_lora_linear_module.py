@@ -154,6 +154,67 @@ def test_loading_refuses_what_does_not_fit():
     layer.load_state_dict(before)
 
 
+def test_loading_another_recipes_scales_is_refused():
+    layer = make()
+    e4m3 = LoRALinear(24, 10, config=LoRAConfig(r=4, fp8=DelayedScaling(fp8_format="E4M3")))
+    with pytest.raises(RuntimeError, match=r"maxima \[448.0, 448.0\]"):
+        layer.load_state_dict(e4m3.state_dict())
+
+
+def test_loading_fp8_into_a_plain_layer_dequantizes_it():
+    fp8, plain = make(), make(fp8=False)
+    plain.load_state_dict(fp8.state_dict())
+    assert torch.equal(plain.weight, fp8.dequantized_weight())
+    with pytest.raises(RuntimeError, match="need one weight_scale_inv"):
+        plain.load_state_dict({"weight": fp8.weight.detach()}, strict=False)
+
+
+def test_loading_a_weight_with_nan_names_the_layer_and_changes_nothing():
+    model = nn.Sequential(make())
+    before = raw(model[0].weight).clone()
+    state = {"0.weight": torch.full((10, 24), float("nan"))}
+    with pytest.raises(RuntimeError, match=r"0\.weight: weight must be finite"):
+        model.load_state_dict(state, strict=False)
+    assert torch.equal(raw(model[0].weight), before)
+
+
+def test_distributed_checkpoint_api_both_ways():
+    from torch.distributed.checkpoint import state_dict as api
+
+    options = api.StateDictOptions(full_state_dict=True)
+    source, target = nn.Sequential(trained(make())), nn.Sequential(make())
+    api.set_model_state_dict(
+        target, api.get_model_state_dict(source, options=options), options=options
+    )
+    for key, value in source.state_dict().items():
+        assert torch.equal(raw(value), raw(target.state_dict()[key])), key
+
+
+def test_a_merge_that_fails_half_way_is_undone(monkeypatch):
+    layer = make()
+    before = raw(layer.weight).clone()
+    write, calls = layer._write_weight, []
+
+    def failing(weight, scale_inv):
+        write(weight, scale_inv)
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(layer, "_write_weight", failing)
+    with pytest.raises(MemoryError):
+        layer.merge()
+    assert not layer.merged and layer._base is None and torch.equal(raw(layer.weight), before)
+
+
+def test_a_merge_beyond_the_dtypes_range_is_refused():
+    layer = LoRALinear(24, 10, config=LoRAConfig(r=4, fp8=None), dtype=torch.float16)
+    layer.lora_A.data.fill_(100)
+    layer.lora_B.data.fill_(200)
+    with pytest.raises(ValueError, match="not finite"):
+        layer.merge()
+
+
 def test_meta_then_to_empty_then_load():
     with torch.device("meta"):
         layer = LoRALinear(24, 10, config=LoRAConfig(r=4))
