@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target makes .venv first if it has to. PYTHON=python3.12 chooses the interpreter.
+BIN := .venv/bin
+BUILT := .venv/.installed
+OUT ?= build/bench
+
+.PHONY: demo test bench lint format clean
+.DEFAULT_GOAL := test
+
+$(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(wildcard csrc/*)
+	bash .ci/venv
+
+demo: $(BUILT)
+	$(BIN)/lorakernels finetune --demo
+
+test: $(BUILT)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(BUILT)
+	$(BIN)/python benchmarks/bench_lora_linear.py --output $(OUT) $(ARGS)
+
+lint: $(BUILT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror csrc/*
+
+format: $(BUILT)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*
+
+clean:
+	rm -rf .venv build dist *.egg-info lorakernels/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find lorakernels graphs tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "register.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "lorakernels' C++/CUDA part: raw addresses, sizes and a stream in, nothing of torch";
+  lorakernels::register_build_info(m);
+  lorakernels::register_philox(m);
+  lorakernels::register_fp8(m);
+  lorakernels::register_amax_and_scale_update(m);
+}

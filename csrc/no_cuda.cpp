@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for the .cu files in a build without nvcc: the same functions, each saying what is missing.
+#include <stdexcept>
+#include <string>
+
+#include "amax_and_scale_update.h"
+#include "cuda_runtime_info.h"
+
+namespace lorakernels {
+namespace {
+
+[[noreturn]] void not_compiled(const char* op) {
+  throw std::runtime_error(std::string(op) +
+                           ": lorakernels._C was built without CUDA; reinstall with nvcc on PATH or in CUDA_HOME");
+}
+
+}  // namespace
+
+void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams&, void*, int) {
+  not_compiled("amax_and_scale_update");
+}
+
+CudaRuntimeInfo cuda_runtime_info() {
+  CudaRuntimeInfo info;
+  info.error = "lorakernels._C was built without CUDA";
+  return info;
+}
+
+}  // namespace lorakernels

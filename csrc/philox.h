@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Philox4x32-10 (Salmon et al., SC'11) and the dropout rule drawn from it.
+//
+// Element (row, col) of a logical tensor reads the draw with
+//   counter = (row, col / 8, low 32 bits of the slot's offset, site)      key = the slot's 64-bit seed
+// One 128-bit draw holds eight 16-bit lanes: col uses word (col % 8) / 2, its low half for an even col, its high half
+// for an odd one. The element is dropped iff lane < threshold, threshold = floor(65536 p + 0.5) <= 65535, and survivors
+// are scaled by 65536 / (65536 - threshold), the inverse of their exact probability. So the mask depends on no tiling.
+#pragma once
+
+#include <cstdint>
+
+#include "platform.h"
+
+namespace lorakernels {
+
+constexpr uint32_t kDropoutLaneRange = 65536;
+constexpr uint32_t kDropoutLanesPerDraw = 8;
+
+struct PhiloxDraw {
+  uint32_t word[4];
+};
+
+LORAKERNELS_HD void philox_mul_hi_lo(uint32_t a, uint32_t b, uint32_t& hi, uint32_t& lo) {
+  const uint64_t product = static_cast<uint64_t>(a) * b;
+  hi = static_cast<uint32_t>(product >> 32);
+  lo = static_cast<uint32_t>(product);
+}
+
+LORAKERNELS_HD PhiloxDraw philox4x32_10(PhiloxDraw counter, uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 10; ++round) {
+    uint32_t hi0, lo0, hi1, lo1;
+    philox_mul_hi_lo(0xD2511F53u, counter.word[0], hi0, lo0);
+    philox_mul_hi_lo(0xCD9E8D57u, counter.word[2], hi1, lo1);
+    counter = {{hi1 ^ counter.word[1] ^ key0, lo1, hi0 ^ counter.word[3] ^ key1, lo0}};
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// Lanes of elements (row, 8 * group) .. (row, 8 * group + 7).
+LORAKERNELS_HD PhiloxDraw dropout_draw(uint32_t row, uint32_t group, uint64_t seed, uint64_t offset, uint32_t site) {
+  const PhiloxDraw counter = {{row, group, static_cast<uint32_t>(offset), site}};
+  return philox4x32_10(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+}
+
+LORAKERNELS_HD bool dropout_keeps(const PhiloxDraw& draw, uint32_t col, uint32_t threshold) {
+  const uint32_t word = draw.word[(col % kDropoutLanesPerDraw) / 2];
+  const uint32_t lane = (col % 2 == 0) ? (word & 0xFFFFu) : (word >> 16);
+  return lane >= threshold;
+}
+
+LORAKERNELS_HD float dropout_survivor_scale(uint32_t threshold) {
+  return static_cast<float>(static_cast<double>(kDropoutLaneRange) / (kDropoutLaneRange - threshold));
+}
+
+}  // namespace lorakernels

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every binding file shares. Tensors are checked in Python; here only what would read or write out of bounds.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace lorakernels {
+
+inline void check_sizes(const char* op, std::initializer_list<std::pair<const char*, int64_t>> sizes) {
+  for (const auto& [name, value] : sizes) {
+    if (value < 0) {
+      throw std::invalid_argument(std::string(op) + ": " + name + " must not be negative, got " +
+                                  std::to_string(value));
+    }
+  }
+}
+
+void register_build_info(py::module_& m);
+void register_philox(py::module_& m);
+void register_fp8(py::module_& m);
+void register_amax_and_scale_update(py::module_& m);
+
+}  // namespace lorakernels

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lorakernels SUBCOMMAND …`; only the module of the subcommand that was asked for is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+COMMANDS = {
+    "doctor": "what is installed, what was built, and which implementation each op takes",
+    "bench": "time LoRALinear against its peers on this machine",
+    "finetune": "fine-tune a model with LoRA adapters over its frozen FP8 base",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="lorakernels", description="LoRA training over an FP8 base"
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"lorakernels {version('lorakernels')}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((a for a in arguments if not a.startswith("-")), "")
+    parsers = {
+        name: commands.add_parser(name, help=text, description=text)
+        for name, text in COMMANDS.items()
+    }
+    if chosen not in parsers:
+        parser.parse_args(arguments)  # --help, --version or an error, each of which exits
+    module = importlib.import_module(f"lorakernels.cli.{chosen}")
+    module.add_arguments(parsers[chosen])
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not getattr(module, "PASSES_ARGUMENTS_ON", False):
+        parsers[chosen].error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    return int(module.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lorakernels doctor`: versions, devices, what was built, which implementation each op takes and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+PACKAGES = (
+    "lorakernels",
+    "torch",
+    "triton",
+    "safetensors",
+    "transformers",
+    "peft",
+    "tokenizers",
+    "transformer_engine",
+)
+PROBE_SECONDS = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if lorakernels can train here (a GPU is not needed for that), 1 if the extension is missing."""
+    facts = collect()
+    print(json.dumps(facts, indent=2) if args.json else render(facts))
+    return 0 if facts["extension"]["error"] is None else 1
+
+
+def collect() -> dict[str, Any]:
+    """Everything doctor knows, as plain JSON values."""
+    import torch
+
+    # torch's own word has the build in it (+cpu, +cu130), its package's does not always
+    versions = {**{name: _version(name) for name in PACKAGES}, "torch": str(torch.__version__)}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "transformer_engine": _transformer_engine(versions["transformer_engine"]),
+        "extension": _extension(),
+        "torch": _torch(),
+        "devices": _devices(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _transformer_engine(version: str | None) -> str:
+    """Imported in a process of its own: a library built for another torch may abort instead of raising."""
+    if version is None:
+        return "not installed"
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"import took more than {PROBE_SECONDS} s"
+    if result.returncode == 0:
+        return "imports"
+    lines = result.stderr.strip().splitlines()
+    return f"import fails: {lines[-1] if lines else f'exit code {result.returncode}'}"
+
+
+def _extension() -> dict[str, Any]:
+    from lorakernels.device import extension, extension_error
+
+    if (error := extension_error()) is not None:
+        return {"error": error, "build": None, "cuda_runtime": None}
+    module = extension()
+    return {"error": None, "build": module.build_info(), "cuda_runtime": module.cuda_runtime_info()}
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    return {"cuda_build": torch.version.cuda, "cuda_available": torch.cuda.is_available()}
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "ops": _ops("cpu")}
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": list(capability),
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "multiprocessors": properties.multi_processor_count,
+                "ops": _ops("cuda", capability),
+            }
+        )
+    return devices
+
+
+def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[str, dict[str, str]]:
+    from lorakernels.kernels.ladder import implementations
+
+    table = implementations(device_type, capability)
+    return {op: {"implementation": impl, "reason": reason} for op, (impl, reason) in table.items()}
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The facts as text, one section per topic."""
+    lines = [
+        f"python {facts['python']} on {facts['platform']}, {facts['cpus']} CPUs",
+        "",
+        "packages",
+    ]
+    for name, found in facts["packages"].items():
+        note = f" ({facts[name]})" if name == "transformer_engine" and found else ""
+        lines.append(f"  {name:20}{found or 'not installed'}{note}")
+    lines += ["", "lorakernels._C", *_render_extension(facts["extension"]), "", "torch"]
+    built = facts["torch"]["cuda_build"]
+    lines.append(
+        f"  built {f'for CUDA {built}' if built else 'without CUDA'}, ",
+    )
+    lines[-1] += "sees a GPU" if facts["torch"]["cuda_available"] else "sees no GPU"
+    for device in facts["devices"]:
+        lines += ["", _render_device(device)]
+        width = max(len(entry["implementation"]) for entry in device["ops"].values())
+        for op, entry in device["ops"].items():
+            lines.append(f"  {op:24}{entry['implementation']:{width + 2}}{entry['reason']}")
+    return "\n".join(lines)
+
+
+def _render_extension(extension: dict[str, Any]) -> list[str]:
+    if extension["error"]:
+        return [f"  missing: {extension['error']}"]
+    build, runtime = extension["build"], extension["cuda_runtime"]
+    lines = [f"  compiler {build['compiler']}"]
+    if not build["cuda"]:
+        return [*lines, "  host part only: there was no nvcc when it was built"]
+    lines.append(
+        f"  CUDA compiled by nvcc {build['nvcc']} for sm_{build['cuda_archs'].replace(';', ', sm_')}"
+    )
+    found = f"{len(runtime['devices'])} GPUs" if not runtime["error"] else runtime["error"]
+    return [
+        *lines,
+        f"  CUDA runtime {runtime['runtime_version']}, driver {runtime['driver_version']}: {found}",
+    ]
+
+
+def _render_device(device: dict[str, Any]) -> str:
+    if device["device"] == "cpu":
+        return f"cpu  {device['name']}"
+    major, minor = device["capability"]
+    return (
+        f"{device['device']}  {device['name']}, compute capability {major}.{minor}, "
+        f"{device['multiprocessors']} multiprocessors, {device['memory_gib']} GiB"
+    )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sdist → wheel, editable, without nvcc, for two architectures, and what an incremental build compiles again.
+
+One copy of the tree, unpacked from its own sdist, is shared by all tests: they run in file order and build on each
+other's objects, so that the C++ sources are compiled once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = (".git", ".venv", ".hypothesis", ".*_cache", "*.so", "*.egg-info", "__pycache__")
+HOOK = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+NVCC = shutil.which("nvcc")
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Tree:
+    """An unpacked sdist, and an environment in which no nvcc is found."""
+
+    path: Path
+    without_nvcc: dict[str, str]
+
+    def python(self, *arguments: str, **changes: str) -> str:
+        """Runs Python in the tree and returns both streams; fails with them if the command does."""
+        result = self.attempt(*arguments, **changes)
+        assert result.returncode == 0, result.stdout
+        return result.stdout
+
+    def attempt(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.path,
+            env={**self.without_nvcc, **changes},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def hook(self, name: str, out: Path, **changes: str) -> tuple[Path, str]:
+        """What pip calls: builds into `out`; returns the file and the log."""
+        log = self.python("-c", HOOK, name, str(out), **changes)
+        return out / log.strip().splitlines()[-1], log
+
+    def build(self, **changes: str) -> set[str]:
+        """Builds the extension in place; returns the names of the objects that were written."""
+        before = self.objects()
+        self.python("setup.py", "-q", "build_ext", "--inplace", **changes)
+        return {name for name, time in self.objects().items() if before.get(name) != time}
+
+    def objects(self) -> dict[str, int]:
+        return {p.name: p.stat().st_mtime_ns for p in self.path.glob("build/*/*.o")}
+
+
+def environment(bin_dir: Path) -> dict[str, str]:
+    """A PATH with nothing but a C++ compiler, wherever nvcc is installed on this machine."""
+    bin_dir.mkdir()
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    (bin_dir / "c++").write_text(
+        f"#!/bin/sh\nPATH='{os.environ['PATH']}' exec '{compiler}' \"$@\"\n"
+    )
+    (bin_dir / "c++").chmod(0o755)
+    dropped = (
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "CXX",
+        "LORAKERNELS_CUDA",
+        "LORAKERNELS_CUDA_ARCHS",
+        "PYTHONPATH",
+    )
+    return {k: v for k, v in os.environ.items() if k not in dropped} | {"PATH": str(bin_dir)}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("a folder")
+    without_nvcc = environment(folder / "bin")
+    source = Tree(folder / "source", without_nvcc)
+    source.path.mkdir()
+    for name in ("lorakernels", "graphs", "csrc"):
+        shutil.copytree(ROOT / name, source.path / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for file in filter(Path.is_file, ROOT.iterdir()):
+        shutil.copy(file, source.path)
+    archive, _ = source.hook("build_sdist", folder)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    return Tree(next((folder / "unpacked").iterdir()), without_nvcc)
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Tree) -> tuple[Path, str]:
+    out = tree.path.parent / "wheel"
+    return tree.hook("build_wheel", out)
+
+
+def test_wheel_from_sdist_without_nvcc_says_so_once(wheel: tuple[Path, str]) -> None:
+    _, log = wheel
+    assert log.count("building the host part only (no nvcc in CUDA_HOME, CUDA_PATH or PATH)") == 1
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: tuple[Path, str]) -> None:
+    names = zipfile.ZipFile(wheel[0]).namelist()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for name in (
+        f"_C{suffix}",
+        "_C.pyi",
+        "graphs/__init__.py",
+        "cli/__main__.py",
+        "modules/__init__.py",
+    ):
+        assert f"lorakernels/{name}" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lorakernels"}
+    assert not [name for name in names if name.endswith((".cu", ".cpp", ".h", ".pyc"))]
+
+
+def test_installed_wheel_imports_from_itself(tree: Tree, wheel: tuple[Path, str]) -> None:
+    site = tree.path.parent / "site"
+    zipfile.ZipFile(wheel[0]).extractall(site)
+    code = (
+        "import lorakernels, lorakernels.graphs, lorakernels._C as c;"
+        "files = lorakernels.__file__, lorakernels.graphs.__file__, c.__file__;"
+        "print(*files, c.build_info()['cuda'], sep='\\n')"
+    )
+    result = tree.python("-I", "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}")
+    *files, cuda = result.splitlines()
+    assert all(Path(file).is_relative_to(site) for file in files), files
+    assert cuda == "False"
+
+
+def test_editable_serves_the_tree_and_its_graphs(tree: Tree, wheel: tuple[Path, str]) -> None:
+    before = tree.objects()
+    out = tree.path.parent / "editable"
+    file, _ = tree.hook("build_editable", out)
+    assert tree.objects() == before, "pip's temporary folders made it compile again"
+    site = out / "site"
+    zipfile.ZipFile(file).extractall(site)
+    # -S: without the .pth files of the installation these tests run from
+    code = (
+        f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_paths()['purelib']!r});"
+        "import lorakernels.graphs as g, lorakernels._C as c; print(g.__file__, c.__file__, sep='\\n')"
+    )
+    graphs, extension = tree.python("-I", "-S", "-c", code).splitlines()
+    assert Path(graphs) == tree.path / "graphs" / "__init__.py"
+    assert Path(extension).parent == tree.path / "lorakernels"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rebuilt"),
+    [
+        ([], set()),
+        (["csrc/no_cuda.cpp"], {"no_cuda.cpp.o"}),
+        (["csrc/cuda_runtime_info.h"], {"no_cuda.cpp.o", "build_info.cpp.o"}),
+    ],
+    ids=["nothing", "a-source", "a-header"],
+)
+def test_incremental(tree: Tree, wheel: object, changes: list[str], rebuilt: set[str]) -> None:
+    for name in changes:
+        with (tree.path / name).open("a") as source:
+            source.write("// changed\n")
+    assert tree.build(LORAKERNELS_CUDA="0") == rebuilt
+
+
+def test_a_compile_error_fails_the_build_and_shows_the_compiler(tree: Tree, wheel: object) -> None:
+    source = tree.path / "csrc" / "no_cuda.cpp"
+    good = source.read_text()
+    source.write_text(good + "int broken = nowhere;\n")
+    result = tree.attempt("setup.py", "-q", "build_ext", "--inplace")
+    source.write_text(good)
+    assert result.returncode != 0
+    assert "nowhere" in result.stdout and "compiling csrc failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"LORAKERNELS_CUDA": "1"},
+            "LORAKERNELS_CUDA=1, but no nvcc in CUDA_HOME, CUDA_PATH or on PATH",
+        ),
+        ({"LORAKERNELS_CUDA": "yes"}, "LORAKERNELS_CUDA must be 0, 1 or unset, got 'yes'"),
+    ],
+    ids=["required", "misspelt"],
+)
+def test_cuda_switch_errors(tree: Tree, variables: dict[str, str], message: str) -> None:
+    result = tree.attempt("setup.py", "-q", "build_ext", "--inplace", **variables)
+    assert result.returncode != 0
+    assert message in result.stdout
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc on PATH")
+def test_cuda_for_two_architectures(tree: Tree, wheel: object) -> None:
+    with_nvcc = {"PATH": os.pathsep.join([tree.without_nvcc["PATH"], str(Path(str(NVCC)).parent)])}
+    bad = tree.attempt(
+        "setup.py", "-q", "build_ext", "--inplace", LORAKERNELS_CUDA_ARCHS="hopper", **with_nvcc
+    )
+    assert "LORAKERNELS_CUDA_ARCHS: 'hopper' is not an architecture" in bad.stdout
+    written = tree.build(LORAKERNELS_CUDA_ARCHS="90a;100", **with_nvcc)
+    # the other C++ objects are the ones of the build without CUDA
+    assert written == {f"{p.name}.o" for p in tree.path.glob("csrc/*.cu")} | {"build_info.cpp.o"}
+    assert tree.build(LORAKERNELS_CUDA_ARCHS="90a;100", **with_nvcc) == set()
+    code = "import sys; sys.path.insert(0, '.'); from lorakernels import _C; print(_C.build_info())"
+    info = tree.python("-I", "-c", code)
+    assert "'cuda': True" in info and "'cuda_archs': '90a;100'" in info

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels import _C, reference
+
+# Random123's kat_vectors, philox4x32 10 rounds: counter, key, output.
+KNOWN_ANSWERS = {
+    "zeros": ("00000000" * 4, "00000000" * 2, "6627e8d5e169c58dbc57ac4c9b00dbd8"),
+    "ones": ("ffffffff" * 4, "ffffffff" * 2, "408f276d41c83b0ea20bc7c66d5451fd"),
+    "pi": (
+        "243f6a8885a308d313198a2e03707344",
+        "a4093822299f31d0",
+        "d16cfe0994fdcceb5001e42024126ea1",
+    ),
+}
+
+
+def words(digits: str) -> list[int]:
+    return [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
+
+
+@pytest.mark.parametrize("name", KNOWN_ANSWERS)
+def test_known_answers(name: str) -> None:
+    counter, key, expected = map(words, KNOWN_ANSWERS[name])
+    assert _C.philox4x32_10(counter, key) == expected
+
+
+def mask(rows: int, cols: int, *args: int, **window: int) -> torch.Tensor:
+    out = torch.full((rows, cols), 7, dtype=torch.uint8)
+    _C.dropout_mask(out.data_ptr(), rows, cols, *args, **window)
+    return out
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 2**-17, 0.999999])
+def test_threshold_and_scale_equal_the_reference(p: float) -> None:
+    threshold = _C.dropout_threshold(p)
+    assert threshold == reference.dropout_threshold(p)
+    assert _C.dropout_survivor_scale(threshold) == float(
+        torch.tensor(reference.keep_scale(p), dtype=torch.float32)
+    )
+
+
+def test_threshold_steps_where_the_reference_does() -> None:
+    # k + 1/2 is exact, so each of these sits on a rounding boundary, and its neighbours one ulp beside it
+    for k in (0, 1, 2, 6553, 32767, 65534):
+        edge = torch.tensor((k + 0.5) / 65536, dtype=torch.float64)
+        for p in (edge, torch.nextafter(edge, edge.new_zeros(())), torch.nextafter(edge, edge + 1)):
+            assert _C.dropout_threshold(float(p)) == reference.dropout_threshold(float(p))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
+def test_threshold_refuses_p_outside_0_1(p: float) -> None:
+    with pytest.raises(ValueError, match=r"p must be in \[0, 1\)"):
+        _C.dropout_threshold(p)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, (1 << 64) - 1, 0x8000000000000001], ids=["0", "1", "max", "high-bit"]
+)
+def test_mask_equals_the_reference(seed: int) -> None:
+    offset, site, p = 0x1_2345_6789, 3, 0.3  # the offset's high half must not matter
+    signed = seed - (1 << 64) if seed >> 63 else seed
+    slot = torch.tensor([signed, offset], dtype=torch.int64)
+    expected = reference.dropout_keep(slot, p, site, 13, 27)
+    threshold = _C.dropout_threshold(p)
+    assert torch.equal(mask(13, 27, seed, offset, site, threshold).bool(), expected)
+    assert torch.equal(mask(13, 27, seed, offset & 0xFFFFFFFF, site, threshold).bool(), expected)
+    assert bool(expected[5, 19]) == _C.dropout_keep(5, 19, seed, offset, site, threshold)
+
+
+def test_a_window_is_a_cut_of_the_whole_mask() -> None:
+    args = (42, 9, 1, _C.dropout_threshold(0.5))
+    whole = mask(20, 50, *args)
+    window = mask(7, 22, *args, first_row=11, first_col=13)
+    assert torch.equal(window, whole[11:18, 13:35])
+
+
+def test_sites_offsets_and_seeds_draw_different_masks() -> None:
+    threshold = _C.dropout_threshold(0.5)
+    base = mask(16, 64, 1, 2, 3, threshold)
+    for other in ((4, 2, 3), (1 << 32 | 1, 2, 3), (1, 4, 3), (1, 2, 4)):
+        share = (mask(16, 64, *other, threshold) == base).float().mean().item()
+        # 1024 fair coins agree on 0.5 ± 0.016 (1 σ); 0.42 … 0.58 is 5 σ, and the seeds are fixed
+        assert 0.42 < share < 0.58
+
+
+def test_mask_of_nothing_writes_nothing() -> None:
+    _C.dropout_mask(0, 0, 5, 1, 2, 3, 100)
+    with pytest.raises(ValueError, match="rows must not be negative, got -1"):
+        _C.dropout_mask(0, -1, 5, 1, 2, 3, 100)
+    with pytest.raises(ValueError, match="threshold must be in"):
+        _C.dropout_mask(0, 0, 5, 1, 2, 3, 65536)

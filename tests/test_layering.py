@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports go one way: a module imports from its own package or from a layer below."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Lowest first. "" is `import lorakernels`: the public names.
+LAYERS = (
+    ("_C", "config", "philox"),
+    ("device", "peft_format", "targets"),
+    ("reference",),
+    ("kernels",),
+    ("ops",),
+    ("fp8",),
+    ("autograd",),
+    ("modules",),
+    ("adapter_keys",),
+    ("adapters",),
+    ("",),
+    ("integrations",),
+    ("train",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TOOLS = {"cli/doctor.py"}  # shows what is inside
+
+
+def imports(text: str, package: str) -> Iterator[str]:
+    """Absolute names of what `text`, a module of `package`, imports, function bodies included."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(parents if node.level else []), *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def layer(name: str) -> str | None:
+    """The part of lorakernels that the absolute name belongs to, None for other packages."""
+    parts = name.split(".")
+    if parts[0] != "lorakernels":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in RANK else ""
+
+
+def upward(text: str, path: str) -> list[str]:
+    """Imports of `path` (relative to lorakernels/) that its layer may not make."""
+    here = path.split("/")[0].removesuffix(".py").replace("__init__", "")
+    package = ".".join(["lorakernels", *path.split("/")[:-1]])
+    names = [name for name in imports(text, package) if name.split(".")[0] == "lorakernels"]
+    if here in ("cli", "train") and path not in TOOLS:
+        return [n for n in names if layer(n) not in ("", "train", here)]
+    return [n for n in names if layer(n) != here and RANK[layer(n) or ""] >= RANK[here]]
+
+
+SOURCES = sorted(
+    p.relative_to(ROOT / "lorakernels").as_posix() for p in ROOT.glob("lorakernels/**/*.py")
+)
+
+
+def test_every_module_has_a_layer() -> None:
+    tops = {path.split("/")[0].removesuffix(".py").replace("__init__", "") for path in SOURCES}
+    assert tops <= set(RANK), f"give {sorted(tops - set(RANK))} a place in LAYERS"
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_go_down(path: str) -> None:
+    assert upward((ROOT / "lorakernels" / path).read_text(), path) == []
+
+
+@pytest.mark.parametrize("path", sorted(p.name for p in ROOT.glob("graphs/**/*.py")))
+def test_graphs_knows_nothing_of_lorakernels(path: str) -> None:
+    names = imports((ROOT / "graphs" / path).read_text(), "graphs")
+    assert [n for n in names if n.split(".")[0] == "lorakernels"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        ("ops.py", "from lorakernels import fp8", ["lorakernels.fp8"]),
+        ("kernels/x.py", "from ..autograd import f", ["lorakernels.autograd.f"]),
+        ("fp8.py", "def f():\n    import lorakernels.modules.lora", ["lorakernels.modules.lora"]),
+        ("config.py", "from lorakernels import LoRALinear", ["lorakernels.LoRALinear"]),
+        ("train/loop.py", "from lorakernels.modules.use import x", ["lorakernels.modules.use.x"]),
+        ("train/loop.py", "from lorakernels import apply_lora", []),
+        ("modules/a.py", "from .b import c\nimport torch", []),
+    ],
+)
+def test_the_check_itself(path: str, line: str, found: list[str]) -> None:
+    assert upward(line, path) == found
