@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT's LoRA layer over our op.
+
+    y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ        one op when one plain adapter is active
+
+Anything else that PEFT can do (several active adapters, mixed batches, variants) runs through
+PEFT's own forward over the same base, and `lorakernels_path` says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+
+from lorakernels.autograd import LoRASpec, lora_linear
+from lorakernels.config import DelayedScaling
+from lorakernels.fp8 import FP8State
+from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.philox import default_slot
+
+FUSED = "lorakernels"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_READS_BASE = (
+    "use_dora",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+    "use_bdlora",
+    "arrow_config",
+)
+_INIT_WITHOUT_BASE = (True, False, "gaussian", "eva", "orthogonal")
+
+
+class LoraKernelsLinear(PeftLinear):
+    """`peft.tuners.lora.Linear` whose forward is `lora_linear`, over an `nn.Linear` or an FP8 base.
+
+    `merge` on an FP8 base requantizes base + deltas; `unmerge` restores the base's bytes.
+    """
+
+    base_layer: Any
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        *,
+        fp8: DelayedScaling | None = None,
+        weight_layout: str = "single",
+        **kwargs: Any,
+    ) -> None:
+        if fp8 is not None:
+            _check_keeps_base(kwargs["config"])
+        super().__init__(base_layer, adapter_name, **kwargs)
+        if fp8 is not None and not isinstance(self.base_layer, FrozenFP8Linear):
+            self.use_fp8_base(fp8, weight_layout)
+
+    def use_fp8_base(
+        self,
+        fp8: DelayedScaling,
+        weight_layout: str = "single",
+        fp8_state: FP8State | None = None,
+        name: str = "",
+    ) -> None:
+        """Hold the base weight in FP8 from now on."""
+        linear = self.base_layer
+        base = FrozenFP8Linear.from_linear(
+            linear, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name
+        )
+        base._parameters["bias"] = linear.bias  # PEFT's low_cpu_mem_usage put a new one on "meta"
+        base.unquantized_dtype = linear.weight.dtype
+        self.base_layer = base
+
+    @property
+    def lorakernels_path(self) -> str:
+        """ "lorakernels", or "peft: <why our op does not take the next forward>"."""
+        reason = self._reason_for_peft()
+        return FUSED if reason is None else f"peft: {reason}"
+
+    def _reason_for_peft(self) -> str | None:
+        if self.disable_adapters:
+            return "adapters are disabled"
+        if self.merged:
+            return "the adapter is merged"
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if len(active) != 1:
+            return f"{len(active)} adapters are active"
+        (name,) = active
+        if name in self.lora_variant:
+            return f"adapter {name!r} is a {type(self.lora_variant[name]).__name__}"
+        if self.lora_bias[name]:
+            return f"adapter {name!r} has a bias on lora_B"
+        if not self.cast_input_dtype_enabled:
+            return "input casting is switched off"
+        if not _is_plain(self.base_layer):
+            return f"the base layer is a {type(self.base_layer).__name__}"
+        if self.fan_in_fan_out:
+            return "the base weight is stored [K, N] (fan_in_fan_out)"
+        if self.base_layer.weight.requires_grad:
+            return "the base weight is trained"
+        parts = (self.base_layer, self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
+        if any(getattr(part, hooks) for part in parts for hooks in _HOOKS):
+            return "a part of the layer has hooks"
+        if not isinstance(parts[3], nn.Dropout | nn.Identity):
+            return f"dropout is a {type(parts[3]).__name__}"
+        return None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or any(value is not None for value in kwargs.values()):
+            return super().forward(x, *args, **kwargs)
+        if self._reason_for_peft() is not None or not self._takes(x):
+            return super().forward(x)
+        (name,) = (name for name in self.active_adapters if name in self.lora_A)
+        dropout = self.lora_dropout[name]
+        p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+        slot = default_slot(x.device) if p > 0 else None
+        spec = LoRASpec(scaling=self.scaling[name], p=p)
+        lora_A, lora_B = self.lora_A[name].weight, self.lora_B[name].weight
+        base = self.base_layer
+        if isinstance(base, FrozenFP8Linear):
+            return base._linear(x, lora_A, lora_B, spec, slot)
+        return lora_linear(x, base.weight, None, base.bias, lora_A, lora_B, spec=spec, slot=slot)
+
+    def _takes(self, x: Tensor) -> bool:
+        """A plain base computes in its own dtype, as nn.Linear does; an FP8 one in x's."""
+        if isinstance(self.base_layer, FrozenFP8Linear) and self.is_fp8:
+            return True
+        return x.dtype == self.base_layer.weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+    @property
+    def is_fp8(self) -> bool:
+        base = self.base_layer
+        return isinstance(base, FrozenFP8Linear) and base.weight_scale_inv is not None
+
+    def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
+        if isinstance(self.base_layer, FrozenFP8Linear):
+            _check_keeps_base(config)
+            if config.init_lora_weights not in _INIT_WITHOUT_BASE:
+                raise ValueError(
+                    f"init_lora_weights={config.init_lora_weights!r} reads the base weight, which "
+                    "is held in FP8: use True, False, 'gaussian', 'eva' or 'orthogonal'"
+                )
+        super().update_layer(adapter_name, *args, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if not self.is_fp8:
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        if not names:
+            return
+        weight = self._merged_weight([*self.merged_adapters, *names])
+        if not bool(weight.isfinite().all()):
+            raise ValueError(
+                f"NaNs detected in the merged weights. The adapter {names[-1]} seems to be broken"
+            )
+        base = self.base_layer
+        if base._base is None:
+            scale_inv = base.weight_scale_inv
+            base._base = (base._parameters["weight"].detach().clone(), scale_inv.clone())
+        base._write_weight(*quantize_weight(weight))
+        base.merged = True
+        self.merged_adapters.extend(names)
+
+    def unmerge(self) -> None:
+        base = self.base_layer
+        if not (self.is_fp8 and self.merged):
+            super().unmerge()
+            return
+        base._write_weight(*base._base)
+        base._base, base.merged = None, False
+        self.merged_adapters.clear()
+
+    @torch.no_grad()
+    def _merged_weight(self, names: list[str]) -> Tensor:
+        """fp32 [N, K]: the base as it was, plus the deltas of `names`."""
+        base = self.base_layer
+        for name in names:
+            if name in self.lora_variant or self.lora_bias[name]:
+                raise ValueError(
+                    f"adapter {name!r} cannot be merged into an FP8 base: it is more than B A"
+                )
+        weight = base.dequantized_weight()
+        if base._base is not None:
+            stored, scale_inv = base._base
+            weight = stored.view(torch.float8_e4m3fn).float() * scale_inv
+        for name in names:
+            a, b = self.lora_A[name].weight.float(), self.lora_B[name].weight.float()
+            weight += self.scaling[name] * (b @ a)
+        return weight
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """PEFT takes the layer off: an FP8 base leaves as an nn.Linear in the dtype it came in."""
+        if not self.is_fp8:
+            if merge:
+                self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return self.get_base_layer()
+        names = check_adapters_to_merge(self, adapter_names) if merge else []
+        names = [*self.merged_adapters, *(name for name in names if name in self.lora_A)]
+        return self._plain_linear(self._merged_weight(names))
+
+    def _plain_linear(self, weight: Tensor) -> nn.Linear:
+        base = self.base_layer
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.out_features, linear.in_features = weight.shape
+        dtype = getattr(base, "unquantized_dtype", torch.bfloat16)
+        linear.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        linear.bias = base.bias
+        return linear.train(base.training)
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
+        """Adapters follow the dtype that the base had before it was FP8."""
+        device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
+        return device, getattr(base_layer, "unquantized_dtype", dtype)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int | None, int | None]:
+        if isinstance(module, FrozenFP8Linear):
+            return module.in_features, module.out_features
+        return super()._get_in_out_features(module)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("lora.", "lorakernels.", 1)
+
+
+def _is_plain(base: nn.Module) -> bool:
+    if isinstance(base, FrozenFP8Linear):
+        return True
+    return is_plain_linear(base)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """An nn.Linear whose forward is nn.Linear's, called by its owner."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+        and not hasattr(module, "parametrizations")
+    )
+
+
+def _check_keeps_base(config: Any) -> None:
+    if config.init_lora_weights == "mica":
+        raise ValueError("init_lora_weights='mica' needs a base weight in full precision")
+    for field in _READS_BASE:
+        value = getattr(config, field, None)
+        if value:
+            raise ValueError(
+                f"{field}={value!r} needs a base weight in full precision: use fp8=None"
+            )
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

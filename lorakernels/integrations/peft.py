@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our op inside PEFT: through its custom-module dispatch, or patched into a PeftModel that exists.
+
+config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+register(config)                                  # before get_peft_model, and again on load
+model = peft.get_peft_model(base, config)
+print(report(model))
+
+print(patch(peft_model))                          # or in place, with `restore(peft_model)`
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+
+from lorakernels.config import DelayedScaling
+from lorakernels.fp8 import FP8State
+from lorakernels.integrations._peft_layer import (
+    FUSED,
+    LoraKernelsLinear,
+    is_plain_linear,
+    lora_layers,
+)
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.targets import is_fp8_linear
+
+_ORIGINAL = "_lorakernels_original_base"
+
+
+@dataclass(frozen=True)
+class PeftRow:
+    """One LoRA layer: `path` is "lorakernels", or "peft: <why>"; `base` how its weight is held."""
+
+    name: str
+    path: str
+    base: str
+
+
+@dataclass(frozen=True)
+class PeftReport:
+    """Which of a PeftModel's LoRA layers run our op, and why the others do not."""
+
+    rows: list[PeftRow]
+    fp8_state: FP8State | None = None
+
+    @property
+    def fused(self) -> list[str]:
+        return [row.name for row in self.rows if row.path == FUSED]
+
+    def __str__(self) -> str:
+        head = f"{len(self.fused)} of {len(self.rows)} LoRA layers run lorakernels"
+        return "\n".join([head, *(f"  {r.name}: {r.path} (base {r.base})" for r in self.rows)])
+
+
+@dataclass(frozen=True)
+class _Make:
+    """What PEFT's dispatch calls for an nn.Linear; None leaves the module to PEFT's own classes."""
+
+    fp8: DelayedScaling | None
+    weight_layout: str
+
+    def __call__(self, target: nn.Module, adapter_name: str, **kwargs: Any) -> nn.Module | None:
+        if is_fp8_linear(target):
+            from lorakernels.integrations.transformers import frozen_from_fp8_linear
+
+            target = frozen_from_fp8_linear(target, self.fp8, weight_layout=self.weight_layout)
+        elif not (is_plain_linear(target) or isinstance(target, FrozenFP8Linear)):
+            return None
+        if kwargs["config"].fan_in_fan_out:
+            warnings.warn("fan_in_fan_out=True: an nn.Linear is [N, K], set to False", stacklevel=2)
+            kwargs["config"].fan_in_fan_out = False
+        return LoraKernelsLinear(
+            target, adapter_name, fp8=self.fp8, weight_layout=self.weight_layout, **kwargs
+        )
+
+
+def register(
+    config: peft.LoraConfig,
+    *,
+    fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+    weight_layout: str = "single",
+) -> peft.LoraConfig:
+    """Have PEFT build our layer for every linear layer that `config` targets; returns `config`.
+
+    PEFT does not save the registration: to load, register on `LoraConfig.from_pretrained(path)` and
+    pass it as `PeftModel.from_pretrained(model, path, config=config)`. `fp8=None` keeps the base as
+    it is. Layers that are no plain nn.Linear are left to PEFT; `report(model)` lists all of them.
+
+    Raises:
+        TypeError: `config` is not a peft.LoraConfig, or `fp8` not a DelayedScaling.
+        ValueError: `config` needs the base in full precision and `fp8` is not None.
+    """
+    if not isinstance(config, peft.LoraConfig):
+        raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
+    _check_fp8(fp8, weight_layout)
+    make = _Make(fp8, weight_layout)
+    config._register_custom_module({nn.Linear: make, FrozenFP8Linear: make})
+    return config
+
+
+def patch(
+    model: nn.Module,
+    *,
+    fp8: DelayedScaling | None = None,
+    weight_layout: str = "single",
+    restorable: bool = True,
+) -> PeftReport:
+    """Run our op in the `lora.Linear` layers that `model` has; weights and adapters stay theirs.
+
+    With `fp8` the base weights are held in FP8 and share one FP8State. `restorable=True` then keeps
+    the original ones too, for `restore`; False frees them.
+
+    Raises:
+        ValueError: `model` has no LoRA layer of PEFT's, or one is merged and `fp8` is not None.
+    """
+    _check_fp8(fp8, weight_layout)
+    layers = lora_layers(model)
+    ready = {
+        name: layer
+        for name, layer in layers.items()
+        if type(layer) is PeftLinear and is_plain_linear(layer.base_layer)
+    }
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no LoRA layer of PEFT's: nothing to patch")
+    merged = [name for name, layer in ready.items() if layer.merged]
+    if fp8 is not None:
+        _check_bases(ready, merged)
+    for layer in ready.values():
+        layer.__class__ = LoraKernelsLinear
+    if fp8 is None or not ready:
+        return report(model)
+    devices = {layer.base_layer.weight.device for layer in ready.values()}
+    state = FP8State(list(ready), fp8, devices.pop()) if len(devices) == 1 else None
+    for name, layer in ready.items():
+        original = layer.base_layer
+        layer.use_fp8_base(fp8, weight_layout, state, name)
+        layer.__dict__[_ORIGINAL] = original if restorable else None
+    return report(model)
+
+
+def restore(model: nn.Module) -> PeftReport:
+    """Undo `patch`: PEFT's own classes over the very same base weights; merged FP8 ones unmerge.
+
+    Raises:
+        ValueError: a base was not kept (`restorable=False`). Nothing is changed then.
+    """
+    layers = {
+        name: layer
+        for name, layer in lora_layers(model).items()
+        if isinstance(layer, LoraKernelsLinear)
+    }
+    for name, layer in layers.items():
+        if layer.is_fp8 and layer.__dict__.get(_ORIGINAL) is None:
+            raise ValueError(f"{name}: its original weight was not kept, it cannot be restored")
+    for layer in layers.values():
+        if layer.is_fp8:
+            if layer.merged:
+                layer.unmerge()
+            original = layer.__dict__.pop(_ORIGINAL)
+            layer.base_layer = original.to(layer.base_layer.weight.device)
+        layer.__class__ = PeftLinear
+    return report(model)
+
+
+def report(model: nn.Module) -> PeftReport:
+    """The path that each LoRA layer of `model` takes now."""
+    rows, states = [], []
+    for name, layer in lora_layers(model).items():
+        base = layer.get_base_layer()
+        path = getattr(layer, "lorakernels_path", f"peft: a {type(layer).__name__} of PEFT's")
+        if isinstance(base, FrozenFP8Linear):
+            states.append(base.fp8_state)
+        weight = getattr(base, "weight", None)
+        held = str(weight.dtype)[6:] if isinstance(weight, torch.Tensor) else type(base).__name__
+        rows.append(PeftRow(name, path, held))
+    one = states[0] if len({id(state) for state in states}) == 1 else None
+    return PeftReport(rows, one)
+
+
+def _check_fp8(fp8: DelayedScaling | None, weight_layout: str) -> None:
+    if fp8 is not None and not isinstance(fp8, DelayedScaling):
+        raise TypeError(f"fp8 must be a DelayedScaling or None, got {fp8!r}")
+    if weight_layout not in ("single", "both"):
+        raise ValueError(f"weight_layout must be 'single' or 'both', got {weight_layout!r}")
+
+
+def _check_bases(ready: dict[str, Any], merged: list[str]) -> None:
+    if merged:
+        raise ValueError(f"{merged[0]} is merged: unmerge before its base becomes FP8")
+    for name, layer in ready.items():
+        if layer.lora_variant:
+            kind = type(next(iter(layer.lora_variant.values()))).__name__
+            raise ValueError(
+                f"{name} is a {kind}, which needs the base in full precision: fp8=None"
+            )
+        if not bool(layer.base_layer.weight.isfinite().all()):
+            raise ValueError(f"{name}: its weight must be finite to be held in FP8")
