@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: a byte-level Llama learns Python from the standard library's sources, then LoRA over its FP8 base teaches
+it the English of pydoc's help texts. Both texts are on every machine that runs Python; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+import tokenize
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lorakernels.train.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from lorakernels.train.job import Result
+    from lorakernels.train.options import FinetuneOptions
+    from lorakernels.train.packing import PackedRows
+    from lorakernels.train.reporter import Reporter
+
+DEMO_DEFAULTS: dict[str, Any] = {
+    "output": "demo-output",
+    "seq_len": 256,
+    "batch_size": 8,
+    "steps": 120,
+    "lr": 4e-3,
+    "lora_dropout": 0.05,
+    "warmup": 0.05,
+    "eval_fraction": 0.1,
+    "eval_every": 40,
+    "eval_rows": 128,
+    "save_every": 40,
+    "log_every": 40,
+}
+BASE = {
+    "batch_size": 8,
+    "lr": 4e-3,
+    "steps": 600,
+    "eval_fraction": 0.03,
+    "eval_every": 200,
+    "weight_decay": 0.05,
+    "warmup": 0.08,
+}
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+OWN = ("base", "data", "tokens", "checkpoints", "adapter")
+MARK = "demo.json"
+
+
+def run_demo(options: FinetuneOptions) -> None:
+    """Base, adapter, table, reload check, last line."""
+    from lorakernels.train.job import adapt, locked
+    from lorakernels.train.model import reproducible
+    from lorakernels.train.reporter import Reporter
+
+    output = Path(str(options.output))
+    with locked(output), reproducible(options.deterministic):
+        _clear(output, options.resume)
+        sources, topics = write_texts(output / "data")
+        base_reporter = Reporter("base", options.log_every)
+        sources_held, before = base_model(options, sources, topics, base_reporter)
+        reporter = Reporter("adapt", options.log_every)
+        result = adapt(replace(options, model=str(output / "base"), data=[str(topics)]), reporter)
+        show_losses(result, sources_held, before, reporter)
+        check_reload(result, options, reporter)
+        print(result.last_line(), flush=True)
+
+
+def _clear(output: Path, resume: bool) -> None:
+    """Start over, but delete only what an earlier demo made."""
+    found = [name for name in OWN if (output / name).exists()]
+    if found and not (output / MARK).is_file():
+        raise FinetuneError(
+            f"{output} holds {', '.join(found)} of something else than the demo: take another directory"
+        )
+    if not resume:
+        for name in found:
+            shutil.rmtree(output / name)
+    (output / MARK).write_text(json.dumps({"made_by": "lorakernels finetune --demo"}) + "\n")
+
+
+def write_texts(directory: Path) -> tuple[Path, Path]:
+    """Two .jsonl files: the standard library's top-level sources, and pydoc's topics."""
+    from pydoc_data import topics
+
+    from lorakernels.train.files import replace_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "stdlib.jsonl": _sources(),
+        "topics.jsonl": [topics.topics[name] for name in sorted(topics.topics)],
+    }
+    for name, documents in texts.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        replace_file(directory / name, lines.encode())
+    return directory / "stdlib.jsonl", directory / "topics.jsonl"
+
+
+def _sources() -> list[str]:
+    library = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for path in sorted(library.glob("*.py")):
+        with tokenize.open(path) as file:  # by the encoding the source declares
+            found.append(file.read())
+    if not found:
+        raise FinetuneError(
+            f"the demo needs the standard library's sources, found no .py file in {library}"
+        )
+    return found
+
+
+def base_model(
+    options: FinetuneOptions, sources: Path, topics: Path, reporter: Reporter
+) -> tuple[PackedRows, dict[str, float]]:
+    """Train and save the base, or take the one that is there. Its held-out rows and its losses on both texts."""
+    from lorakernels.train import job
+    from lorakernels.train.bytes import byte_tokenizer
+    from lorakernels.train.data import tokenize_files
+    from lorakernels.train.loop import evaluate
+    from lorakernels.train.model import load_model, pick_device, pick_dtype
+
+    output = Path(str(options.output))
+    device = pick_device(options.device)
+    tokenizer = byte_tokenizer()
+    own = job.without_lora(options, **BASE)
+    rows, held = job.pack_data(
+        tokenize_files([sources], tokenizer, output / "tokens"), own, 0, reporter
+    )
+    if not (output / "base").is_dir():
+        train_base(own, rows, held, tokenizer, reporter)
+    model = load_model(output / "base", pick_dtype(options.dtype, device), device)
+    _, topics_held = job.pack_data(
+        tokenize_files([topics], tokenizer, output / "tokens"), options, 0, None
+    )
+    return held, {
+        "sources": evaluate(model, held, options),
+        "topics": evaluate(model, topics_held, options),
+    }
+
+
+def train_base(
+    options: FinetuneOptions, rows: PackedRows, held: PackedRows, tokenizer: Any, reporter: Reporter
+) -> None:
+    """All parameters, fp32 weights, into <output>/base: an ordinary model directory."""
+    import torch
+
+    from lorakernels.train import job
+    from lorakernels.train.bytes import VOCABULARY
+    from lorakernels.train.files import replace_dir
+    from lorakernels.train.model import pick_device, quiet_transformers
+
+    transformers = quiet_transformers()
+    output = Path(str(options.output))
+    torch.manual_seed(options.seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=SHAPE["num_attention_heads"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **SHAPE,
+    )
+    model = transformers.LlamaForCausalLM(config).to(pick_device(options.device))
+    session = job.make_session(
+        model, options, rows, held, reporter, output / "base-metrics.jsonl", None
+    )
+    session.run()
+    with replace_dir(output / "base") as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def show_losses(
+    result: Result, sources_held: PackedRows, before: dict[str, float], reporter: Reporter
+) -> None:
+    """Held-out loss in nats per byte: plain base, base in FP8, base in FP8 with the adapter."""
+    from lorakernels import disable_lora
+    from lorakernels.train.loop import evaluate
+
+    session = result.session
+    assert session.held is not None
+    texts = {
+        "topics": ("pydoc topics (adapted to)", session.held),
+        "sources": ("standard library (base text)", sources_held),
+    }
+    table = []
+    for name, (label, rows) in texts.items():
+        with disable_lora(result.model):
+            fp8 = evaluate(result.model, rows, session.options)
+        after = evaluate(result.model, rows, session.options)
+        table.append((label, f"{before[name]:.4f}", f"{fp8:.4f}", f"{after:.4f}"))
+    base = "FP8 base" if session.options.fp8 else "frozen base"
+    reporter.table("held-out loss, nats per byte", ("text", "base", base, f"{base} + LoRA"), table)
+
+
+def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -> None:
+    """Load base and adapter from their files: the logits must be the trained model's, bit for bit.
+
+    The activation scales are part of FP8 arithmetic and not of PEFT's files; they come from the last checkpoint.
+    """
+    import torch
+
+    from lorakernels import DelayedScaling, load_adapter
+    from lorakernels.train.model import load_model, pick_dtype
+
+    session = result.session
+    assert session.held is not None and session.checkpoints is not None
+    device = session.trainer.device
+    fresh: Any = load_model(
+        Path(str(options.output)) / "base", pick_dtype(options.dtype, device), device
+    )
+    report = load_adapter(fresh, result.adapter, fp8=DelayedScaling() if options.fp8 else None)
+    if report.fp8_state is not None:
+        saved = session.checkpoints.load(session.checkpoints.steps()[-1], device)
+        report.fp8_state.load_state_dict(saved.state["fp8"])
+    trained: Any = result.model
+    ids = session.held.batch(range(min(4, len(session.held)))).to(device).input_ids
+    fresh.eval(), trained.eval()
+    with torch.no_grad():
+        expected, found = trained(input_ids=ids).logits, fresh(input_ids=ids).logits
+    if not torch.equal(expected, found):
+        worst = (expected - found).abs().max().item()
+        raise FinetuneError(
+            f"the reloaded adapter does not give the same outputs (largest difference {worst:.3g})"
+        )
+    reporter.say(f"reloaded into a fresh base: {expected.numel():,} logits equal, bit for bit")

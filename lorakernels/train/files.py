@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are complete or absent: write under another name, sync, rename, sync the directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        write_bytes(temporary, data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def replace_dir(target: Path) -> Iterator[Path]:
+    """Fill the directory this yields; on leaving it is synced and takes the target's place, on error it is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".tmp-{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in [p for p in temporary.rglob("*") if p.is_file() or p.is_dir()]:
+            sync(path)
+        sync(temporary)
+        old = target.with_name(f".old-{target.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Achieved TFLOP/s and MFU: model FLOPs per second, over a peak that is named.
+
+Per token, with P the weights of the frozen linear layers, P_t those of trained ones (adapters, or a whole base), L
+layers of attention width d and T tokens per sequence:
+
+    forward   2 P + 2 P_t + 4 L T d          backward   2 P + 4 P_t + 8 L T d
+
+which is PaLM's 6 N + 12 L H Q T (arXiv:2204.02311, appendix B) less the 2 P of weight gradients that a frozen
+base does not have. Recomputation under gradient checkpointing is not counted, so it lowers MFU, as in PaLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# Dense tensor-core peaks in TFLOP/s, (bf16, fp8), from NVIDIA's data sheets. Matched in order by torch's device name.
+PEAKS: tuple[tuple[str, str, float, float | None], ...] = (
+    ("H200", "H200 SXM", 989.4, 1978.9),
+    ("H100 PCIe", "H100 PCIe", 756.0, 1513.0),
+    ("H100 NVL", "H100 NVL", 835.0, 1671.0),
+    ("H100 80GB HBM3", "H100 SXM", 989.4, 1978.9),
+    ("GH200", "GH200", 989.4, 1978.9),
+    ("A100", "A100", 312.0, None),
+    ("L40S", "L40S", 362.0, 733.0),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Highest dense rate of a device in one format."""
+
+    name: str
+    tflops: float
+
+
+def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str:
+    """The peak MFU is measured against, or why there is none."""
+    if device.type != "cuda":
+        return f"no MFU: no peak is known for {device.type}"
+    if dtype != torch.bfloat16:
+        return f"no MFU: no peak is kept for {dtype}"
+    name = torch.cuda.get_device_name(device)
+    for pattern, label, bf16_peak, fp8_peak in PEAKS:
+        if pattern in name:
+            if fp8 and fp8_peak is not None:
+                return Peak(f"{label}, dense FP8", fp8_peak)
+            return Peak(f"{label}, dense bf16", bf16_peak)
+    return f"no MFU: no peak is known for {name}"
+
+
+def flops_per_token(model: Any, config: Any, seq_len: int) -> float:
+    """Model FLOPs of forward and backward for one token; ``config`` is the model's transformers config."""
+    frozen = trained = 0
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for parameter in model.parameters():
+        tied = head is not None and parameter is getattr(head, "weight", None)
+        if parameter.ndim < 2 or (id(parameter) in embeddings and not tied):
+            continue
+        if parameter.requires_grad:
+            trained += parameter.numel()
+        else:
+            frozen += parameter.numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return float(4 * frozen + 6 * trained + 12 * config.num_hidden_layers * seq_len * width)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model directory in, a checked causal LM and its tokenizer out. Nothing is downloaded, no code from it is run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+from torch import Tensor, nn
+
+from lorakernels.train.errors import ModelError, OptionError, require
+from lorakernels.train.loss import chunked_cross_entropy
+from lorakernels.train.packing import Batch, attention_mask
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        found = torch.cuda.device_count()
+        if (device.index or 0) >= found:
+            raise OptionError(f"device {name} was asked for, this machine has {found} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+@contextlib.contextmanager
+def reproducible(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic kernels inside the context (attention's backward adds in any order otherwise)."""
+    if not wanted or not torch.cuda.is_available():
+        yield
+        return
+    # cuBLAS reads it when it is first used
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fill
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def check_directory(directory: Path) -> None:
+    """Everything a model directory must have, before anything of it is loaded."""
+    if not directory.is_dir():
+        raise ModelError(f"model directory {directory} does not exist or is not a directory")
+    config = directory / "config.json"
+    if not config.is_file():
+        raise ModelError(f"model directory {directory} has no config.json")
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{config} is not JSON: {error}") from error
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model directory {directory} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
+        )
+    for shard in _shards(directory):
+        _check_safetensors(shard)
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is broken: {error}") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(f"{index} lists files that are missing: {', '.join(missing[:5])}")
+        return [directory / name for name in names]
+    if (directory / "model.safetensors").is_file():
+        return [directory / "model.safetensors"]
+    pickles = sorted(p.name for p in directory.glob("*.bin"))
+    hint = (
+        f"; {pickles[0]} is a pickle, which could run code: convert it to safetensors"
+        if pickles
+        else ""
+    )
+    raise ModelError(f"model directory {directory} has no model.safetensors{hint}")
+
+
+def _check_safetensors(path: Path) -> None:
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            pass
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or corrupted: {error}") from error
+
+
+def quiet_transformers() -> Any:
+    transformers = require("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def load_tokenizer(directory: Path) -> Any:
+    transformers = quiet_transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises many kinds
+        raise ModelError(
+            f"the tokenizer of {directory} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The base, in ``dtype``, every tensor from the directory: a missing one is an error."""
+    transformers = quiet_transformers()
+    check_directory(directory)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        )
+    except Exception as error:  # the library raises many kinds
+        raise ModelError(
+            f"the model in {directory} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if info["missing_keys"]:
+        raise ModelError(
+            f"{directory} lacks tensors of its model: {', '.join(sorted(info['missing_keys'])[:5])}"
+        )
+    model.config.use_cache = False
+    loaded: nn.Module = model.to(device)
+    return loaded
+
+
+def save_activations(model: Any) -> None:
+    """Gradient checkpointing, under the name this transformers has for it."""
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
+
+
+def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
+    """The part that makes hidden states and the part that makes logits of them."""
+    decoder, head = getattr(model, model.base_model_prefix, None), model.get_output_embeddings()
+    if decoder is None or head is None or decoder is model:
+        raise ModelError(f"{type(model).__name__} is not a decoder with an output head on top")
+    return decoder, head
+
+
+def hidden_states(model: Any, batch: Batch) -> Tensor:
+    """[B, T, H] of a packed batch; documents in a row do not see each other."""
+    decoder, _ = decoder_and_head(model)
+    output = decoder(
+        input_ids=batch.input_ids,
+        position_ids=batch.positions,
+        attention_mask=attention_mask(batch.segments),
+        use_cache=False,
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def summed_loss(model: Any, batch: Batch, chunk: int) -> Tensor:
+    """Sum of the token losses of a batch, fp32."""
+    _, head = decoder_and_head(model)
+    return chunked_cross_entropy(
+        hidden_states(model, batch).flatten(0, 1), head, batch.labels.flatten(), chunk
+    )
+
+
+@torch.no_grad()
+def check_model(model: Any, seq_len: int, max_token: int) -> None:
+    """Refuse a model this job would train wrongly.
+
+    Compares, on 12 tokens, (1) the model's own logits with its head applied to its hidden states, which differ if
+    it scales or caps logits, and (2) a document in a packed row with the same document alone, which differ if the
+    architecture does not follow position_ids and a 4-D attention mask (recurrent models, ALiBi).
+    """
+    config = model.config.get_text_config()
+    if max_token >= config.vocab_size:
+        raise ModelError(
+            f"the tokenizer makes token {max_token}, the model knows {config.vocab_size}: they do not belong together"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and seq_len > limit:
+        raise OptionError(
+            f"seq_len must be at most {limit}, the model's max_position_embeddings, got {seq_len}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and seq_len > window:
+        raise OptionError(
+            f"seq_len must be at most {window}, the model's sliding window, got {seq_len}"
+        )
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    ids = torch.arange(12, device=device)[None] % config.vocab_size
+    alone = torch.arange(6, device=device)[None]
+    packed = Batch(
+        ids, ids, torch.cat([alone, alone], 1), torch.tensor([[0] * 6 + [1] * 6], device=device), 12
+    )
+    single = Batch(ids[:, 6:], ids[:, 6:], alone, torch.zeros_like(alone), 6)
+    _, head = decoder_and_head(model)
+    reference = head(hidden_states(model, single))
+    _same(
+        model(input_ids=ids[:, 6:], use_cache=False).logits,
+        reference,
+        model,
+        "changes logits after its output head",
+    )
+    together = head(hidden_states(model, packed))[:, 6:]
+    _same(together, reference, model, "lets packed documents see each other")
+    model.train(training)
+
+
+def _same(found: Tensor, expected: Tensor, model: nn.Module, what: str) -> None:
+    difference = (found - expected).float().abs().max()
+    allowed = (
+        0.02 * expected.float().abs().max() + 1e-4
+    )  # well above bf16 rounding, well below a real difference
+    if not bool(difference <= allowed):
+        raise ModelError(
+            f"{type(model).__name__} {what} (by {difference:.3g}): finetune cannot train it correctly"
+        )

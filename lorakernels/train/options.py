@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of ``lorakernels finetune``, once: its default, its help text and its check.
+
+The command line, the YAML file and ``--help`` are made from this dataclass. Precedence: defaults, then the
+demo's own defaults, then the YAML file, then the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lorakernels.train.errors import OptionError, require
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def about(group: str, text: str, metavar: str | None = None) -> dict[str, str | None]:
+    return {"group": group, "help": text, "metavar": metavar}
+
+
+def option(default: Any, group: str, text: str, metavar: str | None = None) -> Any:
+    return field(default=default, metadata=about(group, text, metavar))
+
+
+@dataclass
+class FinetuneOptions:
+    """Options of one run. ``check()`` names every value that cannot work."""
+
+    model: str | None = option(
+        None,
+        "input and output",
+        "model directory: config.json, safetensors weights and tokenizer files; nothing is downloaded "
+        "and no code from it is run",
+        metavar="DIR",
+    )
+    demo: bool = option(
+        False,
+        "input and output",
+        "train a small byte-level base on this Python's own sources first, then adapt it to the help texts of pydoc",
+    )
+    data: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "input and output",
+            'data files: UTF-8 text (one document each) or .jsonl (one object with "text" per line)',
+            metavar="FILE",
+        ),
+    )
+    output: str | None = option(
+        None,
+        "input and output",
+        "where adapter, checkpoints, metrics.jsonl and loss.png go; the demo's default is demo-output",
+        metavar="DIR",
+    )
+    resume: bool = option(
+        False, "input and output", "go on from the newest good checkpoint in the output directory"
+    )
+
+    r: int = option(16, "adapter", "rank of the adapters")
+    lora_alpha: float = option(
+        32.0, "adapter", "scaling is lora_alpha / r (lora_alpha / sqrt(r) with use_rslora)"
+    )
+    lora_dropout: float = option(0.05, "adapter", "dropout on the input of lora_A, in [0, 1)")
+    target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata=about(
+            "adapter",
+            "module names to adapt, by PEFT's rules; all-linear means every linear layer except the "
+            "output head",
+            metavar="NAME",
+        ),
+    )
+    exclude_modules: list[str] = field(
+        default_factory=list,
+        metadata=about("adapter", "module names to leave alone", metavar="NAME"),
+    )
+    use_rslora: bool = option(False, "adapter", "rank-stabilised scaling")
+    fp8: bool = option(
+        True, "adapter", "hold the frozen base weights in FP8; --no-fp8 keeps them in dtype"
+    )
+
+    seq_len: int = option(
+        1024, "optimisation", "tokens per packed sequence; longer documents are split"
+    )
+    batch_size: int = option(4, "optimisation", "packed sequences per microbatch")
+    grad_accum: int = option(1, "optimisation", "microbatches per optimizer step")
+    steps: int | None = option(None, "optimisation", "optimizer steps; instead of epochs")
+    epochs: float = option(
+        1.0, "optimisation", "passes over the training data, when steps is not given"
+    )
+    lr: float = option(2e-4, "optimisation", "peak learning rate")
+    min_lr_ratio: float = option(
+        0.1, "optimisation", "learning rate at the last step, as a share of lr"
+    )
+    warmup: float = option(
+        0.03, "optimisation", "warm-up: a share of all steps if below 1, else a number of steps"
+    )
+    weight_decay: float = option(0.0, "optimisation", "decoupled weight decay, on matrices only")
+    beta1: float = option(0.9, "optimisation", "AdamW's decay of the first moment")
+    beta2: float = option(0.95, "optimisation", "AdamW's decay of the second moment")
+    max_grad_norm: float = option(
+        1.0, "optimisation", "clip the gradient norm here; 0 turns clipping off"
+    )
+    max_bad_steps: int = option(
+        10,
+        "optimisation",
+        "stop after this many steps in a row whose loss or gradient is not finite",
+    )
+    loss_chunk: int = option(
+        2048,
+        "optimisation",
+        "tokens whose logits exist at the same time (2048 x 128256 fp32 logits are 1 GB)",
+    )
+
+    eval_fraction: float = option(
+        0.05, "evaluation", "share of the tokens held out, whole documents where possible"
+    )
+    eval_every: int = option(
+        100, "evaluation", "steps between evaluations; 0 evaluates only at start and end"
+    )
+    eval_rows: int = option(
+        256, "evaluation", "packed sequences per evaluation, at most; 0 takes all"
+    )
+
+    save_every: int = option(
+        100, "checkpoints and logs", "steps between checkpoints; 0 saves only at the end"
+    )
+    keep: int = option(2, "checkpoints and logs", "checkpoints kept")
+    log_every: int = option(
+        10, "checkpoints and logs", "steps between log lines when there is no terminal"
+    )
+
+    seed: int = option(
+        0, "machine", "seed of adapter values, dropout, data order and held-out split"
+    )
+    dtype: str = option(
+        "auto", "machine", f"dtype of the base: {', '.join(DTYPES)}; auto is bfloat16 on a GPU"
+    )
+    device: str = option(
+        "auto", "machine", "cpu, cuda or cuda:N; auto takes the first GPU if there is one"
+    )
+    deterministic: bool = option(
+        True,
+        "machine",
+        "on a GPU take only kernels that give the same bits every time, which an exact --resume needs",
+    )
+    gradient_checkpointing: bool = option(
+        False, "machine", "recompute activations in backward to save memory"
+    )
+
+    def check(self) -> None:
+        """Raise OptionError for the first value that cannot work."""
+        if self.output is None:
+            raise OptionError("output is missing: give --output DIR")
+        if self.demo and (self.model or self.data):
+            raise OptionError(
+                "demo brings its own model and data: drop --demo, or drop --model and --data"
+            )
+        if not self.demo and not self.model:
+            raise OptionError("model is missing: give --model DIR or --demo")
+        if not self.demo and not self.data:
+            raise OptionError("data is missing: give --data FILE...")
+        for name in (
+            "r",
+            "seq_len",
+            "batch_size",
+            "grad_accum",
+            "max_bad_steps",
+            "loss_chunk",
+            "keep",
+            "log_every",
+        ):
+            self._bound(name, low=1)
+        for name in (
+            "weight_decay",
+            "max_grad_norm",
+            "eval_every",
+            "eval_rows",
+            "save_every",
+            "warmup",
+            "seed",
+        ):
+            self._bound(name, low=0)
+        for name in ("lora_dropout", "beta1", "beta2", "eval_fraction"):
+            self._bound(name, low=0, below=1)
+        self._bound("min_lr_ratio", low=0, below=1.0000001)
+        if self.steps is not None:
+            self._bound("steps", low=1)
+        for name in ("lr", "epochs", "lora_alpha"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise OptionError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
+        value = getattr(self, name)
+        if not low <= value < below:
+            limit = "" if below == float("inf") else f" and below {below:g}"
+            raise OptionError(f"{name} must be at least {low:g}{limit}, got {value}")
+
+
+Kind = tuple[type, bool, bool]
+
+
+def kinds() -> dict[str, Kind]:
+    """name → (scalar type, is a list, may be None)."""
+    hints = typing.get_type_hints(FinetuneOptions)
+    found: dict[str, Kind] = {}
+    for item in fields(FinetuneOptions):
+        hint = hints[item.name]
+        optional = isinstance(hint, types.UnionType)
+        if optional:
+            hint = next(a for a in typing.get_args(hint) if a is not type(None))
+        is_list = typing.get_origin(hint) is list
+        found[item.name] = (typing.get_args(hint)[0] if is_list else hint, is_list, optional)
+    return found
+
+
+def default_of(item: Field[Any]) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default
+
+
+def _scalar(name: str, value: Any, kind: type, source: str) -> Any:
+    good = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    if good:
+        return value
+    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:  # YAML 1.1 reads 2e-4 as a string
+            return float(value)
+        except ValueError:
+            pass
+    raise OptionError(f"{source}: {name} must be of type {kind.__name__}, got {value!r}")
+
+
+def _typed(name: str, value: Any, kind: Kind, source: str) -> Any:
+    scalar, is_list, optional = kind
+    if value is None and optional:
+        return None
+    if is_list:
+        items = value if isinstance(value, list) else [value]
+        return [_scalar(name, item, scalar, source) for item in items]
+    return _scalar(name, value, scalar, source)
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """A flat mapping of option names; an unknown one is an error with near names."""
+    yaml = require("yaml")
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"cannot read the config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} is not YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise OptionError(
+            f"{path} must hold a mapping of option names, found {type(loaded).__name__}"
+        )
+    known = kinds()
+    values = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = (
+                f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
+            )
+            raise OptionError(f"{path}: unknown option {key!r}{hint}")
+        values[name] = _typed(name, value, known[name], path)
+    return values
+
+
+def resolve(given: Mapping[str, Any], demo_defaults: Mapping[str, Any]) -> FinetuneOptions:
+    """Merge the sources; ``given`` holds only what the command line really said."""
+    given = dict(given)
+    config = given.pop("config", None)
+    values = read_yaml(config) if config else {}
+    values.update(given)
+    if values.get("demo"):
+        values = {**demo_defaults, **values}
+    options = FinetuneOptions(**values)
+    options.check()
+    return options

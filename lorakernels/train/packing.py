@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents into rows of seq_len tokens that do not see each other.
+
+A document of n tokens holds n − 1 predictions: inputs d[:-1], labels d[1:]. It is cut into pieces of at most T
+inputs, so every prediction is trained exactly once and a piece's last label is the next piece's first input. Pieces
+are packed by best fit, longest first. In a row each piece has its own segment number and its positions start at 0;
+attention sees (same segment) and (not later), so a piece's logits in a row are its logits alone. What remains of a
+row is padding: segment −1, label −100.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE = -100
+PADDING = -1
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Int64 tensors [B, T]; ``targets`` counts the labels that are not padding."""
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    segments: Tensor
+    targets: int
+
+    def to(self, device: torch.device) -> Batch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> Batch:
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(
+            change(self.input_ids),
+            change(self.labels),
+            change(self.positions),
+            change(self.segments),
+            self.targets,
+        )
+
+
+def cut(spans: Ints, seq_len: int) -> tuple[Ints, Ints, int]:
+    """Pieces as (start [P], length [P]) and the number of documents that had to be split."""
+    inputs = np.maximum(spans[:, 1] - spans[:, 0] - 1, 0)
+    counts = -(-inputs // seq_len)
+    document = np.repeat(np.arange(len(spans)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offset = (np.arange(len(document)) - first) * seq_len
+    starts = spans[document, 0] + offset
+    lengths = np.minimum(seq_len, inputs[document] - offset)
+    return starts, lengths, int((counts > 1).sum())
+
+
+def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
+    """Rows of piece numbers: longest piece first, each into the fullest row that has room for it."""
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # room left → rows
+    rooms: list[int] = []  # the keys of with_room, sorted
+    for piece in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = int(lengths[piece])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = len(rows), seq_len
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        rows[row].append(piece)
+        left = room - length
+        if left not in with_room:
+            with_room[left] = []
+            bisect.insort(rooms, left)
+        with_room[left].append(row)
+    return rows
+
+
+class PackedRows:
+    """Row numbers in, batches out."""
+
+    def __init__(self, tokens: Any, spans: Ints, seq_len: int, pad_token: int = 0) -> None:
+        self.tokens, self.seq_len, self.pad_token = tokens, seq_len, pad_token
+        self.starts, self.lengths, self.split_documents = cut(spans, seq_len)
+        self.rows = pack(self.lengths, seq_len)
+        self.targets = int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def fill(self) -> float:
+        """Share of the packed positions that hold tokens."""
+        return self.targets / max(1, len(self) * self.seq_len)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        shape = (len(numbers), self.seq_len)
+        input_ids = np.full(shape, self.pad_token, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        segments = np.full(shape, PADDING, dtype=np.int64)
+        for i, number in enumerate(numbers):
+            at = 0
+            for segment, piece in enumerate(self.rows[number]):
+                start, length = int(self.starts[piece]), int(self.lengths[piece])
+                window = self.tokens[start : start + length + 1]
+                place = slice(at, at + length)
+                input_ids[i, place], labels[i, place] = window[:-1], window[1:]
+                positions[i, place], segments[i, place] = np.arange(length), segment
+                at += length
+        targets = int((labels != IGNORE).sum())
+        return Batch(
+            torch.from_numpy(input_ids),
+            torch.from_numpy(labels),
+            torch.from_numpy(positions),
+            torch.from_numpy(segments),
+            targets,
+        )
+
+
+class RowOrder:
+    """The endless order in which rows are trained: a permutation per epoch, a function of (seed, epoch) alone."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self.rows, self.seed = rows, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def take(self, position: int, count: int) -> list[int]:
+        return [self._at(place) for place in range(position, position + count)]
+
+    def _at(self, place: int) -> int:
+        epoch, index = divmod(place, self.rows)
+        if epoch != self._epoch:
+            self._order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
+                self.rows
+            )
+            self._epoch = epoch
+        return int(self._order[index])
+
+
+def attention_mask(segments: Tensor) -> Tensor:
+    """[B, T] → bool [B, 1, T, T], True where query t may see key u: same segment and u ≤ t.
+
+    Padding sees earlier padding and itself, so no row of the softmax is empty.
+    """
+    length = segments.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return (same & causal)[:, None]

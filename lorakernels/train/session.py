@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps, evaluations, checkpoints and signals in their order, from wherever the run was left."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lorakernels.train.checkpoint import Checkpoint, Checkpoints
+from lorakernels.train.errors import CheckpointError, Interrupted
+from lorakernels.train.flops import Peak
+from lorakernels.train.loop import StepResult, Trainer, evaluate
+from lorakernels.train.metrics import MetricsLog
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import PackedRows
+from lorakernels.train.reporter import Reporter
+
+# What may change when a run goes on; everything else would make it another run.
+FREE_ON_RESUME = {
+    "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
+    "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic",
+}  # fmt: skip
+
+
+class StopSignal:
+    """Between enter and exit SIGINT and SIGTERM only take a note; a second one acts as it did before."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+
+@dataclass
+class Session:
+    """One run in one output directory.
+
+    ``identity`` describes data and model; a checkpoint with another identity is refused. ``checkpoints=None`` trains
+    without them.
+    """
+
+    trainer: Trainer
+    held: PackedRows | None
+    options: FinetuneOptions
+    reporter: Reporter
+    metrics: Path
+    flops_per_token: float
+    peak: Peak | str
+    checkpoints: Checkpoints | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    first_eval: float | None = None
+    last_eval: float | None = None
+
+    def resume(self) -> None:
+        """Go on from the newest good checkpoint, if there is one."""
+        if self.checkpoints is None:
+            return
+        checkpoint = self.checkpoints.load_newest(self.reporter.say, self.trainer.device)
+        if checkpoint is None:
+            self.reporter.say(
+                f"no usable checkpoint in {self.checkpoints.directory}: starting at step 0"
+            )
+            return
+        self._check_same_run(checkpoint)
+        self.trainer.restore(checkpoint)
+        self.first_eval = checkpoint.trainer["first_eval"]
+        self.last_eval = checkpoint.trainer["last_eval"]
+        self.reporter.say(
+            f"going on from step {checkpoint.step} ({self.checkpoints.path(checkpoint.step)})"
+        )
+        if checkpoint.trainer["steps"] != self.trainer.steps:
+            self.reporter.say(
+                f"the run now has {self.trainer.steps} steps instead of {checkpoint.trainer['steps']}: "
+                "the learning rate follows the new length from here on"
+            )
+
+    def _check_same_run(self, checkpoint: Checkpoint) -> None:
+        now = self._description()
+        for kind in ("identity", "options"):
+            before = checkpoint.trainer[kind]
+            for name in sorted(set(before) | set(now[kind])):
+                if before.get(name) != now[kind].get(name):
+                    raise CheckpointError(
+                        f"cannot resume step {checkpoint.step}: {name} was {before.get(name)!r}, "
+                        f"now it is {now[kind].get(name)!r}; restore it or start in another output directory"
+                    )
+
+    def _description(self) -> dict[str, Any]:
+        options = {k: v for k, v in vars(self.options).items() if k not in FREE_ON_RESUME}
+        return {"identity": self.identity, "options": options}
+
+    def save(self) -> None:
+        if self.checkpoints is None:
+            return
+        extra = {
+            "steps": self.trainer.steps,
+            "first_eval": self.first_eval,
+            "last_eval": self.last_eval,
+            **self._description(),
+        }
+        self.checkpoints.save(self.trainer.checkpoint(extra))
+
+    def run(self) -> None:
+        """Train to the last step. Interrupted is raised after the state is saved."""
+        trainer, total = self.trainer, self.trainer.steps
+        log = MetricsLog(self.metrics, trainer.counters.step)
+        self.reporter.start(trainer.counters.step, total)
+        try:
+            with StopSignal() as stop:
+                if self.first_eval is None:
+                    self.first_eval = self._evaluate(log)
+                while trainer.counters.step < total and stop.signum is None:
+                    result = trainer.step()
+                    self._log(log, result)
+                    self._every(log, total)
+                if stop.signum is not None:
+                    self._stop(stop.signum)
+        finally:
+            self.reporter.stop()
+            log.close()
+            trainer.close()
+
+    def _every(self, log: MetricsLog, total: int) -> None:
+        step, options = self.trainer.counters.step, self.options
+        last = step == total
+        if last or (options.eval_every and step % options.eval_every == 0):
+            self.last_eval = self._evaluate(log)
+        if last or (options.save_every and step % options.save_every == 0):
+            self.save()
+
+    def _stop(self, signum: int) -> None:
+        step = self.trainer.counters.step
+        if self.checkpoints is None:
+            raise Interrupted(
+                signum, f"stopped after step {step}; this part of the run keeps no checkpoints"
+            )
+        self.save()
+        raise Interrupted(signum, f"saved {self.checkpoints.path(step)}; go on with --resume")
+
+    def _evaluate(self, log: MetricsLog) -> float | None:
+        if self.held is None or not len(self.held):
+            return None
+        loss = evaluate(self.trainer.model, self.held, self.options)
+        log.write(step=self.trainer.counters.step, eval_loss=loss)
+        self.reporter.say(
+            f"{self.reporter.label} step {self.trainer.counters.step}  validation loss {loss:.4f}"
+        )
+        return loss
+
+    def _log(self, log: MetricsLog, result: StepResult) -> None:
+        counters = self.trainer.counters
+        rate = result.tokens / result.seconds
+        rates = {"tokens_per_s": rate, "tflops": rate * self.flops_per_token / 1e12}
+        if isinstance(self.peak, Peak):
+            rates["mfu"] = rates["tflops"] / self.peak.tflops
+        if self.trainer.device.type == "cuda":
+            rates["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**30
+        log.write(
+            step=counters.step,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            skipped_total=counters.skipped,
+            tokens=counters.tokens,
+            epoch=counters.rows / len(self.trainer.rows),
+            step_s=result.seconds,
+            **rates,
+        )
+        self.reporter.step(counters.step, self.trainer.steps, result, rates)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lorakernels.train import data
+from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.data import TokenFile, hold_out, tokenize_files
+from lorakernels.train.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
+    path = tmp_path / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "a.txt is empty"),
+        ("a.txt", b" \n\t", "a.txt holds no text, only white space"),
+        ("a.jsonl", b"\n\n", "a.jsonl holds no text"),
+        ("a.txt", b"caf\xc3\xa9 \xff", "a.txt: byte 0xff at offset 6 is not UTF-8"),
+        ("a.txt", b"cut \xe2\x82", "a.txt: byte 0xe2 at offset 4 is not UTF-8"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\xe9"}\n',
+            "a.jsonl line 2: byte 0xe9 at offset 24 is not UTF-8",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "a.jsonl line 3: not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n["b"]\n',
+            'a.jsonl line 2: expected an object with "text", found list',
+        ),
+        (
+            "a.jsonl",
+            b'{"txt": "a"}\n',
+            "a.jsonl line 1: expected a string under \"text\", found only ['txt']",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', 'a.jsonl line 1: expected a string under "text", found int'),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800"}\n',
+            "a.jsonl line 1: character 0 of the text is a lone surrogate",
+        ),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl line 1: not a JSON object"),
+    ],
+)
+def test_bad_file_says_where(
+    tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str
+) -> None:
+    path = file_of(tmp_path, name, content)
+    with pytest.raises(DataError) as caught:
+        tokenize_files([path], tokenizer, tmp_path / "cache")
+    assert message in str(caught.value)
+    assert not list((tmp_path / "cache").iterdir()), (
+        "a failed run leaves no half-written token file"
+    )
+
+
+def test_missing_file(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.txt does not exist"):
+        tokenize_files([tmp_path / "nowhere.txt"], tokenizer, tmp_path)
+
+
+def test_tokens_are_the_documents(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes in, bytes out, with <bos> and <eos>; a block cut changes nothing at byte level."""
+    monkeypatch.setattr(data, "BLOCK", 7)
+    text = file_of(tmp_path, "a.txt", "\ufeffzwölf\nBoxkämpfer\n jagen\n".encode())
+    lines = file_of(
+        tmp_path, "b.jsonl", b'{"text": "one"}\n\n{"text": " "}\n{"text": "two", "n": 1}'
+    )
+    found = tokenize_files([text, lines], tokenizer, tmp_path / "cache")
+    documents = [
+        bytes(found.tokens[a + 1 : b - 1].astype(np.uint8)).decode() for a, b in found.spans
+    ]
+    assert documents == ["zwölf\nBoxkämpfer\n jagen\n", "one", "two"]
+    assert {(int(found.tokens[a]), int(found.tokens[b - 1])) for a, b in found.spans} == {
+        (257, 258)
+    }
+    assert found.tokens.dtype == np.uint32 and isinstance(found.tokens, np.memmap)
+
+
+def test_written_once_and_keyed_by_content(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file_of(tmp_path, "a.txt", b"first")
+    first = tokenize_files([path], tokenizer, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "encode_documents", lambda *_: pytest.fail("tokenized again"))
+        assert tokenize_files([path], tokenizer, tmp_path / "cache").path == first.path
+    path.write_bytes(b"other")
+    assert tokenize_files([path], tokenizer, tmp_path / "cache").path != first.path
+    tokenizer.eos_token_id, before = None, tokenizer.eos_token_id
+    assert tokenize_files([path], tokenizer, tmp_path / "cache").path != first.path
+    tokenizer.eos_token_id = before
+
+
+def test_truncated_token_file_is_noticed(tmp_path: Path, tokenizer: Any) -> None:
+    path = file_of(tmp_path, "a.txt", b"some text")
+    cache = tokenize_files([path], tokenizer, tmp_path / "cache").path
+    with (cache / "tokens.bin").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(DataError, match="has 8 bytes, expected 44"):
+        tokenize_files([path], tokenizer, tmp_path / "cache")
+
+
+def corpus(tmp_path: Path, tokenizer: Any, texts: list[str]) -> TokenFile:
+    path = file_of(
+        tmp_path, "c.jsonl", "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    )
+    return tokenize_files([path], tokenizer, tmp_path / "cache")
+
+
+def test_hold_out_depends_on_content_not_order(tmp_path: Path, tokenizer: Any) -> None:
+    texts = [f"document {i} " * (1 + i % 5) for i in range(50)]
+
+    def held(order: list[str], seed: int) -> set[bytes]:
+        file = corpus(tmp_path, tokenizer, order)
+        train, spans, _ = hold_out(file, 0.2, seed)
+        assert len(train) + len(spans) == 50
+        tokens = sum(b - a for a, b in spans)
+        assert 0.1 < tokens / len(file.tokens) <= 0.2
+        return {file.tokens[a:b].tobytes() for a, b in spans}
+
+    assert held(texts, 0) == held(texts[::-1], 0) != held(texts, 1)
+
+
+def test_one_document_gives_its_end(tmp_path: Path, tokenizer: Any) -> None:
+    file = corpus(tmp_path, tokenizer, ["x" * 98])
+    train, held, how = hold_out(file, 0.1, 0)
+    assert train.tolist() == [[0, 90]] and held.tolist() == [[90, 100]]
+    assert how == "the last 10 tokens of the longest document held out"
+    with pytest.raises(DataError, match="3 tokens are too few"):
+        hold_out(corpus(tmp_path, tokenizer, ["x"]), 0.1, 0)

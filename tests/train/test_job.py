@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command from end to end, and what it says to input it cannot use."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakernels import LoRAConfig
+from lorakernels.train import demo
+from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.errors import ModelError, OptionError
+from lorakernels.train.job import fingerprint, locked
+from lorakernels.train.model import check_model, load_model, load_tokenizer
+from lorakernels.train.packing import attention_mask
+
+Cli = Callable[..., int]
+
+
+def test_run_leaves_what_it_promises(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert cli(*base_args, "--output", output, "--steps", 6, "--save-every", 2, "--keep", 2) == 0
+    said = capsys.readouterr().out
+    last = said.splitlines()[-1]
+    match = re.fullmatch(r"validation loss (\d\.\d{4}) → (\d\.\d{4}), adapter in (.*)", last)
+    assert match and match[3] == str(output / "adapter") and float(match[2]) < float(match[1])
+    assert "documents are longer than seq_len 48 and were split" in said
+    assert "no MFU: no peak is known for cpu" in said
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert (output / "loss.png").stat().st_size > 1000
+    assert json.loads((output / "options.json").read_text())["r"] == 4
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records if "eval_loss" in r] == [0, 6]
+    assert all(
+        r["tokens_per_s"] > 0 and r["tflops"] > 0 and "mfu" not in r for r in records if "loss" in r
+    )
+    assert {p.name for p in (output / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--dtype", "bfloat16", "--gradient-checkpointing"],
+        ["--use-rslora", "--target-modules", "q_proj", "down_proj", "--eval-fraction", "0"],
+        ["--target-modules", "v_proj", "lm_head", "--weight-decay", "0.1", "--max-grad-norm", "0"],
+    ],
+    ids=["bf16-recompute", "two-targets", "output-head"],
+)
+def test_variants_run(
+    cli: Cli,
+    base_args: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+) -> None:
+    assert cli(*base_args, "--output", tmp_path, "--steps", 3, *more) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    if "--eval-fraction" in more:
+        assert (
+            last
+            == f"validation loss not measured (nothing held out), adapter in {tmp_path / 'adapter'}"
+        )
+    else:
+        match = re.match(r"validation loss ([\d.]+) → ([\d.]+), adapter in ", last)
+        assert match and float(match[2]) < float(match[1])
+
+
+def test_peft_loads_the_adapter(
+    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path
+) -> None:
+    """And computes what our layers compute, on a base that is not quantized."""
+    peft = pytest.importorskip("peft")
+    from lorakernels import load_adapter
+
+    assert cli(*base_args, "--output", tmp_path, "--steps", 3, "--no-fp8") == 0
+    cpu = torch.device("cpu")
+    ours, base = (
+        load_model(model_dir, torch.float32, cpu),
+        load_model(model_dir, torch.float32, cpu),
+    )
+    load_adapter(ours, tmp_path / "adapter", fp8=None)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        found, expected = ours.eval()(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # fp32, other order of sums
+
+
+def copy_of(model_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_dir, tmp_path / "copy"))
+
+
+def remove_tokenizer(model: Path) -> str:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    return "has no tokenizer"
+
+
+def remove_config(model: Path) -> str:
+    (model / "config.json").unlink()
+    return "has no config.json"
+
+
+def break_config(model: Path) -> str:
+    (model / "config.json").write_text("{")
+    return "config.json is not JSON"
+
+
+def truncate_weights(model: Path) -> str:
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    return "model.safetensors is truncated or corrupted"
+
+
+def only_a_pickle(model: Path) -> str:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    return "pytorch_model.bin is a pickle, which could run code"
+
+
+def missing_shard(model: Path) -> str:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return "lists files that are missing: model-00001-of-00002.safetensors"
+
+
+def missing_tensor(model: Path) -> str:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    return "lacks tensors of its model: model.layers.1.mlp.up_proj.weight"
+
+
+def small_vocabulary(model: Path) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(model)
+    config.vocab_size = 200
+    LlamaForCausalLM(config).save_pretrained(model)
+    return "the tokenizer makes token 258, the model knows 200"
+
+
+BREAKAGES: list[Callable[[Path], str]] = [
+    remove_tokenizer, remove_config, break_config, truncate_weights, only_a_pickle, missing_shard, missing_tensor,
+    small_vocabulary,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda f: f.__name__)
+def test_bad_model_directory(
+    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    breakage: Callable[[Path], str],
+) -> None:  # fmt: skip
+    model = copy_of(model_dir, tmp_path)
+    message = breakage(model)
+    assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, "--model", model) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--model", "nowhere"], 1, "model directory nowhere does not exist"),
+        (["--data", "nowhere.txt"], 1, "data file nowhere.txt does not exist"),
+        (
+            ["--seq-len", "200"],
+            2,
+            "seq_len must be at most 128, the model's max_position_embeddings",
+        ),
+        (["--target-modules", "q_prj"], 1, "q_prj"),
+        (["--device", "tpu"], 2, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--r", "0"], 2, "r must be at least 1, got 0"),
+        (["--lora-dropout", "1"], 2, "lora_dropout must be at least 0 and below 1"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    more: list[str], code: int, message: str,
+) -> None:  # fmt: skip
+    assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, *more) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_model_that_changes_its_logits_is_refused(model_dir: Path) -> None:
+    model: Any = load_model(model_dir, torch.float32, torch.device("cpu"))
+    check_model(model, 128, 263)
+    forward = model.forward
+
+    def capped(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.logits = 0.5 * output.logits
+        return output
+
+    model.forward = capped
+    with pytest.raises(ModelError, match="changes logits after its output head"):
+        check_model(model, 128, 263)
+    model.forward = forward
+    model.config.sliding_window = 64
+    with pytest.raises(OptionError, match="at most 64, the model's sliding window, got 128"):
+        check_model(model, 128, 263)
+
+
+def test_model_that_ignores_the_mask_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lorakernels.train import model as module
+
+    model: Any = load_model(model_dir, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(
+        module, "attention_mask", lambda segments: attention_mask(torch.zeros_like(segments))
+    )
+    with pytest.raises(ModelError, match="lets packed documents see each other"):
+        check_model(model, 128, 263)
+
+
+def test_full_disk_while_writing_metrics(
+    cli: Cli,
+    base_args: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lorakernels.train.metrics import MetricsLog
+
+    def full(self: MetricsLog, **_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+
+    monkeypatch.setattr(MetricsLog, "write", full)
+    assert cli(*base_args, "--output", tmp_path, "--steps", 1) == 1
+    assert re.search(r"no space left while writing .*metrics\.jsonl \(\d", capsys.readouterr().err)
+
+
+def test_full_disk_while_saving_the_adapter(
+    cli: Cli,
+    base_args: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import lorakernels
+
+    def full(model: Any, path: Path, **_: Any) -> None:
+        (path / "adapter_model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    run = [*base_args, "--output", tmp_path, "--steps", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(lorakernels, "save_adapter", full)
+        assert cli(*run) == 1
+    assert "no space left while writing" in capsys.readouterr().err
+    assert not [p for p in tmp_path.iterdir() if "adapter" in p.name]
+    assert cli(*run, "--resume") == 0, (
+        "the last checkpoint is there: nothing has to be trained again"
+    )
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_one_run_per_directory(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with locked(tmp_path):
+        assert cli(*base_args, "--output", tmp_path, "--steps", 1) == 1
+    assert f"another run is using {tmp_path}" in capsys.readouterr().err
+
+
+def test_byte_tokenizer_files(tmp_path: Path) -> None:
+    """Every byte is its own token, also after saving and loading as ordinary tokenizer files."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "".join(map(chr, range(128))) + "žluťoučký 🐎\n"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert bytes(ids) == text.encode() and tokenizer.decode(ids) == text
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        256,
+        257,
+        258,
+    )
+
+
+def test_fingerprint_sees_config_and_tensors(model_dir: Path, tmp_path: Path) -> None:
+    copy = copy_of(model_dir, tmp_path)
+    assert fingerprint(copy) == fingerprint(model_dir)
+    small_vocabulary(copy)
+    assert fingerprint(copy) != fingerprint(model_dir)
+
+
+def test_demo_from_end_to_end(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of each part on a smaller model and three documents: base, adapter, table, bit-equal reload."""
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    monkeypatch.setattr(demo, "SHAPE", shape)
+    monkeypatch.setitem(demo.BASE, "steps", 2)
+    monkeypatch.setattr(
+        demo, "_sources", lambda: ["import this\n" * 90, "x = 1\n" * 60, "y = 2\n" * 60]
+    )
+    output = tmp_path / "out"
+    run = [
+        "--demo",
+        "--device",
+        "cpu",
+        "--output",
+        output,
+        "--steps",
+        2,
+        "--batch-size",
+        2,
+        "--eval-rows",
+        2,
+    ]
+    for again in ([], [], ["--resume"]):
+        assert cli(*run, *again) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(
+            r"validation loss \d\.\d{4} → \d\.\d{4}, adapter in .*/adapter", said[-1]
+        )
+        assert any("logits equal, bit for bit" in line for line in said)
+        assert any("standard library" in line for line in said)
+    load_model(output / "base", torch.float32, torch.device("cpu"))
+    (output / demo.MARK).unlink()
+    assert cli(*run) == 1
+    assert "of something else than the demo: take another directory" in capsys.readouterr().err
+
+
+def test_missing_dependency_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lorakernels.train.errors import FinetuneError, require
+
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(
+        FinetuneError,
+        match=r'pip install "lorakernels\[hf,train\]" \(rich is in the extra "train"\)',
+    ):
+        require("rich")
+
+
+def test_help_imports_no_heavy_library() -> None:
+    code = (
+        "import argparse, sys; from lorakernels.cli.finetune import add_arguments;"
+        "add_arguments(argparse.ArgumentParser());"
+        "print([m for m in ('transformers', 'rich', 'matplotlib', 'yaml') if m in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_config_of_the_adapter_follows_the_options() -> None:
+    from lorakernels.train.job import lora_config
+    from lorakernels.train.options import FinetuneOptions
+
+    found = lora_config(FinetuneOptions(r=3, use_rslora=True, fp8=False), "all-linear")
+    assert isinstance(found, LoRAConfig) and found.fp8 is None and found.r == 3 and found.use_rslora

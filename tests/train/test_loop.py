@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import LoRAConfig, apply_lora
+from lorakernels.train.errors import Diverged
+from lorakernels.train.flops import Peak, find_peak, flops_per_token
+from lorakernels.train.loop import Trainer, evaluate
+from lorakernels.train.metrics import MetricsLog, plot_losses, read_metrics
+from lorakernels.train.model import load_model, save_activations, summed_loss
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import PackedRows
+from lorakernels.train.schedule import learning_rate, warmup_steps
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def rows() -> PackedRows:
+    """Six rows of 24 with 13 to 24 targets each: more than half, so that no two documents share a row."""
+    text = (b"the quick brown fox jumps over the lazy dog; " * 3)[:116]
+    lengths = np.array([25, 14, 20, 16, 23, 18])
+    stops = np.cumsum(lengths)
+    return PackedRows(
+        np.frombuffer(text, dtype=np.uint8), np.stack([stops - lengths, stops], 1), 24
+    )
+
+
+@pytest.fixture
+def trainer(model_dir: Path, rows: PackedRows) -> MakeTrainer:
+    def make(fp8: bool = False, dropout: float = 0.0, **options: Any) -> Trainer:
+        model = load_model(model_dir, torch.float32, torch.device("cpu"))
+        torch.manual_seed(1)
+        config: dict[str, Any] = {"r": 4, "lora_dropout": dropout, "target_modules": "all-linear"}
+        report = apply_lora(model, LoRAConfig(**config) if fp8 else LoRAConfig(**config, fp8=None))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        made = Trainer(
+            model, FinetuneOptions(seq_len=24, steps=20, lr=1e-2, **options), rows, report.fp8_state
+        )
+        return made
+
+    return make
+
+
+def gradients(trainer: Trainer) -> tuple[dict[str, torch.Tensor], float]:
+    trainer.optimizer.step = lambda: None  # type: ignore[method-assign]
+    trainer.options.max_grad_norm = 0.0
+    result = trainer.step()
+    trainer.close()
+    return {
+        name: p.grad.clone() for name, p in trainer.trainable.items() if p.grad is not None
+    }, result.loss
+
+
+def test_one_times_four_equals_four_times_one(trainer: MakeTrainer, rows: PackedRows) -> None:
+    """Loss and gradients of a step do not depend on how its rows are cut, though the rows hold unequal counts."""
+    one = trainer(batch_size=1, grad_accum=4)
+    counts = [rows.batch([n]).targets for n in one.order.take(0, 4)]
+    assert len(set(counts)) > 1, f"the rows must be uneven for this test, found {counts}"
+    (many, many_loss), (few, few_loss) = (
+        gradients(one),
+        gradients(trainer(batch_size=4, grad_accum=1)),
+    )
+    assert many_loss == pytest.approx(few_loss, rel=1e-6)
+    assert many.keys() == few.keys() and many
+    for name in few:  # fp32 sums of up to 96 tokens in another order
+        torch.testing.assert_close(
+            many[name], few[name], rtol=1e-4, atol=1e-5 * float(few[name].abs().max())
+        )
+
+
+def test_gradient_is_of_the_mean_over_tokens(trainer: MakeTrainer, rows: PackedRows) -> None:
+    made = trainer(batch_size=2, grad_accum=2)
+    found, loss = gradients(made)
+    made.model.zero_grad()
+    batch = rows.batch(made.order.take(0, 4))
+    expected = summed_loss(made.model, batch, 1000) / batch.targets
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in made.trainable.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            found[name], parameter.grad, rtol=1e-4, atol=1e-5 * float(parameter.grad.abs().max())
+        )
+
+
+def test_loss_falls_and_scales_are_updated_once_per_step(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(fp8=True, dropout=0.1, batch_size=2, grad_accum=2)
+    state = made.fp8_state
+    assert state is not None and state.in_charge == "explicit"
+    calls: list[int] = []
+    real = state.reduce_and_update
+    monkeypatch.setattr(
+        state, "reduce_and_update", lambda: (calls.append(made.counters.step), real())
+    )
+    losses = [made.step().loss for _ in range(20)]
+    assert calls == list(range(20))
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert bool((state.forward[-1] > 0).all()) and bool((state.backward[-1] > 0).all())
+    made.close()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+def test_bad_steps_are_skipped_counted_and_finally_stop(trainer: MakeTrainer, fp8: bool) -> None:
+    made = trainer(fp8=fp8, batch_size=2, max_bad_steps=3)
+    made.step()
+    before = {name: p.detach().clone() for name, p in made.trainable.items()}
+    head = made.model.get_output_embeddings()  # type: ignore[operator]
+    good = head.weight.detach().clone()
+    head.weight.data[7] = float("inf")
+    assert made.step().skipped and made.step().skipped
+    assert all(torch.equal(p, before[name]) for name, p in made.trainable.items())
+    head.weight.data.copy_(good)
+    result = made.step()
+    assert not result.skipped and math.isfinite(result.loss) and made.counters.bad_in_a_row == 0
+    assert made.counters.skipped == 2 and made.counters.step == 4
+    head.weight.data[7] = float("nan")
+    made.step(), made.step()
+    with pytest.raises(
+        Diverged, match=r"not finite in 3 steps in a row \(up to step 7\).*unchanged since step 4"
+    ):
+        made.step()
+    made.close()
+
+
+def test_clipping(trainer: MakeTrainer) -> None:
+    made = trainer(batch_size=2, max_grad_norm=1e-3)
+    norm = made.step().grad_norm
+    clipped = torch.nn.utils.get_total_norm(
+        [p.grad for p in made.trainable.values() if p.grad is not None]
+    )
+    assert norm > 1e-3 and float(clipped) == pytest.approx(1e-3, rel=1e-2)
+    made.close()
+
+
+def test_evaluation_changes_nothing(trainer: MakeTrainer, rows: PackedRows) -> None:
+    made = trainer(fp8=True, dropout=0.5, batch_size=2)
+    made.step()
+    before = made.checkpoint({})
+    rng = torch.get_rng_state()
+    first = evaluate(made.model, rows, made.options)
+    assert evaluate(made.model, rows, made.options) == first
+    assert torch.equal(torch.get_rng_state(), rng) and made.model.training
+    after = made.checkpoint({})
+    for key in ("forward", "backward"):
+        assert torch.equal(before.state["fp8"][key], after.state["fp8"][key])
+    limited = evaluate(made.model, rows, FinetuneOptions(seq_len=24, eval_rows=1, batch_size=2))
+    batch = rows.batch([0])
+    with torch.no_grad():
+        made.model.eval()
+        assert limited == pytest.approx(
+            float(summed_loss(made.model, batch, 7)) / batch.targets, rel=1e-6
+        )
+    made.close()
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(trainer: MakeTrainer) -> None:
+    plain = trainer(fp8=True, dropout=0.1, batch_size=2, grad_accum=2)
+    torch.manual_seed(4)
+    expected, _ = gradients(plain)
+    saving = trainer(fp8=True, dropout=0.1, batch_size=2, grad_accum=2)
+    save_activations(saving.model)
+    torch.manual_seed(4)
+    found, _ = gradients(saving)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_learning_rate() -> None:
+    rates = [learning_rate(s, peak=1.0, steps=10, warmup=4, floor=0.1) for s in range(10)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[9] == pytest.approx(0.1) and rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5, abs=1e-9)
+    assert (warmup_steps(0.1, 50), warmup_steps(7, 50)) == (5, 7)
+
+
+def test_flops_of_a_known_model(model_dir: Path) -> None:
+    """Hidden 32, ffn 48, 2 heads of 16 and 1 of keys, 2 layers, 264 words; rank 4; 100 tokens."""
+    model: Any = load_model(model_dir, torch.float32, torch.device("cpu"))
+    shapes = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)]
+    linear = 2 * sum(n * k for n, k in shapes)
+    head, attention = 264 * 32, 12 * 2 * 100 * 32
+    assert flops_per_token(model, model.config, 100) == 6 * (linear + head) + attention
+    apply_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
+    adapters = 2 * sum(4 * (n + k) for n, k in shapes)
+    assert (
+        flops_per_token(model, model.config, 100) == 4 * (linear + head) + 6 * adapters + attention
+    )
+
+
+def test_peak_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert find_peak(gpu, torch.bfloat16, True) == Peak("H200 SXM, dense FP8", 1978.9)
+    assert find_peak(gpu, torch.bfloat16, False) == Peak("H200 SXM, dense bf16", 989.4)
+    assert find_peak(gpu, torch.float32, True) == "no MFU: no peak is kept for torch.float32"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Z9000")
+    assert find_peak(gpu, torch.bfloat16, True) == "no MFU: no peak is known for NVIDIA Z9000"
+    assert (
+        find_peak(torch.device("cpu"), torch.bfloat16, True) == "no MFU: no peak is known for cpu"
+    )
+
+
+def test_metrics_survive_a_crash_and_drop_what_is_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.write(step=0, eval_loss=3.0)
+    for step in (1, 2, 3):
+        log.write(step=step, loss=float("nan") if step == 2 else 1.0 / step)
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    MetricsLog(path, 2).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 0, "eval_loss": 3.0},
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": None},
+    ]
+    plot_losses(path, tmp_path / "loss.png", "title")
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    MetricsLog(path, 0).close()
+    assert read_metrics(path) == []
+
+
+def test_optimizer_decays_matrices_only() -> None:
+    from lorakernels.train.loop import make_optimizer
+
+    layer = nn.Linear(2, 2)
+    optimizer = make_optimizer(list(layer.parameters()), FinetuneOptions(weight_decay=0.5))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert optimizer.defaults["fused"] is True

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is stopped, killed or damaged and goes on ends where it would have ended anyway, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorakernels.train.session import Session
+
+Cli = Callable[..., int]
+
+RUN = """
+import argparse, sys, torch
+torch.set_num_threads(1)
+from lorakernels.cli.finetune import add_arguments, run
+parser = argparse.ArgumentParser()
+add_arguments(parser)
+sys.exit(run(parser.parse_args()))
+"""
+
+
+def adapter(output: Path) -> bytes:
+    return (output / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def steps_logged(output: Path) -> list[int]:
+    path = output / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record["step"] for line in lines if "lr" in (record := json.loads(line))]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Raise SIGINT in this process when a step is done."""
+    real = Session._log
+
+    def log(self: Session, *args: Any) -> None:
+        real(self, *args)
+        if self.trainer.counters.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Session, "_log", log)
+
+
+@pytest.fixture(scope="module")
+def eight_steps(cli: Cli, base_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run over more than one epoch, dropout 0.1, FP8."""
+    import torch
+
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("whole")
+    assert cli(*base_args, "--output", output, "--steps", 8, "--save-every", 0) == 0
+    rows = json.loads((output / "metrics.jsonl").read_text().splitlines()[-2])["epoch"]
+    assert rows > 1, "the data order of a second epoch is part of the test"
+    return output
+
+
+def test_interrupted_and_resumed_run_is_the_whole_run(
+    cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = [*base_args, "--output", tmp_path, "--steps", 8, "--save-every", 0]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        assert cli(*run) == 130
+    assert "SIGINT: saved" in capsys.readouterr().err
+    assert steps_logged(tmp_path) == [1, 2, 3, 4]
+    assert (
+        cli(*run) == 1
+        and "already holds checkpoints: go on with --resume" in capsys.readouterr().err
+    )
+    assert cli(*run, "--resume") == 0
+    assert steps_logged(tmp_path) == list(range(1, 9))
+    assert adapter(tmp_path) == adapter(eight_steps)
+    last = [(out / "metrics.jsonl").read_text().splitlines()[-1] for out in (tmp_path, eight_steps)]
+    assert json.loads(last[0]) == json.loads(last[1]), "validation loss after the last step"
+
+
+def test_half_written_checkpoint_is_passed_over(
+    cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = [*base_args, "--output", tmp_path, "--steps", 8, "--save-every", 2]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        assert cli(*run) == 130
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    with (newest / "tensors.safetensors").open("r+b") as file:
+        file.truncate(100)
+    capsys.readouterr()
+    assert cli(*run, "--resume") == 0
+    said = capsys.readouterr().out
+    assert f"checkpoint {newest} is broken (tensors.safetensors has 100 of" in said
+    assert "going on from step 4" in said
+    assert adapter(tmp_path) == adapter(eight_steps)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("--r", "5"), "r was 4, now it is 5"),
+        (("--seq-len", "40"), "seq_len was 48, now it is 40"),
+        (("--no-fp8",), "fp8 was True, now it is False"),
+    ],
+)
+def test_another_run_is_not_resumed(
+    cli: Cli, base_args: list[str], eight_steps: Path, capsys: pytest.CaptureFixture[str],
+    changed: tuple[str, ...], message: str,
+) -> None:  # fmt: skip
+    before = adapter(eight_steps)
+    assert cli(*base_args, "--output", eight_steps, "--steps", 8, *changed, "--resume") == 1
+    assert message in capsys.readouterr().err and adapter(eight_steps) == before
+
+
+def test_other_data_is_not_resumed(
+    cli: Cli,
+    base_args: list[str],
+    eight_steps: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("something else " * 30)
+    assert cli(*base_args, "--output", eight_steps, "--steps", 8, "--resume", "--data", other) == 1
+    assert "tokens was" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_resumed_run_on_a_gpu_is_the_whole_run(
+    cli: Cli, base_args: list[str], tmp_path: Path
+) -> None:
+    """bf16 base: attention's backward adds in any order there unless told not to."""
+    run = [*base_args, "--output", tmp_path, "--steps", 8, "--save-every", 4, "--device", "cuda"]
+    assert cli(*run) == 0
+    whole = adapter(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    shutil.rmtree(tmp_path / "adapter")
+    assert cli(*run, "--resume") == 0
+    assert adapter(tmp_path) == whole
+
+
+def start(args: list[Any]) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    words = [sys.executable, "-c", RUN, *map(str, args)]
+    return subprocess.Popen(
+        words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(steps_logged(output)) < step:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.01)
+
+
+def test_sigterm_then_kill_9_then_resume(cli: Cli, base_args: list[str], tmp_path: Path) -> None:
+    """One run in three processes: asked to stop, killed without warning, finished here. Nothing is lost."""
+    steps = 40
+    output = tmp_path / "stopped"
+    run = [*base_args, "--steps", steps, "--save-every", 3]
+    assert cli(*run, "--output", tmp_path / "whole") == 0
+
+    process = start([*run, "--output", output])
+    wait_for_step(process, output, 3)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "SIGTERM: saved" in said
+    saved = len(steps_logged(output))
+    assert saved < steps and (output / "checkpoints" / f"step-{saved:08d}").is_dir()
+
+    process = start([*run, "--output", output, "--resume"])
+    wait_for_step(process, output, saved + 5)
+    process.kill()
+    process.communicate()
+    killed = len(steps_logged(output))
+    assert killed < steps, "killed before it was done"
+    newest = max(int(p.name[5:]) for p in (output / "checkpoints").glob("step-*"))
+    assert killed - newest <= 3 + 1
+
+    assert cli(*run, "--output", output, "--resume") == 0
+    assert steps_logged(output) == list(range(1, steps + 1))
+    assert adapter(output) == adapter(tmp_path / "whole")
