@@ -99,12 +99,17 @@ def find_cxx() -> list[str]:
 
 
 def find_ninja() -> str:
+    found = [shutil.which("ninja")]
     try:
         import ninja
-
-        return str(Path(ninja.BIN_DIR) / "ninja")
     except ImportError:
-        return shutil.which("ninja") or sys.exit("no ninja: pip install ninja")
+        pass
+    else:  # BIN_DIR is empty in a venv that sees the package through --system-site-packages
+        scripts = Path(ninja.__file__).parents[4] / "bin"
+        found += [
+            shutil.which("ninja", path=str(folder)) for folder in (ninja.BIN_DIR, scripts) if folder
+        ]
+    return next(filter(None, found), None) or sys.exit("no ninja: pip install ninja")
 
 
 def pybind11_include(build_dir: Path) -> Path:

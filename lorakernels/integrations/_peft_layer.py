@@ -161,7 +161,7 @@ class LoraKernelsLinear(PeftLinear):
         base = self.base_layer
         if base._base is None:
             scale_inv = base.weight_scale_inv
-            base._base = (base._parameters["weight"].detach().clone(), scale_inv.clone())
+            base._base = (base._stored.detach().clone(), scale_inv.clone())
         base._write_weight(*quantize_weight(weight))
         base.merged = True
         self.merged_adapters.extend(names)

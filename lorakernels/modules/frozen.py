@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from lorakernels import reference
 from lorakernels.autograd import LoRASpec, check_input, lora_linear
@@ -16,6 +17,10 @@ from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.reference import E4M3
 
+# The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
+# and `.to(dtype)` leaves them alone, but FSDP2 takes integer parameters only since pytorch#177844 (2.11 does
+# not, 2.13 does).
+STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
 _STATE_KEYS = ("fp8_scale", "fp8_amax_history", "fp8_max")
 
 
@@ -35,7 +40,11 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
 
 
-def is_sharded(parameter: Tensor) -> bool:
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def is_sharded(parameter: Tensor | None) -> bool:
     """True for a DTensor, as FSDP2 leaves parameters outside of their module's forward."""
     return hasattr(parameter, "device_mesh")
 
@@ -56,8 +65,7 @@ class FrozenFP8Linear(nn.Module):
         weight_scale_inv: fp32 [1], from the weight's exact amax; nothing changes it. None when `fp8` is None.
         fp8_state: scales and amax history of x and dy.
 
-    The bytes are a uint8 Parameter because gloo has no FP8 type (DDP broadcasts every parameter) and because
-    `.to(dtype)` leaves integers alone.
+    The stored Parameter is uint8 where torch allows it (see `STORAGE`), and `.to(dtype)` never touches its bytes.
     """
 
     weight_scale_inv: Tensor | None
@@ -105,7 +113,9 @@ class FrozenFP8Linear(nn.Module):
         self.name = name
         if fp8 is not None and scale_inv is None:
             weight, scale_inv = quantize_weight(weight)
-        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        if scale_inv is not None:
+            weight = weight.view(STORAGE)
+        self._parameters["weight"] = _frozen(weight)
         self.register_buffer("weight_scale_inv", scale_inv)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.fp8_state = None
@@ -143,12 +153,16 @@ class FrozenFP8Linear(nn.Module):
 
     @property
     def _stored(self) -> Tensor:
-        """The bytes. FSDP2 under a MixedPrecisionPolicy gathers them as bf16 or fp16, where 0…255 are exact."""
+        """The weight as the ops take it: e4m3 bytes as uint8, or the plain parameter.
+
+        FSDP2 under a MixedPrecisionPolicy gathers what is stored as bf16 or fp16, where bytes and e4m3
+        values are exact.
+        """
         stored = self._parameters["weight"]
         assert stored is not None
-        if self.weight_scale_inv is not None and stored.dtype != torch.uint8:
-            return stored.to(torch.uint8)
-        return stored
+        if self.weight_scale_inv is None or stored.dtype == torch.uint8:
+            return stored
+        return stored.to(STORAGE).view(torch.uint8)
 
     @property
     def fp8_scale(self) -> Tensor:
@@ -170,8 +184,7 @@ class FrozenFP8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        stored = self._stored
-        return stored.view(E4M3) if stored.dtype == torch.uint8 else stored
+        return self._stored.view(E4M3) if self.weight_scale_inv is not None else self._stored
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`: a new tensor."""
@@ -230,7 +243,7 @@ class FrozenFP8Linear(nn.Module):
     def _renew_weight_t(self) -> None:
         if self.weight_layout != "both" or self.weight_scale_inv is None:
             return
-        if is_sharded(self._stored):
+        if is_sharded(self._parameters["weight"]):
             raise RuntimeError(
                 f"{self.name or 'this layer'}: weight_layout='both' needs the whole weight to renew its second "
                 "copy, found a sharded one; use 'single' with FSDP2"
@@ -239,7 +252,11 @@ class FrozenFP8Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
         scale_inv, base = self.weight_scale_inv, self._base
+        self._hold_bytes_as(
+            torch.uint8
+        )  # fn may be .to(dtype), which takes e4m3 for one more floating-point type
         super()._apply(fn, recurse)
+        self._hold_bytes_as(STORAGE)
         if scale_inv is not None and self.weight_scale_inv is not None:
             device = self.weight_scale_inv.device
             if self.weight_scale_inv.dtype != torch.float32:
@@ -251,6 +268,25 @@ class FrozenFP8Linear(nn.Module):
             self._base = (weight, None if base[1] is None else base[1].to(weight.device))
         return self
 
+    def _hold_bytes_as(self, dtype: torch.dtype) -> None:
+        stored = self._parameters["weight"]
+        if self.weight_scale_inv is None or stored is None or is_sharded(stored):
+            return
+        if stored.dtype != dtype:
+            self._parameters["weight"] = _frozen(stored.view(dtype))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and deepcopy take: the weight as uint8, since Python's pickle has no FP8 storage."""
+        state = self.__dict__.copy()
+        stored = self._parameters["weight"]
+        if stored is not None and stored.dtype == E4M3:
+            state["_parameters"] = {**self._parameters, "weight": _frozen(stored.view(torch.uint8))}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hold_bytes_as(STORAGE)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._base is not None:
@@ -259,7 +295,7 @@ class FrozenFP8Linear(nn.Module):
             if scale_inv is not None:
                 destination[prefix + "weight_scale_inv"] = scale_inv
         weight = destination[prefix + "weight"]
-        if weight.dtype == torch.uint8 and type(weight.data) is Tensor:
+        if weight.dtype == torch.uint8 and not is_sharded(weight):
             destination[prefix + "weight"] = weight.detach().view(E4M3)
         if self.fp8_state is not None:
             for key in _STATE_KEYS:
@@ -312,10 +348,11 @@ class FrozenFP8Linear(nn.Module):
                 raise ValueError(f"FP8 bytes need one {scale_key}, found {scale_inv}")
             del own[scale_key]
             own[key] = weight.view(E4M3).float() * scale_inv
-        elif weight.dtype == E4M3:
-            own[key] = weight.view(torch.uint8)
+        elif weight.dtype in (E4M3, torch.uint8):
+            own[key] = weight if weight.dtype == STORAGE else weight.view(STORAGE)
         elif weight.is_floating_point():
-            own[key], own[scale_key] = quantize_weight(weight)
+            raw, own[scale_key] = quantize_weight(weight)
+            own[key] = raw.view(STORAGE)
             for name in _STATE_KEYS:
                 if prefix + name in missing_keys:
                     missing_keys.remove(prefix + name)

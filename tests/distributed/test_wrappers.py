@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, merge_lora
+from lorakernels.modules import frozen
 
 WORLD = 2
 
@@ -35,9 +36,10 @@ def loss_of(model, x):
     return model(x).pow(2).mean()
 
 
-def worker(rank, port, wrap, results):
+def worker(rank, port, wrap, storage, results):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    frozen.STORAGE = storage
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
         model = net()
@@ -66,14 +68,22 @@ def worker(rank, port, wrap, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "fsdp2, bf16"])
-def test_gradients_are_those_of_the_full_batch(wrap):
+@pytest.mark.parametrize(
+    ("wrap", "storage"),
+    [
+        pytest.param("ddp", torch.uint8, id="ddp"),
+        pytest.param("fsdp2", frozen.STORAGE, id="fsdp2"),
+        pytest.param("fsdp2, bf16", frozen.STORAGE, id="fsdp2, bf16"),
+        pytest.param("fsdp2, bf16", torch.float8_e4m3fn, id="fsdp2, bf16, as before torch 2.13"),
+    ],
+)
+def test_gradients_are_those_of_the_full_batch(wrap, storage):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, (port, wrap, results), nprocs=WORLD)
+        mp.spawn(worker, (port, wrap, storage, results), nprocs=WORLD)
         (grads, scales), (_, other_scales) = results[0], results[1]
     assert (scales == other_scales).all(), "ranks with different data end with equal scales"
     model = net()
