@@ -16,6 +16,7 @@ import csv
 import math
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -163,8 +164,22 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
+        "triton": _first_line(sys.executable, "-c", "import triton; print(triton.__version__)"),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": _first_line(
+            "git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"
+        ),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _first_line(*command: str) -> str:
+    """What `command` prints first, or "unknown" where it cannot run."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return result.stdout.partition("\n")[0].strip()
 
 
 def write_csv(path: Path, rows: list[dict[str, object]], facts: dict[str, str]) -> None:
