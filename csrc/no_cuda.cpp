@@ -5,6 +5,7 @@
 
 #include "amax_and_scale_update.h"
 #include "cuda_runtime_info.h"
+#include "dropout_mask.h"
 
 namespace lorakernels {
 namespace {
@@ -19,6 +20,8 @@ namespace {
 void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams&, void*, int) {
   not_compiled("amax_and_scale_update");
 }
+
+void launch_dropout_mask(const DropoutMaskParams&, void*, int) { not_compiled("dropout_mask"); }
 
 CudaRuntimeInfo cuda_runtime_info() {
   CudaRuntimeInfo info;

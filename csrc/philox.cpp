@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "dropout_mask.h"
 #include "register.h"
 
 namespace lorakernels {
@@ -37,10 +38,10 @@ bool dropout_keep(uint32_t row, uint32_t col, uint64_t seed, uint64_t offset, ui
   return dropout_keeps(dropout_draw(row, col / kDropoutLanesPerDraw, seed, offset, site), col, threshold);
 }
 
-void dropout_mask(uintptr_t out, int64_t rows, int64_t cols, uint64_t seed, uint64_t offset, uint32_t site,
-                  uint32_t threshold, uint32_t first_row, uint32_t first_col) {
+void dropout_mask_host(uintptr_t out, int64_t rows, int64_t cols, uint64_t seed, uint64_t offset, uint32_t site,
+                       uint32_t threshold, uint32_t first_row, uint32_t first_col) {
   check_threshold(threshold);
-  check_sizes("dropout_mask", {{"rows", rows}, {"cols", cols}});
+  check_sizes("dropout_mask_host", {{"rows", rows}, {"cols", cols}});
   auto* mask = reinterpret_cast<uint8_t*>(out);
   for (int64_t r = 0; r < rows; ++r) {
     const uint32_t row = first_row + static_cast<uint32_t>(r);
@@ -69,10 +70,23 @@ void register_philox(py::module_& m) {
       py::arg("threshold"));
   m.def("dropout_keep", &dropout_keep, py::arg("row"), py::arg("col"), py::arg("seed"), py::arg("offset"),
         py::arg("site"), py::arg("threshold"));
-  m.def("dropout_mask", &dropout_mask, py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("seed"),
+  m.def("dropout_mask_host", &dropout_mask_host, py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("seed"),
         py::arg("offset"), py::arg("site"), py::arg("threshold"), py::arg("first_row") = 0, py::arg("first_col") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Writes the row-major uint8 keep mask [rows, cols] at the host address out");
+  m.def(
+      "dropout_mask",
+      [](uintptr_t out, int64_t rows, int64_t cols, uintptr_t slot, uint32_t site, uint32_t threshold, uintptr_t stream,
+         int device) {
+        check_threshold(threshold);
+        check_sizes("dropout_mask", {{"rows", rows}, {"cols", cols}});
+        const DropoutMaskParams params{
+            reinterpret_cast<uint8_t*>(out), reinterpret_cast<const int64_t*>(slot), rows, cols, site, threshold};
+        launch_dropout_mask(params, reinterpret_cast<void*>(stream), device);
+      },
+      py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("slot"), py::arg("site"), py::arg("threshold"),
+      py::arg("stream") = 0, py::arg("device") = -1,
+      "The same in device memory: out (8-byte aligned) and slot int64 [2] are device addresses");
 }
 
 }  // namespace lorakernels

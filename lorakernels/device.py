@@ -43,3 +43,26 @@ def extension_error() -> str | None:
     except ImportError as error:
         return str(error)
     return None
+
+
+@cache
+def why_not_csrc(capability: tuple[int, int]) -> str | None:
+    """None if csrc's CUDA kernels were built and run on this compute capability; otherwise the reason why not.
+
+    Machine code for sm_XY runs on X.Y and later minors of X, for sm_XYa on X.Y alone (CUDA C++ programming guide,
+    "binary compatibility").
+    """
+    if (error := extension_error()) is not None:
+        return error
+    build = extension().build_info()
+    if not build["cuda"]:
+        return "lorakernels._C was built without nvcc: host part only"
+    for arch in build["cuda_archs"].split(";"):
+        digits = arch.rstrip("af")
+        major, minor = int(digits[:-1]), int(digits[-1])
+        exact = digits != arch
+        if major == capability[0] and (
+            minor == capability[1] or (not exact and minor < capability[1])
+        ):
+            return None
+    return f"lorakernels._C was built for sm_{build['cuda_archs']}, not for {capability}"

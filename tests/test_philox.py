@@ -209,4 +209,4 @@ def test_named_states():
 def test_csrc_draws_the_same_mask(rows, cols, key, offset, site, p):
     slot = torch.tensor([key, offset])
     expected = reference.dropout_keep(slot, p, site, rows, cols)
-    assert torch.equal(reference._drawn(slot, p, site, rows, cols), expected)
+    assert torch.equal(reference.drawn_mask(slot, p, site, rows, cols), expected)

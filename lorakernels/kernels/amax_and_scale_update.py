@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import reference
-from lorakernels.device import capability_of, extension
-from lorakernels.kernels.ladder import why_not_csrc
+from lorakernels.device import capability_of, extension, why_not_csrc
 
 
 def amax_and_scale_update(

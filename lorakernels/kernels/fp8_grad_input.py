@@ -15,6 +15,7 @@ from torch import Tensor
 from lorakernels import reference
 from lorakernels.device import capability_of
 from lorakernels.kernels.ladder import takes_cublaslt
+from lorakernels.kernels.product import product
 
 
 def fp8_grad_input(
@@ -31,30 +32,37 @@ def fp8_grad_input(
     site: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`reference.fp8_grad_input` with the FP8 product on the tensor cores."""
-    capability = capability_of(dy.device)
+    """`reference.fp8_grad_input` on the tensor cores."""
+    dx = _base(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, weight_t, out_dtype)
+    if ds is None or lora_A is None:
+        return dx
+    a = lora_A.to(out_dtype)
+    if slot is None or reference.dropout_threshold(p) == 0:
+        return dx.addmm_(ds.to(out_dtype), a)
+    branch = product(ds.to(out_dtype), a, reference.keep_scale(p))
+    return dx.add_(branch.where(reference.drawn_mask(slot, p, site, *dx.shape), 0.0))
+
+
+def _base(
+    dy: Tensor,
+    dy_scale_inv: Tensor | None,
+    fp8_dtype: torch.dtype,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dy W in `out_dtype`."""
+    if dy_scale_inv is None or weight_scale_inv is None:
+        return dy @ weight.to(dy.dtype)
     n, k = weight.shape
-    if (
-        dy_scale_inv is None
-        or weight_scale_inv is None
-        or takes_cublaslt(capability, dy.shape[0], k, n)
-    ):
+    if takes_cublaslt(capability_of(dy.device), dy.shape[0], k, n):
+        plain = (None, None, None, None, 0.0, 0, out_dtype)
         return reference.fp8_grad_input(
-            dy,
-            dy_scale_inv,
-            fp8_dtype,
-            weight,
-            weight_scale_inv,
-            weight_t,
-            ds,
-            lora_A,
-            slot,
-            p,
-            site,
-            out_dtype,
+            dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, *plain
         )
     wt = reference.transpose_fp8(weight) if weight_t is None else weight_t
-    dx = torch._scaled_mm(
+    return torch._scaled_mm(
         dy.view(fp8_dtype),
         wt.view(reference.E4M3).t(),
         scale_a=dy_scale_inv,
@@ -62,10 +70,3 @@ def fp8_grad_input(
         out_dtype=out_dtype,
         use_fast_accum=False,
     )
-    if ds is None or lora_A is None:
-        return dx
-    if slot is None or reference.dropout_threshold(p) == 0:
-        return dx.addmm_(ds.to(out_dtype), lora_A.to(out_dtype))
-    branch = (ds @ lora_A.to(ds.dtype)) * reference.keep_scale(p)
-    keep = reference.dropout_keep(slot, p, site, *branch.shape)
-    return dx.add_(torch.where(keep, branch, 0.0))

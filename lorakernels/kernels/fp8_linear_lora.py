@@ -3,8 +3,8 @@
 
 x [M, K] e4m3, W [N, K] e4m3, s [M, R], B [N, R], y [M, N]. The FP8 product is cuBLASLt's (`torch._scaled_mm`, fast
 accumulation as Transformer Engine's forward), the bias and the LoRA term, a second, rank-sized product
-added in fp32 inside `addmm`, come after it: y is rounded up to three times. Operands that are not FP8, or
-whose sizes cuBLASLt does not take, go to reference.py (`ladder.py`).
+added in fp32 inside `addmm`, come after it: y is rounded up to three times. A plain base is one product in x's
+dtype; FP8 sizes that cuBLASLt does not take are multiplied in fp32 (reference.py; `ladder.py` says which).
 """
 
 from __future__ import annotations
@@ -28,17 +28,30 @@ def fp8_linear_lora(
     scaling: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`reference.fp8_linear_lora` with the FP8 product on the tensor cores."""
-    capability = capability_of(x.device)
-    if (
-        x_scale_inv is None
-        or weight_scale_inv is None
-        or takes_cublaslt(capability, x.shape[0], *weight.shape)
-    ):
+    """`reference.fp8_linear_lora` on the tensor cores."""
+    y = _base(x, x_scale_inv, weight, weight_scale_inv, out_dtype)
+    if bias is not None:
+        y += bias
+    if s is not None and lora_B is not None:
+        y.addmm_(s.to(out_dtype), lora_B.to(out_dtype).t(), alpha=scaling)
+    return y
+
+
+def _base(
+    x: Tensor,
+    x_scale_inv: Tensor | None,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x Wᵀ in `out_dtype`."""
+    if x_scale_inv is None or weight_scale_inv is None:
+        return x @ weight.to(x.dtype).t()
+    if takes_cublaslt(capability_of(x.device), x.shape[0], *weight.shape):
         return reference.fp8_linear_lora(
-            x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype
+            x, x_scale_inv, weight, weight_scale_inv, None, None, None, 1.0, out_dtype
         )
-    y = torch._scaled_mm(
+    return torch._scaled_mm(
         x.view(reference.E4M3),
         weight.view(reference.E4M3).t(),
         scale_a=x_scale_inv,
@@ -46,8 +59,3 @@ def fp8_linear_lora(
         out_dtype=out_dtype,
         use_fast_accum=True,
     )
-    if bias is not None:
-        y += bias
-    if s is not None and lora_B is not None:
-        y.addmm_(s.to(out_dtype), lora_B.to(out_dtype).t(), alpha=scaling)
-    return y

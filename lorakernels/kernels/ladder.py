@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-from lorakernels.device import extension, extension_error
+from lorakernels.device import why_not_csrc
 
 OPS = (
     "quantize_lora_down",
@@ -44,7 +42,9 @@ def implementations(
         return dict.fromkeys(OPS, ("reference", "PyTorch on the CPU; masks drawn by csrc"))
     if device_type != "cuda":
         raise ValueError(f'device_type must be "cpu" or "cuda", found {device_type!r}')
-    table = dict.fromkeys(OPS, ("reference", "no fused kernel yet: PyTorch on the GPU"))
+    csrc_why_not = why_not_csrc(capability or (0, 0))
+    masks = f"masks drawn in PyTorch: {csrc_why_not}" if csrc_why_not else "masks drawn by csrc"
+    table = dict.fromkeys(OPS, ("torch", f"no fused kernel yet: PyTorch's; {masks}"))
     gemm_why_not = (
         takes_cublaslt(capability or (0, 0), 1, *(sizes or (FP8_GEMM_MULTIPLE,) * 2))
         if fp8
@@ -55,35 +55,9 @@ def implementations(
         if sizes
         else f"torch._scaled_mm; N, K in multiples of {FP8_GEMM_MULTIPLE}"
     )
-    gemm = ("reference", gemm_why_not) if gemm_why_not else ("cublaslt", note)
-    update_why_not = why_not_csrc(capability or (0, 0))
-    update = (
-        ("reference", update_why_not) if update_why_not else ("csrc", "one launch for all tensors")
-    )
+    gemm = ("torch", gemm_why_not) if gemm_why_not else ("cublaslt", note)
+    update = ("torch", csrc_why_not) if csrc_why_not else ("csrc", "one launch for all tensors")
     return {**table, **dict.fromkeys(_GEMMS, gemm), "amax_and_scale_update": update}
-
-
-@cache
-def why_not_csrc(capability: tuple[int, int]) -> str | None:
-    """None if csrc's CUDA kernels were built and run on this compute capability; otherwise the reason why not.
-
-    Machine code for sm_XY runs on X.Y and later minors of X, for sm_XYa on X.Y alone (CUDA C++ programming guide,
-    "binary compatibility").
-    """
-    if (error := extension_error()) is not None:
-        return error
-    build = extension().build_info()
-    if not build["cuda"]:
-        return "lorakernels._C was built without nvcc: host part only"
-    for arch in build["cuda_archs"].split(";"):
-        digits = arch.rstrip("af")
-        major, minor = int(digits[:-1]), int(digits[-1])
-        exact = digits != arch
-        if major == capability[0] and (
-            minor == capability[1] or (not exact and minor < capability[1])
-        ):
-            return None
-    return f"lorakernels._C was built for sm_{build['cuda_archs']}, not for {capability}"
 
 
 def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:

@@ -149,9 +149,10 @@ def test_editable_serves_the_tree_and_its_graphs(tree: Tree, wheel: tuple[Path, 
     assert tree.objects() == before, "pip's temporary folders made it compile again"
     site = out / "site"
     zipfile.ZipFile(file).extractall(site)
-    # -S: without the .pth files of the installation these tests run from
+    # -S: without the .pth files of the installation these tests run from; torch may lie in an outer venv
+    packages = [path for path in sys.path if path.endswith("-packages")]
     code = (
-        f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_paths()['purelib']!r});"
+        f"import site, sys; site.addsitedir({str(site)!r}); sys.path += {packages!r};"
         "import lorakernels.graphs as g, lorakernels._C as c; print(g.__file__, c.__file__, sep='\\n')"
     )
     graphs, extension = tree.python("-I", "-S", "-c", code).splitlines()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-# kernel name: most registers per thread it may use. amax_and_scale_update: 1024 threads a block allow 64.
-REGISTERS = {"amax_and_scale_update_kernel": 64}
+# kernel name: most registers per thread it may use. amax_and_scale_update: 1024 threads a block allow 64;
+# dropout_mask: 4 blocks of 256 threads to a multiprocessor.
+REGISTERS = {"amax_and_scale_update_kernel": 64, "dropout_mask_kernel": 64}
 NVCC = shutil.which("nvcc")
 
 

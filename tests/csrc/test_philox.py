@@ -30,7 +30,7 @@ def test_known_answers(name: str) -> None:
 
 def mask(rows: int, cols: int, *args: int, **window: int) -> torch.Tensor:
     out = torch.full((rows, cols), 7, dtype=torch.uint8)
-    _C.dropout_mask(out.data_ptr(), rows, cols, *args, **window)
+    _C.dropout_mask_host(out.data_ptr(), rows, cols, *args, **window)
     return out
 
 
@@ -88,8 +88,23 @@ def test_sites_offsets_and_seeds_draw_different_masks() -> None:
 
 
 def test_mask_of_nothing_writes_nothing() -> None:
-    _C.dropout_mask(0, 0, 5, 1, 2, 3, 100)
+    _C.dropout_mask_host(0, 0, 5, 1, 2, 3, 100)
     with pytest.raises(ValueError, match="rows must not be negative, got -1"):
-        _C.dropout_mask(0, -1, 5, 1, 2, 3, 100)
+        _C.dropout_mask_host(0, -1, 5, 1, 2, 3, 100)
     with pytest.raises(ValueError, match="threshold must be in"):
-        _C.dropout_mask(0, 0, 5, 1, 2, 3, 65536)
+        _C.dropout_mask_host(0, 0, 5, 1, 2, 3, 65536)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 1), (13, 27), (64, 256), (3, 8193), (4096, 1032)], ids=str
+)
+def test_the_gpu_draws_the_same_mask_and_writes_nothing_else(rows: int, cols: int) -> None:
+    slot = torch.tensor([-5, 0x1_2345_6789], device="cuda")
+    guarded = torch.full((rows * cols + 64,), 7, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    threshold = _C.dropout_threshold(0.3)
+    _C.dropout_mask(guarded.data_ptr(), rows, cols, slot.data_ptr(), 3, threshold, stream)
+    expected = reference.dropout_keep(slot.cpu(), 0.3, 3, rows, cols)
+    assert torch.equal(guarded[: rows * cols].view(rows, cols).cpu().bool(), expected)
+    assert bool((guarded[rows * cols :] == 7).all())

@@ -46,13 +46,15 @@ def worker(rank, port, wrap, storage, results):
         if wrap == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)
         else:
+            from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+            mesh = init_device_mesh("cpu", (WORLD,))
             dtype = torch.bfloat16 if wrap == "fsdp2, bf16" else None
             policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
             for layer in (model[0], model[2]):
-                fully_shard(layer, mp_policy=policy)
-            wrapped = fully_shard(model, mp_policy=policy)
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
             with pytest.raises(RuntimeError, match="sharded"):
                 merge_lora(model)
         for _ in range(2):

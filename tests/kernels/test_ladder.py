@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from lorakernels import device as device_facts
 from lorakernels.kernels import ladder
 
 
@@ -39,18 +40,18 @@ def test_unknown_device():
 )
 def test_binary_compatibility(archs, capability, runs):
     built = mock.Mock(build_info=lambda: {"cuda": True, "cuda_archs": archs})
-    ladder.why_not_csrc.cache_clear()
-    with mock.patch.object(ladder, "extension", lambda: built):
-        assert (ladder.why_not_csrc(capability) is None) == runs
-    ladder.why_not_csrc.cache_clear()
+    device_facts.why_not_csrc.cache_clear()
+    with mock.patch.object(device_facts, "extension", lambda: built):
+        assert (device_facts.why_not_csrc(capability) is None) == runs
+    device_facts.why_not_csrc.cache_clear()
 
 
 def test_without_nvcc_the_reason_says_so():
     built = mock.Mock(build_info=lambda: {"cuda": False, "cuda_archs": ""})
-    ladder.why_not_csrc.cache_clear()
-    with mock.patch.object(ladder, "extension", lambda: built):
-        assert "without nvcc" in ladder.why_not_csrc((9, 0))
-    ladder.why_not_csrc.cache_clear()
+    device_facts.why_not_csrc.cache_clear()
+    with mock.patch.object(device_facts, "extension", lambda: built):
+        assert "without nvcc" in device_facts.why_not_csrc((9, 0))
+    device_facts.why_not_csrc.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "cuda_check.h"
+#include "dropout_mask.h"
+#include "philox.h"
+
+namespace lorakernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = 132 * 16;
+
+// One draw serves the 8 columns of a group, which a thread writes at once where rows are 8-byte aligned.
+__global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMaskParams params) {
+  const uint64_t key = static_cast<uint64_t>(params.slot[0]);
+  const uint64_t offset = static_cast<uint64_t>(params.slot[1]);
+  const int64_t groups = (params.cols + kDropoutLanesPerDraw - 1) / kDropoutLanesPerDraw;
+  const bool aligned = params.cols % kDropoutLanesPerDraw == 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < params.rows * groups; i += step) {
+    const int64_t row = i / groups, group = i % groups;
+    const PhiloxDraw draw =
+        dropout_draw(static_cast<uint32_t>(row), static_cast<uint32_t>(group), key, offset, params.site);
+    uint64_t bytes = 0;
+#pragma unroll
+    for (uint32_t lane = 0; lane < kDropoutLanesPerDraw; ++lane) {
+      bytes |= static_cast<uint64_t>(dropout_keeps(draw, lane, params.threshold)) << (8 * lane);
+    }
+    const int64_t first = group * kDropoutLanesPerDraw;
+    uint8_t* const out = params.out + row * params.cols + first;
+    if (aligned) {
+      *reinterpret_cast<uint64_t*>(out) = bytes;
+    } else {
+      for (int64_t lane = 0; lane < kDropoutLanesPerDraw && first + lane < params.cols; ++lane) {
+        out[lane] = static_cast<uint8_t>(bytes >> (8 * lane));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void launch_dropout_mask(const DropoutMaskParams& params, void* stream, int device) {
+  const int64_t groups = (params.cols + kDropoutLanesPerDraw - 1) / kDropoutLanesPerDraw;
+  const int64_t draws = params.rows * groups;
+  if (draws == 0) return;
+  const DeviceGuard guard(device);
+  const auto blocks = static_cast<unsigned>(std::min((draws + kThreads - 1) / kThreads, kMaxBlocks));
+  dropout_mask_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  LORAKERNELS_CHECK_LAUNCH("dropout_mask");
+}
+
+}  // namespace lorakernels
