@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -166,9 +167,8 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "triton": _first_line(sys.executable, "-c", "import triton; print(triton.__version__)"),
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": _first_line(
-            "git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"
-        ),
+        "commit": os.environ.get("LORAKERNELS_COMMIT")  # a copy of the tree without .git
+        or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -27,7 +27,7 @@ def lora_grad_a(
     """`reference.lora_grad_a`."""
     if ds.dtype == torch.float16:
         return reference.lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype)
-    values = x if x_scale_inv is None else x.view(reference.E4M3).to(ds.dtype)
+    values = (x if x_scale_inv is None else x.view(reference.E4M3)).to(ds.dtype)
     xd, factor = reference.masked(values, slot, p, site)
     dA = product(ds.t(), xd, factor)
     return (dA if x_scale_inv is None else dA * x_scale_inv).to(out_dtype)

@@ -33,5 +33,5 @@ def quantize_grad(
     if s is None:
         return dy8, scale_inv, ds, dy.new_empty(0)
     if dy.dtype == torch.float16:
-        dy, s = dy.float(), s.float()
-    return dy8, scale_inv, ds, product(dy.t(), s, scaling).to(lora_B.dtype)
+        dy = dy.float()
+    return dy8, scale_inv, ds, product(dy.t(), s.to(dy.dtype), scaling).to(lora_B.dtype)
