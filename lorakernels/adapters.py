@@ -46,9 +46,10 @@ def save_adapter(
 ) -> Path:
     """Write the adapter of `model` to the directory `path`; `PeftModel.from_pretrained` reads it.
 
-    Each file is written beside its place, synced, then renamed over it: whatever interrupts, a full
-    disk included, the adapter that was there stays whole. With sharded parameters every rank must
-    call this, and rank 0 writes.
+    A new directory appears with both files at once. Over an existing one each file is written beside
+    its place, synced, then renamed over the old: an error, a full disk included, leaves the adapter
+    that was there; a crash between the two renames leaves new weights beside the old config. With
+    sharded parameters every rank must call this, and rank 0 writes.
 
     Raises:
         ValueError: no LoRALinear in `model`, or it is inside `disable_lora`.

@@ -25,7 +25,7 @@ from lorakernels.adapters import save_adapter
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.modules.convert import check_fp8_linear, per_tensor_weight
-from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.targets import is_fp8_linear
 
 
@@ -102,7 +102,8 @@ class AdapterCallback(TrainerCallback):
     """Into each of Trainer's checkpoints, write the adapter in PEFT's format: `adapter/`."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
+        sharded = any(is_sharded(p) for p in kwargs["model"].parameters())
+        if state.is_world_process_zero or sharded:  # gathering takes every rank; rank 0 writes
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             save_adapter(kwargs["model"], os.fspath(folder / "adapter"))
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lorakernels.train.errors import CheckpointError, describe_os_error
-from lorakernels.train.files import replace_dir, write_bytes
+from lorakernels.train.files import recover_dir, replace_dir, write_bytes
 
 TENSORS, STATE, TRAINER, MANIFEST = (
     "tensors.safetensors",
@@ -80,7 +80,8 @@ class Checkpoints:
         return self.directory / f"step-{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write, then delete the oldest beyond ``keep``. On failure nothing that was there is touched."""
+        """Write, then delete the oldest beyond ``keep``; never a newer one. On failure nothing that was
+        there is touched."""
         target = self.path(checkpoint.step)
         tensors = {
             name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()
@@ -113,12 +114,15 @@ class Checkpoints:
                 f"checkpoint of step {checkpoint.step} not saved: {describe_os_error(error, target)}; {last}, "
                 "make room and run again with --resume"
             ) from error
-        for step in self.steps()[: -self.keep]:
+        older = [step for step in self.steps() if step < checkpoint.step]
+        for step in older[: max(0, len(older) - self.keep + 1)]:
             shutil.rmtree(self.path(step))
         return target
 
     def load_newest(self, say: Callable[[str], None], device: torch.device) -> Checkpoint | None:
-        """The newest checkpoint that is whole; broken ones are named and passed over."""
+        """The newest checkpoint that is whole; broken ones are named, passed over and renamed to broken-…."""
+        for old in self.directory.glob(".old-step-*") if self.directory.is_dir() else ():
+            recover_dir(self.directory / old.name.removeprefix(".old-"))
         for leftover in self.directory.glob(".*-step-*") if self.directory.is_dir() else ():
             say(f"{leftover} was not finished: ignored and removed")
             shutil.rmtree(leftover, ignore_errors=True)
@@ -126,7 +130,10 @@ class Checkpoints:
             try:
                 return self.load(step, device)
             except CheckpointError as error:
-                say(f"{error}: skipped")
+                kept = self.path(step).with_name(f"broken-{self.path(step).name}")
+                say(f"{error}: skipped, kept as {kept.name}")
+                shutil.rmtree(kept, ignore_errors=True)
+                self.path(step).rename(kept)
         return None
 
     def load(self, step: int, device: torch.device) -> Checkpoint:

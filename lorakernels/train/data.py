@@ -120,7 +120,11 @@ def cache_key(paths: Sequence[Path], tokenizer: Any) -> str:
     digest = hashlib.sha256(f"{FORMAT} {tokenizer_fingerprint(tokenizer)}".encode())
     for path in paths:
         digest.update(f"|{path.suffix == '.jsonl'}|{path.stat().st_size}|".encode())
-        with path.open("rb") as file:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise DataError(f"data file {path} cannot be read: {error.strerror}") from error
+        with file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest()[:24]
@@ -144,6 +148,8 @@ def _write_tokens(paths: Sequence[Path], tokenizer: Any, directory: Path) -> Non
     with (directory / "tokens.bin").open("wb") as out:
         for path in paths:
             for ids in encode_documents(read_documents(path), tokenizer):
+                if not len(ids):
+                    continue
                 max_token = max(max_token, int(ids.max()))
                 starts.append(starts[-1] + len(ids))
                 out.write(ids.tobytes())

@@ -37,10 +37,23 @@ def replace_file(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def recover_dir(target: Path) -> bool:
+    """Undo a `replace_dir` that was killed between its two renames: the target comes back as it was."""
+    old = target.with_name(f".old-{target.name}")
+    if target.exists() or not old.exists():
+        return False
+    old.rename(target)
+    return True
+
+
 @contextlib.contextmanager
 def replace_dir(target: Path) -> Iterator[Path]:
-    """Fill the directory this yields; on leaving it is synced and takes the target's place, on error it is removed."""
+    """Fill the directory this yields; on leaving it is synced and takes the target's place, on error it is removed.
+
+    A target that was there is back after any error; after a kill between the renames `recover_dir` brings it back.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
+    recover_dir(target)
     temporary = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -55,6 +68,7 @@ def replace_dir(target: Path) -> Iterator[Path]:
             target.rename(old)
         temporary.rename(target)
     except BaseException:
+        recover_dir(target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(target.parent)

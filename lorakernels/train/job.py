@@ -25,7 +25,7 @@ from torch import nn
 from lorakernels import DelayedScaling, LoRAConfig, LoRAReport, apply_lora
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.data import TokenFile, hold_out, tokenize_files
-from lorakernels.train.errors import DataError, FinetuneError, ModelError, OptionError
+from lorakernels.train.errors import DataError, FinetuneError, ModelError, OptionError, require
 from lorakernels.train.files import replace_dir, replace_file
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
 from lorakernels.train.loop import Trainer
@@ -87,6 +87,7 @@ def locked(output: Path) -> Iterator[None]:
 
 def adapt(options: FinetuneOptions, reporter: Reporter) -> Result:
     """Load, tokenize, apply LoRA, train, write the adapter."""
+    require("matplotlib")  # needed at the end: better missed now
     output, directory = Path(str(options.output)), Path(str(options.model))
     checkpoints = Checkpoints(output / "checkpoints", options.keep)
     if not options.resume and checkpoints.steps():
@@ -98,7 +99,8 @@ def adapt(options: FinetuneOptions, reporter: Reporter) -> Result:
     check_directory(directory)
     tokenizer = load_tokenizer(directory)
     tokens = tokenize_files([Path(p) for p in options.data], tokenizer, output / "tokens")
-    train, held = pack_data(tokens, options, tokenizer.pad_token_id or 0, reporter)
+    # Padding is masked, so its id does not matter; a tokenizer's own may lie outside the embedding.
+    train, held = pack_data(tokens, options, 0, reporter)
     model = load_model(directory, dtype, device)
     check_model(model, options.seq_len, tokens.max_token)
     if options.gradient_checkpointing:
@@ -118,10 +120,11 @@ def adapt(options: FinetuneOptions, reporter: Reporter) -> Result:
         session.resume()
     replace_file(output / "options.json", json.dumps(asdict(options), indent=1).encode())
     session.run()
+    adapter = save_adapter_files(model, output / "adapter", directory)
     plot_losses(
         output / "metrics.jsonl", output / "loss.png", f"LoRA, rank {options.r}, {directory.name}"
     )
-    return Result(model, report, session, save_adapter_files(model, output / "adapter", directory))
+    return Result(model, report, session, adapter)
 
 
 def pack_data(
@@ -201,12 +204,17 @@ def describe(device: torch.device) -> str:
 
 
 def fingerprint(directory: Path) -> str:
-    """Of config.json and of the names and headers of the weight files (a header lists every tensor)."""
+    """Of config.json and, per weight file, its name, header and 256 windows of 4 KiB spread over its values."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(size))
+            length = path.stat().st_size
+            digest.update(f"{path.name} {length}".encode() + file.read(size))
+            start = 8 + size
+            for window in range(256):
+                file.seek(start + window * max(0, length - start - 4096) // 255)
+                digest.update(file.read(4096))
     return digest.hexdigest()[:24]
 
 

@@ -142,7 +142,7 @@ class Trainer:
             raise Diverged(
                 f"loss or gradient was not finite in {counters.bad_in_a_row} steps in a row (up to step "
                 f"{counters.step}); the adapter is unchanged since step {counters.step - counters.bad_in_a_row}. "
-                "Lower lr, or look at the data there"
+                "Look at the data there, or start in another output directory with a lower lr"
             )
 
     def _take_batches(self) -> list[Batch]:

@@ -76,6 +76,11 @@ def check_directory(directory: Path) -> None:
         json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{config} is not JSON: {error}") from error
+    if (directory / "adapter_config.json").exists():
+        raise ModelError(
+            f"{directory} holds an adapter (adapter_config.json), which transformers would put under the new "
+            "one: give the plain base's directory, or merge the adapter first"
+        )
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"model directory {directory} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"

@@ -184,9 +184,11 @@ class FinetuneOptions:
             "eval_rows",
             "save_every",
             "warmup",
-            "seed",
         ):
             self._bound(name, low=0)
+        self._bound("seed", low=0, below=2**63)
+        if self.demo and self.eval_fraction == 0:
+            raise OptionError("the demo compares held-out losses: eval_fraction must not be 0")
         for name in ("lora_dropout", "beta1", "beta2", "eval_fraction"):
             self._bound(name, low=0, below=1)
         self._bound("min_lr_ratio", low=0, below=1.0000001)

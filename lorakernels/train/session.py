@@ -73,6 +73,7 @@ class Session:
     identity: dict[str, Any] = field(default_factory=dict)
     first_eval: float | None = None
     last_eval: float | None = None
+    saved_step: int | None = None
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint, if there is one."""
@@ -86,6 +87,7 @@ class Session:
             return
         self._check_same_run(checkpoint)
         self.trainer.restore(checkpoint)
+        self.saved_step = checkpoint.step
         self.first_eval = checkpoint.trainer["first_eval"]
         self.last_eval = checkpoint.trainer["last_eval"]
         self.reporter.say(
@@ -122,6 +124,7 @@ class Session:
             **self._description(),
         }
         self.checkpoints.save(self.trainer.checkpoint(extra))
+        self.saved_step = self.trainer.counters.step
 
     def run(self) -> None:
         """Train to the last step. Interrupted is raised after the state is saved."""
@@ -157,7 +160,8 @@ class Session:
             raise Interrupted(
                 signum, f"stopped after step {step}; this part of the run keeps no checkpoints"
             )
-        self.save()
+        if self.saved_step != step:
+            self.save()
         raise Interrupted(signum, f"saved {self.checkpoints.path(step)}; go on with --resume")
 
     def _evaluate(self, log: MetricsLog) -> float | None:

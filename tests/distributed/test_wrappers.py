@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from lorakernels import LoRAConfig, apply_lora, merge_lora
 from lorakernels.modules import frozen
@@ -80,6 +81,8 @@ def worker(rank, port, wrap, storage, results):
     ],
 )
 def test_gradients_are_those_of_the_full_batch(wrap, storage):
+    if wrap != "ddp" and TorchVersion(torch.__version__) < "2.9":
+        pytest.skip("torch 2.8's FSDP2 sums gradients over gloo, a plain nn.Linear's too")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -94,7 +94,9 @@ def test_broken_file_falls_back_to_the_one_before(
         )
     step, said = newest(store)
     assert step == 2 and len(said) == 1
-    assert str(store.path(3)) in said[0] and said[0].endswith(": skipped")
+    assert str(store.path(3)) in said[0] and said[0].endswith(
+        ": skipped, kept as broken-step-00000003"
+    )
 
 
 def test_half_written_checkpoint_is_ignored_and_removed(store: Checkpoints) -> None:
@@ -111,9 +113,38 @@ def test_half_written_checkpoint_is_ignored_and_removed(store: Checkpoints) -> N
 
 
 def test_killed_between_the_two_renames(store: Checkpoints) -> None:
-    """Saving a step again moves the old one aside first; if that is all that happened, the one before counts."""
+    """Saving a step again moves the old one aside first; if that is all that happened, it comes back."""
     store.path(3).rename(store.directory / ".old-step-00000003")
-    assert newest(store)[0] == 2
+    shutil.copytree(store.path(2), store.directory / ".tmp-step-00000003")
+    assert newest(store)[0] == 3
+
+
+def test_an_error_between_the_two_renames_puts_the_old_one_back(
+    store: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name.startswith(".tmp-"):
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(make(3))
+    monkeypatch.undo()
+    assert newest(store)[0] == 3
+
+
+def test_a_broken_newer_checkpoint_does_not_push_out_a_good_one(store: Checkpoints) -> None:
+    """Step 3 is broken: it is put aside, and saving an older step again keeps that one."""
+    (store.path(3) / STATE).write_bytes(b"short")
+    store.keep = 1
+    step, said = newest(store)
+    assert step == 2 and "kept as broken-step-00000003" in said[0]
+    store.path(2).rename(store.path(9))  # a newer one that nobody has looked at
+    store.save(make(3))
+    assert store.path(3).is_dir() and store.path(9).is_dir()
 
 
 def test_pickle_in_a_checkpoint_is_not_run(store: Checkpoints, tmp_path: Path) -> None:
