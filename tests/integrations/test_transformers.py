@@ -109,6 +109,20 @@ def losses_of(run: transformers.Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_rank_saves_a_sharded_adapter(sharded, tmp_path, monkeypatch):
+    """Gathering is a collective: rank 0 alone would wait for the others for ever."""
+    called = []
+    monkeypatch.setattr(
+        "lorakernels.integrations.transformers.save_adapter", lambda *args: called.append(args)
+    )
+    monkeypatch.setattr("lorakernels.integrations.transformers.is_sharded", lambda p: sharded)
+    state = transformers.TrainerState(global_step=3, is_world_process_zero=False)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    AdapterCallback().on_save(arguments, state, None, model=nn.Linear(2, 2))
+    assert bool(called) == sharded
+
+
 def test_trainer_trains_saves_and_resumes(tmp_path):
     base = llama()
     base.save_pretrained(tmp_path / "base")  # a directory, no hub

@@ -160,9 +160,14 @@ def small_vocabulary(model: Path) -> str:
     return "the tokenizer makes token 258, the model knows 200"
 
 
+def hidden_adapter(model: Path) -> str:
+    (model / "adapter_config.json").write_text("{}")
+    return "holds an adapter (adapter_config.json)"
+
+
 BREAKAGES: list[Callable[[Path], str]] = [
     remove_tokenizer, remove_config, break_config, truncate_weights, only_a_pickle, missing_shard, missing_tensor,
-    small_vocabulary,
+    small_vocabulary, hidden_adapter,
 ]  # fmt: skip
 
 
@@ -190,6 +195,7 @@ def test_bad_model_directory(
         (["--target-modules", "q_prj"], 1, "q_prj"),
         (["--device", "tpu"], 2, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--r", "0"], 2, "r must be at least 1, got 0"),
+        (["--seed", str(2**63)], 2, "seed must be at least 0 and below"),
         (["--lora-dropout", "1"], 2, "lora_dropout must be at least 0 and below 1"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -302,8 +308,28 @@ def test_byte_tokenizer_files(tmp_path: Path) -> None:
 def test_fingerprint_sees_config_and_tensors(model_dir: Path, tmp_path: Path) -> None:
     copy = copy_of(model_dir, tmp_path)
     assert fingerprint(copy) == fingerprint(model_dir)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy / "model.safetensors")
+    next(iter(tensors.values())).mul_(2)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    changed = fingerprint(copy)
+    assert changed != fingerprint(model_dir), "the same shapes with other values are another base"
     small_vocabulary(copy)
-    assert fingerprint(copy) != fingerprint(model_dir)
+    assert fingerprint(copy) != changed
+
+
+def test_padding_does_not_need_the_tokenizers_pad_token(
+    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path
+) -> None:
+    """A [PAD] added to the tokenizer alone lies outside the embedding."""
+    from transformers import AutoTokenizer
+
+    model = copy_of(model_dir, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(model)
+    assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, "--model", model) == 0
 
 
 def test_demo_from_end_to_end(
