@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP and FSDP2 around an adapted model, two gloo ranks on the CPU: the gradients are those of the full batch."""
+"""DDP and FSDP2 around an adapted model on two ranks: the gradients are those of the full batch."""
 
 from __future__ import annotations
 
@@ -37,20 +37,24 @@ def loss_of(model, x):
     return model(x).pow(2).mean()
 
 
-def worker(rank, port, wrap, storage, results):
+def worker(rank, port, wrap, storage, backend, results):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     frozen.STORAGE = storage
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, rank=rank, world_size=WORLD)
     try:
-        model = net()
+        model = net().to(device)
         if wrap == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)
         else:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            mesh = init_device_mesh("cpu", (WORLD,))
+            mesh = init_device_mesh(device.type, (WORLD,))
             dtype = torch.bfloat16 if wrap == "fsdp2, bf16" else None
             policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
             for layer in (model[0], model[2]):
@@ -60,35 +64,43 @@ def worker(rank, port, wrap, storage, results):
                 merge_lora(model)
         for _ in range(2):
             model.zero_grad()
-            loss_of(wrapped, batch().chunk(WORLD)[rank]).backward()
+            loss_of(wrapped, batch().chunk(WORLD)[rank].to(device)).backward()
             model[0].fp8_state.reduce_and_update()
         grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
         scales = torch.cat((model[0].fp8_state.forward[-1], model[0].fp8_state.backward[-1]))
-        results[rank] = ({n: g.clone().numpy() for n, g in full.items()}, scales.numpy())
+        results[rank] = ({n: g.cpu().numpy() for n, g in full.items()}, scales.cpu().numpy())
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wrap", "storage"),
+    ("wrap", "storage", "backend"),
     [
-        pytest.param("ddp", torch.uint8, id="ddp"),
-        pytest.param("fsdp2", frozen.STORAGE, id="fsdp2"),
-        pytest.param("fsdp2, bf16", frozen.STORAGE, id="fsdp2, bf16"),
-        pytest.param("fsdp2, bf16", torch.float8_e4m3fn, id="fsdp2, bf16, as before torch 2.13"),
+        pytest.param("ddp", torch.uint8, "gloo", id="ddp"),
+        pytest.param("fsdp2", frozen.STORAGE, "gloo", id="fsdp2"),
+        pytest.param("fsdp2, bf16", frozen.STORAGE, "gloo", id="fsdp2, bf16"),
+        pytest.param(
+            "fsdp2, bf16", torch.float8_e4m3fn, "gloo", id="fsdp2, bf16, as before torch 2.13"
+        ),
+        *(
+            pytest.param(wrap, frozen.STORAGE, "nccl", id=f"{wrap}, nccl", marks=pytest.mark.gpu)
+            for wrap in ("ddp", "fsdp2", "fsdp2, bf16")
+        ),
     ],
 )
-def test_gradients_are_those_of_the_full_batch(wrap, storage):
-    if wrap != "ddp" and TorchVersion(torch.__version__) < "2.9":
+def test_gradients_are_those_of_the_full_batch(wrap, storage, backend):
+    if backend == "nccl" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
+    if backend == "gloo" and wrap != "ddp" and TorchVersion(torch.__version__) < "2.9":
         pytest.skip("torch 2.8's FSDP2 sums gradients over gloo, a plain nn.Linear's too")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, (port, wrap, storage, results), nprocs=WORLD)
+        mp.spawn(worker, (port, wrap, storage, backend, results), nprocs=WORLD)
         (grads, scales), (_, other_scales) = results[0], results[1]
     assert (scales == other_scales).all(), "ranks with different data end with equal scales"
     model = net()
