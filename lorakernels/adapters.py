@@ -23,6 +23,7 @@ from lorakernels.adapter_keys import (
 )
 from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.modules.apply import apply_lora
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import saved_modules
@@ -62,7 +63,7 @@ def save_adapter(
     _check_enabled(layers)
     parameters = adapter_tensors(model)
     tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
-    if any(map(_is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
+    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
         return folder
     kind = type(model)
     config = to_peft_dict(
@@ -196,18 +197,14 @@ def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: boo
         model.eval()
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
-
-
 def _whole(tensor: Tensor) -> Tensor:
     """The full tensor on the CPU, in memory of its own."""
-    full = tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full.detach().to("cpu", copy=True).contiguous()
 
 
 def _like(value: Tensor, own: Tensor) -> Tensor:
-    if not _is_sharded(own):
+    if not is_sharded(own):
         return value
     from torch.distributed.tensor import distribute_tensor
 
