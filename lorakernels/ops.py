@@ -40,24 +40,28 @@ def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _define(name: str, *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register `lorakernels::name` with the schema of reference.`name`; the decorated function is its fake."""
+def _define(
+    name: str,
+    *,
+    mutates: tuple[str, ...] = (),
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register `lorakernels::name` with the schema of reference.`name`; the decorated function is its fake.
+
+    `guard` wraps both implementations.
+    """
 
     def register(fake: Callable[..., Any]) -> Any:
         truth, cuda = getattr(reference, name), getattr(kernels, name)
-        if name == "amax_and_scale_update":
-            cpu, cuda = _not_in_recomputation(truth), _not_in_recomputation(cuda)
-        else:
-            cpu = truth
         schema = torch.library.infer_schema(truth, mutates_args=mutates)
         op = torch.library.custom_op(
             f"lorakernels::{name}",
-            _without_autocast(cpu, "cpu"),
+            _without_autocast(guard(truth), "cpu"),
             mutates_args=mutates,
             device_types="cpu",
             schema=schema,
         )
-        op.register_kernel("cuda", _without_autocast(cuda, "cuda"))
+        op.register_kernel("cuda", _without_autocast(guard(cuda), "cuda"))
         op.register_fake(fake)
         return op
 
@@ -123,7 +127,7 @@ def transpose_fp8(weight):  # type: ignore[no-untyped-def]
     return _empty(weight, weight.shape[1], weight.shape[0])
 
 
-@_define("amax_and_scale_update", mutates=("state",))
+@_define("amax_and_scale_update", mutates=("state",), guard=_not_in_recomputation)
 def amax_and_scale_update(state, gate, fp8_max, margin, most_recent):  # type: ignore[no-untyped-def]
     return None
 

@@ -208,9 +208,8 @@ class FrozenFP8Linear(nn.Module):
     ) -> Tensor:
         state = self.fp8_state
         if state is not None:
-            if (
-                state.device != x.device
-            ):  # FSDP2 moves parameters and buffers, and knows of no state
+            # FSDP2 moves parameters and buffers, and knows of no state.
+            if state.device != x.device:
                 state.to(x.device)
             if self.training:
                 state.on_training_forward(self._column)
