@@ -3,6 +3,8 @@
 BIN := .venv/bin
 BUILT := .venv/.installed
 OUT ?= build/bench
+# BENCH=philox runs one of the benchmarks
+BENCH ?= all
 
 .PHONY: demo test bench lint format clean
 .DEFAULT_GOAL := test
@@ -17,7 +19,7 @@ test: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(BUILT)
-	$(BIN)/python benchmarks/bench_lora_linear.py --output $(OUT) $(ARGS)
+	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -4,26 +4,19 @@
     python benchmarks/bench_lora_linear.py --output DIR [--shapes 8192x8192x8192 …] [--rank 16] [--dropout 0.1]
 
 All providers see the same x, dy, weight and dropout probability; adapters are fp32, as PEFT keeps them. Each is checked
-against float64 before it is timed; one that misses is not timed and the exit code is 1. On a GPU the L2 cache is
-overwritten before every repetition. FLOPs are the algorithm's:
+against float64 before it is timed; one that misses is not timed and the exit code is 1. "ms" is the device's with
+nothing waiting for the host: run by itself, a layer takes the longer of that and "CPU µs". FLOPs are the algorithm's:
     forward 2MNK, dx 2MNK, LoRA 6MR(K + N)
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from common import NOT_TIMED, Row, arguments, environment, finish, parser, ratio, time_of
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
@@ -96,31 +89,7 @@ def error_of(name: str, module: nn.Module, base: nn.Linear, config: LoRAConfig, 
     return max(relative_error(y.detach(), expected.detach()), relative_error(dx, dx_expected))
 
 
-def time_of(step: Callable[[], None], device: torch.device, repetitions: int) -> float:
-    """Median seconds of `step`."""
-    for _ in range(3):
-        step()
-    if device.type != "cuda":
-        samples = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            step()
-            samples.append(time.perf_counter() - start)
-        return statistics.median(samples)
-    scrub = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
-    for start_event, end_event in events:
-        scrub.zero_()
-        start_event.record()
-        step()
-        end_event.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1000
-
-
-def bench_shape(
-    shape: str, args: argparse.Namespace, device: torch.device
-) -> list[dict[str, object]]:
+def bench_shape(shape: str, args: argparse.Namespace, device: torch.device) -> list[Row]:
     m, n, k = map(int, shape.split("x"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -130,7 +99,7 @@ def bench_shape(
     )
     x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn(m, n, device=device, dtype=dtype)
-    rows = []
+    rows: list[Row] = []
     for name, module in providers(base, config).items():
         error = error_of(name, module, base, config, x)
         ok = error <= (FP8_TOLERANCE if name.endswith("fp8") else PLAIN_TOLERANCE[dtype])
@@ -139,7 +108,7 @@ def bench_shape(
         def step(module: nn.Module = module, inputs: list[Tensor] = inputs) -> None:
             torch.autograd.grad(module(x), inputs, dy)
 
-        seconds = time_of(step, device, args.repetitions) if ok else math.nan
+        columns = time_of(step, device, args.repetitions).columns() if ok else NOT_TIMED
         flops = 4 * m * n * k + (0 if name == "linear" else 6 * m * args.rank * (k + n))
         rows.append(
             {
@@ -149,77 +118,24 @@ def bench_shape(
                 "rank": args.rank,
                 "dropout": args.dropout,
                 "error": f"{error:.1e}" + ("" if ok else " WRONG"),
-                "ms": round(seconds * 1000, 4),
-                "TFLOP/s": round(flops / seconds / 1e12, 3),
+                **columns,
+                "TFLOP/s": ratio(flops / 1e9, columns["ms"]),
+                "÷ linear": ratio(columns["ms"], rows[0]["ms"] if rows else columns["ms"]),
             }
         )
-    floor = rows[0]["ms"]
-    return [{**row, "÷ linear": round(row["ms"] / floor, 3)} for row in rows]  # type: ignore[operator]
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return {
-        "device": f"{device.type}: {name}{threads}",
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "triton": _first_line(sys.executable, "-c", "import triton; print(triton.__version__)"),
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": os.environ.get("LORAKERNELS_COMMIT")  # a copy of the tree without .git
-        or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _first_line(*command: str) -> str:
-    """What `command` prints first, or "unknown" where it cannot run."""
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return result.stdout.partition("\n")[0].strip()
-
-
-def write_csv(path: Path, rows: list[dict[str, object]], facts: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *facts])
-        writer.writeheader()
-        writer.writerows({**row, **facts} for row in rows)
-
-
-def table(rows: list[dict[str, object]]) -> str:
-    lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)) for line in lines
-    )
+    return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="LoRALinear forward + backward against its peers")
-    parser.add_argument(
-        "--output", type=Path, help="folder for lora_linear.csv; only printed if not given"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="+", metavar="MxNxK")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--repetitions", type=int, default=20)
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    facts = environment(device)
-    print("  ".join(f"{key} {value}" for key, value in facts.items()))
-    rows = []
+    options = parser("LoRALinear forward + backward against its peers")
+    options.add_argument("--shapes", nargs="+", metavar="MxNxK")
+    options.add_argument("--rank", type=int, default=16)
+    options.add_argument("--dropout", type=float, default=0.1)
+    args, device = arguments(options)
+    rows: list[Row] = []
     for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
         rows += bench_shape(shape, args, device)
-    print(table(rows))
-    if args.output:
-        write_csv(args.output / "lora_linear.csv", rows, facts)
-        print(f"written to {args.output / 'lora_linear.csv'}")
-    return 1 if any("WRONG" in str(row["error"]) for row in rows) else 0
+    return finish("lora_linear", rows, environment(device), args.output, check="error")
 
 
 if __name__ == "__main__":

@@ -10,26 +10,28 @@ constexpr int kThreadRows = 32;
 constexpr int kRowsPerThread = 4;
 constexpr int kTileRows = kThreadRows * kRowsPerThread;
 
-__device__ bool gate_is_open(const float* gate, int64_t n_gate) {
-  if (gate == nullptr) return true;
+__device__ bool gate_is_open(const AmaxAndScaleUpdateParams& params) {
+  if (!params.gated) return true;
   bool open = false;
   const int thread = threadIdx.y * kColumns + threadIdx.x;
-  for (int64_t i = thread; i < n_gate; i += kColumns * kThreadRows) open |= gate[i] > 0.0f;
+  for (int64_t i = thread; i < params.n; i += kColumns * kThreadRows) open |= opens_gate(params.current[params.n + i]);
   return __syncthreads_or(open);
 }
 
-// One warp spans 32 neighbouring columns of a row. The roll goes down the history tile by tile: a tile's rows are all
-// read before any of them is written, and later tiles read only rows below it.
+// blockIdx.y is the direction; one warp spans 32 neighbouring columns of a row. The roll goes down the history tile by
+// tile: a tile's rows are all read before any of them is written, and later tiles read only rows below it.
 __global__ void __launch_bounds__(kColumns* kThreadRows)
     amax_and_scale_update_kernel(const AmaxAndScaleUpdateParams params) {
   __shared__ float partial[kThreadRows][kColumns + 1];
-  if (!gate_is_open(params.gate, params.n_gate)) return;
+  if (!gate_is_open(params)) return;
 
+  const bool is_backward = blockIdx.y == 1;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
   const bool inside = column < params.n;
-  float* const history = params.state + column;
+  float* const history = (is_backward ? params.state[1] : params.state[0]) + column;
+  const float* const amaxes = params.current == nullptr ? history : params.current + blockIdx.y * params.n + column;
   const int64_t last = params.history_len - 1;
-  const float current = inside ? history[0] : 0.0f;
+  const float current = inside ? *amaxes : 0.0f;
   const bool active = inside && current != 0.0f;
   float amax = 0.0f;
 
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kColumns* kThreadRows)
   history[last * params.n] = current;
   history[0] = 0.0f;
   float& scale = history[params.history_len * params.n];
-  scale = updated_scale(scale, current, amax, params.scaled_fp8_max);
+  scale = updated_scale(scale, current, amax, is_backward ? params.scaled_fp8_max[1] : params.scaled_fp8_max[0]);
 }
 
 }  // namespace
@@ -67,7 +69,7 @@ void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams& params, void* 
   if (params.n == 0) return;
   const DeviceGuard guard(device);
   const dim3 block(kColumns, kThreadRows);
-  const dim3 grid(static_cast<unsigned>((params.n + kColumns - 1) / kColumns));
+  const dim3 grid(static_cast<unsigned>((params.n + kColumns - 1) / kColumns), 2);
   amax_and_scale_update_kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(params);
   LORAKERNELS_CHECK_LAUNCH("amax_and_scale_update");
 }

@@ -7,4 +7,5 @@ PYBIND11_MODULE(_C, m) {
   lorakernels::register_philox(m);
   lorakernels::register_fp8(m);
   lorakernels::register_amax_and_scale_update(m);
+  lorakernels::register_bias_dropout_add(m);
 }

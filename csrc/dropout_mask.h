@@ -13,6 +13,8 @@ struct DropoutMaskParams {
   int64_t cols;         // elements
   uint32_t site;        // stream id
   uint32_t threshold;   // of 65536
+  uint32_t first_row;   // where out[0][0] lies in the logical tensor
+  uint32_t first_col;
 };
 
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "amax_and_scale_update.h"
+#include "bias_dropout_add.h"
 #include "cuda_runtime_info.h"
 #include "dropout_mask.h"
 
@@ -19,6 +20,12 @@ namespace {
 
 void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams&, void*, int) {
   not_compiled("amax_and_scale_update");
+}
+
+void launch_bias_dropout_add(const BiasDropoutAddParams&, void*, int) { not_compiled("bias_dropout_add"); }
+
+void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams&, void*, int) {
+  not_compiled("bias_dropout_add_backward");
 }
 
 void launch_dropout_mask(const DropoutMaskParams&, void*, int) { not_compiled("dropout_mask"); }

@@ -22,12 +22,6 @@ uint32_t dropout_threshold(double p) {
   return std::min(static_cast<uint32_t>(kDropoutLaneRange * p + 0.5), kDropoutLaneRange - 1);
 }
 
-void check_threshold(uint32_t threshold) {
-  if (threshold >= kDropoutLaneRange) {
-    throw std::invalid_argument("threshold must be in [0, 65535], got " + std::to_string(threshold));
-  }
-}
-
 std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
   const PhiloxDraw draw = philox4x32_10({{counter[0], counter[1], counter[2], counter[3]}}, key[0], key[1]);
   return {draw.word[0], draw.word[1], draw.word[2], draw.word[3]};
@@ -77,15 +71,21 @@ void register_philox(py::module_& m) {
   m.def(
       "dropout_mask",
       [](uintptr_t out, int64_t rows, int64_t cols, uintptr_t slot, uint32_t site, uint32_t threshold, uintptr_t stream,
-         int device) {
+         int device, uint32_t first_row, uint32_t first_col) {
         check_threshold(threshold);
         check_sizes("dropout_mask", {{"rows", rows}, {"cols", cols}});
-        const DropoutMaskParams params{
-            reinterpret_cast<uint8_t*>(out), reinterpret_cast<const int64_t*>(slot), rows, cols, site, threshold};
+        const DropoutMaskParams params{reinterpret_cast<uint8_t*>(out),
+                                       reinterpret_cast<const int64_t*>(slot),
+                                       rows,
+                                       cols,
+                                       site,
+                                       threshold,
+                                       first_row,
+                                       first_col};
         launch_dropout_mask(params, reinterpret_cast<void*>(stream), device);
       },
       py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("slot"), py::arg("site"), py::arg("threshold"),
-      py::arg("stream") = 0, py::arg("device") = -1,
+      py::arg("stream") = 0, py::arg("device") = -1, py::arg("first_row") = 0, py::arg("first_col") = 0,
       "The same in device memory: out (8-byte aligned) and slot int64 [2] are device addresses");
 }
 

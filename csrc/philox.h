@@ -22,9 +22,14 @@ struct PhiloxDraw {
 };
 
 LORAKERNELS_HD void philox_mul_hi_lo(uint32_t a, uint32_t b, uint32_t& hi, uint32_t& lo) {
+#ifdef __CUDA_ARCH__  // one IMAD.WIDE; of the 64-bit product nvcc 13.0 makes that and an addition of 0
+  hi = __umulhi(a, b);
+  lo = a * b;
+#else
   const uint64_t product = static_cast<uint64_t>(a) * b;
   hi = static_cast<uint32_t>(product >> 32);
   lo = static_cast<uint32_t>(product);
+#endif
 }
 
 LORAKERNELS_HD PhiloxDraw philox4x32_10(PhiloxDraw counter, uint32_t key0, uint32_t key1) {
@@ -45,14 +50,19 @@ LORAKERNELS_HD PhiloxDraw dropout_draw(uint32_t row, uint32_t group, uint64_t se
   return philox4x32_10(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 
+// How many draws a row of `cols` elements takes that begins at the logical column `first_col`.
+LORAKERNELS_HD int64_t dropout_groups(uint32_t first_col, int64_t cols) {
+  return (first_col % kDropoutLanesPerDraw + cols + kDropoutLanesPerDraw - 1) / kDropoutLanesPerDraw;
+}
+
 LORAKERNELS_HD bool dropout_keeps(const PhiloxDraw& draw, uint32_t col, uint32_t threshold) {
   const uint32_t word = draw.word[(col % kDropoutLanesPerDraw) / 2];
-  const uint32_t lane = (col % 2 == 0) ? (word & 0xFFFFu) : (word >> 16);
-  return lane >= threshold;
+  const uint32_t lane_on_top = (col % 2 == 0) ? (word << 16) : word;
+  return lane_on_top >= threshold << 16;  // the bits below the lane cannot make it reach a higher threshold
 }
 
 LORAKERNELS_HD float dropout_survivor_scale(uint32_t threshold) {
-  return static_cast<float>(static_cast<double>(kDropoutLaneRange) / (kDropoutLaneRange - threshold));
+  return static_cast<float>(kDropoutLaneRange) / static_cast<float>(kDropoutLaneRange - threshold);
 }
 
 }  // namespace lorakernels

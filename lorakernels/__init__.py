@@ -2,6 +2,7 @@
 """LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
 
 from lorakernels.adapters import load_adapter, save_adapter
+from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add
 from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.fp8 import FP8State
 from lorakernels.modules import (
@@ -13,7 +14,7 @@ from lorakernels.modules import (
     merge_lora,
     unmerge_lora,
 )
-from lorakernels.philox import PhiloxState, PhiloxStates
+from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
 
 __version__ = "0.1.0"
 
@@ -27,9 +28,12 @@ __all__ = [
     "PhiloxState",
     "PhiloxStates",
     "apply_lora",
+    "bias_dropout_add",
     "disable_lora",
+    "get_bias_dropout_add",
     "load_adapter",
     "merge_lora",
+    "model_parallel_states",
     "save_adapter",
     "unmerge_lora",
 ]

@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
 Names = str | tuple[str, ...] | None
+# Fields of Transformer Engine's DelayedScaling that ours lacks, and the one value ours can follow.
+_TE_ONLY: Mapping[str, object] = {
+    "scaling_factor_compute_algo": None,
+    "fp8_dpa": False,
+    "fp8_mha": False,
+    "override_linear_precision": (False, False, False),
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,38 @@ class DelayedScaling:
         _int(where, "amax_history_len", self.amax_history_len, at_least=1)
         _choice(where, "amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         _bool(where, "reduce_amax", self.reduce_amax)
+
+    @classmethod
+    def from_te(cls, recipe: Any) -> DelayedScaling:
+        """The same recipe from Transformer Engine's `DelayedScaling`, read by its attributes: TE is not imported.
+
+        Raises:
+            TypeError: `recipe` is of another kind (current scaling, MXFP8, blockwise, …).
+            ValueError: a field says what this library has not: a function as an algorithm, pure E5M2, FP8 attention, a
+                GEMM in higher precision. The message names the field, what was found and what is possible.
+        """
+        kind = type(recipe).__name__
+        fields = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
+        missing = [name for name in fields if not hasattr(recipe, name)]
+        if missing or isinstance(recipe, type):
+            raise TypeError(
+                "recipe must be a transformer_engine.common.recipe.DelayedScaling object, got "
+                f"{getattr(recipe, '__name__', kind)}: no other kind of scaling keeps an amax history"
+            )
+        for name, possible in _TE_ONLY.items():
+            found = getattr(recipe, name, possible)
+            if found != possible:
+                raise _unexpected(cls.__name__, name, found, repr(possible))
+        values = {name: getattr(recipe, name) for name in fields}
+        values["fp8_format"] = getattr(values["fp8_format"], "name", values["fp8_format"])
+        return cls(**values)
+
+    def to_te(self) -> Any:
+        """A `transformer_engine.common.recipe.DelayedScaling` that says the same; imports Transformer Engine."""
+        from transformer_engine.common import recipe
+
+        values = {**asdict(self), "fp8_format": recipe.Format[self.fp8_format]}
+        return recipe.DelayedScaling(**values)
 
     @property
     def forward_dtype(self) -> torch.dtype:

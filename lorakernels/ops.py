@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops as `torch.ops.lorakernels.*`: schema, CPU (reference.py), CUDA (kernels/), fake.
 
-The dispatcher is torch's; there is no second one. Gradients of the LoRALinear ops are composed in
-`autograd/`, which calls these ops; differentiating through one of them directly raises torch's "no autograd
-formula" error instead of returning nothing. `bias_dropout_add` is differentiable by itself.
+The dispatcher is torch's; there is no second one. Gradients are composed in `autograd/`, which calls these ops;
+differentiating through one of them directly raises torch's "no autograd formula" error instead of returning
+nothing.
 
 Integers and flags choose code, floats are run-time values; an FP8 state is passed whole, with the column to use.
 """
@@ -33,9 +33,16 @@ def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
     Asked when the op runs: a compiled layer's trace does not know where it will be called.
     """
 
-    def run(state: Tensor, gate: Tensor | None, *args: Any, **kwargs: Any) -> None:
-        if gate is None or torch._C._current_graph_task_id() == -1:
-            fn(state, gate, *args, **kwargs)
+    def run(
+        forward: Tensor,
+        backward: Tensor,
+        current: Tensor | None,
+        gated: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not gated or torch._C._current_graph_task_id() == -1:
+            fn(forward, backward, current, gated, *args, **kwargs)
 
     return run
 
@@ -79,7 +86,9 @@ def _fake_quantized(x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @_define("quantize_lora_down", mutates=("state",))
-def quantize_lora_down(x, lora_A, state, column, record, slot, p, site):  # type: ignore[no-untyped-def]
+def quantize_lora_down(  # type: ignore[no-untyped-def]
+    x, lora_A, state, column, delayed, slot, p, site, row0=0, col0=0
+):
     x8, scale_inv = _fake_quantized(x, state)
     return x8, scale_inv, _empty(x, 0) if lora_A is None else _empty(x, x.shape[0], lora_A.shape[0])
 
@@ -92,7 +101,7 @@ def fp8_linear_lora(  # type: ignore[no-untyped-def]
 
 
 @_define("quantize_grad", mutates=("state",))
-def quantize_grad(dy, lora_B, s, state, column, record, scaling, fp8_dtype):  # type: ignore[no-untyped-def]
+def quantize_grad(dy, lora_B, s, state, column, delayed, scaling, fp8_dtype):  # type: ignore[no-untyped-def]
     dy8, scale_inv = _fake_quantized(dy, state)
     ds = _empty(dy, 0) if lora_B is None else _empty(dy, dy.shape[0], lora_B.shape[1])
     dB = _empty(dy, 0) if lora_B is None or s is None else torch.empty_like(lora_B)
@@ -113,12 +122,16 @@ def fp8_grad_input(  # type: ignore[no-untyped-def]
     p,
     site,
     out_dtype,
+    row0=0,
+    col0=0,
 ):
     return _empty(dy, dy.shape[0], weight.shape[1], dtype=out_dtype)
 
 
 @_define("lora_grad_a")
-def lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype):  # type: ignore[no-untyped-def]
+def lora_grad_a(  # type: ignore[no-untyped-def]
+    ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0
+):
     return _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
 
 
@@ -127,42 +140,27 @@ def transpose_fp8(weight):  # type: ignore[no-untyped-def]
     return _empty(weight, weight.shape[1], weight.shape[0])
 
 
-@_define("amax_and_scale_update", mutates=("state",), guard=_not_in_recomputation)
-def amax_and_scale_update(state, gate, fp8_max, margin, most_recent):  # type: ignore[no-untyped-def]
+@_define("amax_and_scale_update", mutates=("forward", "backward"), guard=_not_in_recomputation)
+def amax_and_scale_update(  # type: ignore[no-untyped-def]
+    forward, backward, current, gated, fp8_max_forward, fp8_max_backward, margin, most_recent
+):
     return None
 
 
 @_define("bias_dropout_add")
-def bias_dropout_add(x, bias, residual, slot, p, site):  # type: ignore[no-untyped-def]
+def bias_dropout_add(x, bias, residual, slot, p, site, row0=0, col0=0):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
+@_define("bias_dropout_add_", mutates=("residual",))
+def bias_dropout_add_(x, bias, residual, slot, p, site, row0=0, col0=0):  # type: ignore[no-untyped-def]
+    return None
+
+
 @_define("bias_dropout_add_backward")
-def bias_dropout_add_backward(dout, slot, p, site, bias_dtype):  # type: ignore[no-untyped-def]
-    dbias = (
-        _empty(dout, 0, dtype=torch.float32)
-        if bias_dtype is None
-        else _empty(dout, dout.shape[1], dtype=bias_dtype)
+def bias_dropout_add_backward(dout, slot, p, site, bias_dtype, row0=0, col0=0):  # type: ignore[no-untyped-def]
+    dbias = _empty(
+        dout, 0 if bias_dtype is None else dout.shape[1], dtype=bias_dtype or torch.float32
     )
-    return torch.empty_like(dout), dbias
-
-
-def _setup_bias_dropout_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bias, residual, slot, p, site = inputs
-    ctx.save_for_backward(slot)
-    ctx.p, ctx.site = p, site
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
-
-
-def _backward_bias_dropout_add(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    (slot,) = ctx.saved_tensors
-    dtype = ctx.bias_dtype if ctx.needs_input_grad[1] else None
-    dx, dbias = torch.ops.lorakernels.bias_dropout_add_backward(dout, slot, ctx.p, ctx.site, dtype)
-    dres = dout.to(ctx.residual_dtype) if ctx.needs_input_grad[2] else None
-    return dx, dbias if dtype is not None else None, dres, None, None, None
-
-
-bias_dropout_add.register_autograd(
-    _backward_bias_dropout_add, setup_context=_setup_bias_dropout_add
-)
+    drops = slot is not None and reference.dropout_threshold(p) > 0
+    return torch.empty_like(dout) if drops else _empty(dout, 0), dbias

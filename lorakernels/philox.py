@@ -9,17 +9,25 @@ A dropout site draws its mask from a slot, int64 [2] = (key, offset), 16 bytes t
 * a `PhiloxState`, when one is attached: slot = (seed + nonce, offset). The nonce is one draw from torch's CPU
   generator, so that calls differ and recomputation still repeats its forward's mask; `advance()` moves the
   offset on the device, once per iteration or graph replay, where the nonce is frozen in the graph.
+
+So ranks that must draw equal masks need equal states and CPU generators in step (the same `torch.manual_seed`, the same
+number of draws since), as Megatron-LM's ranks need equal CUDA generators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lorakernels.device import extension
+
 _INT63 = (1 << 63) - 1
+_MASK32 = (1 << 32) - 1
 
 
 def default_slot(device: torch.device) -> Tensor:
@@ -27,18 +35,49 @@ def default_slot(device: torch.device) -> Tensor:
     return torch.randint(-_INT63, _INT63, (2,), dtype=torch.int64, device=device)
 
 
+def _integer(name: str, value: Any, bits: int) -> int:
+    integral = isinstance(value, Integral) and not isinstance(value, bool)
+    if not integral or not 0 <= int(value) < 1 << bits:
+        raise ValueError(f"{name} must be an integer in [0, 2**{bits}), found {value!r}")
+    return int(value)
+
+
+def _check_saved(name: str, found: Any, state: PhiloxState) -> None:
+    """ValueError, naming both sides, unless `found` can be copied into `state`."""
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{name} must be a tensor int64 [2], found {type(found).__name__}")
+    if found.shape != (2,) or found.dtype != torch.int64 or found.is_meta:
+        raise ValueError(
+            f"{name} must be int64 [2], to be copied to {state.device}; "
+            f"found {str(found.dtype).removeprefix('torch.')} {list(found.shape)} on {found.device}"
+        )
+    if int(found[0]) < 0:
+        raise ValueError(f"{name} holds seed {int(found[0])}, which must be in [0, 2**63)")
+
+
 class PhiloxState:
     """Seed and offset as one int64 [2] tensor on `device`.
 
+    deepcopy and pickle give an independent state that draws the same masks from the same torch CPU generator.
+
     Args:
-        seed: any integer in [0, 2**63).
+        seed: any integer in [0, 2**63), numpy's too.
         device: where the state lives; kernels on that device read it.
+
+    Attributes:
+        tensor: int64 [2]. Its address changes only with the device.
+        seed: the seed as the host knows it, so that nobody needs to read the device for it.
+
+    Raises:
+        ValueError: the seed is not such an integer.
     """
 
     def __init__(self, seed: int, device: torch.device | str | None = None) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _INT63:
-            raise ValueError(f"seed must be an integer in [0, 2**63), found {seed!r}")
-        self.tensor = torch.tensor([seed, 0], dtype=torch.int64, device=device)
+        self.seed = _integer("seed", seed, 63)
+        self.tensor = torch.tensor([self.seed, 0], dtype=torch.int64, device=device)
+        self._key = torch.tensor(
+            [1, 0], dtype=torch.int64, device=device
+        )  # what a nonce is added to
 
     @property
     def device(self) -> torch.device:
@@ -47,40 +86,62 @@ class PhiloxState:
     def slot(self) -> Tensor:
         """A new int64 [2] slot for one call of one dropout site."""
         nonce = torch.randint(_INT63, (), dtype=torch.int64)
-        slot = self.tensor.clone()
-        slot[0] += nonce if torch.compiler.is_compiling() else int(nonce)
-        return slot
+        if torch.compiler.is_compiling():
+            return self.tensor + self._key * nonce
+        return torch.add(self.tensor, self._key, alpha=int(nonce))  # one launch
 
     def advance(self, steps: int = 1) -> None:
-        """Move the offset on the device, without a host sync; every site draws new masks from here on."""
-        self.tensor[1] += steps
+        """Move the offset on the device, without a host sync; every site draws new masks from here on.
+
+        Call it after the iteration's last backward: a recomputation takes its slot anew and needs its forward's offset.
+        The low 32 bits of the offset count, so masks of one nonce repeat after 2**32 steps.
+        """
+        self.tensor[1].add_(steps)
 
     def to(self, device: torch.device | str) -> PhiloxState:
         """Move in place; the tensor's address changes when the device does."""
-        self.tensor = self.tensor.to(device)
+        self.tensor, self._key = self.tensor.to(device), self._key.to(device)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
+        """A snapshot on the CPU. Save torch's CPU generator too: the nonces come from it."""
         return {"philox": self.tensor.detach().cpu().clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore in place: the tensor's address stays.
+        """Restore in place, from a tensor on any device: this state's address and device stay.
 
         Raises:
-            ValueError: `state` is not one int64 [2] tensor named "philox".
+            ValueError: `state` is not one int64 [2] tensor named "philox"; nothing is changed then.
         """
-        found = state.get("philox")
-        if found is None or found.shape != (2,) or found.dtype != torch.int64 or len(state) != 1:
-            got = {k: (tuple(v.shape), v.dtype) for k, v in state.items()}
-            raise ValueError(f'state must be {{"philox": int64 [2]}}, found {got}')
+        if set(state) != {"philox"}:
+            raise ValueError(f"state must have the one name 'philox', found {sorted(state)}")
+        _check_saved("state['philox']", state["philox"], self)
+        self._load(state["philox"])
+
+    def _load(self, found: Tensor) -> None:
+        self.seed = int(found[0])
         self.tensor.copy_(found)
 
     def __repr__(self) -> str:
-        return f"PhiloxState(device={self.device})"
+        return f"PhiloxState(seed={self.seed}, device={self.device})"
+
+
+def _check_seeds_differ(seeds: dict[str, int]) -> None:
+    """Two equal seeds would draw equal masks."""
+    owner: dict[int, str] = {}
+    for name, seed in seeds.items():
+        if seed in owner:
+            raise ValueError(
+                f"states {owner[seed]!r} and {name!r} have the same seed {seed}; seeds must differ"
+            )
+        owner[seed] = name
 
 
 class PhiloxStates:
-    """Named states with Transformer Engine's `CudaRNGStatesTracker` interface: one per kind of parallel region."""
+    """Named states with Transformer Engine's `CudaRNGStatesTracker` interface: one per kind of parallel region.
+
+    A deepcopy or pickle holds copies of the states and stands outside of any fork.
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, PhiloxState] = {}
@@ -92,8 +153,7 @@ class PhiloxStates:
         Raises:
             RuntimeError: inside `fork`.
         """
-        if self._current:
-            raise RuntimeError("reset() inside fork(): leave the context first")
+        self._refuse_inside_fork("reset")
         self._states = {}
 
     def get_states(self) -> dict[str, PhiloxState]:
@@ -101,28 +161,36 @@ class PhiloxStates:
         return dict(self._states)
 
     def set_states(self, states: dict[str, PhiloxState]) -> None:
-        """Replace all states by `states`."""
+        """Replace all states by `states`: the objects themselves, so that layers and graphs go on sharing them.
+
+        Raises:
+            RuntimeError: inside `fork`.
+            TypeError: a value is no PhiloxState.
+            ValueError: two of them have the same seed.
+        """
+        self._refuse_inside_fork("set_states")
         for name, state in states.items():
             if not isinstance(state, PhiloxState):
                 raise TypeError(
                     f"states[{name!r}] must be a PhiloxState, found {type(state).__name__}"
                 )
+        _check_seeds_differ({name: state.seed for name, state in states.items()})
         self._states = dict(states)
 
     def add(self, name: str, seed: int, device: torch.device | str | None = None) -> PhiloxState:
         """Create a state; `name` and `seed` must both be new, as two equal seeds would draw equal masks.
 
         Raises:
-            ValueError: the name or the seed is taken.
+            ValueError: the name or the seed is taken, or is no seed.
         """
         if name in self._states:
             raise ValueError(f"name {name!r} is taken; states: {sorted(self._states)}")
-        state = PhiloxState(seed, device)
+        seed = _integer("seed", seed, 63)
         for other, taken in self._states.items():
-            if int(taken.tensor[0]) == seed:
+            if taken.seed == seed:
                 raise ValueError(f"seed {seed} is already used by state {other!r}")
-        self._states[name] = state
-        return state
+        self._states[name] = PhiloxState(seed, device)
+        return self._states[name]
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[PhiloxState]:
@@ -155,13 +223,100 @@ class PhiloxStates:
             )
         return self._current[-1]
 
+    def to(self, device: torch.device | str) -> PhiloxStates:
+        """Move every state in place."""
+        for state in self._states.values():
+            state.to(device)
+        return self
+
     def state_dict(self) -> dict[str, Tensor]:
-        """A snapshot: int64 [2] by name, on the CPU."""
+        """A snapshot: int64 [2] by name, on the CPU. Save torch's CPU generator too: the nonces come from it."""
         return {name: state.state_dict()["philox"] for name, state in self._states.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore in place; ValueError if the names differ."""
+        """Restore in place: every address stays.
+
+        Raises:
+            ValueError: the names differ, a value is not int64 [2], or two seeds are equal; nothing is changed then.
+        """
         if set(state) != set(self._states):
             raise ValueError(f"state names {sorted(state)} must be {sorted(self._states)}")
-        for name, value in state.items():
-            self._states[name].load_state_dict({"philox": value})
+        for name, found in state.items():
+            _check_saved(f"state[{name!r}]", found, self._states[name])
+        _check_seeds_differ({name: int(found[0]) for name, found in state.items()})
+        for name, found in state.items():
+            self._states[name]._load(found)
+
+    def _refuse_inside_fork(self, what: str) -> None:
+        if self._current:
+            raise RuntimeError(f"{what}() inside fork(): leave the context first")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_states": dict(self._states), "_current": []}
+
+    def __repr__(self) -> str:
+        return f"PhiloxStates({self._states})"
+
+
+def model_parallel_states(
+    seed: int,
+    *,
+    tensor_parallel_rank: int = 0,
+    data_parallel_rank: int = 0,
+    pipeline_parallel_rank: int = 0,
+    device: torch.device | str | None = None,
+) -> PhiloxStates:
+    """This rank's two states, under the names and with the roles of Megatron-LM's `model_parallel_cuda_manual_seed`.
+
+    * "data-parallel-rng", for tensors that every tensor-parallel rank holds whole: equal on all tensor-parallel ranks,
+      different on every data- and pipeline-parallel rank. With `row0`, `col0` it also serves sharded tensors, whose
+      ranks then draw their parts of one mask.
+    * "model-parallel-rng", for sharded tensors that each rank treats as its own: differs by tensor-parallel rank too.
+
+    The seeds are 63 bits of Philox4x32-10(counter = (tensor, data, pipeline rank, kind), key = seed), with kind 0 and
+    tensor rank 0 for the first, kind 1 for the second. Megatron adds ranks up instead (seed + 100 · pipeline rank, and
+    + 2718 + tensor rank), where different ranks, and runs whose seeds differ by little, can come to the same
+    sum; these collide no more often than random numbers do.
+
+    A slot adds a nonce from torch's CPU generator to the seed: tensor-parallel ranks draw equal "data-parallel-rng"
+    masks only while their CPU generators are in step. Call `torch.manual_seed` with the same value on all of them.
+
+    Args:
+        seed: the run's seed, the same on every rank; an integer in [0, 2**63).
+        tensor_parallel_rank, data_parallel_rank, pipeline_parallel_rank: this rank's places, in [0, 2**32).
+        device: where the states live.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+        ImportError: lorakernels._C was not built.
+    """
+    seed = _integer("seed", seed, 63)
+    ranks = {
+        "tensor_parallel_rank": tensor_parallel_rank,
+        "data_parallel_rank": data_parallel_rank,
+        "pipeline_parallel_rank": pipeline_parallel_rank,
+    }
+    tensor, data, pipeline = (_integer(name, rank, 32) for name, rank in ranks.items())
+    states = PhiloxStates()
+    for name, counter in (
+        ("data-parallel-rng", (0, data, pipeline, 0)),
+        ("model-parallel-rng", (tensor, data, pipeline, 1)),
+    ):
+        low, high, *_ = extension().philox4x32_10(counter, (seed & _MASK32, seed >> 32))
+        states.add(name, (high << 32 | low) & _INT63, device)
+    return states
+
+
+def draw_slot(state: PhiloxState | PhiloxStates | None, device: torch.device) -> Tensor:
+    """int64 [2] for one call of one dropout site: from `state`, or from torch's generator of `device`.
+
+    Raises:
+        RuntimeError: `state` is a `PhiloxStates` outside of `fork`; another generator's mask would be silent.
+        ValueError: `state` lives on another device.
+    """
+    if state is None:
+        return default_slot(device)
+    current = state.current() if isinstance(state, PhiloxStates) else state
+    if current.device != device:
+        raise ValueError(f"the PhiloxState is on {current.device}, the tensor on {device}")
+    return current.slot()

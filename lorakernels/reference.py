@@ -76,36 +76,52 @@ def dropout_keep(
     return lanes[:, col0 - 8 * first : col0 - 8 * first + cols] >= dropout_threshold(p)
 
 
-def drawn_mask(slot: Tensor, p: float, site: int, rows: int, cols: int) -> Tensor:
+def drawn_mask(
+    slot: Tensor, p: float, site: int, rows: int, cols: int, row0: int = 0, col0: int = 0
+) -> Tensor:
     """`dropout_keep`, drawn by csrc/philox.h where it can: the same bits, on one CPU core in an eighth of the time."""
     if slot.is_cuda and why_not_csrc(capability_of(slot.device)):
-        return dropout_keep(slot, p, site, rows, cols)
+        return dropout_keep(slot, p, site, rows, cols, row0, col0)
     keep = torch.empty(rows, cols, dtype=torch.bool, device=slot.device)
     threshold = dropout_threshold(p)
     if slot.is_cuda:
         stream = torch.cuda.current_stream(slot.device).cuda_stream
         device = slot.get_device()
         extension().dropout_mask(
-            keep.data_ptr(), rows, cols, slot.data_ptr(), site, threshold, stream, device
+            keep.data_ptr(),
+            rows,
+            cols,
+            slot.data_ptr(),
+            site,
+            threshold,
+            stream,
+            device,
+            row0,
+            col0,
         )
     else:
         key, offset = (int(word) & (2**64 - 1) for word in slot.tolist())
-        extension().dropout_mask_host(keep.data_ptr(), rows, cols, key, offset, site, threshold)
+        extension().dropout_mask_host(
+            keep.data_ptr(), rows, cols, key, offset, site, threshold, row0, col0
+        )
     return keep
 
 
-def masked(x: Tensor, slot: Tensor | None, p: float, site: int) -> tuple[Tensor, float]:
+def masked(
+    x: Tensor, slot: Tensor | None, p: float, site: int, row0: int = 0, col0: int = 0
+) -> tuple[Tensor, float]:
     """(mask ⊙ x in x's dtype, factor still to multiply): the factor is applied to the rank-sized or final sum."""
     if slot is None or dropout_threshold(p) == 0:
         return x, 1.0
-    return torch.where(drawn_mask(slot, p, site, *x.shape), x, 0.0), keep_scale(p)
+    keep = drawn_mask(slot, p, site, x.shape[0], x.shape[1], row0, col0)
+    return torch.where(keep, x, 0.0), keep_scale(p)
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """fp32 [1]: largest magnitude, NaN left out as the hardware's `fmax` does, inf kept; 0 for an empty tensor."""
+    """fp32 [1]: largest magnitude; NaN if there is one, else inf if there is one; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
-    return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax().float().view(1)
+    return x.abs().amax().float().view(1)
 
 
 def scale_of(amax: Tensor, fp8_max: float) -> Tensor:
@@ -125,15 +141,20 @@ def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(
-    x: Tensor, state: Tensor | None, column: int, record: bool, dtype: torch.dtype
+    x: Tensor, state: Tensor | None, column: int, delayed: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(x8, scale_inv [1]); records amax in row 0. Without a state both are empty: the operand stays as it is."""
+    """(x8, scale_inv [1]). Without a state both are empty: the operand stays as it is.
+
+    `delayed`: scaled by the state's scale (by its own amax while that is 0), amax recorded in row 0. Otherwise, in
+    eval, scaled by its own amax, and the state is left alone.
+    """
     if state is None:
         return x.new_empty(0, dtype=torch.uint8), torch.empty(0, device=x.device)
     amax = amax_of(x)
-    scale = state[-1, column : column + 1]
-    scale = torch.where(scale > 0, scale, scale_of(amax, FP8_MAX[dtype]))
-    if record:
+    scale = scale_of(amax, FP8_MAX[dtype])
+    if delayed:
+        kept = state[-1, column : column + 1]
+        scale = torch.where(kept > 0, kept, scale)
         row0 = state[0, column : column + 1]
         row0.copy_(torch.maximum(row0, amax))
     return quantize_fp8(x, scale, dtype).view(torch.uint8), 1.0 / scale
@@ -148,16 +169,18 @@ def quantize_lora_down(
     lora_A: Tensor | None,
     state: Tensor | None,
     column: int,
-    record: bool,
+    delayed: bool,
     slot: Tensor | None,
     p: float,
     site: int,
+    row0: int = 0,
+    col0: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x8 = sat(x · scale), s = D(x) Aᵀ, one read of x. Empty x8 and scale_inv without a state, empty s without A."""
-    x8, scale_inv = quantize(x, state, column, record, E4M3)
+    x8, scale_inv = quantize(x, state, column, delayed, E4M3)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
-    xd, factor = masked(x.float(), slot, p, site)
+    xd, factor = masked(x.float(), slot, p, site, row0, col0)
     s = (xd @ lora_A.to(x.dtype).float().t()) * factor
     return x8, scale_inv, s.to(x.dtype)
 
@@ -188,12 +211,12 @@ def quantize_grad(
     s: Tensor | None,
     state: Tensor | None,
     column: int,
-    record: bool,
+    delayed: bool,
     scaling: float,
     fp8_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B."""
-    dy8, scale_inv = quantize(dy, state, column, record, fp8_dtype)
+    dy8, scale_inv = quantize(dy, state, column, delayed, fp8_dtype)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     ds = (scaling * (dy.float() @ lora_B.to(dy.dtype).float())).to(dy.dtype)
@@ -216,11 +239,13 @@ def fp8_grad_input(
     p: float,
     site: int,
     out_dtype: torch.dtype,
+    row0: int = 0,
+    col0: int = 0,
 ) -> Tensor:
     """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy."""
     acc = _dequantize(dy, dy_scale_inv, fp8_dtype) @ _dequantize(weight, weight_scale_inv)
     if ds is not None and lora_A is not None:
-        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), slot, p, site)
+        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), slot, p, site, row0, col0)
         acc += branch * factor
     return acc.to(out_dtype)
 
@@ -233,9 +258,11 @@ def lora_grad_a(
     p: float,
     site: int,
     out_dtype: torch.dtype,
+    row0: int = 0,
+    col0: int = 0,
 ) -> Tensor:
     """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or from x."""
-    xd, factor = masked(_dequantize(x, x_scale_inv), slot, p, site)
+    xd, factor = masked(_dequantize(x, x_scale_inv), slot, p, site, row0, col0)
     return ((ds.float().t() @ xd) * factor).to(out_dtype)
 
 
@@ -251,43 +278,114 @@ def bias_dropout_add(
     slot: Tensor | None,
     p: float,
     site: int,
+    row0: int = 0,
+    col0: int = 0,
 ) -> Tensor:
-    """residual + dropout(x + bias) over [M, N], in x's dtype."""
+    """residual + mask ⊙ (x + bias) / (1 − p) over [M, N], in x's dtype; residual has x's dtype, bias [N] any."""
     xb = x.float() if bias is None else x.float() + bias.float()
-    dropped, factor = masked(xb, slot, p, site)
+    dropped, factor = masked(xb, slot, p, site, row0, col0)
     out = dropped * factor
     return (out if residual is None else out + residual.float()).to(x.dtype)
 
 
+def bias_dropout_add_(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    row0: int = 0,
+    col0: int = 0,
+) -> None:
+    """`bias_dropout_add`, written over `residual`."""
+    residual.copy_(bias_dropout_add(x, bias, residual, slot, p, site, row0, col0))
+
+
 def bias_dropout_add_backward(
-    dout: Tensor, slot: Tensor | None, p: float, site: int, bias_dtype: torch.dtype | None
+    dout: Tensor,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    bias_dtype: torch.dtype | None,
+    row0: int = 0,
+    col0: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """dx = mask ⊙ dout / (1 − p) and dbias = Σ_rows dx (empty when `bias_dtype` is None)."""
-    dropped, factor = masked(dout.float(), slot, p, site)
+    """dx = mask ⊙ dout / (1 − p) and dbias = Σ_rows dx.
+
+    dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
+    """
+    dropped, factor = masked(dout.float(), slot, p, site, row0, col0)
     dx = dropped * factor
     dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
+    if slot is None or dropout_threshold(p) == 0:
+        return dout.new_empty(0), dbias
     return dx.to(dout.dtype), dbias
 
 
 def amax_and_scale_update(
-    state: Tensor, gate: Tensor | None, fp8_max: float, margin: int, most_recent: bool
+    forward: Tensor,
+    backward: Tensor,
+    current: Tensor | None,
+    gated: bool,
+    fp8_max_forward: float,
+    fp8_max_backward: float,
+    margin: int,
+    most_recent: bool,
 ) -> None:
-    """Roll the amax history and compute new scales, in place, for every column of `state` [L + 1, n].
+    """Roll the amax histories and compute new scales, in place, for every column of both directions [L + 1, n].
 
-    A column whose current amax (row 0) is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`,
-    amax being the current one or the history's largest finite one; an inf or NaN current amax keeps the scale, an
-    overflowing scale becomes FLT_MAX; then the history rolls. With a `gate`, nothing changes unless it holds
-    a value > 0. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+    A column's current amax is its row 0, or its entry of `current` [2n] (forward's, then backward's). A column whose
+    current amax is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`, amax being the
+    current one or the history's largest finite one; an inf or NaN current amax keeps the scale, an overflowing
+    scale becomes FLT_MAX; then the history rolls. `gated`: nothing changes unless one of backward's current amaxes is
+    > 0 or NaN. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit; nothing is changed then.
     """
-    history, scale = state[:-1], state[-1]
-    current = history[0].clone()
-    live = current != 0
-    if gate is not None:
-        live = live & (gate > 0).any()
-    older = torch.where(history[1:].isfinite(), history[1:], 0.0)
-    amax = current if most_recent else torch.cat((current[None], older)).amax(0)
-    fresh = _divide(fp8_max * 2.0**-margin, amax).clamp(max=FLT_MAX)
-    scale.copy_(torch.where(live & current.isfinite() & (amax > 0), fresh, scale))
-    rolled = torch.cat((history[1:], current[None]))
-    rolled[0] = 0.0
-    history.copy_(torch.where(live, rolled, history))
+    check_fp8_states(forward, backward, current)
+    if current is None:
+        current = torch.cat((forward[0], backward[0]))
+    new_x, new_dy = current.view(2, -1)
+    is_open = ~(new_dy <= 0).all() if gated else torch.ones_like(new_dy, dtype=torch.bool)
+    for state, new, fp8_max in (
+        (forward, new_x, fp8_max_forward),
+        (backward, new_dy, fp8_max_backward),
+    ):
+        history, scale = state[:-1], state[-1]
+        live = (new != 0) & is_open
+        older = torch.where(history[1:].isfinite(), history[1:], 0.0)
+        amax = new if most_recent else torch.cat((new[None], older)).amax(0)
+        fresh = _divide(fp8_max * 2.0**-margin, amax).clamp(max=FLT_MAX)
+        scale.copy_(torch.where(live & new.isfinite() & (amax > 0), fresh, scale))
+        rolled = torch.cat((history[1:], new[None]))
+        rolled[0] = 0.0
+        history.copy_(torch.where(live, rolled, history))
+
+
+def check_fp8_states(forward: Tensor, backward: Tensor, current: Tensor | None) -> None:
+    """What `amax_and_scale_update` takes; ValueError naming the argument otherwise."""
+    named = [("forward", forward), ("backward", backward)]
+    for name, state in named:
+        if state.dim() != 2 or state.shape[0] < 2 or state.dtype != torch.float32:
+            raise ValueError(
+                f"{name} must be float32 [history length + 1, tensors] with a history of at least 1, "
+                f"found {state.dtype} {tuple(state.shape)}"
+            )
+    if forward.shape != backward.shape:
+        found = f"{tuple(forward.shape)} and {tuple(backward.shape)}"
+        raise ValueError(f"forward and backward must have one shape, found {found}")
+    if current is not None:
+        named.append(("current", current))
+        expected = 2 * forward.shape[1]
+        if current.shape != (expected,) or current.dtype != torch.float32:
+            raise ValueError(
+                f"current must be float32 ({expected},), forward's amaxes and then backward's, "
+                f"found {current.dtype} {tuple(current.shape)}"
+            )
+    for name, tensor in named:
+        if tensor.device != forward.device:
+            raise ValueError(f"{name} is on {tensor.device}, forward on {forward.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -88,6 +91,78 @@ def test_formats():
     assert (hybrid.forward_dtype, hybrid.backward_dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
     assert (hybrid.fp8_max_forward, hybrid.fp8_max_backward) == (448.0, 57344.0)
     assert (e4m3.backward_dtype, e4m3.fp8_max_backward) == (torch.float8_e4m3fn, 448.0)
+
+
+def te_recipe(kind="DelayedScaling", **changes):
+    """What from_te reads of Transformer Engine 2.12's recipe."""
+    values = {
+        "margin": 0,
+        "fp8_format": TEFormat.HYBRID,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+    }
+    return type(kind, (types.SimpleNamespace,), {})(**(values | changes))
+
+
+class TEFormat(enum.Enum):
+    E4M3 = (448, 448)
+    E5M2 = (57344, 57344)
+    HYBRID = (448, 57344)
+
+
+def test_from_te_takes_every_field():
+    assert DelayedScaling.from_te(te_recipe()) == DelayedScaling()
+    changes = {
+        "margin": 2,
+        "amax_history_len": 31,
+        "amax_compute_algo": "most_recent",
+        "reduce_amax": False,
+    }
+    found = DelayedScaling.from_te(te_recipe(fp8_format=TEFormat.E4M3, **changes))
+    assert found == DelayedScaling(fp8_format="E4M3", **changes)
+    older = te_recipe(override_linear_precision=(False, False, False))
+    assert DelayedScaling.from_te(older) == DelayedScaling()
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("fp8_format", TEFormat.E5M2, "'HYBRID' or 'E4M3', got 'E5M2'"),
+        ("amax_compute_algo", max, "'max' or 'most_recent', got <built-in function max>"),
+        ("scaling_factor_compute_algo", max, "None, got <built-in function max>"),
+        ("fp8_dpa", True, "False, got True"),
+        ("fp8_mha", True, "False, got True"),
+        ("override_linear_precision", (False, True, False), r"\(False, False, False\), got"),
+        ("amax_history_len", 0, "at least 1, got 0"),
+    ],
+)
+def test_from_te_refuses(field, value, message):
+    with pytest.raises(ValueError, match=rf"DelayedScaling\.{field} must be {message}"):
+        DelayedScaling.from_te(te_recipe(**{field: value}))
+
+
+@pytest.mark.parametrize("kind", ["MXFP8BlockScaling", "Float8CurrentScaling"])
+def test_from_te_refuses_another_kind_of_recipe(kind):
+    recipe = te_recipe(kind)
+    del recipe.amax_history_len
+    with pytest.raises(TypeError, match=rf"DelayedScaling object, got {kind}"):
+        DelayedScaling.from_te(recipe)
+    with pytest.raises(TypeError, match="got DelayedScaling"):  # the class, not a recipe
+        DelayedScaling.from_te(DelayedScaling)
+
+
+def test_to_te_says_the_same(monkeypatch):
+    common = types.ModuleType("transformer_engine.common")
+    common.recipe = types.SimpleNamespace(Format=TEFormat, DelayedScaling=te_recipe)
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common", common)
+    ours = DelayedScaling(2, "E4M3", 31, "most_recent", False)
+    assert ours.to_te().fp8_format is TEFormat.E4M3
+    assert DelayedScaling.from_te(ours.to_te()) == ours
 
 
 def test_copies_are_equal_and_own_their_dicts():

@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
-    ("_C", "config", "philox"),
+    ("_C", "config"),
     ("device", "peft_format", "targets"),
-    ("reference",),
+    ("philox", "reference"),
     ("kernels",),
     ("ops",),
     ("fp8",),

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ops run forward and backward, and what is saved in between; nothing else."""
 
+from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
 from lorakernels.autograd.lora_linear import LoRASpec, check_input, lora_linear
 
-__all__ = ["LoRASpec", "check_input", "lora_linear"]
+__all__ = [
+    "LoRASpec",
+    "bias_dropout_add",
+    "check_input",
+    "get_bias_dropout_add",
+    "lora_linear",
+]

@@ -20,18 +20,25 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 
-_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """What one call needs besides tensors. `column` is the layer's place in its FP8State, `site` its dropout stream."""
+    """What one call needs besides tensors.
+
+    `column` is the layer's place in its FP8State, and `delayed` whether it follows it (else each tensor is scaled
+    by its own amax); `site` is its dropout stream, and x[0, 0] lies at (row0, col0) of the tensor that the mask is
+    drawn for.
+    """
 
     scaling: float = 1.0
     p: float = 0.0
     site: int = 0
+    row0: int = 0
+    col0: int = 0
     column: int = 0
-    record: bool = False
+    delayed: bool = False
     backward_dtype: torch.dtype = torch.float8_e5m2
 
 
@@ -52,7 +59,16 @@ class _LoRALinear(torch.autograd.Function):
         spec: LoRASpec,
     ) -> Tensor:
         x8, x_scale_inv, s = ops.quantize_lora_down(
-            x, lora_A, state_x, spec.column, spec.record, slot, spec.p, spec.site
+            x,
+            lora_A,
+            state_x,
+            spec.column,
+            spec.delayed,
+            slot,
+            spec.p,
+            spec.site,
+            spec.row0,
+            spec.col0,
         )
         if state_x is None:
             x8, x_scale_inv = x, None
@@ -100,7 +116,7 @@ class _LoRALinear(torch.autograd.Function):
             s,
             state_dy,
             spec.column,
-            spec.record,
+            spec.delayed,
             spec.scaling,
             spec.backward_dtype,
         )
@@ -119,9 +135,13 @@ class _LoRALinear(torch.autograd.Function):
                 spec.p,
                 spec.site,
                 dy.dtype,
+                spec.row0,
+                spec.col0,
             )
         if need_a:
-            dA = ops.lora_grad_a(ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0])
+            dA = ops.lora_grad_a(
+                ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], spec.row0, spec.col0
+            )
         if need_b:
             dB = grad_b
         if need_bias:
@@ -131,7 +151,7 @@ class _LoRALinear(torch.autograd.Function):
 
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
-    if x.dtype not in _COMPUTE_DTYPES:
+    if x.dtype not in COMPUTE_DTYPES:
         raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must have shape [..., {weight.shape[1]}], found {tuple(x.shape)}")

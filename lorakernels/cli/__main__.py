@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "doctor": "what is installed, what was built, and which implementation each op takes",
-    "bench": "time LoRALinear against its peers on this machine",
+    "bench": "time the layer and the ops against their peers on this machine",
     "finetune": "fine-tune a model with LoRA adapters over its frozen FP8 base",
 }
 

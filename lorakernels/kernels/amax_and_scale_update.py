@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All scales of one direction from their amax histories, in one launch (csrc/amax_and_scale_update.cu).
+"""All scales of a model from their amax histories, both directions in one launch (csrc/amax_and_scale_update.cu).
 
-state fp32 [L + 1, n]: rows 0…L−1 the amax history of n tensors, row L their scales; `gate` fp32 [n'] or
-None. It reads and writes the state once where PyTorch's form needs a dozen launches. The rules are
+forward, backward fp32 [L + 1, n]: rows 0…L−1 the amax history of n tensors, row L their scales; `current` fp32 [2n] or
+None. It reads and writes each state once where PyTorch's form needs a dozen launches. The rules are
 `reference.amax_and_scale_update`'s.
 """
 
@@ -16,24 +16,41 @@ from lorakernels.device import capability_of, extension, why_not_csrc
 
 
 def amax_and_scale_update(
-    state: Tensor, gate: Tensor | None, fp8_max: float, margin: int, most_recent: bool
+    forward: Tensor,
+    backward: Tensor,
+    current: Tensor | None,
+    gated: bool,
+    fp8_max_forward: float,
+    fp8_max_backward: float,
+    margin: int,
+    most_recent: bool,
 ) -> None:
-    """Roll the histories and compute new scales in place, on the current stream."""
-    if why_not_csrc(capability_of(state.device)):
-        return reference.amax_and_scale_update(state, gate, fp8_max, margin, most_recent)
-    if not state.is_contiguous() or state.dtype != torch.float32:
-        raise ValueError(
-            f"state must be contiguous float32, found {state.dtype} with strides {state.stride()}"
+    """`reference.amax_and_scale_update` on the current stream."""
+    if why_not_csrc(capability_of(forward.device)):
+        return reference.amax_and_scale_update(
+            forward,
+            backward,
+            current,
+            gated,
+            fp8_max_forward,
+            fp8_max_backward,
+            margin,
+            most_recent,
         )
+    reference.check_fp8_states(forward, backward, current)
+    if gated and current is None:  # every block asks the whole row 0, which others already roll
+        current = torch.cat((forward[0], backward[0]))
     extension().amax_and_scale_update(
-        state.data_ptr(),
-        state.shape[1],
-        state.shape[0] - 1,
-        fp8_max,
+        forward.data_ptr(),
+        backward.data_ptr(),
+        0 if current is None else current.data_ptr(),
+        forward.shape[1],
+        forward.shape[0] - 1,
+        fp8_max_forward,
+        fp8_max_backward,
         margin,
         "most_recent" if most_recent else "max",
-        0 if gate is None else gate.data_ptr(),
-        0 if gate is None else gate.numel(),
-        torch.cuda.current_stream(state.device).cuda_stream,
-        state.get_device(),
+        gated,
+        torch.cuda.current_stream(forward.device).cuda_stream,
+        forward.get_device(),
     )

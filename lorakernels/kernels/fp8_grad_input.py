@@ -31,6 +31,8 @@ def fp8_grad_input(
     p: float,
     site: int,
     out_dtype: torch.dtype,
+    row0: int = 0,
+    col0: int = 0,
 ) -> Tensor:
     """`reference.fp8_grad_input` on the tensor cores."""
     dx = _base(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, weight_t, out_dtype)
@@ -40,7 +42,8 @@ def fp8_grad_input(
     if slot is None or reference.dropout_threshold(p) == 0:
         return dx.addmm_(ds.to(out_dtype), a)
     branch = product(ds.to(out_dtype), a, reference.keep_scale(p))
-    return dx.add_(branch.where(reference.drawn_mask(slot, p, site, *dx.shape), 0.0))
+    keep = reference.drawn_mask(slot, p, site, dx.shape[0], dx.shape[1], row0, col0)
+    return dx.add_(branch.where(keep, 0.0))
 
 
 def _base(

@@ -50,14 +50,20 @@ def implementations(
         if fp8
         else "the base is not FP8"
     )
-    note = (
+    gemm_note = (
         "torch._scaled_mm"
         if sizes
         else f"torch._scaled_mm; N, K in multiples of {FP8_GEMM_MULTIPLE}"
     )
-    gemm = ("torch", gemm_why_not) if gemm_why_not else ("cublaslt", note)
-    update = ("torch", csrc_why_not) if csrc_why_not else ("csrc", "one launch for all tensors")
-    return {**table, **dict.fromkeys(_GEMMS, gemm), "amax_and_scale_update": update}
+    gemm = ("torch", gemm_why_not) if gemm_why_not else ("cublaslt", gemm_note)
+    csrc = {
+        "bias_dropout_add": "one pass, forward and backward",
+        "amax_and_scale_update": "one launch for all tensors",
+    }
+    own = {
+        op: ("torch", csrc_why_not) if csrc_why_not else ("csrc", note) for op, note in csrc.items()
+    }
+    return {**table, **dict.fromkeys(_GEMMS, gemm), **own}
 
 
 def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:

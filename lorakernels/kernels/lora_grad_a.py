@@ -23,11 +23,13 @@ def lora_grad_a(
     p: float,
     site: int,
     out_dtype: torch.dtype,
+    row0: int = 0,
+    col0: int = 0,
 ) -> Tensor:
     """`reference.lora_grad_a`."""
     if ds.dtype == torch.float16:
-        return reference.lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype)
+        return reference.lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
     values = (x if x_scale_inv is None else x.view(reference.E4M3)).to(ds.dtype)
-    xd, factor = reference.masked(values, slot, p, site)
+    xd, factor = reference.masked(values, slot, p, site, row0, col0)
     dA = product(ds.t(), xd, factor)
     return (dA if x_scale_inv is None else dA * x_scale_inv).to(out_dtype)

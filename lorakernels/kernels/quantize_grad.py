@@ -21,12 +21,12 @@ def quantize_grad(
     s: Tensor | None,
     state: Tensor | None,
     column: int,
-    record: bool,
+    delayed: bool,
     scaling: float,
     fp8_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_grad`."""
-    dy8, scale_inv = reference.quantize(dy, state, column, record, fp8_dtype)
+    dy8, scale_inv = reference.quantize(dy, state, column, delayed, fp8_dtype)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     ds = product(dy, lora_B.to(dy.dtype), scaling)

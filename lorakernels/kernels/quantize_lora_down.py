@@ -19,14 +19,16 @@ def quantize_lora_down(
     lora_A: Tensor | None,
     state: Tensor | None,
     column: int,
-    record: bool,
+    delayed: bool,
     slot: Tensor | None,
     p: float,
     site: int,
+    row0: int = 0,
+    col0: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.quantize_lora_down`."""
-    x8, scale_inv = reference.quantize(x, state, column, record, reference.E4M3)
+    x8, scale_inv = reference.quantize(x, state, column, delayed, reference.E4M3)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
-    xd, factor = reference.masked(x, slot, p, site)
+    xd, factor = reference.masked(x, slot, p, site, row0, col0)
     return x8, scale_inv, product(xd, lora_A.to(x.dtype).t(), factor)

@@ -89,7 +89,8 @@ def to_lora(
 ) -> LoRALinear:
     """A LoRALinear over the weight of an `nn.Linear`, a `FrozenFP8Linear` or a transformers `FP8Linear`.
 
-    With `config.fp8=None` an FP8 weight is dequantized to bf16.
+    With `config.fp8=None` an FP8 weight is dequantized to bf16. A `FrozenFP8Linear` of the same recipe hands over
+    its scales and amax histories.
     """
     if not is_fp8_linear(module) and not isinstance(module, FrozenFP8Linear):
         assert isinstance(module, nn.Linear)
@@ -99,7 +100,17 @@ def to_lora(
     weight, scale_inv = _held(module, plain=config.fp8 is None)
     bias = module.bias if isinstance(module.bias, Tensor) else None
     new = LoRALinear._take(weight, scale_inv, bias, config, adapter_dtype, fp8_state, name)
+    if isinstance(module, FrozenFP8Linear):
+        _hand_over_scales(module, new)
     return new.train(module.training)
+
+
+def _hand_over_scales(old: FrozenFP8Linear, new: LoRALinear) -> None:
+    theirs, ours = old.fp8_state, new.fp8_state
+    if theirs is None or ours is None or theirs.recipe != ours.recipe:
+        return
+    ours.forward[:, new._column] = theirs.forward[:, old._column]
+    ours.backward[:, new._column] = theirs.backward[:, old._column]
 
 
 def _held(module: nn.Module, plain: bool) -> tuple[Tensor, Tensor | None]:

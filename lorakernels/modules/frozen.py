@@ -44,6 +44,16 @@ def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
+def _check_state(
+    state: FP8State, fp8: DelayedScaling | None, device: torch.device, name: str
+) -> None:
+    if state.recipe != fp8:
+        raise ValueError(f"{name}: fp8_state follows {state.recipe}, the layer {fp8}")
+    if state.device != device:
+        raise ValueError(f"{name}: fp8_state is on {state.device}, the weight on {device}")
+    state.column(name)
+
+
 def is_sharded(parameter: Tensor | None) -> bool:
     """True for a DTensor, as FSDP2 leaves parameters outside of their module's forward."""
     return hasattr(parameter, "device_mesh")
@@ -107,7 +117,14 @@ class FrozenFP8Linear(nn.Module):
         fp8_state: FP8State | None,
         name: str,
     ) -> None:
-        """Own `weight` ([N, K]; e4m3 bytes when `scale_inv` is given) and `bias`."""
+        """Own `weight` ([N, K]; e4m3 bytes when `scale_inv` is given) and `bias`.
+
+        Raises:
+            ValueError: `fp8_state` follows another recipe than `fp8`, or is on another device than the weight.
+            KeyError: `fp8_state` has no `name`. Nothing is changed then.
+        """
+        if fp8_state is not None:
+            _check_state(fp8_state, fp8, weight.device, name or "linear")
         self.out_features, self.in_features = weight.shape
         self.weight_layout = weight_layout
         self.name = name
@@ -217,8 +234,10 @@ class FrozenFP8Linear(nn.Module):
                 scaling=spec.scaling,
                 p=spec.p,
                 site=spec.site,
+                row0=spec.row0,
+                col0=spec.col0,
                 column=self._column,
-                record=self.training,
+                delayed=self.training,
                 backward_dtype=state.recipe.backward_dtype,
             )
         return lora_linear(
@@ -255,6 +274,8 @@ class FrozenFP8Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
         scale_inv, base = self.weight_scale_inv, self._base
+        if self.fp8_state is not None and scale_inv is not None:
+            self.fp8_state.check_move(fn(scale_inv).device)
         self._hold_bytes_as(
             torch.uint8
         )  # fn may be .to(dtype), which takes e4m3 for one more floating-point type

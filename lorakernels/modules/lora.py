@@ -13,7 +13,7 @@ from lorakernels.autograd import LoRASpec, check_input
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, quantize_weight
-from lorakernels.philox import PhiloxState, PhiloxStates, default_slot
+from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -167,15 +167,10 @@ class LoRALinear(FrozenFP8Linear):
         if self.merged or self.disable_adapters:
             return super().forward(x)
         check_input(x, self._stored)
-        slot = self._draw_slot() if self.training and self.lora_dropout > 0 else None
+        drops = self.training and self.lora_dropout > 0
+        slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
         spec = LoRASpec(scaling=self.scaling, p=self.lora_dropout, site=self.site)
         return self._linear(x, self.lora_A, self.lora_B, spec, slot)
-
-    def _draw_slot(self) -> Tensor:
-        rng = self.rng_state
-        if isinstance(rng, PhiloxStates):
-            rng = rng.current()  # raises outside of fork: another generator's mask would be silent
-        return default_slot(self.lora_A.device) if rng is None else rng.slot()
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scaling · B A, [N, K]."""

@@ -33,7 +33,7 @@ def make_layer(k, n, r, *, p=0.0, bias=True, fp8=HYBRID, dtype=torch.float32, de
 def run(layer, x, dy, p):
     """One forward and backward with a known slot; returns y, the gradients and the mask."""
     slot = torch.tensor(SLOT, dtype=torch.int64, device=x.device)
-    with mock.patch.object(lora_module, "default_slot", return_value=slot):
+    with mock.patch.object(lora_module, "draw_slot", return_value=slot):
         y = layer(x)
     y.backward(dy)
     rows = x.numel() // x.shape[-1]

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,15 +78,41 @@ def test_wrong_usage_exits_with_2(
     assert message in capsys.readouterr().err
 
 
-def test_bench_runs_and_passes_its_arguments_on(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "cpu", "--shapes", "4x16x32", "--repetitions", "1"]) == 0
+def test_bench_runs_one_by_name_and_passes_its_arguments_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--device", "cpu", "--shapes", "4x16x32", "--repetitions", "1"]
+    assert main(["bench", "lora_linear", *options]) == 0
     out = capfd.readouterr().out
     assert "4x16x32" in out and "lorakernels-fp8" in out and "WRONG" not in out
+
+
+@pytest.mark.parametrize("named", [["all"], []], ids=["all", "no-name"])
+def test_bench_all_runs_every_one_and_reports_the_worst(
+    named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def fake(command: list[str]) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 1 if "philox" in command[1] else 0)
+
+    monkeypatch.setattr(bench.subprocess, "run", fake)
+    assert main(["bench", *named, "--repetitions", "2"]) == 1
+    assert [Path(command[1]).stem for command in ran] == [f"bench_{n}" for n in bench.names()]
+    assert all(command[2:] == ["--repetitions", "2"] for command in ran)
+
+
+def test_bench_of_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "lora_liner"]) == 2
+    message = capsys.readouterr().err
+    assert "no benchmark named 'lora_liner'" in message
+    assert all(name in message for name in ("lora_linear", "philox", "fp8_state", "all"))
 
 
 def test_bench_of_an_installed_wheel_says_where_the_benchmarks_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "SCRIPT", bench.SCRIPT.with_name("missing.py"))
+    monkeypatch.setattr(bench, "FOLDER", bench.FOLDER / "missing")
     assert main(["bench"]) == 2
     assert "the benchmarks are in the source tree" in capsys.readouterr().err

@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-# kernel name: most registers per thread it may use. amax_and_scale_update: 1024 threads a block allow 64;
-# dropout_mask: 4 blocks of 256 threads to a multiprocessor.
-REGISTERS = {"amax_and_scale_update_kernel": 64, "dropout_mask_kernel": 64}
+# kernel name: most registers per thread it may use. amax_and_scale_update: 1024 threads a block allow 64; the others:
+# 4 blocks of 256 threads to a multiprocessor, bias_dropout_add's forms for misaligned tensors 2.
+REGISTERS = {
+    "amax_and_scale_update_kernel": 64,
+    "dropout_mask_kernel": 64,
+    "bias_dropout_add_kernel": 128,
+    "bias_dropout_add_backward_kernel": 128,
+    "bias_grad_kernel": 64,
+}
 NVCC = shutil.which("nvcc")
 
 
@@ -37,9 +43,10 @@ def test_registers_and_spills_on_sm90a(source: Path, tmp_path: Path) -> None:
     command += ["--ptxas-options=-v", "-cubin", str(source), "-o", str(tmp_path / "out.cubin")]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     entries = re.split(r"Compiling entry function '", log)[1:]
-    assert len(entries) == len(kernels_in(source)), log
-    for entry in entries:
-        name = next(kernel for kernel in REGISTERS if kernel in entry)
-        assert int(re.search(r"Used (\d+) registers", entry)[1]) <= REGISTERS[name]
+    names = [next(kernel for kernel in REGISTERS if kernel in entry) for entry in entries]
+    assert set(names) == set(kernels_in(source)), log
+    for name, entry in zip(names, entries, strict=True):
+        bound = 64 if "Lb1EEEv" in entry else REGISTERS[name]  # kVector
+        assert int(re.search(r"Used (\d+) registers", entry)[1]) <= bound, entry
         assert "0 bytes spill stores, 0 bytes spill loads" in entry
         assert "0 bytes stack frame" in entry

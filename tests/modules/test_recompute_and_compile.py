@@ -115,7 +115,7 @@ def test_compiles_without_a_graph_break(p, fp8):
     slot = torch.tensor([11, 12])
     torch._dynamo.reset()
     results = []
-    with mock.patch.object(lora_module, "default_slot", lambda device: slot.clone()):
+    with mock.patch.object(lora_module, "draw_slot", lambda *_: slot.clone()):
         for run in (net, torch.compile(copy.deepcopy(net), fullgraph=True)):
             torch.manual_seed(3)
             for _ in range(3):

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark here shares: how a step is timed, what the run was made on, how its rows are written.
+
+On a GPU a sample is the time between two events on the stream. Before the first event the stream is given
+so much work (the L2 cache overwritten, as often as it takes) that the host has enqueued the whole step and the second
+event before the device reaches the first: the step's kernels then run back to back and no launch overhead is in
+their time. That is checked for every sample; one that fails is thrown away and the lead doubled. What the host needs
+for a call is measured apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Row = dict[str, object]
+
+SCRUB_BYTES = 256 << 20  # an H200's L2 holds 50 MiB
+MAX_SCRUBS = 256  # 20 ms of lead on an H200; a step that is still late waits for the device
+COPY_BYTES = {
+    "cuda": 192 << 20,
+    "cpu": 8 << 20,
+}  # moves what 8192 × 8192 bf16 forward does: twice that
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. `median`, `low` (20th percentile) and `high` (80th) of the device (nan if the host could not get ahead
+    of it), `host` of the calling thread per call. On a CPU both are the time of the call."""
+
+    median: float
+    low: float
+    high: float
+    host: float
+
+    @classmethod
+    def of(cls, samples: list[float], host: float) -> Timing:
+        ordered, last = sorted(samples), len(samples) - 1
+        return cls(
+            statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], host
+        )
+
+    def columns(self) -> Row:
+        ms = (self.median, self.low, self.high)
+        named = zip(("ms", "p20 ms", "p80 ms"), ms, strict=True)
+        values = {name: "host-bound" if math.isnan(v) else round(v * 1e3, 5) for name, v in named}
+        return {**values, "CPU µs": round(self.host * 1e6, 1)}
+
+
+# Of a provider that is not timed; the column before these says why
+NOT_TIMED: Row = {"ms": "", "p20 ms": "", "p80 ms": "", "CPU µs": ""}
+
+
+def time_of(
+    step: Callable[[], object],
+    device: torch.device,
+    repetitions: int,
+    setup: Callable[[], object] = lambda: None,
+) -> Timing:
+    """Time `step`; `setup` runs before each call and is not in its time."""
+    for _ in range(3):
+        setup()
+        step()
+    host = _host_samples(step, setup, device, repetitions)
+    if device.type != "cuda":
+        return Timing.of(host, statistics.median(host))
+    return Timing.of(
+        _device_samples(step, setup, device, repetitions) or [math.nan], statistics.median(host)
+    )
+
+
+def _host_samples(
+    step: Callable[[], object],
+    setup: Callable[[], object],
+    device: torch.device,
+    repetitions: int,
+) -> list[float]:
+    samples = []
+    for _ in range(repetitions):
+        setup()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def _device_samples(
+    step: Callable[[], object],
+    setup: Callable[[], object],
+    device: torch.device,
+    repetitions: int,
+) -> list[float]:
+    """Seconds per call; empty when the device caught up with the host however long its lead."""
+    scrub = torch.empty(SCRUB_BYTES, dtype=torch.uint8, device=device)
+    scrubs, pairs = 2, []
+    while len(pairs) < repetitions:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        setup()
+        for _ in range(scrubs):
+            scrub.zero_()
+        start.record()
+        step()
+        end.record()
+        if not start.query():  # the device has yet to begin, and everything is enqueued
+            pairs.append((start, end))
+        elif scrubs < MAX_SCRUBS:
+            scrubs *= 2
+        else:
+            return []
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def copy_bandwidth(device: torch.device, repetitions: int) -> float:
+    """Bytes per second, read and written ones together, of a copy on the device."""
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = time_of(lambda: target.copy_(source), device, repetitions).median
+    return 2 * source.numel() / seconds
+
+
+def ratio(a: object, b: object) -> object:
+    """a ÷ b; "" where one of them was not measured."""
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b:
+        return round(a / b, 3)
+    return ""
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for NAME.csv and NAME.md; else only printed",
+    )
+    result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--repetitions", type=int, help="default: 50 on a GPU, 5 on a CPU")
+    return result
+
+
+def arguments(options: argparse.ArgumentParser) -> tuple[argparse.Namespace, torch.device]:
+    args = options.parse_args()
+    device = torch.device(args.device)
+    if args.repetitions is None:
+        args.repetitions = 50 if device.type == "cuda" else 5
+    if args.repetitions < 1:
+        options.error(f"--repetitions must be at least 1, found {args.repetitions}")
+    return args, device
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return {
+        "device": f"{device.type}: {name}{threads}",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "triton": _version("triton"),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": os.environ.get("LORAKERNELS_COMMIT")  # a copy of the tree without .git
+        or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def measured_floor(device: torch.device, repetitions: int) -> tuple[float, dict[str, str]]:
+    """(copy bandwidth in bytes per second, that and the time of an empty sample as facts of the run)."""
+    bandwidth = copy_bandwidth(device, repetitions)
+    empty = time_of(lambda: None, device, repetitions).median
+    return bandwidth, {
+        "copy GB/s": f"{bandwidth / 1e9:.0f}",
+        "empty sample µs": f"{empty * 1e6:.2f}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(*command: str) -> str:
+    """What `command` prints first, or "unknown" where it cannot run."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return result.stdout.partition("\n")[0].strip()
+
+
+def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *facts])
+        writer.writeheader()
+        writer.writerows({**row, **facts} for row in rows)
+
+
+def write_markdown(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
+    """The rows as one table under a line of facts."""
+    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    table = "\n".join(_markdown_line(line) for line in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{', '.join(f'{k} {v}' for k, v in facts.items())}\n\n{table}\n")
+
+
+def _markdown_line(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def table(rows: list[Row]) -> str:
+    lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def finish(
+    name: str, rows: list[Row], facts: dict[str, str], output: Path | None, check: str = "check"
+) -> int:
+    """Print and write the rows. The exit code: 1 if a provider's `check` column says WRONG."""
+    print("  ".join(f"{key} {value}" for key, value in facts.items()))
+    print(table(rows))
+    if output:
+        write_csv(output / f"{name}.csv", rows, facts)
+        write_markdown(output / f"{name}.md", rows, facts)
+        print(f"written to {output / name}.csv and .md")
+    return 1 if any("WRONG" in str(row[check]) for row in rows) else 0

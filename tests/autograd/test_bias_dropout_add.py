@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bias_dropout_add against float64, its kernel against reference.py bit for bit, and Megatron's way to call it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorakernels import (
+    _C,
+    PhiloxState,
+    PhiloxStates,
+    bias_dropout_add,
+    get_bias_dropout_add,
+    kernels,
+    reference,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# one rounding at the store, relative to the result; three in fp32 before it, of values below 16: 2e-6 absolute
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class FixedSlot(PhiloxState):
+    """Draws the same mask at every call, so that a test knows it."""
+
+    def slot(self):
+        return self.tensor.clone()
+
+
+def tensors(shape, dtype, device, bias_dtype=None):
+    x, residual, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    bias = torch.randn(shape[-1], device=device).to(bias_dtype or dtype)
+    return x.requires_grad_(), bias.requires_grad_(), residual.requires_grad_(), dout
+
+
+def exact(x, bias, residual, dout, p, slot, site=0, row0=0, col0=0):
+    """out, dx, dbias, dresidual in float64 with the mask of reference.dropout_keep."""
+    keep = reference.dropout_keep(
+        slot.cpu(), p, site, x.shape[:-1].numel(), x.shape[-1], row0, col0
+    )
+    leaves = [
+        None if t is None else t.detach().cpu().double().requires_grad_()
+        for t in (x, bias, residual)
+    ]
+    mask = keep.double().view(x.shape) * reference.keep_scale(p)
+    out = mask * (leaves[0] if bias is None else leaves[0] + leaves[1])
+    out = out if residual is None else out + leaves[2]
+    out.backward(dout.cpu().double())
+    return out.detach(), *(None if t is None else t.grad for t in leaves)
+
+
+SHAPES = [(1, 1), (5, 8), (33, 18), (3, 7, 264), (130, 513), (1000, 24), (9,), (4, 1, 2056)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_against_float64(shape, p, dtype, device):
+    x, bias, residual, dout = tensors(shape, dtype, device)
+    state = FixedSlot(7, device)
+    out = bias_dropout_add(x, bias, residual, p, True, state, site=3)
+    out.backward(dout)
+    truths = exact(x, bias, residual, dout, p, state.tensor, 3)
+    rows = x.shape[:-1].numel()
+    # dbias: fp32 sums of `rows` terms, in any order off by at most rows · 2⁻²⁴ of the sum of magnitudes
+    for name, found, truth in zip(
+        ("out", "dx", "dbias", "dresidual"),
+        (out, x.grad, bias.grad, residual.grad),
+        truths,
+        strict=True,
+    ):
+        slack = rows * 2.0**-23 * 5 if name == "dbias" else 0.0
+        torch.testing.assert_close(
+            found.detach().cpu().double(), truth, rtol=EPS[dtype], atol=2e-6 + slack
+        )
+
+
+@pytest.mark.parametrize("without", ["bias", "residual", "bias and residual"])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_without(without, p, device):
+    x, bias, residual, dout = tensors((17, 40), torch.bfloat16, device)
+    bias = None if "bias" in without else bias
+    residual = None if "residual" in without else residual
+    state = FixedSlot(3, device)
+    out = bias_dropout_add(x, bias, residual, p, True, state)
+    out.backward(dout)
+    truth, dx, _, dresidual = exact(x, bias, residual, dout, p, state.tensor)
+    torch.testing.assert_close(out.detach().cpu().double(), truth, rtol=2.0**-8, atol=2e-6)
+    torch.testing.assert_close(x.grad.cpu().double(), dx, rtol=2.0**-8, atol=2e-6)
+    if residual is not None:
+        assert torch.equal(residual.grad.cpu().double(), dresidual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["bias as x", "fp32 bias"])
+@pytest.mark.parametrize("offset", [0, 1, 3], ids=lambda o: f"{o} elements off 16 bytes")
+@pytest.mark.parametrize(
+    ("rows", "cols", "row0", "col0"),
+    [
+        (64, 512, 0, 0),
+        (64, 512, 5, 16),
+        (64, 512, 0, 3),
+        (37, 257, 0, 0),
+        (1, 3, 2, 6),
+        (2050, 8, 0, 0),
+        (513, 16, 1, 7),
+    ],
+    ids=str,
+)
+def test_the_kernel_equals_the_reference_and_writes_nothing_else(
+    rows, cols, row0, col0, offset, bias_dtype, dtype
+):
+    """Bit for bit, except dbias (another order of summation); 64 guard elements behind every output."""
+    slot = torch.tensor([-5, 0x1_2345_6789], device="cuda")
+
+    def matrix():
+        flat = torch.randn(rows * cols + offset + 64, device="cuda").to(dtype)
+        return flat, flat[offset : offset + rows * cols].view(rows, cols)
+
+    x, residual, dout = (matrix()[1] for _ in range(3))
+    bias = torch.randn(cols, device="cuda").to(bias_dtype or dtype)
+    for p in (0.0, 0.3):
+        where = (slot, p, 9, row0, col0)
+        for b, r in ((bias, residual), (None, residual), (bias, None)):
+            found = kernels.bias_dropout_add(x, b, r, *where)
+            assert torch.equal(found, reference.bias_dropout_add(x, b, r, *where))
+        flat, target = matrix()
+        before = flat.clone()
+        expected = reference.bias_dropout_add(x, bias, target, *where)
+        kernels.bias_dropout_add_(x, bias, target, *where)
+        assert torch.equal(target, expected)
+        inside = slice(offset, offset + rows * cols)
+        before[inside] = flat[inside]
+        assert torch.equal(flat, before), "wrote beside the residual"
+        dx, dbias = kernels.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)
+        dx2, dbias2 = reference.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)
+        assert torch.equal(dx, dx2)
+        eps = EPS[bias.dtype]
+        torch.testing.assert_close(
+            dbias.float(), dbias2.float(), rtol=2 * eps, atol=rows * 2.0**-22
+        )
+        again = kernels.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)[1]
+        assert torch.equal(dbias, again), "dbias must not depend on the run"
+
+
+@pytest.mark.gpu
+def test_every_element_is_written(monkeypatch):
+    """torch.empty_like hands out NaN: an element that the kernel skips shows."""
+    real = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, **k: real(t, **k).fill_(torch.nan))
+    slot = torch.tensor([1, 2], device="cuda")
+    for rows, cols in ((1, 1), (7, 2048), (4099, 8), (3, 4097)):
+        x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+        assert kernels.bias_dropout_add(x, None, x, slot, 0.2, 0).isfinite().all()
+        assert kernels.bias_dropout_add_backward(x, slot, 0.2, 0, None)[0].isfinite().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(0, 30),
+    cols=st.integers(1, 40),
+    p=st.sampled_from([0.0, 0.1, 0.9]),
+    cut=st.integers(0, 40),
+    along=st.sampled_from([0, 1]),
+)
+def test_shards_draw_their_parts_of_one_mask(rows, cols, p, cut, along):
+    """Cut along rows (sequence parallel) or columns (tensor parallel), anywhere: the parts' results are the whole's."""
+    state = FixedSlot(11)
+    x, residual = torch.randn(rows, cols), torch.randn(rows, cols)
+    cut = min(cut, (rows, cols)[along])
+    whole = bias_dropout_add(x, None, residual, p, True, state)
+    parts = []
+    for part, (a, r) in enumerate(
+        zip(x.tensor_split([cut], along), residual.tensor_split([cut], along), strict=True)
+    ):
+        origin = {("row0", "col0")[along]: cut if part else 0}
+        parts.append(bias_dropout_add(a, None, r, p, True, state, **origin))
+    assert torch.equal(torch.cat(parts, along), whole)
+
+
+def test_in_place_over_the_residual(device):
+    x, bias, residual, dout = tensors((6, 40), torch.bfloat16, device)
+    state = FixedSlot(1, device)
+    expected = bias_dropout_add(x, bias, residual, 0.3, True, state)
+    grads = torch.autograd.grad(expected, (x, bias, residual), dout)
+    owned = residual * 1  # no leaf
+    out = bias_dropout_add(x, bias, owned, 0.3, True, state, inplace=True)
+    assert out.data_ptr() == owned.data_ptr() and torch.equal(out, expected)
+    for found, truth in zip(
+        torch.autograd.grad(out, (x, bias, residual), dout), grads, strict=True
+    ):
+        assert torch.equal(found, truth)
+
+
+def test_a_residual_that_backward_still_needs_is_not_lost_silently():
+    x = torch.randn(4, 8, requires_grad=True)
+    residual = x.exp()  # exp's backward reads its result
+    bias_dropout_add(x, None, residual, 0.0, inplace=True).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        bias_dropout_add(x, None, residual, 0.0, inplace=True).sum().backward()
+
+
+def test_keeps_16_bytes_for_backward(device):
+    x, bias, residual, _ = tensors((64, 64), torch.bfloat16, device)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        bias_dropout_add(x, bias, residual, 0.1)
+    assert kept == [16]
+
+
+def test_eval_and_p_zero_add_exactly(device):
+    x, bias, residual, _ = tensors((5, 24), torch.float32, device)
+    state = PhiloxStates()  # drawing from it outside of a fork would raise
+    for out in (
+        bias_dropout_add(x, bias, residual, 0.5, False, state),
+        bias_dropout_add(x, bias, residual, 0.0, True, state),
+        bias_dropout_add(x, bias, residual, 2.0**-18, True, state),  # rounds to no drop at all
+    ):
+        assert torch.equal(out, x + bias + residual)
+
+
+def test_masks_follow_the_state_and_manual_seed(device):
+    x = torch.ones(64, 64, device=device)
+
+    def draw(state=None):
+        torch.manual_seed(5)
+        return bias_dropout_add(x, None, None, 0.5, True, state)
+
+    assert torch.equal(draw(), draw())
+    assert not torch.equal(draw(), bias_dropout_add(x, None, None, 0.5))
+    states = PhiloxStates()
+    states.add("a", 1, device)
+    with states.fork("a"):
+        first = draw(states)
+        states.current().advance()
+        assert not torch.equal(first, draw(states))
+    with pytest.raises(RuntimeError, match="outside of PhiloxStates"):
+        draw(states)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_as_megatron_calls_it(fused, training, device):
+    """((x, bias), residual, prob), x [s, b, h], bias [h] or expanded, residual fp32 beside bf16 x."""
+    x, bias, residual, dout = tensors((6, 2, 32), torch.bfloat16, device)
+    state = FixedSlot(4, device)
+    bda = get_bias_dropout_add(training, fused, state=state)
+    p = 0.25 if training else 0.0
+    expected, *grads = exact(x, bias, residual, dout, p, state.tensor)
+    for b, r in ((bias, residual), (bias.expand_as(x), residual), (bias, residual.float())):
+        out = bda((x, b), r, 0.25)
+        assert out.dtype == x.dtype and out.shape == x.shape
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=2.0**-8, atol=2e-6)
+        for found, truth in zip(
+            torch.autograd.grad(out, (x, bias, residual), dout), grads, strict=True
+        ):
+            # dbias may be summed after dx was rounded: 12 terms, half an ulp of bf16 each
+            torch.testing.assert_close(found.cpu().double(), truth, rtol=2.0**-7, atol=0.05)
+    assert bda((x, None), residual, 0.25).shape == x.shape
+
+
+def test_compiles_as_one_graph(device):
+    x, bias, residual, dout = tensors((8, 32), torch.float32, device)
+    state = FixedSlot(4, device)
+    results = []
+    for f in (
+        bias_dropout_add,
+        torch.compile(bias_dropout_add, fullgraph=True, backend="aot_eager"),
+    ):
+        out = f(x, bias, residual, 0.3, True, state)
+        results.append((out, *torch.autograd.grad(out, (x, bias, residual), dout)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_takes_any_strides(device):
+    x, residual = torch.randn(2, 12, 9, 10, device=device)
+    x, residual = x.transpose(0, 2), residual.permute(2, 1, 0)
+    out = bias_dropout_add(x, None, residual, 0.3, True, FixedSlot(2, device))
+    assert torch.equal(
+        out,
+        bias_dropout_add(
+            x.contiguous(), None, residual.contiguous(), 0.3, True, FixedSlot(2, device)
+        ),
+    )
+
+
+def test_partial_sums_of_any_shape():
+    chunks = _C.bias_grad_chunks
+    assert (chunks(0, 8), chunks(3, 0), chunks(1, 1)) == (1, 1, 1)
+    assert (
+        chunks(8192, 8192) == chunks(8192, 8192, 8) == 16
+    )  # 528 blocks over 32 strips of 256 columns
+    assert chunks(10, 2**30) == 1
+    assert (
+        chunks(9000, 8) == 9 and chunks(9000, 8, 3) == 18
+    )  # one column group more: blocks of half the rows
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 5)], ids=str)
+def test_empty(shape, device):
+    x, bias, residual, dout = tensors(shape, torch.bfloat16, device)
+    bias_dropout_add(x, bias, residual, 0.3).backward(dout)
+    assert x.grad.shape == x.shape and bias.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"x": torch.ones(4, 6, dtype=torch.int32)},
+            TypeError,
+            "x must be float32, bfloat16 or float16, found torch.int32",
+        ),
+        ({"bias": torch.ones(5)}, ValueError, r"bias must have shape \[6\], found \(5,\)"),
+        (
+            {"bias": torch.ones(4, 6)},
+            ValueError,
+            r"bias must be \[N\] or expanded from it, found \(4, 6\)",
+        ),
+        (
+            {"residual": torch.ones(1, 6)},
+            ValueError,
+            r"residual must have x's shape \(4, 6\), found \(1, 6\)",
+        ),
+        ({"p": 1.0}, ValueError, r"p must be in \[0, 1\), found 1.0"),
+        ({"p": float("nan")}, ValueError, r"p must be in \[0, 1\), found nan"),
+        ({"col0": -1}, ValueError, r"col0 must be in \[0, 2\*\*32\), found -1"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x must have shape \[..., N\], found a scalar"),
+        (
+            {"residual": None, "inplace": True},
+            ValueError,
+            "inplace needs a contiguous residual .* found None",
+        ),
+        (
+            {"residual": torch.ones(4, 6).half(), "inplace": True},
+            ValueError,
+            "inplace needs .* torch.float32, found",
+        ),
+        (
+            {"residual": torch.ones(6, 4).t(), "inplace": True},
+            ValueError,
+            "inplace needs a contiguous residual",
+        ),
+        ({"bias": torch.ones(6, device="meta")}, ValueError, "bias is on meta, x on cpu"),
+    ],
+    ids=lambda v: str(v)[:40] if isinstance(v, str) else None,
+)
+def test_refuses(change, error, message):
+    arguments = {
+        "x": torch.ones(4, 6),
+        "bias": torch.ones(6),
+        "residual": torch.ones(4, 6),
+        "p": 0.1,
+    }
+    arguments |= change
+    with pytest.raises(error, match=message):
+        bias_dropout_add(**arguments)
