@@ -8,14 +8,6 @@
 namespace lorakernels {
 namespace {
 
-FloatType float_type(const char* argument, const std::string& name) {
-  if (name == "float32") return FloatType::kFloat32;
-  if (name == "bfloat16") return FloatType::kBFloat16;
-  if (name == "float16") return FloatType::kFloat16;
-  throw std::invalid_argument(std::string(argument) + " must be 'float32', 'bfloat16' or 'float16', got '" + name +
-                              "'");
-}
-
 FloatType bias_type(const std::string& name, const std::string& dtype) {
   if (name != dtype && name != "float32") {
     throw std::invalid_argument("bias_dtype must be '" + dtype + "' or 'float32', got '" + name + "'");
@@ -28,13 +20,6 @@ void check_shape(const char* op, int64_t rows, int64_t cols) {
   if (rows >= int64_t{1} << 31) {
     throw std::invalid_argument(std::string(op) + ": rows must be below 2^31, got " + std::to_string(rows));
   }
-}
-
-DropoutParams dropout_params(uintptr_t slot, uint32_t site, uint32_t threshold, uint32_t first_row,
-                             uint32_t first_col) {
-  check_threshold(threshold);
-  if (threshold > 0 && slot == 0) throw std::invalid_argument("slot must be given where threshold > 0");
-  return {reinterpret_cast<const int64_t*>(slot), site, threshold, first_row, first_col};
 }
 
 void forward(uintptr_t out, uintptr_t x, uintptr_t bias, uintptr_t residual, int64_t rows, int64_t cols,

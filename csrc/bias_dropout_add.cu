@@ -146,10 +146,15 @@ struct Dropout {
     }
   }
 
+  // For the rows `row`, row + step, … of a column group.
+  template <int kRows>
+  __device__ void draw(PhiloxDraw (&draws)[kRows], uint32_t row, uint32_t step, uint32_t group) const {
+    if constexpr (kDropout) dropout_draws(draws, first_row + row, step, group, key, offset, site);
+  }
+
   // mask ⊙ value / (1 − p), the product rounded by itself as reference.py rounds it
-  __device__ void apply(float (&value)[kLanes], uint32_t row, uint32_t group) const {
+  __device__ void apply(float (&value)[kLanes], const PhiloxDraw& draw) const {
     if constexpr (kDropout) {
-      const PhiloxDraw draw = dropout_draw(first_row + row, group, key, offset, site);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         value[lane] = dropout_keeps(draw, lane, threshold) ? __fmul_rn(value[lane], scale) : 0.0f;
@@ -180,7 +185,9 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
                                  params.dropout.first_col);
   if (!columns.inside()) return;
   const Dropout<kDropout> dropout(params.dropout);
-  float bias[kLanes] = {};
+  float bias[kLanes];
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) bias[lane] = -0.0f;  // what changes no x, not even -0
   if (params.bias != nullptr) {
     params.bias_dtype == params.dtype ? read_bias<T>(bias, params.bias, columns)
                                       : read_bias<float>(bias, params.bias, columns);
@@ -198,15 +205,16 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
       columns.load(xs[i], static_cast<const T*>(params.x) + at + i * row_step);
       if constexpr (kResidual) columns.load(residuals[i], static_cast<const T*>(params.residual) + at + i * row_step);
     }
+    PhiloxDraw draws[kRows];
+    dropout.draw(draws, first, rows.step, columns.group);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint32_t row = first + i * rows.step;
-      if (row >= end) continue;
+      if (first + i * rows.step >= end) continue;
       float value[kLanes], residual[kLanes];
       xs[i].to_floats(value);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) value[lane] += bias[lane];
-      dropout.apply(value, row, columns.group);
+      dropout.apply(value, draws[i]);
       if constexpr (kResidual) {
         residuals[i].to_floats(residual);
 #pragma unroll
@@ -260,13 +268,14 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
       if (first + i * rows.step >= end) continue;
       columns.load(gradients[i], static_cast<const T*>(params.dout) + at + i * row_step);
     }
+    PhiloxDraw draws[kRows];
+    dropout.draw(draws, first, rows.step, columns.group);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint32_t row = first + i * rows.step;
-      if (row >= end) continue;
+      if (first + i * rows.step >= end) continue;
       float value[kLanes];
       gradients[i].to_floats(value);
-      dropout.apply(value, row, columns.group);
+      dropout.apply(value, draws[i]);
       if constexpr (kDropout) columns.store(static_cast<T*>(params.dx) + at + i * row_step, value);
       if constexpr (kBias) {
 #pragma unroll

@@ -9,19 +9,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "philox.h"
+#include "dropout.h"
+#include "float_type.h"
 
 namespace lorakernels {
-
-enum class FloatType { kFloat32, kBFloat16, kFloat16 };
-
-struct DropoutParams {
-  const int64_t* slot;  // [2]: key, offset; device memory; null if threshold is 0
-  uint32_t site;        // stream id
-  uint32_t threshold;   // of 65536; 0 draws nothing
-  uint32_t first_row;   // where element (0, 0) lies in the logical tensor
-  uint32_t first_col;
-};
 
 struct BiasDropoutAddParams {
   void* out;             // may be x or residual

@@ -3,9 +3,12 @@
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "lorakernels' C++/CUDA part: raw addresses, sizes and a stream in, nothing of torch";
+  lorakernels::register_amax(m);
   lorakernels::register_build_info(m);
   lorakernels::register_philox(m);
   lorakernels::register_fp8(m);
   lorakernels::register_amax_and_scale_update(m);
   lorakernels::register_bias_dropout_add(m);
+  lorakernels::register_quantize_grad(m);
+  lorakernels::register_quantize_lora_down(m);
 }

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "dropout.h"
 #include "dropout_mask.h"
 #include "register.h"
 
@@ -23,8 +24,9 @@ uint32_t dropout_threshold(double p) {
 }
 
 std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
-  const PhiloxDraw draw = philox4x32_10({{counter[0], counter[1], counter[2], counter[3]}}, key[0], key[1]);
-  return {draw.word[0], draw.word[1], draw.word[2], draw.word[3]};
+  PhiloxDraw draw[1] = {{{counter[0], counter[1], counter[2], counter[3]}}};
+  philox4x32_10(draw, key[0], key[1]);
+  return {draw[0].word[0], draw[0].word[1], draw[0].word[2], draw[0].word[3]};
 }
 
 bool dropout_keep(uint32_t row, uint32_t col, uint64_t seed, uint64_t offset, uint32_t site, uint32_t threshold) {

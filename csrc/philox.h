@@ -22,32 +22,54 @@ struct PhiloxDraw {
 };
 
 LORAKERNELS_HD void philox_mul_hi_lo(uint32_t a, uint32_t b, uint32_t& hi, uint32_t& lo) {
-#ifdef __CUDA_ARCH__  // one IMAD.WIDE; of the 64-bit product nvcc 13.0 makes that and an addition of 0
-  hi = __umulhi(a, b);
-  lo = a * b;
+#ifdef __CUDA_ARCH__  // of the form below nvcc 13.0 makes this and an addition of 0
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
 #else
   const uint64_t product = static_cast<uint64_t>(a) * b;
+#endif
   hi = static_cast<uint32_t>(product >> 32);
   lo = static_cast<uint32_t>(product);
+}
+
+LORAKERNELS_HD uint32_t philox_xor(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__  // written a ^ b ^ c, nvcc 13.0 regroups the rounds' exclusive ors into more, two-operand ones
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x96;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+#else
+  return a ^ b ^ c;
 #endif
 }
 
-LORAKERNELS_HD PhiloxDraw philox4x32_10(PhiloxDraw counter, uint32_t key0, uint32_t key1) {
+// Ten rounds over several counters at once, so that they share the round keys.
+template <int kCount>
+LORAKERNELS_HD void philox4x32_10(PhiloxDraw (&counter)[kCount], uint32_t key0, uint32_t key1) {
   for (int round = 0; round < 10; ++round) {
-    uint32_t hi0, lo0, hi1, lo1;
-    philox_mul_hi_lo(0xD2511F53u, counter.word[0], hi0, lo0);
-    philox_mul_hi_lo(0xCD9E8D57u, counter.word[2], hi1, lo1);
-    counter = {{hi1 ^ counter.word[1] ^ key0, lo1, hi0 ^ counter.word[3] ^ key1, lo0}};
+    for (int i = 0; i < kCount; ++i) {
+      uint32_t (&word)[4] = counter[i].word;
+      uint32_t hi0, lo0, hi1, lo1;
+      philox_mul_hi_lo(0xD2511F53u, word[0], hi0, lo0);
+      philox_mul_hi_lo(0xCD9E8D57u, word[2], hi1, lo1);
+      counter[i] = {{philox_xor(hi1, word[1], key0), lo1, philox_xor(hi0, word[3], key1), lo0}};
+    }
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  return counter;
 }
 
-// Lanes of elements (row, 8 * group) .. (row, 8 * group + 7).
+// Lanes of elements (row, 8 * group) .. (row, 8 * group + 7), for the rows first_row, first_row + row_step, ...
+template <int kCount>
+LORAKERNELS_HD void dropout_draws(PhiloxDraw (&draw)[kCount], uint32_t first_row, uint32_t row_step, uint32_t group,
+                                  uint64_t seed, uint64_t offset, uint32_t site) {
+  for (int i = 0; i < kCount; ++i) draw[i] = {{first_row + i * row_step, group, static_cast<uint32_t>(offset), site}};
+  philox4x32_10(draw, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+}
+
 LORAKERNELS_HD PhiloxDraw dropout_draw(uint32_t row, uint32_t group, uint64_t seed, uint64_t offset, uint32_t site) {
-  const PhiloxDraw counter = {{row, group, static_cast<uint32_t>(offset), site}};
-  return philox4x32_10(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  PhiloxDraw draw[1];
+  dropout_draws(draw, row, 0, group, seed, offset, site);
+  return draw[0];
 }
 
 // How many draws a row of `cols` elements takes that begins at the logical column `first_col`.

@@ -23,16 +23,13 @@ inline void check_sizes(const char* op, std::initializer_list<std::pair<const ch
   }
 }
 
-inline void check_threshold(uint32_t threshold) {
-  if (threshold >= 65536) {
-    throw std::invalid_argument("threshold must be in [0, 65535], got " + std::to_string(threshold));
-  }
-}
-
+void register_amax(py::module_& m);
 void register_build_info(py::module_& m);
 void register_philox(py::module_& m);
 void register_fp8(py::module_& m);
 void register_amax_and_scale_update(py::module_& m);
 void register_bias_dropout_add(py::module_& m);
+void register_quantize_grad(py::module_& m);
+void register_quantize_lora_down(py::module_& m);
 
 }  // namespace lorakernels

@@ -3,6 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+# The scale of a bf16 or fp16 tensor, known on the device alone (csrc/amax.h, shared by the quantizing kernels): their
+# launchers call launch_amax_if_unset(ScaleSource, ...) themselves, with `partials` int32 [AMAX_PARTIALS] of the caller
+# (uninitialized is fine); their kernels, launched with programmatic stream serialization, call scale_to_use.
+AMAX_PARTIALS: int
+
+def amax_if_unset(
+    kept: int,  # address of the state's scale; 0: always by x's own amax
+    partials: int,
+    x: int,  # 16-byte aligned
+    count: int,  # a multiple of 8
+    dtype: Literal["bfloat16", "float16"],
+    stream: int = 0,
+    device: int = -1,
+) -> None: ...
 def build_info() -> dict[str, Any]: ...
 def cuda_runtime_info() -> dict[str, Any]: ...
 def philox4x32_10(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
@@ -59,6 +73,54 @@ def bias_dropout_add_backward(
     cols: int,
     dtype: str,
     bias_dtype: str,
+    slot: int,
+    site: int,
+    threshold: int,
+    first_row: int,
+    first_col: int,
+    stream: int,
+    device: int,
+) -> None: ...
+def quantize_lora_down_partial(rows: int, cols: int, rank: int) -> int: ...
+def quantize_grad_workspace(rows: int, cols: int, rank: int, has_dB: bool) -> int: ...
+def quantize_grad(
+    dy8: int,
+    scale_inv: int,
+    amax: int,
+    ds: int,
+    dB: int,
+    workspace: int,
+    dy: int,
+    B: int,
+    s: int,
+    kept: int,
+    partials: int,
+    rows: int,
+    cols: int,
+    rank: int,
+    scaling: float,
+    dtype: str,
+    b_dtype: str,
+    format: Literal["e4m3fn", "e5m2"],
+    fp8_max: float,
+    stream: int,
+    device: int,
+) -> None: ...
+def quantize_lora_down(
+    x8: int,
+    scale_inv: int,
+    amax: int,
+    s: int,
+    partial: int,
+    x: int,
+    lora_A: int,
+    kept: int,
+    partials: int,
+    rows: int,
+    cols: int,
+    rank: int,
+    dtype: str,
+    a_dtype: str,
     slot: int,
     site: int,
     threshold: int,

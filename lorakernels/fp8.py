@@ -122,17 +122,18 @@ class FP8State:
         if by not in self._pins:
             self._pins.append(by)
 
-    def unpin(self) -> None:
-        """The graphs are gone: addresses may change again."""
-        self._pins.clear()
+    def unpin(self, by: str | None = None) -> None:
+        """The graphs of `by`, or all of them, are gone: where nobody is left, addresses may change again."""
+        self._pins = [] if by is None else [pin for pin in self._pins if pin != by]
 
     def reduce_and_update(self, group: dist.ProcessGroup | None = None) -> None:
         """Take charge: reduce row 0 over `group`, roll the histories, compute the new scales. Once per iteration.
 
         One all-reduce(MAX) of one row when torch.distributed has more than one rank in `group` (None is the world) and
-        the recipe has `reduce_amax`, then one update of both directions. All ranks of `group` must call it, on states
-        of the same names; a rank without new amaxes gets the others' scales. From the first call on, the automatic
-        update is off. A second call without new amaxes in between changes nothing. A CUDA graph may capture it.
+        the recipe has `reduce_amax` (without it `group` is not used), then one update of both directions. All ranks of
+        `group` must call it, on states of the same names; a rank without new amaxes gets the others' scales. From the
+        first call on, the automatic update is off. A second call without new amaxes in between changes nothing. A CUDA
+        graph may capture it.
 
         Raises:
             ValueError: this rank is not in `group`.
@@ -250,6 +251,8 @@ class FP8State:
         if differing:
             theirs, ours = ({k: recipe.get(k) for k in differing} for recipe in (found, own))
             raise ValueError(f"state follows a recipe with {theirs}, this FP8State has {ours}")
+        if not isinstance(state["in_charge"], str):
+            raise ValueError(f"in_charge of the state must be a name, found {state['in_charge']!r}")
         self._refuse_others("state", tuple(state["names"]), state["forward"], state["backward"])
         self.forward.copy_(state["forward"])
         self.backward.copy_(state["backward"])
@@ -282,7 +285,7 @@ class FP8State:
 
     def _before_update(self) -> None:
         capturing = self._capturing()
-        if self.check_nan:
+        if self.check_nan and not torch.compiler.is_compiling():
             if capturing:
                 raise RuntimeError(
                     "check_nan=True reads the amaxes on the host, which a stream under capture cannot do: "
@@ -338,6 +341,10 @@ class FP8State:
             )
         pairs = (("forward", forward, self.forward), ("backward", backward, self.backward))
         for key, found, own in pairs:
+            if not isinstance(found, Tensor) or (found.is_meta and not own.is_meta):
+                raise ValueError(
+                    f"{key} of the {what} must be a tensor with values, found {found!r}"
+                )
             if found.shape != own.shape or found.dtype != own.dtype:
                 raise ValueError(
                     f"{key} of the {what} is {found.dtype} {tuple(found.shape)}, of this FP8State {own.dtype} "

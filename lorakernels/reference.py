@@ -26,6 +26,7 @@ from lorakernels.device import capability_of, extension, why_not_csrc
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FLT_MAX = torch.finfo(torch.float32).max
 E4M3 = torch.float8_e4m3fn
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MASK32 = 0xFFFFFFFF
 
 
@@ -80,7 +81,7 @@ def drawn_mask(
     slot: Tensor, p: float, site: int, rows: int, cols: int, row0: int = 0, col0: int = 0
 ) -> Tensor:
     """`dropout_keep`, drawn by csrc/philox.h where it can: the same bits, on one CPU core in an eighth of the time."""
-    if slot.is_cuda and why_not_csrc(capability_of(slot.device)):
+    if torch.compiler.is_compiling() or (slot.is_cuda and why_not_csrc(capability_of(slot.device))):
         return dropout_keep(slot, p, site, rows, cols, row0, col0)
     keep = torch.empty(rows, cols, dtype=torch.bool, device=slot.device)
     threshold = dropout_threshold(p)
@@ -281,7 +282,13 @@ def bias_dropout_add(
     row0: int = 0,
     col0: int = 0,
 ) -> Tensor:
-    """residual + mask ⊙ (x + bias) / (1 − p) over [M, N], in x's dtype; residual has x's dtype, bias [N] any."""
+    """residual + mask ⊙ (x + bias) / (1 − p) over [M, N], in x's dtype; residual has x's dtype, bias [N] any.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check_bias_dropout_add(x, bias, residual, p)
+    check_slot(slot, x.device)
     xb = x.float() if bias is None else x.float() + bias.float()
     dropped, factor = masked(xb, slot, p, site, row0, col0)
     out = dropped * factor
@@ -362,6 +369,41 @@ def amax_and_scale_update(
         rolled = torch.cat((history[1:], new[None]))
         rolled[0] = 0.0
         history.copy_(torch.where(live, rolled, history))
+
+
+def check_bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float
+) -> None:
+    """What `bias_dropout_add` takes, x of any leading dimensions; TypeError or ValueError naming the argument."""
+    for name, tensor in (("x", x), ("bias", bias), ("residual", residual)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in COMPUTE_DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, found {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, x on {x.device}; they must be the same"
+            )
+    if x.dim() == 0:
+        raise ValueError("x must have shape [..., N], found a scalar")
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ValueError(f"bias must have shape [{x.shape[-1]}], found {tuple(bias.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"residual must have x's shape {tuple(x.shape)}, found {tuple(residual.shape)}"
+        )
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"p must be in [0, 1), found {p}")
+
+
+def check_slot(slot: Tensor | None, device: torch.device) -> None:
+    """A slot is int64 [2] on the tensors' device; ValueError otherwise."""
+    if slot is None:
+        return
+    if slot.shape != (2,) or slot.dtype != torch.int64 or slot.device != device:
+        raise ValueError(
+            f"slot must be int64 [2] on {device}, found {slot.dtype} {list(slot.shape)} on {slot.device}"
+        )
 
 
 def check_fp8_states(forward: Tensor, backward: Tensor, current: Tensor | None) -> None:

@@ -408,6 +408,8 @@ def test_pinned_addresses_stay():
     with pytest.raises(RuntimeError, match=r"from cpu to meta.*pinned by a test"):
         layer.to("meta")
     assert layer.lora_A.device.type == layer.weight.device.type == "cpu", "moved before it refused"
+    state.unpin("the demo")
+    assert state.pinned_by == "a CUDA graph"
     state.unpin()
     assert state.pinned_by is None and state.register("c") == 2
 
@@ -549,6 +551,36 @@ def test_a_layer_refuses_a_state_that_is_not_its_own(kind):
         build(recipe, FP8State(["a"], recipe, "meta"))
     with pytest.raises(KeyError, match=r"no tensor named 'b' in this FP8State; it has \['a'\]"):
         build(recipe, state, "b")
+
+
+def test_a_meta_model_takes_a_whole_state_dict():
+    model, _ = two_layers()
+    for _ in range(3):
+        model(torch.randn(5, 16)).sum().backward()
+    with torch.device("meta"):
+        twin, report = two_layers()
+    twin.load_state_dict(model.state_dict(), assign=True)
+    state = report.fp8_state
+    assert torch.equal(state.forward, model[0].fp8_state.forward) and not state.backward.is_meta
+    x = torch.randn(5, 16)
+    assert torch.equal(model.eval()(x), twin.eval()(x))
+
+
+def test_another_linear_hands_over_its_scales():
+    layers = [FrozenFP8Linear.from_linear(torch.nn.Linear(16, 16)) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    for _ in range(2):
+        model(torch.randn(5, 16, requires_grad=True)).sum().backward()
+        for layer in layers:
+            layer.fp8_state.reduce_and_update()
+    scales = [layer.fp8_state.forward[-1].item() for layer in layers]
+    again = copy.deepcopy(model)
+    report = apply_lora(model, LoRAConfig(r=2, target_modules=["0", "1"]))
+    assert report.fp8_state.forward[-1].tolist() == scales and 0.0 not in scales
+    assert report.scales_in_charge == "explicit" and "FP8 bytes and scales kept" in str(report)
+    other = LoRAConfig(r=2, target_modules=["0", "1"], fp8=DelayedScaling(amax_history_len=7))
+    report = apply_lora(again, other)
+    assert not report.fp8_state.forward.any() and "scales dropped: they follow" in str(report)
 
 
 def test_moves_with_the_model(device):

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops, reference
-from lorakernels.autograd.lora_linear import COMPUTE_DTYPES
 from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
+    """Shapes are flattened in here: a view outside would alias gradients, and lose those of an in-place residual."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -30,41 +31,47 @@ class _BiasDropoutAdd(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         slot: Tensor | None,
-        p: float,
-        site: int,
-        row0: int,
-        col0: int,
+        where: tuple[float, int, int, int],
         inplace: bool,
     ) -> Tensor:
         ctx.save_for_backward(slot)
-        ctx.where = (p, site), (row0, col0)
+        ctx.where = where
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if inplace:
-            assert residual is not None
-            ctx.mark_dirty(residual)
-            ops.bias_dropout_add_(x, bias, residual, slot, p, site, row0, col0)
-            return residual
-        return ops.bias_dropout_add(x, bias, residual, slot, p, site, row0, col0)
+        rows = _rows(x)
+        add = None if residual is None else _rows(residual)
+        p, site, row0, col0 = where
+        if not inplace:
+            return ops.bias_dropout_add(rows, bias, add, slot, p, site, row0, col0).view(x.shape)
+        assert residual is not None and add is not None
+        ctx.mark_dirty(residual)
+        ops.bias_dropout_add_(rows, bias, add, slot, p, site, row0, col0)
+        return residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (slot,) = ctx.saved_tensors
-        (p, site), origin = ctx.where
+        p, site, row0, col0 = ctx.where
         need_residual, need_x, need_bias = ctx.needs_input_grad[:3]
         drops = slot is not None and reference.dropout_threshold(p) > 0
         dx, dbias = dout, None
         if need_bias or (need_x and drops):
             bias_dtype = ctx.bias_dtype if need_bias else None
-            dx, dbias = ops.bias_dropout_add_backward(
-                dout.contiguous(), slot, p, site, bias_dtype, *origin
+            found, dbias = ops.bias_dropout_add_backward(
+                _rows(dout), slot, p, site, bias_dtype, row0, col0
             )
+            dx = found.view(dout.shape) if drops else dout
         return (
             dout if need_residual else None,
-            (dx if drops else dout) if need_x else None,
+            dx if need_x else None,
             dbias if need_bias else None,
-            *[None] * 6,
+            *[None] * 3,
         )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[M, N], contiguous."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
 def bias_dropout_add(
@@ -92,28 +99,27 @@ def bias_dropout_add(
         site: stream of this dropout within a slot.
         row0, col0: where x[0, 0], as a matrix of rows, lies in the whole tensor: shards of a tensor that draw from
             one slot draw their parts of one mask.
-        inplace: write the result over `residual`, which must be contiguous and of x's dtype, and return it.
+        inplace: write the result over `residual`, which must be contiguous and of x's dtype and no leaf that
+            requires grad, and return it.
 
     Returns:
         x's shape and dtype.
 
     Raises:
         TypeError: a dtype is none of the three.
-        ValueError: p, a shape, a device or an in-place residual does not fit. Nothing is changed then.
+        ValueError: p, site, an origin, a shape, a device or an in-place residual does not fit. Nothing is changed then.
+        RuntimeError: `state` is a `PhiloxStates` outside of `fork`.
     """
     bias = _row(bias)
-    _check(x, bias, residual, p, row0, col0, inplace)
-    slot = None
-    if training and reference.dropout_threshold(p) > 0:
-        slot = draw_slot(state, x.device)
-    shape = (x.shape[:-1].numel(), x.shape[-1])
-    rows = x.reshape(shape).contiguous()
-    add = None if residual is None else residual.to(x.dtype).reshape(shape).contiguous()
-    out = _BiasDropoutAdd.apply(add, rows, bias, slot, p, site, row0, col0, inplace)
-    if inplace:
-        assert residual is not None
-        return residual
-    return out.view(x.shape)
+    _check(x, bias, residual, p, (site, row0, col0), inplace)
+    drops = training and reference.dropout_threshold(p) > 0
+    slot = draw_slot(state, x.device) if drops else None
+    if residual is not None:
+        residual = residual.to(x.dtype)
+    out: Tensor = _BiasDropoutAdd.apply(
+        residual, x, bias, slot, (float(p), site, row0, col0), inplace
+    )
+    return out
 
 
 def get_bias_dropout_add(
@@ -125,7 +131,7 @@ def get_bias_dropout_add(
 ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
     """Megatron-core's `get_bias_dropout_add`: a function of ((x, bias), residual, prob).
 
-    `fused=False` composes the same result, with the same masks, of PyTorch's operations.
+    `fused=False` computes the same, with the same masks, in separate operations.
     """
 
     def fused_form(
@@ -136,13 +142,12 @@ def get_bias_dropout_add(
     def unfused_form(
         x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
     ) -> Tensor:
-        x, bias = x_with_bias
-        _check(x, _row(bias), residual, prob, 0, 0, False)
+        x, bias = x_with_bias[0], _row(x_with_bias[1])
+        _check(x, bias, residual, prob, (site, 0, 0), False)
         drops = training and reference.dropout_threshold(prob) > 0
         slot = draw_slot(state, x.device) if drops else None
-        shape = (x.shape[:-1].numel(), x.shape[-1])
-        rows, add = x.reshape(shape), residual.to(x.dtype).reshape(shape)
-        return reference.bias_dropout_add(rows, _row(bias), add, slot, prob, site).view(x.shape)
+        rows, add = _rows(x), _rows(residual.to(x.dtype))
+        return reference.bias_dropout_add(rows, bias, add, slot, prob, site).view(x.shape)
 
     return fused_form if fused else unfused_form
 
@@ -152,9 +157,12 @@ def _row(bias: Tensor | None) -> Tensor | None:
     if bias is None or bias.dim() < 2:
         return bias
     leading = list(zip(bias.shape, bias.stride(), strict=True))[:-1]
-    if any(size != 1 and stride != 0 for size, stride in leading):
+    if any(size > 1 and stride != 0 for size, stride in leading):
         raise ValueError(f"bias must be [N] or expanded from it, found {tuple(bias.shape)}")
-    return bias[(0,) * len(leading)]
+    base = None if torch.compiler.is_compiling() else bias._base
+    if base is not None and base.shape == bias.shape[-1:] and base.stride() == bias.stride()[-1:]:
+        return base  # its gradient need not pass through one of the expanded shape
+    return bias.sum(list(range(len(leading)))) if bias.numel() == 0 else bias[(0,) * len(leading)]
 
 
 def _check(
@@ -162,34 +170,24 @@ def _check(
     bias: Tensor | None,
     residual: Tensor | None,
     p: float,
-    row0: int,
-    col0: int,
+    where: tuple[int, int, int],
     inplace: bool,
 ) -> None:
-    for name, tensor in (("x", x), ("bias", bias), ("residual", residual)):
-        if tensor is None:
-            continue
-        if tensor.dtype not in COMPUTE_DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, found {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, x on {x.device}; they must be the same"
-            )
-    if x.dim() == 0:
-        raise ValueError("x must have shape [..., N], found a scalar")
-    if bias is not None and bias.shape != x.shape[-1:]:
-        raise ValueError(f"bias must have shape [{x.shape[-1]}], found {tuple(bias.shape)}")
-    if residual is not None and residual.shape != x.shape:
+    reference.check_bias_dropout_add(x, bias, residual, p)
+    for name, value in zip(("site", "row0", "col0"), where, strict=True):
+        if not 0 <= value < 2**32:
+            raise ValueError(f"{name} must be in [0, 2**32), found {value}")
+    _, row0, col0 = where
+    if row0 + x.shape[:-1].numel() > 2**32 or col0 + x.shape[-1] > 2**32:
         raise ValueError(
-            f"residual must have x's shape {tuple(x.shape)}, found {tuple(residual.shape)}"
+            f"rows and columns must end below 2**32, found row0 = {row0}, col0 = {col0}, x {tuple(x.shape)}"
         )
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"p must be in [0, 1), found {p}")
-    for name, origin in (("row0", row0), ("col0", col0)):
-        if not 0 <= origin < 2**32:
-            raise ValueError(f"{name} must be in [0, 2**32), found {origin}")
-    if inplace and (residual is None or residual.dtype != x.dtype or not residual.is_contiguous()):
+    if not inplace:
+        return
+    if residual is None or residual.dtype != x.dtype or not residual.is_contiguous():
         found = residual if residual is None else (residual.dtype, residual.stride())
         raise ValueError(
             f"inplace needs a contiguous residual of x's dtype {x.dtype}, found {found}"
         )
+    if residual.is_leaf and residual.requires_grad and torch.is_grad_enabled():
+        raise ValueError("inplace needs a residual that is no leaf requiring grad, found one")

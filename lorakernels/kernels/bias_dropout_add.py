@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakernels import reference
 from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.pointers import address, name, stream
 
 
 def bias_dropout_add(
@@ -61,7 +62,7 @@ def bias_dropout_add_backward(
     """`reference.bias_dropout_add_backward`; dbias in another, fixed order."""
     if why_not_csrc(capability_of(dout.device)):
         return reference.bias_dropout_add_backward(dout, slot, p, site, bias_dtype, row0, col0)
-    _check(dout=dout, slot=slot)
+    _check(dout, slot)
     rows, cols = dout.shape
     drops = slot is not None and reference.dropout_threshold(p) > 0
     dx = torch.empty_like(dout) if drops else dout.new_empty(0)
@@ -73,16 +74,16 @@ def bias_dropout_add_backward(
         partial = torch.empty(chunks, cols, device=dout.device)
     if drops or bias_dtype is not None:
         extension().bias_dropout_add_backward(
-            _address(dx),
-            _address(dbias),
-            _address(partial),
-            _address(dout),
+            address(dx),
+            address(dbias),
+            address(partial),
+            address(dout),
             rows,
             cols,
-            _name(dout.dtype),
-            _name(dbias.dtype),
+            name(dout.dtype),
+            name(dbias.dtype),
             *_dropout(slot, p, site, row0, col0),
-            torch.cuda.current_stream(dout.device).cuda_stream,
+            stream(dout.device),
             dout.get_device(),
         )
     return dx, dbias if bias_dtype is None else dbias.to(bias_dtype)
@@ -99,19 +100,20 @@ def _launch(
     row0: int,
     col0: int,
 ) -> None:
+    reference.check_bias_dropout_add(x, bias, residual, p)
+    _check(x, slot, residual=residual)
     if bias is not None:
         bias = bias.to(_bias_dtype(bias.dtype, x.dtype)).contiguous()
-    _check(out=out, x=x, residual=residual, slot=slot)
     extension().bias_dropout_add(
-        _address(out),
-        _address(x),
-        _address(bias),
-        _address(residual),
+        address(out),
+        address(x),
+        address(bias),
+        address(residual),
         *x.shape,
-        _name(x.dtype),
-        _name(x.dtype if bias is None else bias.dtype),
+        name(x.dtype),
+        name(x.dtype if bias is None else bias.dtype),
         *_dropout(slot, p, site, row0, col0),
-        torch.cuda.current_stream(x.device).cuda_stream,
+        stream(x.device),
         x.get_device(),
     )
 
@@ -120,7 +122,7 @@ def _dropout(
     slot: Tensor | None, p: float, site: int, row0: int, col0: int
 ) -> tuple[int, int, int, int, int]:
     threshold = 0 if slot is None else reference.dropout_threshold(p)
-    return _address(slot), site, threshold, row0, col0
+    return address(slot), site, threshold, row0, col0
 
 
 def _bias_dtype(dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype:
@@ -128,15 +130,15 @@ def _bias_dtype(dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == x_dtype else torch.float32
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
+def _check(x: Tensor, slot: Tensor | None, **tensors: Tensor | None) -> None:
+    """What the kernels assume beyond reference.check_bias_dropout_add: [M, N] of one dtype, without gaps."""
+    reference.check_slot(slot, x.device)
+    if x.dim() != 2:
+        raise ValueError(f"x must be [M, N], found {tuple(x.shape)}")
+    for what, tensor in (("x", x), *tensors.items()):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{what} must have x's dtype {x.dtype}, found {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{what} must be contiguous, found strides {tensor.stride()}")

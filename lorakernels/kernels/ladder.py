@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from lorakernels.device import why_not_csrc
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.tuning import MAX_RANK
 
 OPS = (
     "quantize_lora_down",
@@ -18,6 +22,12 @@ OPS = (
 _GEMMS = ("fp8_linear_lora", "fp8_grad_input")
 FP8_GEMM_CAPABILITY = (8, 9)
 FP8_GEMM_MULTIPLE = 16
+TMA_CAPABILITY = (9, 0)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
+DOWN_RANK = 128
+GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
+GRAD_RANK = 128
 
 
 def implementations(
@@ -63,7 +73,92 @@ def implementations(
     own = {
         op: ("torch", csrc_why_not) if csrc_why_not else ("csrc", note) for op, note in csrc.items()
     }
+    table["quantize_lora_down"] = _quantize_lora_down(capability or (0, 0), sizes)
+    table["quantize_grad"] = _quantize_grad(capability or (0, 0), sizes)
+    if fp8 and not _why_not_triton_gemm(
+        capability or (0, 0), 1, *(sizes or (FP8_GEMM_MULTIPLE,) * 2)
+    ):
+        needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
+        note = f"one kernel for bf16 and fp16, rank ≤ {MAX_RANK}{needs}; else torch._scaled_mm"
+        own["fp8_linear_lora"] = ("triton", note)
     return {**table, **dict.fromkeys(_GEMMS, gemm), **own}
+
+
+def _quantize_grad(capability: tuple[int, int], sizes: tuple[int, int] | None) -> tuple[str, str]:
+    if why_not := why_not_wgmma(capability):
+        return "torch", why_not
+    if sizes and sizes[0] % GRAD_MULTIPLE:
+        return "torch", f"N = {sizes[0]} must be a multiple of {GRAD_MULTIPLE}"
+    needs_n = "" if sizes else f", N a multiple of {GRAD_MULTIPLE}"
+    return "csrc", f"one pass for bf16 and fp16, rank ≤ {GRAD_RANK}{needs_n}; else PyTorch's"
+
+
+def why_not_wgmma(capability: tuple[int, int]) -> str | None:
+    """None if csrc's kernels with Hopper's own instructions were built and run here; otherwise the reason why not."""
+    if why_not := why_not_csrc(capability):
+        return why_not
+    if capability != (9, 0):
+        return f"wgmma is Hopper's (9, 0), found {capability}"
+    built = extension().build_info()["cuda_archs"]
+    return (
+        None if "90a" in built.split(";") else f"lorakernels._C was built for sm_{built}, not 90a"
+    )
+
+
+def why_not_one_read(x: Tensor, lora_A: Tensor | None, col0: int) -> str | None:
+    """None if csrc's `quantize_lora_down` takes these tensors; otherwise the reason why not."""
+    if why_not := _why_not_one_read(capability_of(x.device), x.shape[1]):
+        return why_not
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"x is {x.dtype}, not bfloat16 or float16"
+    if col0 % DOWN_MULTIPLE:
+        return f"col0 = {col0} must be a multiple of {DOWN_MULTIPLE}"
+    if lora_A is not None and not 0 < lora_A.shape[0] <= DOWN_RANK:
+        return f"rank {lora_A.shape[0]} is not in 1 to {DOWN_RANK}"
+    for name, tensor in (("x", x), ("lora_A", lora_A)):
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    return None
+
+
+def _why_not_one_read(capability: tuple[int, int], k: int) -> str | None:
+    if why_not := why_not_csrc(capability):
+        return why_not
+    if capability < (8, 0):
+        return f"compute capability {capability} has no bf16 tensor cores"
+    return f"K = {k} must be a multiple of {DOWN_MULTIPLE}" if k % DOWN_MULTIPLE else None
+
+
+def _quantize_lora_down(
+    capability: tuple[int, int], sizes: tuple[int, int] | None
+) -> tuple[str, str]:
+    if why_not := _why_not_one_read(capability, sizes[1] if sizes else DOWN_MULTIPLE):
+        return "torch", why_not
+    needs_k = "" if sizes else f", K a multiple of {DOWN_MULTIPLE}"
+    return "csrc", f"one read for bf16 and fp16, rank ≤ {DOWN_RANK}{needs_k}; else PyTorch's"
+
+
+def why_not_one_pass(dy: Tensor, lora_B: Tensor | None, s: Tensor | None) -> str | None:
+    """None if csrc's `quantize_grad` takes these tensors; otherwise the reason why not."""
+    if why_not := why_not_wgmma(capability_of(dy.device)):
+        return why_not
+    if dy.dtype not in (torch.bfloat16, torch.float16):
+        return f"dy is {dy.dtype}, not bfloat16 or float16"
+    if dy.shape[1] % GRAD_MULTIPLE:
+        return f"N = {dy.shape[1]} must be a multiple of {GRAD_MULTIPLE}"
+    if dy.data_ptr() % 16 or not dy.is_contiguous():
+        return f"dy must be contiguous and 16-byte aligned, found strides {dy.stride()}"
+    if lora_B is None:
+        return None
+    if not 0 < lora_B.shape[1] <= GRAD_RANK:
+        return f"rank {lora_B.shape[1]} is not in 1 to {GRAD_RANK}"
+    if lora_B.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"lora_B is {lora_B.dtype}"
+    if s is not None and s.dtype != dy.dtype:
+        return f"s is {s.dtype}, dy {dy.dtype}"
+    if not all(t is None or t.is_contiguous() for t in (lora_B, s)):
+        return "lora_B and s must be contiguous"
+    return None
 
 
 def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
@@ -73,3 +168,41 @@ def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> st
     if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
         return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
     return "no rows" if rows == 0 else None
+
+
+def why_not_triton_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    s: Tensor | None,
+    lora_B: Tensor | None,
+    scaling: float,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """None if the Triton kernel of `fp8_linear_lora` takes these FP8 operands; otherwise the reason why not."""
+    if why_not := _why_not_triton_gemm(capability_of(x.device), x.shape[0], *weight.shape):
+        return why_not
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.data_ptr() % 16 or not tensor.is_contiguous():
+            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
+    if s is not None and lora_B is not None:
+        if s.dtype not in (torch.bfloat16, torch.float16):
+            return f"s is {s.dtype}, not bfloat16 or float16"
+        if s.shape[1] > MAX_RANK:
+            return f"rank {s.shape[1]} is above {MAX_RANK}"
+        if scaling and not 2.0**-64 <= abs(scaling) <= 2.0**64:
+            return f"scaling = {scaling}: the accumulator divided by it may leave fp32's range"
+    for name, optional in (("bias", bias), ("s", s), ("lora_B", lora_B)):
+        if optional is not None and not optional.is_contiguous():
+            return f"{name} must be contiguous, found strides {optional.stride()}"
+        if optional is not None and optional.dtype not in FLOATS:
+            return f"{name} is {optional.dtype}"
+    return None
+
+
+def _why_not_triton_gemm(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
+    if capability < TMA_CAPABILITY:
+        return f"compute capability {capability} has no TMA"
+    return takes_cublaslt(capability, rows, n, k) or ("K = 0" if k == 0 else None)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s on CUDA, in PyTorch's kernels.
+"""dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s on CUDA.
 
-dy [M, N], B [N, R], s [M, R], ds [M, R], dB [N, R]. Both products run in dy's dtype with fp32 accumulation and
-are rounded once; dB is then widened to B's dtype. fp16, whose range ends at 65504, sums dB in fp32: there loss
-scaling makes it large.
+dy [M, N], B [N, R], s [M, R], ds [M, R], dB [N, R]. csrc/quantize_grad.cu reads dy once and writes dy8: 3MN bytes;
+the sums are kept in registers and shared memory and added up in an order that depends on the shape alone. What it does
+not take (`ladder.why_not_one_pass`) goes through PyTorch's kernels. Both products have dy's dtype, fp32 accumulation
+and one rounding; in PyTorch's form dB is rounded to dy's dtype first, and fp16, whose range ends at 65504, sums
+dB in fp32: there loss scaling makes it large.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import reference
+from lorakernels.device import extension
+from lorakernels.kernels import ladder
+from lorakernels.kernels.pointers import cell, name, stream
 from lorakernels.kernels.product import product
 
 
@@ -26,6 +31,23 @@ def quantize_grad(
     fp8_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_grad`."""
+    arguments = (dy, lora_B, s, state, column, delayed, scaling, fp8_dtype)
+    if ladder.why_not_one_pass(dy, lora_B, s):
+        return in_torch(*arguments)
+    return in_one_pass(*arguments)
+
+
+def in_torch(
+    dy: Tensor,
+    lora_B: Tensor | None,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    scaling: float,
+    fp8_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One PyTorch kernel after the other, for any dtype, shape and stride."""
     dy8, scale_inv = reference.quantize(dy, state, column, delayed, fp8_dtype)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
@@ -35,3 +57,53 @@ def quantize_grad(
     if dy.dtype == torch.float16:
         dy = dy.float()
     return dy8, scale_inv, ds, product(dy.t(), s.to(dy.dtype), scaling).to(lora_B.dtype)
+
+
+def in_one_pass(
+    dy: Tensor,
+    lora_B: Tensor | None,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    scaling: float,
+    fp8_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `ladder.why_not_one_pass` has no objection to, by csrc."""
+    rows, cols = dy.shape
+    ext = extension()
+    if lora_B is None:
+        s = None
+    rank = 0 if lora_B is None else lora_B.shape[1]
+    quantizes = state is not None
+    dy8 = torch.empty((rows, cols) if quantizes else 0, dtype=torch.uint8, device=dy.device)
+    scale_inv = torch.empty(1 if quantizes else 0, device=dy.device)
+    ds = torch.empty(0 if lora_B is None else (rows, rank), dtype=dy.dtype, device=dy.device)
+    dB = dy.new_empty(0) if lora_B is None or s is None else torch.empty_like(lora_B)
+    floats = ext.quantize_grad_workspace(rows, cols, rank, s is not None)
+    scratch = torch.empty(ext.AMAX_PARTIALS + floats, device=dy.device)
+    b_dtype = dy.dtype if lora_B is None else lora_B.dtype
+    ext.quantize_grad(
+        dy8.data_ptr() if quantizes else 0,
+        scale_inv.data_ptr() if quantizes else 0,
+        cell(state, 0, column) if delayed else 0,
+        0 if lora_B is None else ds.data_ptr(),
+        0 if s is None else dB.data_ptr(),
+        scratch.data_ptr() + 4 * ext.AMAX_PARTIALS,
+        dy.data_ptr(),
+        0 if lora_B is None else lora_B.data_ptr(),
+        0 if s is None else s.data_ptr(),
+        cell(state, -1, column) if delayed else 0,
+        scratch.data_ptr(),
+        rows,
+        cols,
+        rank,
+        scaling,
+        name(dy.dtype),
+        name(b_dtype),
+        name(fp8_dtype).removeprefix("float8_"),
+        reference.FP8_MAX[fp8_dtype],
+        stream(dy.device),
+        dy.get_device(),
+    )
+    return dy8, scale_inv, ds, dB

@@ -92,7 +92,12 @@ def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
         return "; weight untied"
     if is_fp8_linear(old):
         return "; block FP8 held with one scale"
-    return "; FP8 bytes kept" if isinstance(old, FrozenFP8Linear) else ""
+    if not isinstance(old, FrozenFP8Linear):
+        return ""
+    theirs, ours = old.fp8_state, new.fp8_state
+    if theirs is None or ours is None or theirs.recipe == ours.recipe:
+        return "; FP8 bytes and scales kept"
+    return f"; FP8 bytes kept, scales dropped: they follow {theirs.recipe}"
 
 
 def _one_device(model: nn.Module, paths: list[str]) -> torch.device:

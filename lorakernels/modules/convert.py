@@ -111,6 +111,8 @@ def _hand_over_scales(old: FrozenFP8Linear, new: LoRALinear) -> None:
         return
     ours.forward[:, new._column] = theirs.forward[:, old._column]
     ours.backward[:, new._column] = theirs.backward[:, old._column]
+    if theirs.in_charge != "auto":
+        ours.in_charge = theirs.in_charge
 
 
 def _held(module: nn.Module, plain: bool) -> tuple[Tensor, Tensor | None]:

@@ -356,6 +356,10 @@ class FrozenFP8Linear(nn.Module):
         )
         self._renew_weight_t()
         if columns is not None and self.fp8_state is not None:
+            if (
+                self.fp8_state.forward.is_meta and not columns.is_meta
+            ):  # load_state_dict(assign=True)
+                self.fp8_state.to(columns.device)
             self.fp8_state.forward[:, self._column] = columns[:, 0]
             self.fp8_state.backward[:, self._column] = columns[:, 1]
 
@@ -392,15 +396,19 @@ class FrozenFP8Linear(nn.Module):
         if absent:
             missing_keys += absent
             return None
-        columns = torch.cat((entries["fp8_amax_history"], entries["fp8_scale"][None]))
-        length, expected = columns.shape[0] - 1, self.fp8_state.recipe.amax_history_len
-        if length != expected:
-            error_msgs.append(
-                f"{prefix}fp8_amax_history: history of {length} iterations does not fit the recipe's "
-                f"amax_history_len = {expected}"
-            )
+        recipe = self.fp8_state.recipe
+        length = recipe.amax_history_len
+        shapes = {"fp8_scale": (2,), "fp8_amax_history": (length, 2), "fp8_max": (2,)}
+        odd = {k: tuple(v.shape) for k, v in entries.items() if v.shape != shapes[k]}
+        if odd:
+            error_msgs += [
+                f"{prefix}{k}: shape {shape} does not fit {shapes[k]}, the recipe's amax_history_len is {length}"
+                for k, shape in odd.items()
+            ]
             return None
-        made_for, ours = entries["fp8_max"].tolist(), self.fp8_max.tolist()
+        columns = torch.cat((entries["fp8_amax_history"], entries["fp8_scale"][None]))
+        made_for = entries["fp8_max"].tolist()
+        ours = [recipe.fp8_max_forward, recipe.fp8_max_backward]
         if made_for != ours:
             error_msgs.append(
                 f"{prefix}fp8_scale: made for formats with maxima {made_for}, this layer's recipe has {ours}"

@@ -196,6 +196,21 @@ def test_in_place_over_the_residual(device):
         assert torch.equal(found, truth)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_accumulate_in_tensors_of_their_own(inplace, p):
+    """x, residual and dout each keep theirs: two backwards add up, and dout stays as it was."""
+    x, residual = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
+    dout, state = torch.ones(2, 3, 8), FixedSlot(2)
+    for _ in range(2):
+        add = residual * 1 if inplace else residual
+        bias_dropout_add(x, None, add, p, True, state, inplace=inplace).backward(dout)
+    keep = reference.dropout_keep(state.tensor, p, 0, 6, 8).view(2, 3, 8)
+    torch.testing.assert_close(x.grad, 2 * keep * torch.tensor(reference.keep_scale(p)))
+    assert torch.equal(residual.grad, torch.full_like(dout, 2.0))
+    assert torch.equal(dout, torch.ones_like(dout))
+
+
 def test_a_residual_that_backward_still_needs_is_not_lost_silently():
     x = torch.randn(4, 8, requires_grad=True)
     residual = x.exp()  # exp's backward reads its result
@@ -268,15 +283,21 @@ def test_as_megatron_calls_it(fused, training, device):
     assert bda((x, None), residual, 0.25).shape == x.shape
 
 
-def test_compiles_as_one_graph(device):
-    x, bias, residual, dout = tensors((8, 32), torch.float32, device)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("form", ["out of place", "in place", "unfused"])
+def test_compiles_as_one_graph(form, p, device):
+    x, bias, residual, dout = tensors((4, 2, 32), torch.float32, device)
     state = FixedSlot(4, device)
+
+    def call(x, bias, residual):
+        if form == "unfused":
+            return get_bias_dropout_add(True, False, state=state)((x, bias), residual, p)
+        add = residual * 1
+        return bias_dropout_add(x, bias, add, p, True, state, inplace=form == "in place")
+
     results = []
-    for f in (
-        bias_dropout_add,
-        torch.compile(bias_dropout_add, fullgraph=True, backend="aot_eager"),
-    ):
-        out = f(x, bias, residual, 0.3, True, state)
+    for f in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = f(x, bias, residual)
         results.append((out, *torch.autograd.grad(out, (x, bias, residual), dout)))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
@@ -309,8 +330,38 @@ def test_partial_sums_of_any_shape():
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 5)], ids=str)
 def test_empty(shape, device):
     x, bias, residual, dout = tensors(shape, torch.bfloat16, device)
-    bias_dropout_add(x, bias, residual, 0.3).backward(dout)
-    assert x.grad.shape == x.shape and bias.grad.abs().sum() == 0
+    for b in (bias, bias.expand_as(x)):
+        bias_dropout_add(x, b, residual, 0.3).backward(dout)
+        assert x.grad.shape == x.shape and bias.grad.abs().sum() == 0
+
+
+def test_keeps_the_sign_of_zero(device):
+    x = torch.tensor([[-0.0, 0.0]], device=device)
+    for p in (0.0, 0.001):
+        out = bias_dropout_add(x, None, None, p, True, FixedSlot(3, device))
+        assert torch.signbit(out).tolist() == [[True, False]], "1 of 1000 dropped would be +0"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"residual": torch.ones(4, 6)},
+        {"residual": torch.ones(1, 6, dtype=torch.bfloat16)},
+        {"bias": torch.ones(1)},
+        {"slot": torch.ones(3, dtype=torch.int64)},
+        {"slot": torch.ones(2)},
+        {"p": 1.0},
+    ],
+    ids=lambda c: str({k: getattr(v, "shape", v) for k, v in c.items()}),
+)
+def test_the_op_itself_refuses_what_its_kernel_would_misread(change, device):
+    x = torch.ones(4, 6, device=device, dtype=torch.bfloat16)
+    arguments = {"x": x, "bias": None, "residual": None, "slot": None, "p": 0.1, "site": 0}
+    arguments |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
+    if device.type == "cpu" and getattr(change.get("residual"), "shape", None) == (4, 6):
+        pytest.skip("reference.py adds an fp32 residual, the kernel does not")
+    with pytest.raises((TypeError, ValueError)):
+        torch.ops.lorakernels.bias_dropout_add(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -335,6 +386,13 @@ def test_empty(shape, device):
         ({"p": 1.0}, ValueError, r"p must be in \[0, 1\), found 1.0"),
         ({"p": float("nan")}, ValueError, r"p must be in \[0, 1\), found nan"),
         ({"col0": -1}, ValueError, r"col0 must be in \[0, 2\*\*32\), found -1"),
+        ({"site": 2**32}, ValueError, r"site must be in \[0, 2\*\*32\), found 4294967296"),
+        ({"col0": 2**32 - 5}, ValueError, r"columns must end below 2\*\*32, .* col0 = 4294967291"),
+        (
+            {"residual": torch.ones(4, 6, requires_grad=True), "inplace": True},
+            ValueError,
+            "inplace needs a residual that is no leaf requiring grad",
+        ),
         ({"x": torch.tensor(1.0)}, ValueError, r"x must have shape \[..., N\], found a scalar"),
         (
             {"residual": None, "inplace": True},

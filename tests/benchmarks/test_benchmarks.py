@@ -46,8 +46,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         ("bias_dropout_add", ["--shapes", "40x64", "33x65"], (4 + 2) * 2 * 2, "÷ floor"),
         ("philox", ["--shapes", "40x64"], 7, "Gelement/s"),
         ("fp8_state", ["--tensors", "5", "--histories", "1", "4"], 2 * 4, "÷ ours"),
+        ("fp8_linear_lora", ["--shapes", "32x64x128", "--ranks", "3", "16"], 2 * 4, "÷ cublaslt"),
     ],
-    ids=["lora_linear", "bias_dropout_add", "philox", "fp8_state"],
+    ids=["lora_linear", "bias_dropout_add", "philox", "fp8_state", "fp8_linear_lora"],
 )
 def test_it_runs_and_writes_what_it_printed(
     name: str,

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "quantize_grad.h"
+
+#include <string>
+
+#include "register.h"
+
+namespace lorakernels {
+namespace {
+
+void check_shape(int64_t rows, int64_t cols, int64_t rank) {
+  check_sizes("quantize_grad", {{"rows", rows}, {"cols", cols}, {"rank", rank}});
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
+  if (cols % 8 != 0 || cols > kMost || rows > kMost || rank > 128) {
+    throw std::invalid_argument(
+        "quantize_grad: cols must be a multiple of 8, rank at most 128, rows and cols at most " +
+        std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) + ", rank " +
+        std::to_string(rank));
+  }
+}
+
+FloatType half_type(const std::string& name) {
+  const FloatType type = float_type("dtype", name);
+  if (type == FloatType::kFloat32) {
+    throw std::invalid_argument("dtype must be 'bfloat16' or 'float16', got 'float32'");
+  }
+  return type;
+}
+
+bool is_e5m2(const std::string& format) {
+  if (format != "e5m2" && format != "e4m3fn") {
+    throw std::invalid_argument("format must be 'e5m2' or 'e4m3fn', got '" + format + "'");
+  }
+  return format == "e5m2";
+}
+
+void quantize_grad(uintptr_t dy8, uintptr_t scale_inv, uintptr_t amax, uintptr_t ds, uintptr_t dB, uintptr_t workspace,
+                   uintptr_t dy, uintptr_t B, uintptr_t s, uintptr_t kept, uintptr_t partials, int64_t rows,
+                   int64_t cols, int64_t rank, float scaling, const std::string& dtype, const std::string& b_dtype,
+                   const std::string& format, float fp8_max, uintptr_t stream, int device) {
+  check_shape(rows, cols, rank);
+  if ((dy | dy8 | workspace) % 16 != 0) {
+    throw std::invalid_argument("quantize_grad: dy, dy8 and workspace must be 16-byte aligned");
+  }
+  const QuantizeGradParams params{
+      reinterpret_cast<uint8_t*>(dy8),
+      reinterpret_cast<float*>(scale_inv),
+      reinterpret_cast<float*>(amax),
+      reinterpret_cast<void*>(ds),
+      reinterpret_cast<void*>(dB),
+      reinterpret_cast<float*>(workspace),
+      reinterpret_cast<const void*>(dy),
+      reinterpret_cast<const void*>(B),
+      reinterpret_cast<const void*>(s),
+      {reinterpret_cast<const float*>(kept), reinterpret_cast<uint32_t*>(partials), fp8_max},
+      rows,
+      cols,
+      rank,
+      scaling,
+      half_type(dtype),
+      float_type("b_dtype", b_dtype),
+      is_e5m2(format)};
+  launch_quantize_grad(params, reinterpret_cast<void*>(stream), device);
+}
+
+}  // namespace
+
+void register_quantize_grad(py::module_& m) {
+  m.def(
+      "quantize_grad_workspace",
+      [](int64_t rows, int64_t cols, int64_t rank, bool has_dB) {
+        check_shape(rows, cols, rank);
+        return rank == 0 ? 0 : QuantizeGradGrid(rows, cols, rank).floats(has_dB);
+      },
+      py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("has_dB"), "fp32 numbers that quantize_grad needs");
+  m.def("quantize_grad", &quantize_grad, py::arg("dy8"), py::arg("scale_inv"), py::arg("amax"), py::arg("ds"),
+        py::arg("dB"), py::arg("workspace"), py::arg("dy"), py::arg("B"), py::arg("s"), py::arg("kept"),
+        py::arg("partials"), py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("scaling"), py::arg("dtype"),
+        py::arg("b_dtype"), py::arg("format"), py::arg("fp8_max"), py::arg("stream"), py::arg("device"),
+        "Device addresses, 0 for a tensor that is not there");
+}
+
+}  // namespace lorakernels

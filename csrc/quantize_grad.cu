@@ -1,0 +1,602 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "cuda_check.h"
+#include "quantize_grad.h"
+#include "wgmma.h"
+
+namespace lorakernels {
+namespace {
+
+using Grid = QuantizeGradGrid;
+
+constexpr int kGroups = 2;  // warpgroups of a block
+constexpr int kThreads = 128 * kGroups;
+constexpr int kSumThreads = 256;
+constexpr int kAtom = 64;  // rows, and columns, of a matrix of 128-byte rows
+constexpr int kAtomBytes = kAtom * 128;
+constexpr int kStageBytes = 4 * kAtomBytes;  // a tile of 128 × 128 as [column half][row half] atoms
+constexpr int kPanelRows = Grid::kPanelRows;
+constexpr int kTileCols = Grid::kTileCols;
+static_assert(kPanelRows == kGroups * kAtom && kTileCols == kGroups * kAtom);
+
+using DyRows = SwizzledRows<128>;
+
+// B and s in shared memory: rows of the padded rank, cut at 128 bytes into slabs of all rows.
+template <int kRank>
+struct Factor {
+  using Rows = SwizzledRows < kRank<64 ? kRank * 2 : 128>;
+  static constexpr int kChunks = kRank / 8;
+
+  static __device__ uint32_t offset(uint32_t row, uint32_t chunk, uint32_t rows) {
+    return chunk / 8 * rows * 128 + Rows::offset(row, chunk % 8);
+  }
+  static __device__ uint64_t descriptor(uint32_t base, uint32_t rows) { return Rows::descriptor(base, rows * 128); }
+  static constexpr uint32_t kBytesOf16Rows = Rows::offset(16, 0);
+};
+
+template <int kRank>
+struct Tiling {
+  static constexpr int kSteps = Grid::steps(kRank);
+  static constexpr int kStripCols = kSteps * kTileCols;
+  static constexpr int kStages = kRank <= 32 ? 5 : kRank == 64 ? 4 : 3;
+  static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
+  static constexpr int kOffsetB = kStages * kStageBytes;
+  static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
+  static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;  // full, then empty ones
+  static constexpr int kBytes = kOffsetBarriers + 2 * kStages * 8;
+  static_assert(kBytes <= 227 * 1024);
+};
+
+__device__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// 16 bytes, or zeros where the source does not exist.
+__device__ void copy_async(uint32_t target, const void* source, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
+               : "memory");
+}
+__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ void arrive_and_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ void wait_for(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"
+      "bra again;\nover:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// A box of the tensor that `map` describes, to shared memory; what lies outside the tensor becomes zeros.
+__device__ void copy_box(uint32_t target, const CUtensorMap& map, int col, int row, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], "
+      "[%4], %5;" ::"r"(target),
+      "l"(&map), "r"(col), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ void store_shared(uint32_t address, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// Two 16-bit elements of a word. bf16 takes one instruction for each, where cuda_bf16.h's conversion takes three.
+template <typename T>
+__device__ float2 unpacked(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+  }
+}
+
+template <typename T>
+__device__ uint32_t packed(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(two);
+  } else {
+    const __half2 two = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(two);
+  }
+}
+
+__device__ float element(const void* source, int64_t at, FloatType dtype) {
+  switch (dtype) {
+    case FloatType::kFloat32:
+      return static_cast<const float*>(source)[at];
+    case FloatType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(source)[at]);
+    default:
+      return __half2float(static_cast<const __half*>(source)[at]);
+  }
+}
+
+// B or s: rows of `rank` numbers.
+struct FactorSource {
+  const void* data;
+  int64_t rows;
+  int rank;
+  FloatType dtype;
+  bool in_chunks;  // every 8 numbers of a row are there and aligned
+
+  __device__ FactorSource(const void* data, int64_t rows, int64_t rank, FloatType dtype)
+      : data(data),
+        rows(data == nullptr ? 0 : rows),
+        rank(static_cast<int>(rank)),
+        dtype(dtype),
+        in_chunks(rank % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
+
+  __device__ bool has(int64_t row, int chunk) const { return row < rows && chunk * 8 < rank; }
+  __device__ const void* chunk_at(int64_t row, int chunk) const {
+    return static_cast<const uint16_t*>(data) + (row * rank + chunk * 8) * (dtype == FloatType::kFloat32 ? 2 : 1);
+  }
+
+  // Columns 8 chunk .. 8 chunk + 7, rounded to T; zeros where there are none.
+  template <typename T>
+  __device__ uint4 rounded(int64_t row, int chunk) const {
+    constexpr FloatType kOwn = std::is_same_v<T, __half> ? FloatType::kFloat16 : FloatType::kBFloat16;
+    float value[8] = {};
+    if (has(row, chunk)) {
+      if (in_chunks && dtype == kOwn) return *static_cast<const uint4*>(chunk_at(row, chunk));
+      if (in_chunks && dtype == FloatType::kFloat32) {
+        const auto from = static_cast<const float4*>(chunk_at(row, chunk));
+        const float4 low = from[0], high = from[1];
+        value[0] = low.x, value[1] = low.y, value[2] = low.z, value[3] = low.w;
+        value[4] = high.x, value[5] = high.y, value[6] = high.z, value[7] = high.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (chunk * 8 + i < rank) value[i] = element(data, row * rank + chunk * 8 + i, dtype);
+        }
+      }
+    }
+    return make_uint4(packed<T>(value[0], value[1]), packed<T>(value[2], value[3]), packed<T>(value[4], value[5]),
+                      packed<T>(value[6], value[7]));
+  }
+};
+
+template <__nv_fp8_interpretation_t kFormat>
+__device__ uint32_t fp8_of_two(float2 value, float scale) {
+  return __nv_cvt_float2_to_fp8x2({value.x * scale, value.y * scale}, __NV_SATFINITE, kFormat);
+}
+
+template <typename T, __nv_fp8_interpretation_t kFormat>
+__device__ uint2 fp8_of_eight(const uint4& words, float scale) {
+  const auto four = [&](uint32_t low, uint32_t high) {
+    return fp8_of_two<kFormat>(unpacked<T>(low), scale) | fp8_of_two<kFormat>(unpacked<T>(high), scale) << 16;
+  };
+  return {four(words.x, words.y), four(words.z, words.w)};
+}
+
+// amax as an integer: of non-negative floats the order is the same, and NaN is above inf.
+template <typename T>
+__device__ void raise_amax(float* amax, uint32_t most) {
+  most = warp_max_magnitude(most);
+  if (threadIdx.x % 32 != 0 || most == 0) return;
+  atomicMax(reinterpret_cast<int*>(amax), __float_as_int(unpacked<T>(most).x));
+}
+
+// The panels of a block's run, in the order in which they are used.
+struct Cursor {
+  int strip, panel;
+  int panels, left;
+  int count = 0;  // of panels before this one
+
+  __device__ explicit Cursor(const Grid& grid) : strip(0), panel(0), panels(static_cast<int>(grid.panels)) {
+    const int64_t first = grid.first_pair(blockIdx.x);
+    left = static_cast<int>(grid.first_pair(blockIdx.x + 1) - first);
+    if (left > 0) strip = static_cast<int>(first / panels), panel = static_cast<int>(first % panels);
+  }
+
+  __device__ void advance() {
+    --left, ++count;
+    if (++panel == panels) panel = 0, ++strip;
+  }
+};
+
+// A stage of the ring of tiles, and how often the ring has gone round.
+template <int kStages>
+struct Ring {
+  uint32_t tiles, barriers;
+  int stage = 0, round = 0;
+
+  __device__ Ring(uint32_t tiles, uint32_t barriers) : tiles(tiles), barriers(barriers) {}
+  __device__ uint32_t tile() const { return tiles + stage * kStageBytes; }
+  __device__ uint32_t full() const { return barriers + stage * 8; }
+  __device__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, round ^= 1;
+  }
+};
+
+// Thread 0 brings the tiles of dy, a ring's length less one ahead of their use.
+template <int kRank>
+struct Producer {
+  using Tile = Tiling<kRank>;
+  Cursor at;
+  Ring<Tile::kStages> ring;
+  int step = 0;
+
+  __device__ Producer(const Cursor& first, const Ring<Tile::kStages>& ring) : at(first), ring(ring) {}
+
+  // Once the stage's last tile has been used by all.
+  __device__ void bring(const CUtensorMap& dy) {
+    if (at.left == 0) return;
+    if (threadIdx.x == 0) {
+      wait_for(ring.empty(), ring.round ^ 1);
+      arrive_and_expect(ring.full(), kStageBytes);
+      const uint64_t policy = evict_first_policy();
+      const int col = at.strip * Tile::kStripCols + step * kTileCols, row = at.panel * kPanelRows;
+      copy_box(ring.tile(), dy, col, row, ring.full(), policy);
+      copy_box(ring.tile() + 2 * kAtomBytes, dy, col + kAtom, row, ring.full(), policy);
+    }
+    __syncwarp();
+    ring.advance();
+    if (++step == Tile::kSteps) step = 0, at.advance();
+  }
+};
+
+template <typename T, int kRank>
+__device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base, const Cursor& at) {
+  using Rows = Factor<kRank>;
+  const uint32_t to = base + Tiling<kRank>::kOffsetS + at.count % 2 * Tiling<kRank>::kFactorBytes;
+  const FactorSource source(params.s, params.rows, params.rank, params.dtype);
+#pragma unroll
+  for (int i = threadIdx.x; i < kPanelRows * Rows::kChunks; i += kThreads) {
+    const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+    const int64_t source_row = static_cast<int64_t>(at.panel) * kPanelRows + row;
+    const uint32_t address = to + Rows::offset(row, chunk, kPanelRows);
+    if (source.in_chunks) {
+      copy_async(address, source.chunk_at(source_row, chunk), source.has(source_row, chunk));
+    } else {
+      store_shared(address, source.rounded<T>(source_row, chunk));
+    }
+  }
+}
+
+template <typename T, int kRank>
+__device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base, int strip) {
+  using Rows = Factor<kRank>;
+  constexpr int kCols = Tiling<kRank>::kStripCols;
+  const FactorSource source(params.B, params.cols, params.rank, params.b_dtype);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kThreads) {
+    const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+    const uint4 rounded = source.rounded<T>(static_cast<int64_t>(strip) * kCols + row, chunk);
+    store_shared(base + Tiling<kRank>::kOffsetB + Rows::offset(row, chunk, kCols), rounded);
+  }
+}
+
+// dy8 of this warpgroup's half of a tile, 16 neighbouring elements a thread at a time; raises `most`.
+template <typename T, int kBatch>
+struct Quantizer {
+  float scale;
+  uint32_t most = 0;
+  int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // of the tile
+  int col = threadIdx.x % 4 * 16;
+  uint32_t source = threadIdx.x / 128 * kAtomBytes + DyRows::offset(row % kAtom, threadIdx.x % 4 * 2);  // of the tile
+
+  __device__ explicit Quantizer(float scale) : scale(scale) {}
+
+  template <__nv_fp8_interpretation_t kFormat>
+  __device__ void tile(const QuantizeGradParams& params, const uint8_t* tile, int64_t first_row, int64_t first_col) {
+    const bool wide = params.cols % 16 == 0;
+    uint8_t* const target = params.dy8 + (first_row + row) * params.cols + first_col + col;
+    const int64_t rows = params.rows - first_row - row, cols = params.cols - first_col - col;
+#pragma unroll
+    for (int first = 0; first < 4; first += kBatch) {
+      uint4 low[kBatch], high[kBatch];
+#pragma unroll
+      for (int i = first; i < first + kBatch; ++i) {
+        const uint32_t at = source + i / 2 * (8 * 128) + i % 2 * (2 * kAtomBytes);
+        low[i - first] = *reinterpret_cast<const uint4*>(tile + at);
+        high[i - first] = *reinterpret_cast<const uint4*>(tile + (at ^ 16));
+      }
+#pragma unroll
+      for (int i = first; i < first + kBatch; ++i) {
+        const uint4 &l = low[i - first], &h = high[i - first];
+        for (const uint32_t word : {l.x, l.y, l.z, l.w, h.x, h.y, h.z, h.w}) most = max_magnitude(most, word);
+        const uint2 a = fp8_of_eight<T, kFormat>(l, scale), b = fp8_of_eight<T, kFormat>(h, scale);
+        uint8_t* const to = target + i / 2 * 8 * params.cols + i % 2 * kAtom;
+        const bool inside = i / 2 * 8 < rows && i % 2 * kAtom < cols;
+        if (inside && wide) __stwb(reinterpret_cast<uint4*>(to), make_uint4(a.x, a.y, b.x, b.y));
+        if (inside && !wide) __stwb(reinterpret_cast<uint2*>(to), a);
+        if (inside && !wide && i % 2 * kAtom + 8 < cols) __stwb(reinterpret_cast<uint2*>(to + 8), b);
+      }
+    }
+  }
+};
+
+// A warpgroup's [64, kRank] sums as they lie in registers.
+template <int kSums>
+__device__ void store_sums(float* target, const float (&sum)[kSums]) {
+  const auto mine = reinterpret_cast<float4*>(target) + threadIdx.x % 128;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
+    __stcg(mine + j * 128, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+  }
+}
+
+template <typename T, int kRank>
+__global__ void __launch_bounds__(kThreads, 1)
+    quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
+                         const __grid_constant__ Grid grid) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  using Tile = Tiling<kRank>;
+  using Rows = Factor<kRank == 0 ? 16 : kRank>;
+  constexpr int kSums = kRank == 0 ? 4 : kRank / 2;  // of a thread
+  constexpr int64_t kBlockFloats = kAtom * kRank;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  cudaTriggerProgrammaticLaunchCompletion();
+  const uint32_t base = shared_address(shared);
+  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // in a uniform register
+  Ring<Tile::kStages> ring(base, base + Tile::kOffsetBarriers);
+  if (threadIdx.x == 0) {
+    for (Ring<Tile::kStages> each = ring; each.round == 0; each.advance()) {
+      init_barrier(each.full(), 1);
+      init_barrier(each.empty(), kThreads / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  Cursor now(grid), ahead = now;
+  Producer<kRank> producer(now, ring);
+  for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
+  if constexpr (kRank > 0) {
+    if (ahead.left > 0) load_panel_of_s<T, kRank>(params, base, ahead);
+  }
+  const bool quantizes = params.scale_inv != nullptr;
+  Quantizer<T, kRank <= 32 ? 4 : 1> quantize(quantizes ? scale_to_use(params.scale) : 1.0f);
+  if (quantizes && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
+
+  [[maybe_unused]] const uint64_t B = Rows::descriptor(base + Tile::kOffsetB, Tile::kStripCols);
+  float sum_dB[Tile::kSteps][kSums] = {};
+  for (; now.left > 0; now.advance()) {
+    const bool begins = now.count == 0 || now.panel == 0, ends = now.panel == now.panels - 1 || now.left == 1;
+    [[maybe_unused]] const uint64_t s =
+        Rows::descriptor(base + Tile::kOffsetS + now.count % 2 * Tile::kFactorBytes, kPanelRows);
+    if constexpr (kRank > 0) {
+      if (begins) {
+        __syncthreads();
+        load_strip_of_B<T, kRank>(params, base, now.strip);
+      }
+      wait_for_copies();
+      fence_for_wgmma();
+      __syncthreads();
+      ahead.advance();
+      if (ahead.left > 0) load_panel_of_s<T, kRank>(params, base, ahead);
+    }
+    const int64_t first_row = static_cast<int64_t>(now.panel) * kPanelRows;
+    const int64_t first_col = static_cast<int64_t>(now.strip) * Tile::kStripCols;
+    float sum_ds[kSums] = {};
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step, ring.advance()) {
+      wait_for(ring.full(), ring.round);
+      if constexpr (kRank > 0) {
+        const uint64_t rows_of_dy = DyRows::descriptor(ring.tile() + group * kAtomBytes);
+        const uint64_t cols_of_dy = DyRows::descriptor(ring.tile() + group * (2 * kAtomBytes));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {  // ds += dy B
+          wgmma<T, 0>(sum_ds, moved(rows_of_dy, k / 4 * (2 * kAtomBytes) + k % 4 * 32),
+                      moved(B, (step * 8 + k) * Rows::kBytesOf16Rows), step > 0 || k > 0);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {  // dB += dyᵀ s
+          wgmma<T, 1>(sum_dB[step], moved(cols_of_dy, k * (16 * 128)), moved(s, k * Rows::kBytesOf16Rows),
+                      !begins | (k > 0));
+        }
+        wgmma_commit();
+      }
+      producer.bring(dy);
+      if (quantizes) {
+        const uint8_t* const tile = shared + ring.stage * kStageBytes;
+        if (params.is_e5m2) {
+          quantize.template tile<__NV_E5M2>(params, tile, first_row, first_col + step * kTileCols);
+        } else {
+          quantize.template tile<__NV_E4M3>(params, tile, first_row, first_col + step * kTileCols);
+        }
+      }
+      if constexpr (kRank > 0) wgmma_wait();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(ring.empty());
+    }
+    if constexpr (kRank > 0) {
+      const int64_t panel = now.strip * grid.panels + now.panel;
+      store_sums(params.workspace + (panel * kGroups + group) * kBlockFloats, sum_ds);
+      if (!ends || params.dB == nullptr) continue;
+      float* const segment = params.workspace + grid.ds_floats() + (blockIdx.x + now.strip) * grid.segment_floats();
+#pragma unroll
+      for (int step = 0; step < Tile::kSteps; ++step) {
+        store_sums(segment + (step * kGroups + group) * kBlockFloats, sum_dB[step]);
+      }
+    }
+  }
+  if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+#endif
+}
+
+template <typename T>
+__device__ void store_two(void* target, int64_t at, float first, float second, bool has_second) {
+  T* const to = static_cast<T*>(target) + at;
+  to[0] = static_cast<T>(first);
+  if (has_second) to[1] = static_cast<T>(second);
+}
+
+// ds and dB from the workspace: a thread sums the four numbers that a thread of the kernel before stored together.
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_shares_kernel(const __grid_constant__ QuantizeGradParams params, const __grid_constant__ Grid grid) {
+  const int per_block = grid.padded_rank / 8 * 128;  // threads for 64 rows
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
+  const int64_t panel_blocks = grid.panels * kGroups;
+  int64_t block = index / per_block;
+  const int within = static_cast<int>(index % per_block), thread = within % 128;
+  const bool is_ds = block < panel_blocks;
+  const float* source = params.workspace + index * 4;
+  int64_t shares = grid.strips, stride = panel_blocks * kAtom * grid.padded_rank, rows = params.rows;
+  if (!is_ds) {
+    block -= panel_blocks, rows = params.cols;
+    const int64_t blocks_of_strip = grid.strip_cols / kAtom, strip = block / blocks_of_strip;
+    int64_t low = 0;
+    shares = 0;
+    if (grid.panels > 0 && strip < grid.strips) {
+      low = grid.block_of(strip * grid.panels);
+      shares = grid.block_of((strip + 1) * grid.panels - 1) - low + 1;
+    }
+    stride = grid.segment_floats();
+    source = params.workspace + grid.ds_floats() + (low + strip) * stride +
+             ((block % blocks_of_strip) * per_block + within) * 4;
+  }
+  const int64_t row = block * kAtom + thread / 32 * 16 + thread % 32 / 4;
+  const int col = within / 128 * 8 + thread % 4 * 2, rank = static_cast<int>(params.rank);
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+  if (row >= rows || col >= rank || (!is_ds && params.dB == nullptr)) return;
+  float sum[4] = {};
+#pragma unroll 16
+  for (int share = 0; share < static_cast<int>(shares); ++share) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(source + share * stride));
+    sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= rows) return;
+    const float first = sum[2 * half] * params.scaling, second = sum[2 * half + 1] * params.scaling;
+    const int64_t at = (row + 8 * half) * rank + col;
+    const bool both = col + 1 < rank;
+    if (is_ds) {
+      store_two<T>(params.ds, at, first, second, both);
+    } else if (params.b_dtype == FloatType::kFloat32) {
+      store_two<float>(params.dB, at, first, second, both);
+    } else if (params.b_dtype == FloatType::kBFloat16) {
+      store_two<__nv_bfloat16>(params.dB, at, first, second, both);
+    } else {
+      store_two<__half>(params.dB, at, first, second, both);
+    }
+  }
+}
+
+// Starts while the kernel before still runs; the kernel waits where it needs to.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  LORAKERNELS_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+EncodeTiled encode_tiled() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+  LORAKERNELS_CHECK_CUDA(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+#else
+  LORAKERNELS_CHECK_CUDA(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
+#endif
+  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(function);
+}
+
+// dy in boxes of 128 rows × 64 columns, swizzled as DyRows. Without rows there is nothing to describe.
+CUtensorMap map_of(const QuantizeGradParams& params) {
+  static const EncodeTiled encode = encode_tiled();
+  CUtensorMap map{};
+  if (params.rows == 0) return map;
+  const auto type =
+      params.dtype == FloatType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(params.cols), static_cast<cuuint64_t>(params.rows)};
+  const cuuint64_t pitch[1] = {2 * sizes[0]};
+  const cuuint32_t box[2] = {kAtom, kPanelRows}, steps[2] = {1, 1};
+  const CUresult code =
+      encode(&map, type, 2, const_cast<void*>(params.dy), sizes, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (code != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(code));
+  return map;
+}
+
+template <typename T, int kRank>
+void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
+  const auto kernel = quantize_grad_kernel<T, kRank>;
+  constexpr int kBytes = Tiling<kRank>::kBytes;
+  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  launch_early(kernel, grid.blocks, kThreads, kBytes, stream, map_of(params), params, grid);
+}
+
+template <typename T>
+void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
+  const Grid grid(params.rows, params.cols, params.rank);
+  if (params.rank == 0) return launch_fused<T, 0>(params, grid, stream);
+  switch (grid.padded_rank) {
+    case 16:
+      launch_fused<T, 16>(params, grid, stream);
+      break;
+    case 32:
+      launch_fused<T, 32>(params, grid, stream);
+      break;
+    case 64:
+      launch_fused<T, 64>(params, grid, stream);
+      break;
+    default:
+      launch_fused<T, 128>(params, grid, stream);
+  }
+  const int64_t sums_of = grid.panels * Grid::kPanelRows + (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
+  const int64_t threads = sums_of * grid.padded_rank / 4;
+  launch_early(sum_shares_kernel<T>, (threads + kSumThreads - 1) / kSumThreads, kSumThreads, 0, stream, params, grid);
+}
+
+}  // namespace
+
+void launch_quantize_grad(const QuantizeGradParams& params, void* stream, int device) {
+  if (params.cols == 0 || (params.scale_inv == nullptr && params.rank == 0)) return;
+  const DeviceGuard guard(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (params.scale_inv != nullptr) {
+    launch_amax_if_unset(params.scale, params.dy, params.rows * params.cols, params.dtype, stream, -1);
+  }
+  if (params.dtype == FloatType::kBFloat16) {
+    launch_of_type<__nv_bfloat16>(params, on);
+  } else {
+    launch_of_type<__half>(params, on);
+  }
+}
+
+}  // namespace lorakernels

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// In one read of dy [rows, cols]:
+//   dy8 = sat(dy · scale)   amax = max |dy|   ds = scaling · dy B   dB = scaling · dyᵀ s
+// B [cols, rank] rounded to dy's dtype, s and ds [rows, rank] of it. Products run on the tensor cores with fp32
+// accumulation. Each block sums its share into a workspace, and a second kernel adds the shares up in an order that
+// depends on the shape alone, scales and rounds once. For sm_90a.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "amax.h"
+#include "float_type.h"
+
+namespace lorakernels {
+
+struct QuantizeGradParams {
+  uint8_t* dy8;       // [rows, cols]
+  float* scale_inv;   // [1], or null: dy is not quantized
+  float* amax;        // raised to max |dy|, NaN above inf; null in eval and without scale_inv
+  void* ds;           // [rows, rank] of dy's dtype; null with rank 0
+  void* dB;           // [cols, rank] of b_dtype, or null
+  float* workspace;   // of QuantizeGradGrid
+  const void* dy;     // [rows, cols], row-major without gaps, 16-byte aligned
+  const void* B;      // [cols, rank] of b_dtype; null with rank 0
+  const void* s;      // [rows, rank] of dy's dtype; null without dB
+  ScaleSource scale;  // with scale_inv
+  int64_t rows;       // elements, below 2^31 - 128
+  int64_t cols;       // elements, a multiple of 8, below 2^31 - 512
+  int64_t rank;       // 0 to 128
+  float scaling;      //
+  FloatType dtype;    // of dy, s, ds: kBFloat16 or kFloat16
+  FloatType b_dtype;  // of B, dB
+  bool is_e5m2;       // dy8 is e5m2, else e4m3
+};
+
+// dy is cut into strips of columns and panels of rows. A block takes a run of neighbouring (strip, panel) pairs, the
+// panels of a strip one after the other. What it keeps per strip, its share of dB, is a segment: as the blocks and the
+// strips go on, so do the segments, and segment = block + strip names each once.
+struct QuantizeGradGrid {
+  static constexpr int kPanelRows = 128;
+  static constexpr int kTileCols = 128;
+  static constexpr int64_t kBlocks = 132;  // an H200's multiprocessors
+
+  int padded_rank;  // 16, 32, 64 or 128; 16 for none as well
+  int strip_cols;
+  int64_t rows, cols, strips, panels, blocks;
+
+  QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank) : padded_rank(16), rows(rows), cols(cols) {
+    while (padded_rank < rank) padded_rank *= 2;
+    strip_cols = steps(padded_rank) * kTileCols;
+    strips = (cols + strip_cols - 1) / strip_cols;
+    panels = (rows + kPanelRows - 1) / kPanelRows;
+    blocks = std::max<int64_t>(1, std::min(strips * panels, kBlocks));
+  }
+
+  // Tiles of a strip: what registers hold of dB.
+  static constexpr LORAKERNELS_HD int steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }
+
+  LORAKERNELS_HD int64_t first_pair(int64_t block) const { return block * strips * panels / blocks; }
+  LORAKERNELS_HD int64_t block_of(int64_t pair) const { return ((pair + 1) * blocks - 1) / (strips * panels); }
+
+  // Workspace: ds's shares [strips, panels, sums of a panel], then dB's [segments, steps, sums of a tile's columns];
+  // sums of 128 rows or columns are two blocks of [64, padded rank], each as its warpgroup holds it (wgmma.h), four
+  // numbers a thread at a time: [padded rank / 8, 128 threads, 4].
+  LORAKERNELS_HD int64_t ds_floats() const { return strips * panels * kPanelRows * padded_rank; }
+  LORAKERNELS_HD int64_t segment_floats() const { return static_cast<int64_t>(strip_cols) * padded_rank; }
+  int64_t floats(bool has_dB) const { return ds_floats() + (has_dB ? (blocks + strips - 1) * segment_floats() : 0); }
+};
+
+// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
+void launch_quantize_grad(const QuantizeGradParams& params, void* stream, int device);
+
+}  // namespace lorakernels

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warpgroup matrix products of 16-bit operands in shared memory, for sm_90a (PTX ISA, "wgmma").
+//
+// D [64, N] += A [64, 16] B [16, N], fp32 in registers: lane l of warp w (of 4) holds, for j in 0 .. N/8 - 1,
+//   d[4j], d[4j+1]    D[16 w + l/4    , 8 j + 2 (l%4)], and the column after it
+//   d[4j+2], d[4j+3]  D[16 w + l/4 + 8, 8 j + 2 (l%4)], and the column after it
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace lorakernels {
+
+// Rows of `kRowBytes` (32, 64, 128) that lie one behind the other, their 16-byte chunks exchanged so that neither rows
+// nor columns of chunks collide in the banks. A matrix of such rows starts at a multiple of 1024 bytes.
+template <int kRowBytes>
+struct SwizzledRows {
+  static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
+  static constexpr uint64_t kMode = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+
+  static __device__ constexpr uint32_t offset(uint32_t row, uint32_t chunk) {
+    return row * kRowBytes + ((chunk ^ (row / (128 / kRowBytes) % (kRowBytes / 16))) << 4);
+  }
+
+  // Shared memory descriptor. 8 rows follow each other at 8 kRowBytes; `leading`: bytes to the next kRowBytes of the
+  // same rows, for an operand whose rows are longer and run along M or N.
+  static __device__ uint64_t descriptor(uint32_t address, uint32_t leading = 0) {
+    const uint64_t stride = 8 * kRowBytes;
+    return static_cast<uint64_t>(address >> 4) | static_cast<uint64_t>(leading >> 4) << 16 | (stride >> 4) << 32 |
+           kMode << 62;
+  }
+};
+
+// The descriptor of what lies `bytes` further on.
+__device__ __forceinline__ uint64_t moved(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// What this thread wrote to shared memory becomes visible to wgmma.
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#define LK_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define LK_NAMES_16 LK_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define LK_NAMES_32 LK_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LK_NAMES_64                                                                                        \
+  LK_NAMES_32                                                                                              \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LK_SUMS_8(d, i)                                                                                       \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define LK_SUMS_16(d, i) LK_SUMS_8(d, i), LK_SUMS_8(d, i + 8)
+#define LK_SUMS_32(d, i) LK_SUMS_16(d, i), LK_SUMS_16(d, i + 16)
+#define LK_SUMS_64(d, i) LK_SUMS_32(d, i), LK_SUMS_32(d, i + 32)
+#define LK_WGMMA(n, count, type, name_a, name_b, name_add, name_transpose)                                            \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " name_add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n          \
+               "k16.f32." type "." type " {" LK_NAMES_##count "}, " name_a ", " name_b ", add, 1, 1, " name_transpose \
+                                                              ", 1;\n}"                                               \
+               : LK_SUMS_##count(d, 0)                                                                                \
+               : "l"(a), "l"(b), "r"(add), "n"(kAlongM))
+#define LK_WGMMA_OF_TYPE(n, count, ...)             \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
+    LK_WGMMA(n, count, "bf16", __VA_ARGS__);        \
+  } else {                                          \
+    LK_WGMMA(n, count, "f16", __VA_ARGS__);         \
+  }
+
+// d = A B (+ d if add), by all 128 threads of the warpgroup. A's rows in shared memory run along K, or with kAlongM
+// along M; B's run along N.
+template <typename T, int kAlongM, int kSums>
+__device__ __forceinline__ void wgmma(float (&d)[kSums], uint64_t a, uint64_t b, int add) {
+  static_assert(kSums == 8 || kSums == 16 || kSums == 32 || kSums == 64);
+  if constexpr (kSums == 8) {
+    LK_WGMMA_OF_TYPE(16, 8, "%8", "%9", "%10", "%11")
+  } else if constexpr (kSums == 16) {
+    LK_WGMMA_OF_TYPE(32, 16, "%16", "%17", "%18", "%19")
+  } else if constexpr (kSums == 32) {
+    LK_WGMMA_OF_TYPE(64, 32, "%32", "%33", "%34", "%35")
+  } else {
+    LK_WGMMA_OF_TYPE(128, 64, "%64", "%65", "%66", "%67")
+  }
+}
+
+#undef LK_WGMMA_OF_TYPE
+#undef LK_WGMMA
+#undef LK_SUMS_64
+#undef LK_SUMS_32
+#undef LK_SUMS_16
+#undef LK_SUMS_8
+#undef LK_NAMES_64
+#undef LK_NAMES_32
+#undef LK_NAMES_16
+#undef LK_NAMES_8
+
+}  // namespace lorakernels

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8_linear_lora's Triton kernel: against float64 on the GPU, interpreted on the CPU, and its sm_90 code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lorakernels import ops, reference
+from lorakernels.kernels import fp8_linear_lora_triton as kernel
+from lorakernels.kernels import ladder, tuning
+
+ROOT = Path(__file__).parents[2]
+E4M3 = reference.E4M3
+op = importlib.import_module("lorakernels.kernels.fp8_linear_lora")  # the name is the function
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HOPPER = (9, 0)
+GUARD = 128  # elements; keeps 16-byte alignment
+
+
+class Case(NamedTuple):
+    m: int
+    n: int
+    k: int
+    rank: int  # 0: no LoRA
+    bias: torch.dtype | None
+    b: torch.dtype
+    out: torch.dtype
+    scaling: float
+
+    def __str__(self) -> str:
+        bias, b, out = (str(t).removeprefix("torch.") for t in (self.bias, self.b, self.out))
+        return (
+            f"M{self.m} N{self.n} K{self.k} R{self.rank} bias {bias} B {b} {out} × {self.scaling}"
+        )
+
+
+INTERPRETED = [
+    Case(1, 16, 16, 1, BF16, FP32, BF16, 0.5),
+    Case(33, 80, 48, 3, None, BF16, BF16, 2.0),
+    Case(70, 144, 80, 16, FP32, FP32, FP16, -1.5),
+    Case(40, 48, 32, 0, FP16, FP32, BF16, 1.0),
+    Case(32, 64, 64, 70, None, FP32, BF16, 2.0),
+    Case(17, 32, 64, 8, None, FP32, BF16, 0.0),
+]
+SMALL = tuning.KernelConfig(32, 32, 32, num_warps=4, num_stages=2, group=2)
+
+
+def version(module: ModuleType) -> tuple[int, ...]:
+    return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+
+def sweep() -> list[Case]:
+    """48 random shapes, the named ones among them: every tile size of the table, ragged in every direction."""
+    draw = random.Random(0)
+    ms = [1, 17, 64, 65, 300, 1000, 4097]
+    ns = [16, 16 * 17, 16 * 65, 1024, 4096, 8208]
+    ks = [16, 48, 16 * 33, 1024, 16 * 129]
+    ranks = [1, 3, 8, 16, 60, 64, 100, 128, 256, 0]
+    return [
+        Case(
+            ms[i % len(ms)],
+            draw.choice(ns),
+            draw.choice(ks),
+            ranks[i % len(ranks)],
+            draw.choice([None, BF16, FP16, FP32]),
+            draw.choice([FP32, BF16]),
+            draw.choice([BF16, BF16, FP16]),
+            draw.choice([0.25, 1.0, 2.0, -3.7]),
+        )
+        for i in range(48)
+    ]
+
+
+def operands(case: Case, device: str) -> tuple:  # type: ignore[type-arg]
+    """Arguments of the op; y's entries are of order 1 to 10, its three parts of like size."""
+    m, n, k, rank = case[:4]
+    generator = torch.Generator(device).manual_seed(m + n + k + rank)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    x, w = (
+        (20 * normal(*shape)).clamp(-448, 448).to(E4M3).view(torch.uint8)
+        for shape in ((m, k), (n, k))
+    )
+    scales = [torch.full((1,), v, device=device) for v in (0.05, 0.05 / k**0.5)]
+    bias = None if case.bias is None else normal(n).to(case.bias)
+    s = normal(m, rank).to(case.out) if rank else None
+    lora_b = (normal(n, rank) / rank**0.5).to(case.b) if rank else None
+    return x, scales[0], w, scales[1], bias, s, lora_b, case.scaling, case.out
+
+
+def exact(x, sx, w, sw, bias, s, lora_b, scaling, out_dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    """fp8_linear_lora in float64, unrounded; B rounded to s's dtype, as the contract says."""
+    y = (x.view(E4M3).double() @ w.view(E4M3).double().t()) * sx.double() * sw.double()
+    if s is not None:
+        y += scaling * (s.double() @ lora_b.to(s.dtype).double().t())
+    return y if bias is None else y + bias.double()
+
+
+def guarded(case: Case, device: str) -> tuple[Tensor, Tensor]:
+    """(buffer, y inside of it), all NaN."""
+    n = case.m * case.n
+    buffer = torch.full((n + 2 * GUARD,), float("nan"), dtype=case.out, device=device)
+    return buffer, buffer[GUARD : GUARD + n].view(case.m, case.n)
+
+
+def run(case: Case, device: str, config: tuning.KernelConfig, programs: int) -> Tensor:
+    """y between its guards."""
+    buffer, y = guarded(case, device)
+    kernel.launch(y, *operands(case, device)[:-1], config, programs)
+    return buffer
+
+
+def assert_guards_hold(buffer: Tensor) -> None:
+    assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all()
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """The interpreter must be chosen before triton is first imported: one run of this file as a program."""
+    if version(triton) < (3, 7) and version(numpy) >= (2, 4):
+        pytest.skip("Triton's interpreter before 3.7 takes no loop bounds with NumPy 2.4 or later")
+    path = tmp_path_factory.mktemp("interpreted") / "y.pt"
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": search}
+    result = subprocess.run(
+        [sys.executable, __file__, str(path)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_interpreted_kernel_computes_the_reference(interpreted, case):
+    buffer = interpreted[str(case)]
+    assert_guards_hold(buffer)
+    y = buffer[GUARD:-GUARD].view(case.m, case.n).double()
+    expected = exact(*operands(case, "cpu"))
+    # the interpreter cuts B and y off at bf16's last bit (2⁻⁸ at most, each); its FP8 products are right to 3e-3
+    assert (y - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", sweep(), ids=str)
+def test_like_float64_and_the_same_twice(case):
+    args = operands(case, "cuda")
+    problem = tuning.Problem(case.m, case.n, case.k, case.rank)
+    config = tuning.choose(problem, HOPPER, 132)
+    programs = tuning.programs(config, problem, 132)
+    buffer = run(case, "cuda", config, programs)
+    assert_guards_hold(buffer)
+    y = buffer[GUARD:-GUARD].view(case.m, case.n)
+    expected = exact(*args)
+    peer = op._unfused(*args)  # cuBLASLt, then the bias, then LoRA: rounded up to three times
+    # twice what PyTorch gets, and one rounding for where it happens to be exact
+    allowed = 2 * (peer.double() - expected).norm() + torch.finfo(case.out).eps * expected.norm()
+    assert (y.double() - expected).norm() <= allowed
+    assert torch.equal(run(case, "cuda", config, programs)[GUARD:-GUARD], buffer[GUARD:-GUARD])
+    assert ladder.why_not_triton_gemm(args[0], args[2], *args[4:]) is None
+    assert torch.equal(ops.fp8_linear_lora(*args), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", tuning.TILES[HOPPER] + tuning.DEFAULT, ids=str)
+def test_every_configuration_any_number_of_programs(config):
+    """Fewer programs than tiles walk over several, and the result does not know it."""
+    case = Case(333, 16 * 41, 16 * 21, 24, FP32, FP32, BF16, 1.5)
+    few, many = (run(case, "cuda", config, programs)[GUARD:-GUARD] for programs in (2, 7))
+    assert torch.equal(few, many)
+    expected = exact(*operands(case, "cuda"))
+    # a rounding to bf16 and FP8 sums with 14 bits: measured 1.7e-3
+    assert (few.view(case.m, case.n).double() - expected).norm() < 4e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_captured_replayed_with_other_values():
+    case = Case(200, 512, 768, 16, BF16, FP32, BF16, 2.0)
+    args = operands(case, "cuda")
+    ops.fp8_linear_lora(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.fp8_linear_lora(*args)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        args[0].copy_((20 * torch.randn(200, 768, device="cuda")).to(E4M3).view(torch.uint8))
+        args[1].fill_(0.01 * (seed + 1))
+        args[5].normal_()
+        args[6].normal_()
+        graph.replay()
+        assert torch.equal(y, ops.fp8_linear_lora(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n": 24}, "N = 24"),
+        ({"m": 0}, "no rows"),
+        ({"out": FP32}, "out_dtype"),
+        ({"rank": 300}, "rank 300"),
+        ({"scaling": 1e-30}, "scaling"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_take_is_named_and_right(change, reason):
+    case = Case(40, 64, 96, 4, BF16, FP32, BF16, 2.0)._replace(**change)
+    args = operands(case, "cuda")
+    assert reason in ladder.why_not_triton_gemm(args[0], args[2], *args[4:])
+    expected = exact(*args)
+    y = ops.fp8_linear_lora(*args).double()
+    # three roundings to bf16 and fast accumulation
+    assert (y - expected).norm() <= 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("problem", "block"),
+    [
+        (tuning.Problem(8192, 8192, 8192, 16), (128, 256)),
+        (tuning.Problem(1024, 4096, 4096, 16), (128, 128)),
+        (tuning.Problem(100, 8192, 8192, 16), (64, 64)),
+        (tuning.Problem(64, 57344, 8192, 16), (64, 64)),
+        (tuning.Problem(1, 8192, 8192, 8), (64, 64)),
+    ],
+    ids=str,
+)
+def test_configurations_by_shape(problem, block):
+    config = tuning.choose(problem, HOPPER, 132)
+    assert (config.block_m, config.block_n) == block
+    assert tuning.is_valid(config, problem, HOPPER)
+
+
+def test_an_unknown_gpu_gets_the_default_that_fits_it():
+    config = tuning.choose(tuning.Problem(8192, 8192, 8192, 16), (12, 7), 100)
+    assert config == tuning.DEFAULT[0]
+    assert tuning.shared_memory(config) <= tuning.SMALLEST_SHARED_MEMORY
+    assert not tuning.is_valid(tuning.TILES[HOPPER][0], tuning.Problem(99, 9, 9, 0), (12, 7))
+
+
+def test_the_choice_is_printed_once_when_asked(monkeypatch, capsys):
+    monkeypatch.setenv("LORAKERNELS_PRINT_CONFIGS", "1")
+    problem = tuning.Problem(12345, 16, 16, 5)
+    for _ in range(2):
+        tuning.choose(problem, HOPPER, 132)
+    assert capsys.readouterr().err.count("m=12345") == 1
+
+
+def compiled(rank: int, config: tuning.KernelConfig, b: str):
+    """For sm_90, no GPU needed."""
+    constants = {
+        "RANK": rank,
+        "STEP": tuning.rank_step(rank),
+        "HAS_BIAS": True,
+        "S_DTYPE": tl.bfloat16,
+        "B_DTYPE": {"i32": tl.float32, "i16": tl.bfloat16}[b],
+        "DOT_DTYPE": tl.bfloat16,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+    }
+    types = {
+        "y_tiles": f"tensordesc<bf16[{config.block_m}, {config.block_n // 2}]>",
+        "x_tiles": f"tensordesc<fp8e4nv[{config.block_m}, {config.block_k}]>",
+        "w_tiles": f"tensordesc<fp8e4nv[{config.block_n}, {config.block_k}]>",
+        "s_bits": "*i16",
+        "b_bits": f"*{b}",
+        "bias": "*bf16",
+        "x_scale_inv": "*fp32",
+        "w_scale_inv": "*fp32",
+        "scaling": "fp32",
+        **dict.fromkeys("MNK", "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = kernel._fp8_linear_lora_kernel.arg_names
+    aligned = [n for n in names if types[n].startswith("*") or n in ("N", "K")]
+    source = ASTSource(
+        fn=kernel._fp8_linear_lora_kernel,
+        signature={n: types[n] for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("rank", "config", "b"),
+    [
+        (0, tuning.TILES[HOPPER][0], "i32"),
+        (16, tuning.TILES[HOPPER][0], "i32"),
+        (64, tuning.TILES[HOPPER][0], "i32"),
+        (64, tuning.TILES[HOPPER][0], "i16"),
+        (128, tuning.TILES[HOPPER][0], "i32"),
+        (256, tuning.TILES[HOPPER][0], "i32"),
+        (16, tuning.TILES[HOPPER][1], "i32"),
+        (16, tuning.TILES[HOPPER][2], "i32"),
+    ],
+    ids=lambda v: f"{v.block_m}x{v.block_n}" if isinstance(v, tuning.KernelConfig) else str(v),
+)
+def test_hopper_s_code(rank, config, b, tmp_path):
+    """FP8 wgmma, issued back to back; bf16 wgmma for LoRA; TMA both ways; nothing spilled; it fits."""
+    result = compiled(rank, config, b)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(result.asm["cubin"])
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
+    opcodes = re.findall(r"\b(QGMMA|HGMMA|UTMALDG|UTMASTG|STL|LDL)\b", sass.stdout)
+    assert {"QGMMA", "UTMALDG", "UTMASTG"} <= set(opcodes)
+    assert ("HGMMA" in opcodes) == (rank > 0)
+    assert not {"STL", "LDL"} & set(opcodes)
+    # gsb0 ends a group of wgmmas: one per step, or ptxas has serialized them (C7515)
+    fp8 = re.findall(r"QGMMA.*", sass.stdout)
+    assert sum("gsb0" in line for line in fp8) * (config.block_k // 32) <= len(fp8)
+    assert result.metadata.shared <= tuning.shared_memory(config)
+
+
+if __name__ == "__main__":
+    torch.save({str(case): run(case, "cpu", SMALL, 2) for case in INTERPRETED}, sys.argv[1])

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""csrc's one-read quantize_lora_down against reference.py: x8 and amax bit for bit, s against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels import reference
+from lorakernels.kernels import ladder
+from lorakernels.kernels import quantize_lora_down as op
+from lorakernels.kernels.quantize_lora_down import quantize_lora_down
+from tests.exact import EPS
+
+gpu = pytest.mark.gpu
+E4M3 = reference.E4M3
+
+
+def inputs(m, k, r, dtype, a_dtype=torch.float32):
+    x = (3 * torch.randn(m, k, device="cuda")).to(dtype)
+    lora_A = None if r == 0 else (torch.randn(r, k, device="cuda") / k**0.5).to(a_dtype)
+    state = torch.zeros(4, 3, device="cuda")
+    state[-1] = torch.tensor([7.0, 31.7, 5.0])
+    return x, lora_A, state, torch.tensor([-5, 0x1_2345_6789], device="cuda")
+
+
+def exact_s(x, lora_A, slot, p, site, row0=0, col0=0):
+    """(value, size) in float64, size being the sum of the magnitudes."""
+    keep = reference.dropout_keep(slot, p, site, *x.shape, row0, col0)
+    xd = torch.where(keep, x.double(), 0.0) * reference.keep_scale(p)
+    a = lora_A.to(x.dtype).double()
+    return xd @ a.t(), xd.abs() @ a.abs().t()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("m", "k", "r"),
+    [
+        (1, 8, 1),
+        (15, 64, 7),
+        (16, 1032, 16),
+        (77, 1000, 17),
+        (500, 2056, 33),
+        (300, 640, 128),
+        (4100, 520, 64),
+        (9000, 264, 100),
+        (40, 24, 0),
+    ],
+)
+def test_equals_the_reference(m, k, r, p, dtype):
+    x, lora_A, state, slot = inputs(m, k, r, dtype)
+    assert ladder.why_not_one_read(x, lora_A, 0) is None
+    before = state.clone()
+    x8, scale_inv, s = quantize_lora_down(x, lora_A, state, 1, True, slot, p, 3)
+    expected = before.clone()
+    want8, want_inv = reference.quantize(x, expected, 1, True, E4M3)
+    assert torch.equal(x8, want8) and torch.equal(scale_inv, want_inv)
+    assert torch.equal(state, expected), "amax in row 0 of its column, nothing else"
+    if r == 0:
+        assert s.numel() == 0
+        return
+    value, size = exact_s(x, lora_A, slot, p, 3)
+    # one rounding at the store; fp32 sums of k products: k · 2⁻²⁴ of the magnitudes at worst
+    bound = 0.5 * EPS[dtype] * value.abs() + k * 2.0**-24 * size + 1e-30
+    assert s.shape == (m, r) and bool(((s.double() - value).abs() <= bound).all())
+    again = quantize_lora_down(x, lora_A, state, 1, True, slot, p, 3)
+    assert torch.equal(s, again[2]) and torch.equal(x8, again[0]), "the same bits every run"
+
+
+@gpu
+@pytest.mark.parametrize("delayed", [True, False], ids=["no scale yet", "eval"])
+@pytest.mark.parametrize("case", ["normal", "zeros", "inf", "nan", "tiny"])
+def test_its_own_amax(case, delayed):
+    x, lora_A, state, slot = inputs(130, 256, 16, torch.bfloat16)
+    if delayed:
+        state[-1, 1] = 0.0
+    fill = {"inf": float("-inf"), "nan": float("nan")}
+    if case in fill:
+        x[77, 130] = fill[case]
+    x = {"zeros": x * 0, "tiny": x * 1e-38}.get(case, x)
+    before = state.clone()
+    x8, scale_inv, _ = quantize_lora_down(x, lora_A, state, 1, delayed, slot, 0.0, 3)
+    want8, want_inv = reference.quantize(x, before, 1, delayed, E4M3)
+    assert torch.equal(x8, want8) and torch.equal(scale_inv, want_inv)
+    torch.testing.assert_close(state, before, rtol=0, atol=0, equal_nan=True)
+
+
+@gpu
+def test_amax_rises_and_never_falls():
+    x, lora_A, state, slot = inputs(64, 64, 8, torch.bfloat16)
+    state[0, 1] = 1e6
+    quantize_lora_down(x, lora_A, state, 1, True, slot, 0.0, 3)
+    assert state[0].tolist() == [0.0, 1e6, 0.0]
+    x[3, 5] = float("nan")
+    quantize_lora_down(x, lora_A, state, 1, True, slot, 0.0, 3)
+    assert state[0, 1].isnan()
+
+
+@gpu
+def test_a_plain_base_takes_only_s_and_shards_draw_one_mask():
+    x, lora_A, _, slot = inputs(96, 512, 16, torch.bfloat16, torch.bfloat16)
+    x8, scale_inv, s = quantize_lora_down(x, lora_A, None, 0, False, slot, 0.3, 5, 7, 16)
+    assert x8.numel() == scale_inv.numel() == 0
+    value, size = exact_s(x, lora_A, slot, 0.3, 5, 7, 16)
+    assert bool(((s.double() - value).abs() <= 2.0**-8 * value.abs() + 512 * 2.0**-24 * size).all())
+
+
+@gpu
+@pytest.mark.parametrize(
+    "case", ["fp32 x", "K % 8", "rank 129", "col0 % 8", "transposed x", "misaligned x"]
+)
+def test_what_it_does_not_take_goes_through_pytorch(case, monkeypatch):
+    x, lora_A, state, slot = inputs(
+        32, 60 if case == "K % 8" else 64, 129 if "129" in case else 4, torch.bfloat16
+    )
+    col0 = 4 if case == "col0 % 8" else 0
+    if case == "fp32 x":
+        x = x.float()
+    if case == "transposed x":
+        x = x.t().contiguous().t()
+    if case == "misaligned x":
+        x = torch.cat((x.flatten()[:1], x.flatten()))[1:].view(32, 64)
+    monkeypatch.setattr(op, "in_one_read", lambda *_: pytest.fail("went to csrc"))
+    assert ladder.why_not_one_read(x, lora_A, col0)
+    _, _, s = quantize_lora_down(x, lora_A, state, 1, True, slot, 0.1, 3, 0, col0)
+    value, size = exact_s(x, lora_A, slot, 0.1, 3, 0, col0)
+    assert bool(((s.double() - value).abs() <= 2.0**-7 * size).all())
+
+
+@gpu
+def test_no_rows():
+    x, lora_A, state, slot = inputs(0, 64, 4, torch.bfloat16)
+    x8, scale_inv, s = quantize_lora_down(x, lora_A, state, 1, True, slot, 0.1, 3)
+    assert x8.shape == (0, 64) and s.shape == (0, 4)
+    assert scale_inv.item() == 1.0 / state[-1, 1].item() and not state[0].any()
+
+
+@gpu
+def test_every_element_is_written(monkeypatch):
+    """torch.empty hands out NaN and 0xFF: what the kernel skips shows."""
+    real = torch.empty
+
+    def poisoned(*shape, **options):
+        out = real(*shape, **options)
+        return out.fill_(255 if out.dtype == torch.uint8 else torch.nan)
+
+    x, lora_A, state, slot = inputs(4099, 1048, 24, torch.bfloat16)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    x8, scale_inv, s = quantize_lora_down(x, lora_A, state, 1, True, slot, 0.2, 0)
+    assert x8.view(E4M3).float().isfinite().all() and s.isfinite().all() and scale_inv.isfinite()
+
+
+@gpu
+def test_runs_under_capture():
+    x, lora_A, state, slot = inputs(64, 128, 16, torch.bfloat16)
+    expected = quantize_lora_down(x, lora_A, state.clone(), 1, True, slot, 0.1, 3)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = quantize_lora_down(x, lora_A, state, 1, True, slot, 0.1, 3)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
