@@ -502,20 +502,20 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// Starts while the kernel before still runs; the kernel waits where it needs to.
+// early: may start while the kernel before, one of ours, still runs; the kernel waits where it needs to.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
-                  const Arguments&... arguments) {
+void launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                   bool early, const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
   LORAKERNELS_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
@@ -558,7 +558,8 @@ void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream
   const auto kernel = quantize_grad_kernel<T, kRank>;
   constexpr int kBytes = Tiling<kRank>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_early(kernel, grid.blocks, kThreads, kBytes, stream, map_of(params), params, grid);
+  const bool behind_amax = params.scale_inv != nullptr;
+  launch_kernel(kernel, grid.blocks, kThreads, kBytes, stream, behind_amax, map_of(params), params, grid);
 }
 
 template <typename T>
@@ -580,7 +581,8 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
   }
   const int64_t sums_of = grid.panels * Grid::kPanelRows + (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
   const int64_t threads = sums_of * grid.padded_rank / 4;
-  launch_early(sum_shares_kernel<T>, (threads + kSumThreads - 1) / kSumThreads, kSumThreads, 0, stream, params, grid);
+  launch_kernel(sum_shares_kernel<T>, (threads + kSumThreads - 1) / kSumThreads, kSumThreads, 0, stream, true, params,
+                grid);
 }
 
 }  // namespace
