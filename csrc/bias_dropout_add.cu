@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <initializer_list>
 #include <type_traits>
 
 #include "bias_dropout_add.h"
-#include "cuda_check.h"
-#include "philox.h"
+#include "launch.h"
+#include "pairs.h"
 
 namespace lorakernels {
 namespace {
@@ -25,27 +22,6 @@ constexpr int kRowsInFlight = kVector ? 4 / sizeof(T) : 1;
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ float to_float(__half x) { return __half2float(x); }
-
-// Two 16-bit elements of a word. bf16 takes one instruction for each, where cuda_bf16.h's conversion takes three.
-template <typename T>
-__device__ float2 unpacked(uint32_t word) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
-  } else {
-    return __half22float2(reinterpret_cast<const __half2&>(word));
-  }
-}
-
-template <typename T>
-__device__ uint32_t packed(float low, float high) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(two);
-  } else {
-    const __half2 two = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(two);
-  }
-}
 
 // Eight neighbouring elements, as words: of a struct of T the compiler makes 4-byte accesses.
 template <typename T>
@@ -335,13 +311,6 @@ bool takes_vectors(int64_t cols, const DropoutParams& dropout, std::initializer_
   return cols % kLanes == 0 && dropout.first_col % kLanes == 0 && bits % 16 == 0;
 }
 
-bool is_hopper_or_later() {
-  int device = 0, major = 0;
-  LORAKERNELS_CHECK_CUDA(cudaGetDevice(&device));
-  LORAKERNELS_CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 9;
-}
-
 dim3 block_of(const Grid& grid) { return dim3(grid.block_x, grid.block_y); }
 dim3 grid_of(const Grid& grid) { return dim3(static_cast<unsigned>(grid.grid_x), static_cast<unsigned>(grid.grid_y)); }
 
@@ -387,17 +356,9 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams& params
   if (params.dbias == nullptr) return;
   with_type(params.bias_dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>((params.cols + kGradColumns - 1) / kGradColumns));
-    config.blockDim = dim3(kGradColumns, kGradRows);
-    config.stream = on;
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = is_hopper_or_later() ? 1 : 0;
-    LORAKERNELS_CHECK_CUDA(cudaLaunchKernelEx(&config, bias_grad_kernel<T>, static_cast<T*>(params.dbias),
-                                              static_cast<const float*>(params.partial), grid.grid_y, params.cols));
+    const dim3 blocks(static_cast<unsigned>((params.cols + kGradColumns - 1) / kGradColumns));
+    launch_kernel(bias_grad_kernel<T>, blocks, dim3(kGradColumns, kGradRows), 0, on, true,
+                  static_cast<T*>(params.dbias), static_cast<const float*>(params.partial), grid.grid_y, params.cols);
   });
 }
 

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include <type_traits>
-
-#include "cuda_check.h"
+#include "launch.h"
+#include "pairs.h"
 #include "quantize_grad.h"
 #include "wgmma.h"
 
@@ -101,27 +98,6 @@ __device__ void store_shared(uint32_t address, const uint4& value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
-}
-
-// Two 16-bit elements of a word. bf16 takes one instruction for each, where cuda_bf16.h's conversion takes three.
-template <typename T>
-__device__ float2 unpacked(uint32_t word) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
-  } else {
-    return __half22float2(reinterpret_cast<const __half2&>(word));
-  }
-}
-
-template <typename T>
-__device__ uint32_t packed(float low, float high) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(two);
-  } else {
-    const __half2 two = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(two);
-  }
 }
 
 __device__ float element(const void* source, int64_t at, FloatType dtype) {
@@ -502,23 +478,6 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// early: may start while the kernel before, one of ours, still runs; the kernel waits where it needs to.
-template <typename... Parameters, typename... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
-                   bool early, const Arguments&... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  LORAKERNELS_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -559,7 +518,8 @@ void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream
   constexpr int kBytes = Tiling<kRank>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const bool behind_amax = params.scale_inv != nullptr;
-  launch_kernel(kernel, grid.blocks, kThreads, kBytes, stream, behind_amax, map_of(params), params, grid);
+  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreads, kBytes, stream, behind_amax, map_of(params),
+                params, grid);
 }
 
 template <typename T>
@@ -581,8 +541,8 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
   }
   const int64_t sums_of = grid.panels * Grid::kPanelRows + (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
   const int64_t threads = sums_of * grid.padded_rank / 4;
-  launch_kernel(sum_shares_kernel<T>, (threads + kSumThreads - 1) / kSumThreads, kSumThreads, 0, stream, true, params,
-                grid);
+  const auto blocks = static_cast<unsigned>((threads + kSumThreads - 1) / kSumThreads);
+  launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, 0, stream, true, params, grid);
 }
 
 }  // namespace

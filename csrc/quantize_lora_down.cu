@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include <type_traits>
-
-#include "cuda_check.h"
+#include "launch.h"
+#include "pairs.h"
 #include "quantize_lora_down.h"
 
 namespace lorakernels {
@@ -18,26 +15,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kStepColumns = Grid::kStepColumns;
 constexpr int kLoads = 4;   // 16-byte loads of a thread for 16 rows × 64 columns
 constexpr int kStages = 3;  // steps whose loads are in flight, this one's included
-
-template <typename T>
-__device__ float2 unpacked(uint32_t word) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
-  } else {
-    return __half22float2(reinterpret_cast<const __half2&>(word));
-  }
-}
-
-template <typename T>
-__device__ uint32_t packed(float low, float high) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(two);
-  } else {
-    const __half2 two = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(two);
-  }
-}
 
 // sum[16 × 8] += a [16 × 16] b [16 × 8]
 template <typename T>
@@ -267,27 +244,6 @@ __global__ void __launch_bounds__(kThreads)
   static_cast<T*>(params.s)[i / rank_columns * params.rank + r] = static_cast<T>(sum * factor);
 }
 
-// early: may start before the kernel in front of it, one of ours, has ended (Hopper and later); it waits where it has
-// to.
-template <typename... Parameters, typename... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, cudaStream_t stream, bool early,
-                   Arguments... arguments) {
-  int device = 0, major = 0;
-  LORAKERNELS_CHECK_CUDA(cudaGetDevice(&device));
-  LORAKERNELS_CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = early && major >= 9 ? 1 : 0;
-  LORAKERNELS_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
 template <typename T, int kRankTiles, bool kDropout>
 void launch(const QuantizeLoraDownParams& params, const Grid& grid, cudaStream_t stream) {
   const auto kernel = quantize_lora_down_kernel<T, kRankTiles, kDropout>;
@@ -296,7 +252,7 @@ void launch(const QuantizeLoraDownParams& params, const Grid& grid, cudaStream_t
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   const dim3 blocks(static_cast<unsigned>(grid.slices), static_cast<unsigned>(grid.blocks_of_slice));
   const bool behind_amax = params.x8 != nullptr;
-  launch_kernel(kernel, blocks, bytes, stream, behind_amax, params, static_cast<uint32_t>(grid.slice));
+  launch_kernel(kernel, blocks, kThreads, bytes, stream, behind_amax, params, static_cast<uint32_t>(grid.slice));
 }
 
 template <typename T>
@@ -323,7 +279,7 @@ void launch_typed(const QuantizeLoraDownParams& params, cudaStream_t stream) {
   if (params.rank == 0) return;
   const int64_t sums = params.rows * grid.rank_columns;
   const dim3 blocks(static_cast<unsigned>((sums + kThreads - 1) / kThreads));
-  launch_kernel(sum_slices_kernel<T>, blocks, 0, stream, true, params, grid.slices,
+  launch_kernel(sum_slices_kernel<T>, blocks, kThreads, 0, stream, true, params, grid.slices,
                 static_cast<uint32_t>(grid.rank_columns));
 }
 

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: two 16-bit elements in a 32-bit word, T being __nv_bfloat16 or __half.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace lorakernels {
+
+// bf16 takes one instruction for each, where cuda_bf16.h's conversion takes three.
+template <typename T>
+__device__ __forceinline__ float2 unpacked(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(two);
+  } else {
+    const __half2 two = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(two);
+  }
+}
+
+}  // namespace lorakernels
