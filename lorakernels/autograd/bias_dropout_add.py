@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import ops, reference
+from lorakernels import checks, ops, reference
 from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 
@@ -173,7 +173,7 @@ def _check(
     where: tuple[int, int, int],
     inplace: bool,
 ) -> None:
-    reference.check_bias_dropout_add(x, bias, residual, p)
+    checks.bias_dropout_add(x, bias, residual, p)
     for name, value in zip(("site", "row0", "col0"), where, strict=True):
         if not 0 <= value < 2**32:
             raise ValueError(f"{name} must be in [0, 2**32), found {value}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import ops, reference
+from lorakernels import checks, ops
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _LoRALinear(torch.autograd.Function):
 
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
-    if x.dtype not in reference.COMPUTE_DTYPES:
+    if x.dtype not in checks.COMPUTE_DTYPES:
         raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must have shape [..., {weight.shape[1]}], found {tuple(x.shape)}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import reference
+from lorakernels import checks, reference
 from lorakernels.device import capability_of, extension, why_not_csrc
 
 
@@ -37,7 +37,7 @@ def amax_and_scale_update(
             margin,
             most_recent,
         )
-    reference.check_fp8_states(forward, backward, current)
+    checks.fp8_states(forward, backward, current)
     if gated and current is None:  # every block asks the whole row 0, which others already roll
         current = torch.cat((forward[0], backward[0]))
     extension().amax_and_scale_update(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import reference
+from lorakernels import checks, reference
 from lorakernels.device import capability_of, extension, why_not_csrc
 from lorakernels.kernels.pointers import address, name, stream
 
@@ -100,7 +100,7 @@ def _launch(
     row0: int,
     col0: int,
 ) -> None:
-    reference.check_bias_dropout_add(x, bias, residual, p)
+    checks.bias_dropout_add(x, bias, residual, p)
     _check(x, slot, residual=residual)
     if bias is not None:
         bias = bias.to(_bias_dtype(bias.dtype, x.dtype)).contiguous()
@@ -131,8 +131,8 @@ def _bias_dtype(dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype:
 
 
 def _check(x: Tensor, slot: Tensor | None, **tensors: Tensor | None) -> None:
-    """What the kernels assume beyond reference.check_bias_dropout_add: [M, N] of one dtype, without gaps."""
-    reference.check_slot(slot, x.device)
+    """What the kernels assume beyond checks.bias_dropout_add: [M, N] of one dtype, without gaps."""
+    checks.slot(slot, x.device)
     if x.dim() != 2:
         raise ValueError(f"x must be [M, N], found {tuple(x.shape)}")
     for what, tensor in (("x", x), *tensors.items()):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import reference
+from lorakernels import checks, reference
 from lorakernels.device import extension
 from lorakernels.kernels import ladder
 from lorakernels.kernels.pointers import address, cell, name, stream
@@ -70,7 +70,7 @@ def in_one_read(
     col0: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `ladder.why_not_one_read` has no objection to, by csrc."""
-    reference.check_slot(slot, x.device)
+    checks.slot(slot, x.device)
     rows, cols = x.shape
     rank = 0 if lora_A is None else lora_A.shape[0]
     quantizes, ext = state is not None, extension()
