@@ -6,7 +6,7 @@ OUT ?= build/bench
 # BENCH=philox runs one of the benchmarks
 BENCH ?= all
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test bench sanitize lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(wildcard csrc/*)
@@ -20,6 +20,12 @@ test: $(BUILT)
 
 bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)
+
+sanitize: $(BUILT)
+	for tool in memcheck racecheck initcheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -p no:cacheprovider -m gpu \
+			tests/csrc tests/kernels tests/autograd/test_bias_dropout_add.py || exit 1; \
+	done
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -92,6 +92,17 @@ class FP8State:
             raise KeyError(f"no tensor named {name!r} in this FP8State; it has {list(self.names)}")
         return self.names.index(name)
 
+    def values(self, column: int) -> Tensor:
+        """fp32 [amax_history_len + 1, 2]: a copy of a column's amax history and scale, of x and of dy."""
+        return torch.stack((self.forward[:, column], self.backward[:, column]), 1)
+
+    def set_values(self, column: int, values: Tensor) -> None:
+        """The reverse, in place; a state that is still on "meta" takes the device of `values`."""
+        if self.forward.is_meta and not values.is_meta:
+            self.to(values.device)
+        self.forward[:, column] = values[:, 0]
+        self.backward[:, column] = values[:, 1]
+
     def register(self, name: str) -> int:
         """Add a tensor; returns its column. The others keep theirs.
 

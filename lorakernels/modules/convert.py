@@ -109,8 +109,7 @@ def _hand_over_scales(old: FrozenFP8Linear, new: LoRALinear) -> None:
     theirs, ours = old.fp8_state, new.fp8_state
     if theirs is None or ours is None or theirs.recipe != ours.recipe:
         return
-    ours.forward[:, new._column] = theirs.forward[:, old._column]
-    ours.backward[:, new._column] = theirs.backward[:, old._column]
+    ours.set_values(new._column, theirs.values(old._column))
     if theirs.in_charge != "auto":
         ours.in_charge = theirs.in_charge
 

@@ -15,13 +15,13 @@ from lorakernels import reference
 from lorakernels.autograd import LoRASpec, check_input, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
+from lorakernels.modules.entries import STATE_KEYS, columns_of
 from lorakernels.reference import E4M3
 
 # The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
 # and `.to(dtype)` leaves them alone, but FSDP2 takes integer parameters only since pytorch#177844 (2.11 does
 # not, 2.13 does).
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
-_STATE_KEYS = ("fp8_scale", "fp8_amax_history", "fp8_max")
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,12 +184,14 @@ class FrozenFP8Linear(nn.Module):
     @property
     def fp8_scale(self) -> Tensor:
         """fp32 [2]: the scales of x and dy."""
-        return self._state_columns()[-1]
+        assert self.fp8_state is not None
+        return self.fp8_state.values(self._column)[-1]
 
     @property
     def fp8_amax_history(self) -> Tensor:
         """fp32 [amax_history_len, 2]: the amax histories of x and dy."""
-        return self._state_columns()[:-1]
+        assert self.fp8_state is not None
+        return self.fp8_state.values(self._column)[:-1]
 
     @property
     def fp8_max(self) -> Tensor:
@@ -322,14 +324,8 @@ class FrozenFP8Linear(nn.Module):
         if weight.dtype == torch.uint8 and not is_sharded(weight):
             destination[prefix + "weight"] = weight.detach().view(E4M3)
         if self.fp8_state is not None:
-            for key in _STATE_KEYS:
+            for key in STATE_KEYS:
                 destination[prefix + key] = getattr(self, key).clone()
-
-    def _state_columns(self) -> Tensor:
-        """fp32 [L + 1, 2]: this layer's columns of both directions, x then dy."""
-        state = self.fp8_state
-        assert state is not None
-        return torch.stack((state.forward[:, self._column], state.backward[:, self._column]), 1)
 
     def _load_from_state_dict(
         self,
@@ -356,12 +352,7 @@ class FrozenFP8Linear(nn.Module):
         )
         self._renew_weight_t()
         if columns is not None and self.fp8_state is not None:
-            if (
-                self.fp8_state.forward.is_meta and not columns.is_meta
-            ):  # load_state_dict(assign=True)
-                self.fp8_state.to(columns.device)
-            self.fp8_state.forward[:, self._column] = columns[:, 0]
-            self.fp8_state.backward[:, self._column] = columns[:, 1]
+            self.fp8_state.set_values(self._column, columns)
 
     def _take_weight(self, own: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
         """Turn a weight of the other kind, FP8 or plain, into what this layer holds."""
@@ -381,7 +372,7 @@ class FrozenFP8Linear(nn.Module):
         elif weight.is_floating_point():
             raw, own[scale_key] = quantize_weight(weight)
             own[key] = raw.view(STORAGE)
-            for name in _STATE_KEYS:
+            for name in STATE_KEYS:
                 if prefix + name in missing_keys:
                     missing_keys.remove(prefix + name)
 
@@ -389,32 +380,18 @@ class FrozenFP8Linear(nn.Module):
         self, own: dict[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
     ) -> Tensor | None:
         """Take the FP8 state's entries out of `own`: [L + 1, 2], or None if they are absent or do not fit."""
-        entries = {k: own.pop(prefix + k, None) for k in _STATE_KEYS}
+        entries = {k: own.pop(prefix + k, None) for k in STATE_KEYS}
         if self.fp8_state is None:
             return None
         absent = [prefix + k for k, v in entries.items() if v is None]
         if absent:
             missing_keys += absent
             return None
-        recipe = self.fp8_state.recipe
-        length = recipe.amax_history_len
-        shapes = {"fp8_scale": (2,), "fp8_amax_history": (length, 2), "fp8_max": (2,)}
-        odd = {k: tuple(v.shape) for k, v in entries.items() if v.shape != shapes[k]}
-        if odd:
-            error_msgs += [
-                f"{prefix}{k}: shape {shape} does not fit {shapes[k]}, the recipe's amax_history_len is {length}"
-                for k, shape in odd.items()
-            ]
+        try:
+            return columns_of(entries, self.fp8_state.recipe)
+        except ValueError as error:
+            error_msgs.append(f"{prefix or 'this layer'}: {error}")
             return None
-        columns = torch.cat((entries["fp8_amax_history"], entries["fp8_scale"][None]))
-        made_for = entries["fp8_max"].tolist()
-        ours = [recipe.fp8_max_forward, recipe.fp8_max_backward]
-        if made_for != ours:
-            error_msgs.append(
-                f"{prefix}fp8_scale: made for formats with maxima {made_for}, this layer's recipe has {ours}"
-            )
-            return None
-        return columns
 
     def extra_repr(self) -> str:
         base = "e4m3" if self.weight_scale_inv is not None else str(self.weight.dtype)[6:]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's part of its FP8State, as its state_dict holds it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.config import DelayedScaling
+
+STATE_KEYS = ("fp8_scale", "fp8_amax_history", "fp8_max")
+
+
+def columns_of(entries: dict[str, Tensor], recipe: DelayedScaling) -> Tensor:
+    """fp32 [amax_history_len + 1, 2], as `FP8State.set_values` takes it, of a state_dict's fp32 entries fp8_scale [2],
+    fp8_amax_history [amax_history_len, 2] and fp8_max [2].
+
+    Raises:
+        ValueError: a shape does not fit the recipe, or the scales were made for other formats.
+    """
+    length = recipe.amax_history_len
+    shapes = {"fp8_scale": (2,), "fp8_amax_history": (length, 2), "fp8_max": (2,)}
+    for key, shape in shapes.items():
+        if entries[key].shape != shape:
+            raise ValueError(
+                f"{key} of shape {tuple(entries[key].shape)} does not fit {shape}, the recipe's "
+                f"amax_history_len is {length}"
+            )
+    made_for = entries["fp8_max"].tolist()
+    ours = [recipe.fp8_max_forward, recipe.fp8_max_backward]
+    if made_for != ours:
+        raise ValueError(
+            f"fp8_scale was made for formats with maxima {made_for}, this layer's recipe has {ours}"
+        )
+    return torch.cat((entries["fp8_amax_history"], entries["fp8_scale"][None]))
