@@ -42,17 +42,18 @@ LORAKERNELS_HD uint32_t philox_xor(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+LORAKERNELS_HD PhiloxDraw philox_round(const PhiloxDraw& counter, uint32_t key0, uint32_t key1) {
+  uint32_t hi0, lo0, hi1, lo1;
+  philox_mul_hi_lo(0xD2511F53u, counter.word[0], hi0, lo0);
+  philox_mul_hi_lo(0xCD9E8D57u, counter.word[2], hi1, lo1);
+  return {{philox_xor(hi1, counter.word[1], key0), lo1, philox_xor(hi0, counter.word[3], key1), lo0}};
+}
+
 // Ten rounds over several counters at once, so that they share the round keys.
 template <int kCount>
 LORAKERNELS_HD void philox4x32_10(PhiloxDraw (&counter)[kCount], uint32_t key0, uint32_t key1) {
   for (int round = 0; round < 10; ++round) {
-    for (int i = 0; i < kCount; ++i) {
-      uint32_t (&word)[4] = counter[i].word;
-      uint32_t hi0, lo0, hi1, lo1;
-      philox_mul_hi_lo(0xD2511F53u, word[0], hi0, lo0);
-      philox_mul_hi_lo(0xCD9E8D57u, word[2], hi1, lo1);
-      counter[i] = {{philox_xor(hi1, word[1], key0), lo1, philox_xor(hi0, word[3], key1), lo0}};
-    }
+    for (int i = 0; i < kCount; ++i) counter[i] = philox_round(counter[i], key0, key1);
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
