@@ -17,4 +17,19 @@ inline FloatType float_type(const char* argument, const std::string& name) {
                               "'");
 }
 
+inline FloatType half_type(const char* argument, const std::string& name) {
+  const FloatType type = float_type(argument, name);
+  if (type == FloatType::kFloat32) {
+    throw std::invalid_argument(std::string(argument) + " must be 'bfloat16' or 'float16', got 'float32'");
+  }
+  return type;
+}
+
+inline bool is_e5m2(const char* argument, const std::string& format) {
+  if (format != "e5m2" && format != "e4m3fn") {
+    throw std::invalid_argument(std::string(argument) + " must be 'e5m2' or 'e4m3fn', got '" + format + "'");
+  }
+  return format == "e5m2";
+}
+
 }  // namespace lorakernels

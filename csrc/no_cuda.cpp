@@ -8,8 +8,12 @@
 #include "bias_dropout_add.h"
 #include "cuda_runtime_info.h"
 #include "dropout_mask.h"
+#include "fp8_grad_input.h"
+#include "graph.h"
+#include "lora_grad_a.h"
 #include "quantize_grad.h"
 #include "quantize_lora_down.h"
+#include "transpose_fp8.h"
 
 namespace lorakernels {
 namespace {
@@ -35,11 +39,31 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams&, void*
   not_compiled("bias_dropout_add_backward");
 }
 
+void launch_fp8_grad_input(const Fp8GradInputParams&, void*, int) { not_compiled("fp8_grad_input"); }
+
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
 
 void launch_quantize_lora_down(const QuantizeLoraDownParams&, void*, int) { not_compiled("quantize_lora_down"); }
 
+void launch_lora_grad_a(const LoraGradAParams&, void*, int) { not_compiled("lora_grad_a"); }
+
+void launch_transpose_fp8(const TransposeFp8Params&, void*, int) { not_compiled("transpose_fp8"); }
+
 void launch_dropout_mask(const DropoutMaskParams&, void*, int) { not_compiled("dropout_mask"); }
+
+void Graph::instantiate() { not_compiled("Graph.instantiate"); }
+void Graph::upload(uintptr_t) { not_compiled("Graph.upload"); }
+void Graph::launch(uintptr_t) const { not_compiled("Graph.launch"); }
+std::string Graph::update(Graph&) { not_compiled("Graph.update"); }
+std::vector<NodeCount> Graph::census() const { not_compiled("Graph.census"); }
+int64_t Graph::programmatic_edges() const { not_compiled("Graph.programmatic_edges"); }
+void Graph::write_dot(const std::string&) const { not_compiled("Graph.write_dot"); }
+void Graph::drop_template() { not_compiled("Graph.drop_template"); }
+void Graph::destroy() noexcept {}
+void begin_capture(uintptr_t, CaptureMode) { not_compiled("graph_begin_capture"); }
+void* end_capture(uintptr_t) { not_compiled("graph_end_capture"); }
+bool abort_capture(uintptr_t) noexcept { return false; }
+CaptureStatus capture_status(uintptr_t) { not_compiled("graph_capture_status"); }
 
 CudaRuntimeInfo cuda_runtime_info() {
   CudaRuntimeInfo info;

@@ -19,21 +19,6 @@ void check_shape(int64_t rows, int64_t cols, int64_t rank) {
   }
 }
 
-FloatType half_type(const std::string& name) {
-  const FloatType type = float_type("dtype", name);
-  if (type == FloatType::kFloat32) {
-    throw std::invalid_argument("dtype must be 'bfloat16' or 'float16', got 'float32'");
-  }
-  return type;
-}
-
-bool is_e5m2(const std::string& format) {
-  if (format != "e5m2" && format != "e4m3fn") {
-    throw std::invalid_argument("format must be 'e5m2' or 'e4m3fn', got '" + format + "'");
-  }
-  return format == "e5m2";
-}
-
 void quantize_grad(uintptr_t dy8, uintptr_t scale_inv, uintptr_t amax, uintptr_t ds, uintptr_t dB, uintptr_t workspace,
                    uintptr_t dy, uintptr_t B, uintptr_t s, uintptr_t kept, uintptr_t partials, int64_t rows,
                    int64_t cols, int64_t rank, float scaling, const std::string& dtype, const std::string& b_dtype,
@@ -57,9 +42,9 @@ void quantize_grad(uintptr_t dy8, uintptr_t scale_inv, uintptr_t amax, uintptr_t
       cols,
       rank,
       scaling,
-      half_type(dtype),
+      half_type("dtype", dtype),
       float_type("b_dtype", b_dtype),
-      is_e5m2(format)};
+      is_e5m2("format", format)};
   launch_quantize_grad(params, reinterpret_cast<void*>(stream), device);
 }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda.h>
 #include <cuda_fp8.h>
 
+#include "factor.h"
 #include "launch.h"
 #include "pairs.h"
 #include "quantize_grad.h"
+#include "tma.h"
 #include "wgmma.h"
 
 namespace lorakernels {
@@ -48,111 +49,6 @@ struct Tiling {
   static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;  // full, then empty ones
   static constexpr int kBytes = kOffsetBarriers + 2 * kStages * 8;
   static_assert(kBytes <= 227 * 1024);
-};
-
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// 16 bytes, or zeros where the source does not exist.
-__device__ void copy_async(uint32_t target, const void* source, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
-               : "memory");
-}
-__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ void init_barrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ void arrive_and_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ void wait_for(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"
-      "bra again;\nover:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// A box of the tensor that `map` describes, to shared memory; what lies outside the tensor becomes zeros.
-__device__ void copy_box(uint32_t target, const CUtensorMap& map, int col, int row, uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3}], "
-      "[%4], %5;" ::"r"(target),
-      "l"(&map), "r"(col), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-__device__ void store_shared(uint32_t address, const uint4& value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
-               : "memory");
-}
-
-__device__ float element(const void* source, int64_t at, FloatType dtype) {
-  switch (dtype) {
-    case FloatType::kFloat32:
-      return static_cast<const float*>(source)[at];
-    case FloatType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(source)[at]);
-    default:
-      return __half2float(static_cast<const __half*>(source)[at]);
-  }
-}
-
-// B or s: rows of `rank` numbers.
-struct FactorSource {
-  const void* data;
-  int64_t rows;
-  int rank;
-  FloatType dtype;
-  bool in_chunks;  // every 8 numbers of a row are there and aligned
-
-  __device__ FactorSource(const void* data, int64_t rows, int64_t rank, FloatType dtype)
-      : data(data),
-        rows(data == nullptr ? 0 : rows),
-        rank(static_cast<int>(rank)),
-        dtype(dtype),
-        in_chunks(rank % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
-
-  __device__ bool has(int64_t row, int chunk) const { return row < rows && chunk * 8 < rank; }
-  __device__ const void* chunk_at(int64_t row, int chunk) const {
-    return static_cast<const uint16_t*>(data) + (row * rank + chunk * 8) * (dtype == FloatType::kFloat32 ? 2 : 1);
-  }
-
-  // Columns 8 chunk .. 8 chunk + 7, rounded to T; zeros where there are none.
-  template <typename T>
-  __device__ uint4 rounded(int64_t row, int chunk) const {
-    constexpr FloatType kOwn = std::is_same_v<T, __half> ? FloatType::kFloat16 : FloatType::kBFloat16;
-    float value[8] = {};
-    if (has(row, chunk)) {
-      if (in_chunks && dtype == kOwn) return *static_cast<const uint4*>(chunk_at(row, chunk));
-      if (in_chunks && dtype == FloatType::kFloat32) {
-        const auto from = static_cast<const float4*>(chunk_at(row, chunk));
-        const float4 low = from[0], high = from[1];
-        value[0] = low.x, value[1] = low.y, value[2] = low.z, value[3] = low.w;
-        value[4] = high.x, value[5] = high.y, value[6] = high.z, value[7] = high.w;
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (chunk * 8 + i < rank) value[i] = element(data, row * rank + chunk * 8 + i, dtype);
-        }
-      }
-    }
-    return make_uint4(packed<T>(value[0], value[1]), packed<T>(value[2], value[3]), packed<T>(value[4], value[5]),
-                      packed<T>(value[6], value[7]));
-  }
 };
 
 template <__nv_fp8_interpretation_t kFormat>
@@ -478,38 +374,11 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-EncodeTiled encode_tiled() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-#if CUDART_VERSION >= 12050
-  LORAKERNELS_CHECK_CUDA(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-#else
-  LORAKERNELS_CHECK_CUDA(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
-#endif
-  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
-  return reinterpret_cast<EncodeTiled>(function);
-}
-
-// dy in boxes of 128 rows × 64 columns, swizzled as DyRows. Without rows there is nothing to describe.
+// dy in boxes of 128 rows × 64 columns, swizzled as DyRows.
 CUtensorMap map_of(const QuantizeGradParams& params) {
-  static const EncodeTiled encode = encode_tiled();
-  CUtensorMap map{};
-  if (params.rows == 0) return map;
   const auto type =
       params.dtype == FloatType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(params.cols), static_cast<cuuint64_t>(params.rows)};
-  const cuuint64_t pitch[1] = {2 * sizes[0]};
-  const cuuint32_t box[2] = {kAtom, kPanelRows}, steps[2] = {1, 1};
-  const CUresult code =
-      encode(&map, type, 2, const_cast<void*>(params.dy), sizes, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (code != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(code));
-  return map;
+  return tensor_map(params.dy, type, 2, params.rows, params.cols, kPanelRows);
 }
 
 template <typename T, int kRank>

@@ -2,6 +2,7 @@
 #include <cuda_fp8.h>
 
 #include "launch.h"
+#include "mma_sync.h"
 #include "pairs.h"
 #include "quantize_lora_down.h"
 
@@ -15,31 +16,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kStepColumns = Grid::kStepColumns;
 constexpr int kLoads = 4;   // 16-byte loads of a thread for 16 rows × 64 columns
 constexpr int kStages = 3;  // steps whose loads are in flight, this one's included
-
-// sum[16 × 8] += a [16 × 16] b [16 × 8]
-template <typename T>
-__device__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
-// 16 bytes from global to shared memory, zeros where they are not inside.
-__device__ void copy_async(uint4* target, const void* source, bool inside) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(inside ? 16 : 0));
-}
-__device__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-template <int kPending>
-__device__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
-}
 
 __device__ uint32_t fp8_pair(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(float2{low, high}, __NV_SATFINITE, __NV_E4M3);

@@ -129,6 +129,56 @@ def quantize_lora_down(
     stream: int,
     device: int,
 ) -> None: ...
+def fp8_grad_input(
+    dx: int,
+    dy8: int,
+    weight_t: int,
+    dy_scale_inv: int,
+    weight_scale_inv: int,
+    ds: int,
+    A: int,
+    rows: int,
+    cols: int,
+    depth: int,
+    rank: int,
+    ds_stride: int,
+    factor: float,
+    slot: int,
+    site: int,
+    threshold: int,
+    first_row: int,
+    first_col: int,
+    dtype: str,
+    a_dtype: str,
+    format: Literal["e4m3fn", "e5m2"],
+    splits: bool,
+    large_tiles: bool,
+    multiprocessors: int,
+    stream: int,
+    device: int,
+) -> None: ...
+def lora_grad_a_partial(rows: int, cols: int, rank: int) -> int: ...
+def lora_grad_a(
+    dA: int,
+    partial: int,
+    ds: int,
+    x: int,
+    scale_inv: int,
+    rows: int,
+    cols: int,
+    rank: int,
+    ds_pitch: int,
+    dtype: str,
+    out_dtype: str,
+    slot: int,
+    site: int,
+    threshold: int,
+    first_row: int,
+    first_col: int,
+    stream: int,
+    device: int,
+) -> None: ...
+def transpose_fp8(out: int, in_: int, rows: int, cols: int, stream: int, device: int) -> None: ...
 def fp8_encode(src: int, out: int, n: int, format: Literal["e4m3fn", "e5m2"]) -> None: ...
 def fp8_decode(src: int, out: int, n: int, format: Literal["e4m3fn", "e5m2"]) -> None: ...
 def amax_and_scale_update_host(
@@ -157,3 +207,33 @@ def amax_and_scale_update(
     stream: int = 0,
     device: int = -1,
 ) -> None: ...
+
+class Graph:
+    """A captured CUDA graph, and its executable form once instantiated (csrc/graph.h)."""
+
+    has_template: bool
+    instantiated: bool
+    def instantiate(self) -> None: ...
+    def upload(self, stream: int) -> None: ...
+    def launch(self, stream: int) -> None: ...
+    def update(self, other: Graph) -> str: ...  # why not; empty on success
+    def census(self) -> list[tuple[str, str, int]]: ...  # type, kernel name or direction, count
+    def programmatic_edges(self) -> int: ...
+    def write_dot(self, path: str) -> None: ...
+    def drop_template(self) -> None: ...
+    def destroy(self) -> None: ...
+
+def graph_begin_capture(stream: int, mode: Literal["thread_local", "relaxed"]) -> None: ...
+def graph_end_capture(stream: int) -> Graph: ...
+def graph_abort_capture(stream: int) -> bool: ...
+def graph_capture_status(stream: int) -> Literal["none", "active", "invalidated"]: ...
+
+class Watch:
+    """What a replay relies on in Python, compared before each launch (csrc/graph_watch.cpp)."""
+
+    def add_dict(self, dict: dict[str, Any], keys: Sequence[str] | None = None) -> None: ...
+    def add_address(self, data_ptr: Any, expected: int) -> None: ...
+    def add_attribute(self, owner: object, name: str, expected: object) -> None: ...
+    def check(self) -> int: ...  # -1, or the number of what changed
+
+def flatten(value: Any, tensor_type: type) -> tuple[list[Any], list[Any]]: ...

@@ -3,14 +3,16 @@
 
 from lorakernels.adapters import load_adapter, save_adapter
 from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fp8 import FP8State
 from lorakernels.modules import (
     FrozenFP8Linear,
     LoRALinear,
+    LoRALinearGroup,
     LoRAReport,
     apply_lora,
     disable_lora,
+    group_projections,
     merge_lora,
     unmerge_lora,
 )
@@ -24,13 +26,16 @@ __all__ = [
     "FrozenFP8Linear",
     "LoRAConfig",
     "LoRALinear",
+    "LoRALinearGroup",
     "LoRAReport",
+    "MMParams",
     "PhiloxState",
     "PhiloxStates",
     "apply_lora",
     "bias_dropout_add",
     "disable_lora",
     "get_bias_dropout_add",
+    "group_projections",
     "load_adapter",
     "merge_lora",
     "model_parallel_states",

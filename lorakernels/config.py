@@ -25,12 +25,26 @@ _TE_ONLY: Mapping[str, object] = {
 
 
 @dataclass(frozen=True)
+class MMParams:
+    """How a GEMM adds up, by Transformer Engine's name: with `use_split_accumulator` partial sums are added in fp32, of
+    which Hopper's FP8 tensor cores by themselves keep about 14 bits."""
+
+    use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        found = self.use_split_accumulator
+        if not isinstance(found, bool):
+            raise TypeError(f"MMParams.use_split_accumulator must be True or False, got {found!r}")
+
+
+@dataclass(frozen=True)
 class DelayedScaling:
     """FP8 recipe: a tensor's scale comes from the amax history of the iterations before.
 
     `scale = fp8_max / (amax · 2**margin)` with `amax` the largest ("max") or the newest
     ("most_recent") entry of the history. HYBRID holds activations and weights in e4m3 and gradients
-    in e5m2; E4M3 holds everything in e4m3.
+    in e5m2; E4M3 holds everything in e4m3. The GEMMs' defaults are what Transformer Engine does under this recipe; the
+    fields are those of its Float8CurrentScaling.
     """
 
     margin: int = 0
@@ -38,9 +52,14 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
 
     def __post_init__(self) -> None:
         where = "DelayedScaling"
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad"):
+            if not isinstance(getattr(self, name), MMParams):
+                raise _unexpected(where, name, getattr(self, name), "an MMParams")
         _int(where, "margin", self.margin)
         _choice(where, "fp8_format", self.fp8_format, ("HYBRID", "E4M3"))
         _int(where, "amax_history_len", self.amax_history_len, at_least=1)
@@ -73,11 +92,20 @@ class DelayedScaling:
         return cls(**values)
 
     def to_te(self) -> Any:
-        """A `transformer_engine.common.recipe.DelayedScaling` that says the same; imports Transformer Engine."""
+        """A `transformer_engine.common.recipe.DelayedScaling` that says the same; imports Transformer Engine.
+
+        Raises:
+            ValueError: a GEMM adds up otherwise than TE's always does under this recipe.
+        """
+        values = asdict(self)
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad"):
+            default = getattr(type(self), name)
+            if getattr(self, name) != default:
+                raise _unexpected("DelayedScaling", name, getattr(self, name), f"{default}, TE's")
+            del values[name]
         from transformer_engine.common import recipe
 
-        values = {**asdict(self), "fp8_format": recipe.Format[self.fp8_format]}
-        return recipe.DelayedScaling(**values)
+        return recipe.DelayedScaling(**{**values, "fp8_format": recipe.Format[self.fp8_format]})
 
     @property
     def forward_dtype(self) -> torch.dtype:

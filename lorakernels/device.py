@@ -21,6 +21,12 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 @cache
+def multiprocessors_of(index: int) -> int:
+    """Of GPU `index`."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
 def extension() -> ModuleType:
     """`lorakernels._C`.
 

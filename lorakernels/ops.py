@@ -97,7 +97,7 @@ def quantize_lora_down(  # type: ignore[no-untyped-def]
 
 @_define("fp8_linear_lora")
 def fp8_linear_lora(  # type: ignore[no-untyped-def]
-    x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype
+    x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype, split=False
 ):
     return _empty(x, x.shape[0], weight.shape[0], dtype=out_dtype)
 
@@ -126,6 +126,7 @@ def fp8_grad_input(  # type: ignore[no-untyped-def]
     out_dtype,
     row0=0,
     col0=0,
+    split=True,
 ):
     return _empty(dy, dy.shape[0], weight.shape[1], dtype=out_dtype)
 

@@ -196,8 +196,12 @@ def fp8_linear_lora(
     lora_B: Tensor | None,
     scaling: float,
     out_dtype: torch.dtype,
+    split: bool = False,
 ) -> Tensor:
-    """y = x Wᵀ + bias + scaling · s Bᵀ in `out_dtype`; x and W are FP8 with their scale_inv, or both plain."""
+    """y = x Wᵀ + bias + scaling · s Bᵀ in `out_dtype`; x and W are FP8 with their scale_inv, or both plain.
+
+    Sums are fp32's here, whatever `split` asks of the FP8 tensor cores.
+    """
     acc = _dequantize(x, x_scale_inv) @ _dequantize(weight, weight_scale_inv).t()
     if s is not None and lora_B is not None:
         acc += scaling * (s.float() @ lora_B.to(s.dtype).float().t())
@@ -242,8 +246,12 @@ def fp8_grad_input(
     out_dtype: torch.dtype,
     row0: int = 0,
     col0: int = 0,
+    split: bool = True,
 ) -> Tensor:
-    """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy."""
+    """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy.
+
+    Sums are fp32's here, whatever `split` asks of the FP8 tensor cores.
+    """
     acc = _dequantize(dy, dy_scale_inv, fp8_dtype) @ _dequantize(weight, weight_scale_inv)
     if ds is not None and lora_A is not None:
         branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), slot, p, site, row0, col0)

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
 
 BAD_LORA = [
     ("r", 0, ValueError, "at least 1, got 0"),
@@ -205,3 +205,19 @@ def test_patterns_like_peft(path, r, use_rslora):
     assert PATTERNS.get(other.get_pattern_key(PATTERNS.keys(), path), 8) == r
     assert (config.rank_for(path), config.alpha_for(path)) == (r, alpha)
     assert config.scaling_for(path) == (alpha / r**0.5 if use_rslora else alpha / r)
+
+
+def test_gemms_add_up_as_te_s_do_unless_asked_otherwise() -> None:
+    recipe = DelayedScaling()
+    assert not recipe.fp8_gemm_fprop.use_split_accumulator
+    assert recipe.fp8_gemm_dgrad.use_split_accumulator
+    with pytest.raises(
+        ValueError, match=r"DelayedScaling\.fp8_gemm_dgrad must be an MMParams, got True"
+    ):
+        DelayedScaling(fp8_gemm_dgrad=True)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"MMParams\.use_split_accumulator must be True or False, got 1"
+    ):
+        MMParams(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fp8_gemm_fprop"):
+        DelayedScaling(fp8_gemm_fprop=MMParams(True)).to_te()

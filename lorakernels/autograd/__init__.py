@@ -3,11 +3,15 @@
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
 from lorakernels.autograd.lora_linear import LoRASpec, check_input, lora_linear
+from lorakernels.autograd.lora_linear_group import SharedInput, lora_projection, share_input
 
 __all__ = [
     "LoRASpec",
+    "SharedInput",
     "bias_dropout_add",
     "check_input",
     "get_bias_dropout_add",
     "lora_linear",
+    "lora_projection",
+    "share_input",
 ]

@@ -11,7 +11,7 @@ saved by reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import checks, ops
+from lorakernels.config import DelayedScaling
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class LoRASpec:
 
     `column` is the layer's place in its FP8State, and `delayed` whether it follows it (else each tensor is scaled
     by its own amax); `site` is its dropout stream, and x[0, 0] lies at (row0, col0) of the tensor that the mask is
-    drawn for.
+    drawn for. `split_fprop` and `split_dgrad` have the FP8 GEMMs add partial sums in fp32.
     """
 
     scaling: float = 1.0
@@ -38,6 +39,19 @@ class LoRASpec:
     column: int = 0
     delayed: bool = False
     backward_dtype: torch.dtype = torch.float8_e5m2
+    split_fprop: bool = False
+    split_dgrad: bool = True
+
+    def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
+        """The same over an FP8 base that follows `recipe`."""
+        return replace(
+            self,
+            column=column,
+            delayed=delayed,
+            backward_dtype=recipe.backward_dtype,
+            split_fprop=recipe.fp8_gemm_fprop.use_split_accumulator,
+            split_dgrad=recipe.fp8_gemm_dgrad.use_split_accumulator,
+        )
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -80,6 +94,7 @@ class _LoRALinear(torch.autograd.Function):
             lora_B,
             spec.scaling,
             x.dtype,
+            spec.split_fprop,
         )
         need_x, need_a, need_b = (ctx.needs_input_grad[i] for i in (0, 5, 6))
         ctx.save_for_backward(
@@ -135,6 +150,7 @@ class _LoRALinear(torch.autograd.Function):
                 dy.dtype,
                 spec.row0,
                 spec.col0,
+                spec.split_dgrad,
             )
         if need_a:
             dA = ops.lora_grad_a(

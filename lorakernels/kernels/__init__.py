@@ -12,7 +12,7 @@ from lorakernels.kernels.fp8_linear_lora import fp8_linear_lora
 from lorakernels.kernels.lora_grad_a import lora_grad_a
 from lorakernels.kernels.quantize_grad import quantize_grad
 from lorakernels.kernels.quantize_lora_down import quantize_lora_down
-from lorakernels.reference import transpose_fp8
+from lorakernels.kernels.transpose_fp8 import transpose_fp8
 
 __all__ = [
     "amax_and_scale_update",

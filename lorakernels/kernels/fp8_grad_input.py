@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """dx = dy W + mask ⊙ (ds A) / (1 − p) on CUDA.
 
-dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. Hopper's FP8 GEMM reads K-major
-operands only, so the product needs Wᵀ [K, N]: `weight_t` where the layer keeps it, otherwise a transposed
-copy made for this call. Split accumulation, as Transformer Engine's dgrad. Other operands go to reference.py
-(`ladder.py`).
+dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. One kernel (csrc/fp8_grad_input.cu) draws the
+mask again while the FP8 product runs and rounds dx once. Hopper's FP8 GEMM reads K-major operands only, so the product
+needs Wᵀ [K, N]: `weight_t` where the layer keeps it, otherwise a transposed copy made for this call. Split
+accumulation by default, as Transformer Engine's dgrad. What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
+multiplied by cuBLASLt and the LoRA term comes after it; other operands go to reference.py.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lorakernels import reference
-from lorakernels.device import capability_of
-from lorakernels.kernels.ladder import takes_cublaslt
+from lorakernels import checks, reference
+from lorakernels.device import capability_of, extension, multiprocessors_of
+from lorakernels.kernels import tuning
+from lorakernels.kernels.ladder import takes_cublaslt, why_not_wgmma_gemm
+from lorakernels.kernels.pointers import address, name, stream
 from lorakernels.kernels.product import product
+from lorakernels.kernels.transpose_fp8 import transpose_fp8
 
 
 def fp8_grad_input(
@@ -33,9 +38,98 @@ def fp8_grad_input(
     out_dtype: torch.dtype,
     row0: int = 0,
     col0: int = 0,
+    split: bool = True,
 ) -> Tensor:
     """`reference.fp8_grad_input` on the tensor cores."""
-    dx = _base(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, weight_t, out_dtype)
+    last = (weight_t, ds, lora_A, slot, p, site, out_dtype, row0, col0, split)
+    if dy_scale_inv is None or weight_scale_inv is None:
+        return unfused(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, *last)
+    why_not = why_not_wgmma_gemm(dy, weight, weight_t, ds, lora_A, out_dtype, col0)
+    form = unfused if why_not else in_one_kernel
+    return form(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, *last)
+
+
+def in_one_kernel(
+    dy: Tensor,
+    dy_scale_inv: Tensor,
+    fp8_dtype: torch.dtype,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    weight_t: Tensor | None,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+    row0: int,
+    col0: int,
+    split: bool,
+) -> Tensor:
+    """What `ladder.why_not_wgmma_gemm` has no objection to, by csrc."""
+    checks.slot(slot, dy.device)
+    (rows, depth), cols = dy.shape, weight.shape[1]
+    threshold = 0 if slot is None or lora_A is None else reference.dropout_threshold(p)
+    rank = 0
+    if ds is not None and lora_A is not None:
+        rank = lora_A.shape[0]
+        ds = F.pad(ds, (0, -rank % 8)) if rank % 8 or ds.data_ptr() % 16 else ds
+        if lora_A.dtype not in (out_dtype, torch.float32) or lora_A.data_ptr() % 16:
+            lora_A = lora_A.to(out_dtype, copy=True)
+    if weight_t is None:
+        weight_t = transpose_fp8(weight)
+    dx = torch.empty(rows, cols, dtype=out_dtype, device=dy.device)
+    multiprocessors = multiprocessors_of(dy.get_device())
+    extension().fp8_grad_input(
+        dx.data_ptr(),
+        dy.data_ptr(),
+        weight_t.data_ptr(),
+        dy_scale_inv.data_ptr(),
+        weight_scale_inv.data_ptr(),
+        address(ds) if rank else 0,
+        address(lora_A) if rank else 0,
+        rows,
+        cols,
+        depth,
+        rank,
+        rank + -rank % 8,
+        reference.keep_scale(p) if threshold else 1.0,
+        address(slot) if threshold else 0,
+        site,
+        threshold,
+        row0,
+        col0,
+        name(out_dtype),
+        name(out_dtype if lora_A is None else lora_A.dtype),
+        name(fp8_dtype).removeprefix("float8_"),
+        split,
+        tuning.large_tiles(rows, cols, multiprocessors),
+        multiprocessors,
+        stream(dy.device),
+        dy.get_device(),
+    )
+    return dx
+
+
+def unfused(
+    dy: Tensor,
+    dy_scale_inv: Tensor | None,
+    fp8_dtype: torch.dtype,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+    row0: int,
+    col0: int,
+    split: bool,
+) -> Tensor:
+    """One PyTorch kernel after the other, for any dtype, shape and stride."""
+    dx = _base(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, weight_t, out_dtype, split)
     if ds is None or lora_A is None:
         return dx
     a = lora_A.to(out_dtype)
@@ -54,6 +148,7 @@ def _base(
     weight_scale_inv: Tensor | None,
     weight_t: Tensor | None,
     out_dtype: torch.dtype,
+    split: bool,
 ) -> Tensor:
     """dy W in `out_dtype`."""
     if dy_scale_inv is None or weight_scale_inv is None:
@@ -64,12 +159,12 @@ def _base(
         return reference.fp8_grad_input(
             dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, *plain
         )
-    wt = reference.transpose_fp8(weight) if weight_t is None else weight_t
+    wt = transpose_fp8(weight) if weight_t is None else weight_t
     return torch._scaled_mm(
         dy.view(fp8_dtype),
         wt.view(reference.E4M3).t(),
         scale_a=dy_scale_inv,
         scale_b=weight_scale_inv,
         out_dtype=out_dtype,
-        use_fast_accum=False,
+        use_fast_accum=not split,
     )

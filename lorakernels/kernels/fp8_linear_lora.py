@@ -10,20 +10,13 @@ that cuBLASLt does not take are multiplied in fp32 (reference.py). `ladder.py` s
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from lorakernels import reference
-from lorakernels.device import capability_of
+from lorakernels.device import capability_of, multiprocessors_of
 from lorakernels.kernels import tuning
 from lorakernels.kernels.ladder import takes_cublaslt, why_not_triton_gemm
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def fp8_linear_lora(
@@ -36,23 +29,23 @@ def fp8_linear_lora(
     lora_B: Tensor | None,
     scaling: float,
     out_dtype: torch.dtype,
+    split: bool = False,
 ) -> Tensor:
     """`reference.fp8_linear_lora` on the tensor cores."""
     if (
         x_scale_inv is None
         or weight_scale_inv is None
-        or why_not_triton_gemm(x, weight, bias, s, lora_B, scaling, out_dtype)
+        or why_not_triton_gemm(x, weight, bias, s, lora_B, scaling, out_dtype, split)
     ):
-        return _unfused(
-            x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype
-        )
+        base = (x, x_scale_inv, weight, weight_scale_inv)
+        return _unfused(*base, bias, s, lora_B, scaling, out_dtype, split)
     from lorakernels.kernels.fp8_linear_lora_triton import launch
 
     capability = capability_of(x.device)
     (m, k), n = x.shape, weight.shape[0]
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     problem = tuning.Problem(m, n, k, 0 if s is None else s.shape[1])
-    multiprocessors = _multiprocessors(x.get_device())
+    multiprocessors = multiprocessors_of(x.get_device())
     config = tuning.choose(problem, capability, multiprocessors)
     programs = tuning.programs(config, problem, multiprocessors)
     with torch.cuda.device(x.device):
@@ -82,8 +75,9 @@ def _unfused(
     lora_B: Tensor | None,
     scaling: float,
     out_dtype: torch.dtype,
+    split: bool,
 ) -> Tensor:
-    y = _base(x, x_scale_inv, weight, weight_scale_inv, out_dtype)
+    y = _base(x, x_scale_inv, weight, weight_scale_inv, out_dtype, split)
     if bias is not None:
         y += bias
     if s is not None and lora_B is not None:
@@ -97,6 +91,7 @@ def _base(
     weight: Tensor,
     weight_scale_inv: Tensor | None,
     out_dtype: torch.dtype,
+    split: bool,
 ) -> Tensor:
     """x Wᵀ in `out_dtype`."""
     if x_scale_inv is None or weight_scale_inv is None:
@@ -111,5 +106,5 @@ def _base(
         scale_a=x_scale_inv,
         scale_b=weight_scale_inv,
         out_dtype=out_dtype,
-        use_fast_accum=True,
+        use_fast_accum=not split,
     )

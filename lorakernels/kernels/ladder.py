@@ -28,6 +28,8 @@ DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
 DOWN_RANK = 128
 GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
 GRAD_RANK = 128
+GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
+GRAD_A_RANK = 128
 
 
 def implementations(
@@ -69,18 +71,26 @@ def implementations(
     csrc = {
         "bias_dropout_add": "one pass, forward and backward",
         "amax_and_scale_update": "one launch for all tensors",
+        "transpose_fp8": "one pass",
     }
     own = {
         op: ("torch", csrc_why_not) if csrc_why_not else ("csrc", note) for op, note in csrc.items()
     }
     table["quantize_lora_down"] = _quantize_lora_down(capability or (0, 0), sizes)
     table["quantize_grad"] = _quantize_grad(capability or (0, 0), sizes)
+    table["lora_grad_a"] = _lora_grad_a(capability or (0, 0), sizes, fp8)
     if fp8 and not _why_not_triton_gemm(
         capability or (0, 0), 1, *(sizes or (FP8_GEMM_MULTIPLE,) * 2)
     ):
         needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
         note = f"one kernel for bf16 and fp16, rank ≤ {MAX_RANK}{needs}; else torch._scaled_mm"
         own["fp8_linear_lora"] = ("triton", note)
+    if fp8 and not _why_not_wgmma_gemm(capability or (0, 0), *(sizes or (FP8_GEMM_MULTIPLE,) * 2)):
+        needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
+        own["fp8_grad_input"] = (
+            "csrc",
+            f"one kernel for bf16 and fp16, any rank{needs}; else torch._scaled_mm",
+        )
     return {**table, **dict.fromkeys(_GEMMS, gemm), **own}
 
 
@@ -161,6 +171,99 @@ def why_not_one_pass(dy: Tensor, lora_B: Tensor | None, s: Tensor | None) -> str
     return None
 
 
+def why_not_lora_grad_a(
+    ds: Tensor, x: Tensor, x_scale_inv: Tensor | None, out_dtype: torch.dtype, col0: int
+) -> str | None:
+    """None if csrc's `lora_grad_a` takes these tensors; otherwise the reason why not."""
+    fp8 = x_scale_inv is not None
+    if why_not := _why_not_lora_grad_a(capability_of(x.device), x.shape[1], fp8):
+        return why_not
+    if ds.dtype not in (torch.bfloat16, torch.float16):
+        return f"ds is {ds.dtype}, not bfloat16 or float16"
+    if not fp8 and x.dtype != ds.dtype:
+        return f"x is {x.dtype}, ds {ds.dtype}"
+    if out_dtype not in FLOATS:
+        return f"out_dtype is {out_dtype}"
+    if col0 % DOWN_MULTIPLE:
+        return f"col0 = {col0} must be a multiple of {DOWN_MULTIPLE}"
+    if not 0 < ds.shape[1] <= GRAD_A_RANK:
+        return f"rank {ds.shape[1]} is not in 1 to {GRAD_A_RANK}"
+    if x.data_ptr() % 16 or not x.is_contiguous():
+        return f"x must be contiguous and 16-byte aligned, found strides {x.stride()}"
+    return None
+
+
+def _why_not_lora_grad_a(capability: tuple[int, int], k: int, fp8: bool) -> str | None:
+    if why_not := why_not_csrc(capability):
+        return why_not
+    if capability < (8, 0):
+        return f"compute capability {capability} has no bf16 tensor cores"
+    multiple = GRAD_A_MULTIPLE[fp8]
+    return f"K = {k} must be a multiple of {multiple}" if k % multiple else None
+
+
+def _lora_grad_a(
+    capability: tuple[int, int], sizes: tuple[int, int] | None, fp8: bool
+) -> tuple[str, str]:
+    multiple = GRAD_A_MULTIPLE[fp8]
+    if why_not := _why_not_lora_grad_a(capability, sizes[1] if sizes else multiple, fp8):
+        return "torch", why_not
+    needs_k = "" if sizes else f", K a multiple of {multiple}"
+    return "csrc", f"one pass for bf16 and fp16, rank ≤ {GRAD_A_RANK}{needs_k}; else PyTorch's"
+
+
+def why_not_wgmma_gemm(
+    dy: Tensor,
+    weight: Tensor,
+    weight_t: Tensor | None,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    out_dtype: torch.dtype,
+    col0: int,
+) -> str | None:
+    """None if csrc's `fp8_grad_input` takes these FP8 operands; otherwise the reason why not."""
+    if why_not := _why_not_wgmma_gemm(capability_of(dy.device), *weight.shape):
+        return why_not
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
+    if dy.shape[0] == 0:
+        return "no rows"
+    if col0 % DOWN_MULTIPLE:
+        return f"col0 = {col0} must be a multiple of {DOWN_MULTIPLE}"
+    for name, tensor in (("dy", dy), ("weight", weight), ("weight_t", weight_t)):
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    if ds is None or lora_A is None:
+        return None
+    if ds.dtype != out_dtype:
+        return f"ds is {ds.dtype}, out_dtype {out_dtype}"
+    if lora_A.dtype not in FLOATS:
+        return f"lora_A is {lora_A.dtype}"
+    for name, tensor in (("ds", ds), ("lora_A", lora_A)):
+        if not tensor.is_contiguous():
+            return f"{name} must be contiguous, found strides {tensor.stride()}"
+    return None
+
+
+def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | None:
+    if why_not := why_not_wgmma(capability):
+        return why_not
+    if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
+        return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
+    return "N = 0" if n == 0 else None
+
+
+def why_not_transpose_fp8(weight: Tensor) -> str | None:
+    """None if csrc's `transpose_fp8` takes this matrix; otherwise the reason why not."""
+    if why_not := why_not_csrc(capability_of(weight.device)):
+        return why_not
+    if weight.element_size() != 1:
+        return f"weight is {weight.dtype}, not a byte an element"
+    if not weight.is_contiguous():
+        return f"weight must be contiguous, found strides {weight.stride()}"
+    return None
+
+
 def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
     """None if `torch._scaled_mm` takes an FP8 [rows, k] × [k, n] product; otherwise the reason why not."""
     if capability < FP8_GEMM_CAPABILITY:
@@ -178,6 +281,7 @@ def why_not_triton_gemm(
     lora_B: Tensor | None,
     scaling: float,
     out_dtype: torch.dtype,
+    split: bool = False,
 ) -> str | None:
     """None if the Triton kernel of `fp8_linear_lora` takes these FP8 operands; otherwise the reason why not."""
     if why_not := _why_not_triton_gemm(capability_of(x.device), x.shape[0], *weight.shape):
@@ -185,6 +289,8 @@ def why_not_triton_gemm(
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.data_ptr() % 16 or not tensor.is_contiguous():
             return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    if split:
+        return "Triton's split accumulation takes 1.5 times as long"
     if out_dtype not in (torch.bfloat16, torch.float16):
         return f"out_dtype is {out_dtype}, not bfloat16 or float16"
     if s is not None and lora_B is not None:

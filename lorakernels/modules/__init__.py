@@ -3,17 +3,21 @@
 
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup, group_projections
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report import LoRAReport, ModuleReport
 from lorakernels.modules.use import disable_lora, lora_modules, merge_lora, unmerge_lora
 
 __all__ = [
     "FrozenFP8Linear",
+    "GroupedLoRALinear",
     "LoRALinear",
+    "LoRALinearGroup",
     "LoRAReport",
     "ModuleReport",
     "apply_lora",
     "disable_lora",
+    "group_projections",
     "lora_modules",
     "merge_lora",
     "unmerge_lora",

@@ -232,16 +232,7 @@ class FrozenFP8Linear(nn.Module):
                 state.to(x.device)
             if self.training:
                 state.on_training_forward(self._column)
-            spec = LoRASpec(
-                scaling=spec.scaling,
-                p=spec.p,
-                site=spec.site,
-                row0=spec.row0,
-                col0=spec.col0,
-                column=self._column,
-                delayed=self.training,
-                backward_dtype=state.recipe.backward_dtype,
-            )
+            spec = spec.following(state.recipe, self._column, self.training)
         return lora_linear(
             x,
             self._stored,

@@ -12,6 +12,7 @@ from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.fp8 import FP8State
 from lorakernels.kernels.ladder import implementations
+from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 
 
@@ -19,7 +20,8 @@ from lorakernels.modules.lora import LoRALinear
 class ModuleReport:
     """One module. `action` is "lora", "saved" (modules_to_save), "bias" (bias trained) or "frozen".
 
-    `ops` maps each op to the implementation it takes on the module's device now, `why` to the reason.
+    `ops` maps each op to the implementation it takes on the module's device now, `why` to the reason. `shares_x` names
+    the modules that it shares the quantization of its input with.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ModuleReport:
     base: str = ""
     ops: dict[str, str] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    shares_x: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,14 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         "e4m3" if fp8 else str(module.weight.dtype)[6:],
         {op: impl for op, (impl, _) in ladder.items()},
         {op: why for op, (_, why) in ladder.items()},
+        _shares_x(module),
     )
+
+
+def _shares_x(module: LoRALinear) -> tuple[str, ...]:
+    if not isinstance(module, GroupedLoRALinear):
+        return ()
+    return tuple(m.name for m in module.group.members if m is not module)
 
 
 def _line(m: ModuleReport) -> str:
@@ -144,7 +154,8 @@ def _line(m: ModuleReport) -> str:
     for op, implementation in m.ops.items():
         taken.setdefault(implementation, []).append(op)
     path = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in taken.items())
+    shares = f" x shared with {', '.join(m.shares_x)}" if m.shares_x else ""
     return (
         f"  {m.name}: lora {m.in_features}→{m.out_features} r={m.r} scaling={m.scaling:g} "
-        f"p={m.dropout:g} base={m.base} [{path}] ({m.reason})"
+        f"p={m.dropout:g} base={m.base}{shares} [{path}] ({m.reason})"
     )

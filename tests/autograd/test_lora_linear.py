@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, reference
+from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams, ops, reference
 from lorakernels.modules import lora as lora_module
 from tests.exact import EPS, error_in_eps, exact_lora
 
@@ -299,3 +299,17 @@ def test_bad_x_is_refused_before_anything_changes(x, error, match):
         layer(x)
     assert torch.equal(torch.get_rng_state(), rng), "no random number was drawn"
     assert torch.equal(layer.fp8_state.forward, state)
+
+
+@pytest.mark.parametrize("fprop", [False, True], ids=["fast", "split"])
+def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
+    recipe = DelayedScaling(fp8_gemm_fprop=MMParams(fprop), fp8_gemm_dgrad=MMParams(not fprop))
+    layer = make_layer(32, 16, 4, fp8=recipe)
+    x = torch.randn(8, 32, requires_grad=True)
+    with (
+        mock.patch.object(ops, "fp8_linear_lora", wraps=ops.fp8_linear_lora) as forward,
+        mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as backward,
+    ):
+        layer(x).sum().backward()
+    assert forward.call_args.args[-1] is fprop
+    assert backward.call_args.args[-1] is not fprop

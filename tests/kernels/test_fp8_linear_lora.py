@@ -159,6 +159,24 @@ def test_interpreted_kernel_computes_the_reference(interpreted, case):
 
 
 @pytest.mark.gpu
+def test_split_accumulation_keeps_what_fast_accumulation_drops() -> None:
+    """At K = 28672, against float64: split is off by one rounding to bf16, fast by more than twice that."""
+    x, w = (torch.randn(512, 28672, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones(1, device="cuda")
+    expected = x.double() @ w.double().t()
+
+    def error(y: Tensor) -> float:
+        return float((y.double() - expected).norm() / expected.norm())
+
+    def run(split: bool) -> Tensor:
+        operands = (x.view(torch.uint8), one, w.view(torch.uint8), one)
+        return ops.fp8_linear_lora(*operands, None, None, None, 1.0, torch.bfloat16, split)
+
+    assert error(run(True)) < 1.05 * error(expected.bfloat16())
+    assert error(run(False)) > 2 * error(run(True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", sweep(), ids=str)
 def test_like_float64_and_the_same_twice(case):
     args = operands(case, "cuda")

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "graph.h"
+
+#include <memory>
+
+#include "register.h"
+
+namespace lorakernels {
+namespace {
+
+CaptureMode mode_of(const std::string& name) {
+  if (name == "thread_local") return CaptureMode::kThreadLocal;
+  if (name == "relaxed") return CaptureMode::kRelaxed;
+  throw std::invalid_argument("graph_begin_capture: mode must be \"thread_local\" or \"relaxed\", got \"" + name +
+                              "\"");
+}
+
+const char* status_name(CaptureStatus status) {
+  switch (status) {
+    case CaptureStatus::kNone:
+      return "none";
+    case CaptureStatus::kActive:
+      return "active";
+    default:
+      return "invalidated";
+  }
+}
+
+py::list census(const Graph& graph) {
+  py::list result;
+  for (const NodeCount& entry : graph.census()) result.append(py::make_tuple(entry.type, entry.name, entry.count));
+  return result;
+}
+
+}  // namespace
+
+void register_graph(py::module_& m) {
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
+      .def("instantiate", &Graph::instantiate, unlocked())
+      .def("upload", &Graph::upload, py::arg("stream"), unlocked())
+      .def("launch", &Graph::launch, py::arg("stream"), unlocked())  // waits where the launch queue is full
+      .def("update", &Graph::update, py::arg("other"), unlocked())
+      .def("census", &census)
+      .def("programmatic_edges", &Graph::programmatic_edges)
+      .def("write_dot", &Graph::write_dot, py::arg("path"))
+      .def("drop_template", &Graph::drop_template)
+      .def("destroy", &Graph::destroy)
+      .def_property_readonly("has_template", &Graph::has_template)
+      .def_property_readonly("instantiated", &Graph::instantiated);
+  m.def(
+      "graph_begin_capture", [](uintptr_t stream, const std::string& mode) { begin_capture(stream, mode_of(mode)); },
+      py::arg("stream"), py::arg("mode"));
+  m.def(
+      "graph_end_capture", [](uintptr_t stream) { return std::make_shared<Graph>(end_capture(stream)); },
+      py::arg("stream"));
+  m.def("graph_abort_capture", &abort_capture, py::arg("stream"));
+  m.def(
+      "graph_capture_status", [](uintptr_t stream) { return status_name(capture_status(stream)); }, py::arg("stream"));
+}
+
+}  // namespace lorakernels

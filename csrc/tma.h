@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: shared memory filled by Hopper's tensor copy engine, and the barriers that say when.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda_check.h"
+
+namespace lorakernels {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// 16 bytes, or zeros where the source does not exist.
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"
+      "bra again;\nover:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// A box of the tensor that `map` describes, to shared memory; what lies outside the tensor becomes zeros.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int col, int row, uint32_t barrier,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], "
+      "[%4], %5;" ::"r"(target),
+      "l"(&map), "r"(col), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int col, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          target),
+      "l"(&map), "r"(col), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline EncodeTiled encode_tiled() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+  LORAKERNELS_CHECK_CUDA(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+#else
+  LORAKERNELS_CHECK_CUDA(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
+#endif
+  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(function);
+}
+
+// A row-major matrix without gaps, copied in boxes whose rows are 128 bytes, swizzled as SwizzledRows<128> (wgmma.h).
+// element_bytes cols: a multiple of 16. Without elements there is nothing to describe.
+inline CUtensorMap tensor_map(const void* data, CUtensorMapDataType type, int element_bytes, int64_t rows, int64_t cols,
+                              int box_rows) {
+  static const EncodeTiled encode = encode_tiled();
+  CUtensorMap map{};
+  if (rows == 0 || cols == 0) return map;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t pitch[1] = {element_bytes * sizes[0]};
+  const cuuint32_t box[2] = {128u / element_bytes, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  const CUresult code =
+      encode(&map, type, 2, const_cast<void*>(data), sizes, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (code != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(code));
+  return map;
+}
+
+}  // namespace lorakernels

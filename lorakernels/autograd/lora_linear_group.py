@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections that share an input x: q, k, v; gate, up. In evaluation order, i over the projections:
+
+    forward    x8, [s_1 … s_n] = quantize_lora_down(x, [A_1; …; A_n])        y_i = fp8_linear_lora(x8, W8_i, s_i, B_i)
+    backward   dy8_i, ds_i, dB_i = quantize_grad(dy_i, B_i, s_i)        dx_i = fp8_grad_input(dy8_i, W8_i, ds_i, A_i)
+               [dA_1; …; dA_n] = lora_grad_a([ds_1 … ds_n], x8)        dx = Σ dx_i, added up by autograd
+
+Each projection is an autograd node of its own, which runs as soon as its dy is there; a node in front of them turns the
+ds_i, which are the gradients of the s_i, into every dA by one product. Saved for backward: x8 and its scale_inv
+once, s_i per projection, one slot. A projection with a mask of its own has s_i = D_i(x) A_iᵀ and dA_i from ops of its
+own, over the same x8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorakernels import ops
+from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.kernels.ladder import DOWN_RANK
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """What projections of one x share.
+
+    `rows` [M, K] is x in the compute dtype, outside of autograd; `x8` [M, K] e4m3 bytes and `x_scale_inv` fp32 [1], or
+    None for a plain base; `s` {projection: [M, R]}, drawn with `slot`, `p` and `site` of `spec`. `spent` is no
+    longer empty once a backward has gone through s.
+    """
+
+    rows: Tensor
+    x8: Tensor | None
+    x_scale_inv: Tensor | None
+    s: dict[int, Tensor]
+    slot: Tensor | None
+    spec: LoRASpec
+    spent: list[bool]
+
+
+class _StackedDown(torch.autograd.Function):
+    """The parts of a stacked s, tied to their A's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        s: Tensor,
+        operand: Tensor,
+        x_scale_inv: Tensor | None,
+        slot: Tensor | None,
+        spent: list[bool] | None,
+        spec: LoRASpec,
+        *lora_A: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        needed = any(ctx.needs_input_grad)
+        ctx.save_for_backward(*(t if needed else None for t in (operand, x_scale_inv, slot)))
+        ctx.spec, ctx.spent = spec, spent
+        ctx.shapes = [(a.shape[0], a.dtype) for a in lora_A]
+        parts = s.split([a.shape[0] for a in lora_A], dim=1)
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        operand, x_scale_inv, slot = ctx.saved_tensors
+        spec = ctx.spec
+        if ctx.spent is not None:
+            ctx.spent.append(True)
+        used = {i: t for i, t in enumerate(ds) if t is not None and ctx.needs_input_grad[6 + i]}
+        dA: list[Tensor | None] = [None] * len(ds)
+        if used:
+            ranks, dtypes = zip(*(ctx.shapes[i] for i in used), strict=True)
+            stacked = ops.lora_grad_a(
+                torch.cat(list(used.values()), dim=1),
+                operand,
+                x_scale_inv,
+                slot,
+                spec.p,
+                spec.site,
+                reduce(torch.promote_types, dtypes),
+                spec.row0,
+                spec.col0,
+            )
+            parts = stacked.split(list(ranks))
+            for i, part, dtype in zip(used, parts, dtypes, strict=True):
+                dA[i] = part.to(dtype, copy=True)  # no .grad may share another's storage
+        return (None,) * 6 + tuple(dA)
+
+
+class _Projection(torch.autograd.Function):
+    """y of one projection from the shared x8 (`operand`; x itself over a plain base) and its s."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        lora_A: Tensor | None,
+        lora_B: Tensor | None,
+        bias: Tensor | None,
+        s: Tensor | None,
+        operand: Tensor,
+        x_scale_inv: Tensor | None,
+        weight: Tensor,
+        weight_scale_inv: Tensor | None,
+        weight_t: Tensor | None,
+        slot: Tensor | None,
+        state_dy: Tensor | None,
+        spec: LoRASpec,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        base = (operand, x_scale_inv, weight, weight_scale_inv, bias)
+        y = ops.fp8_linear_lora(*base, s, lora_B, spec.scaling, dtype, spec.split_fprop)
+        need_x, need_a, need_b, _, need_s = ctx.needs_input_grad[:5]
+        ctx.save_for_backward(
+            weight if need_x else None,
+            weight_scale_inv if need_x else None,
+            weight_t if need_x else None,
+            lora_A if need_x else None,
+            lora_B if need_x or need_a or need_b or need_s else None,
+            slot if need_x or need_a else None,
+            operand if need_a else None,
+            x_scale_inv if need_a else None,
+            s if need_b else None,
+        )
+        ctx.state_dy, ctx.spec = state_dy, spec
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, w_scale_inv, weight_t, lora_A, lora_B, slot, operand, x_scale_inv, s = (
+            ctx.saved_tensors
+        )
+        need_x, need_a, need_b, need_bias, need_s = ctx.needs_input_grad[:5]
+        spec, state_dy = ctx.spec, ctx.state_dy
+        dx = dA = dbias = None
+        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+        dy8, dy_scale_inv, ds, dB = ops.quantize_grad(
+            dy,
+            lora_B,
+            s,
+            state_dy,
+            spec.column,
+            spec.delayed,
+            spec.scaling,
+            spec.backward_dtype,
+        )
+        if need_x:
+            quantized = state_dy is not None
+            dx = ops.fp8_grad_input(
+                dy8 if quantized else dy,
+                dy_scale_inv if quantized else None,
+                spec.backward_dtype,
+                weight,
+                w_scale_inv,
+                weight_t,
+                ds if lora_A is not None else None,
+                lora_A,
+                slot,
+                spec.p,
+                spec.site,
+                dy.dtype,
+                spec.row0,
+                spec.col0,
+                spec.split_dgrad,
+            )
+            dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
+        if need_a:
+            place = (spec.row0, spec.col0)
+            dA = ops.lora_grad_a(
+                ds, operand, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], *place
+            )
+        if need_bias:
+            dbias = dy.float().sum(0).to(ctx.dtypes[1])
+        gradients = (dx, dA, dB if need_b else None, dbias, ds if need_s else None)
+        return gradients + (None,) * 9
+
+
+def share_input(
+    x: Tensor,
+    lora_A: Mapping[int, Tensor],
+    *,
+    spec: LoRASpec,
+    slot: Tensor | None = None,
+    state_x: Tensor | None = None,
+) -> SharedInput:
+    """Read x once: x8, and s of the projections in `lora_A`, all with the one mask of `slot`.
+
+    Args:
+        x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
+        lora_A: {projection: [R, K]}; may be empty. Where the ranks sum to more than `quantize_lora_down` takes at
+            once (ladder.DOWN_RANK), x is read again for the rest.
+        spec: p, site, row0 and col0 of the mask; column and delayed of x in `state_x`.
+        slot: int64 [2] random slot; None draws no mask.
+        state_x: `FP8State.forward`; None with plain weights.
+    """
+    with torch.no_grad():
+        rows = x
+        if torch.is_autocast_enabled(x.device.type):
+            rows = x.to(torch.get_autocast_dtype(x.device.type))
+        rows = rows.reshape(-1, x.shape[-1]).contiguous().detach()
+    x8 = x_scale_inv = None
+    parts: dict[int, Tensor] = {}
+    spent: list[bool] = []
+    mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
+    for chunk in _chunks(lora_A):
+        stacked = [a.detach() for a in chunk.values()]
+        a = torch.cat(stacked) if len(stacked) > 1 else stacked[0] if stacked else None
+        state = state_x if x8 is None else None
+        out = ops.quantize_lora_down(rows, a, state, spec.column, spec.delayed, *mask)
+        if state is not None:
+            x8, x_scale_inv = out[:2]
+        if len(chunk) > 1:
+            operand = rows if x8 is None else x8
+            note = None if torch.compiler.is_compiling() else spent
+            tied = _StackedDown.apply(
+                out[2], operand, x_scale_inv, slot, note, spec, *chunk.values()
+            )
+            parts.update(zip(chunk, tied, strict=True))
+        elif chunk:
+            parts[next(iter(chunk))] = out[2]
+    return SharedInput(rows, x8, x_scale_inv, parts, slot, spec, spent)
+
+
+def _chunks(lora_A: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+    """In order, the ranks of each summing to DOWN_RANK at most; one empty chunk where there is no A."""
+    chunks: list[dict[int, Tensor]] = [{}]
+    total = 0
+    for index, a in lora_A.items():
+        if chunks[-1] and total + a.shape[0] > DOWN_RANK:
+            chunks.append({})
+            total = 0
+        chunks[-1][index] = a
+        total += a.shape[0]
+    return chunks
+
+
+def lora_projection(
+    x: Tensor,
+    shared: SharedInput,
+    index: int,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None = None,
+    bias: Tensor | None = None,
+    lora_A: Tensor | None = None,
+    lora_B: Tensor | None = None,
+    *,
+    spec: LoRASpec,
+    slot: Tensor | None = None,
+    weight_t: Tensor | None = None,
+    state_dy: Tensor | None = None,
+) -> Tensor:
+    """`lora_linear` of projection `index`, differentiable alike, over what `share_input(x, …)` made.
+
+    Its s is `shared.s[index]`; where it has none there, s is computed here, from `shared.rows`. `spec` and `slot`
+    hold the mask that its s was or will be drawn with, and the column of dy.
+
+    Returns:
+        [..., N] in the dtype of `shared.rows`.
+    """
+    s = None
+    if lora_A is not None:
+        s = shared.s.get(index)
+        if s is None:
+            mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
+            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, 0, False, *mask)[2]
+        elif s.requires_grad:
+            lora_A = lora_A.detach()  # its gradient takes the way through s
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)
+    return _Projection.apply(
+        x,
+        lora_A,
+        lora_B,
+        bias,
+        s,
+        shared.rows if shared.x8 is None else shared.x8,
+        shared.x_scale_inv,
+        weight,
+        weight_scale_inv,
+        weight_t,
+        slot,
+        state_dy,
+        spec,
+        shared.rows.dtype,
+    )

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRALinearGroup: LoRALinears of one input (q, k, v; gate, up) that quantize it once.
+
+Models call their projections one by one: `q_proj(x)`, `k_proj(x)`, `v_proj(x)`. The first member that meets an x
+quantizes it, and does the down-projection of all where one mask or none serves all; the others find that as long as
+x is the very same tensor, unwritten since, in the same mode, and have each their share of it once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.autograd import (
+    LoRASpec,
+    SharedInput,
+    check_input,
+    lora_projection,
+    share_input,
+)
+from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.philox import draw_slot
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What was made of `x` in the circumstances `key`, for the members `waiting`."""
+
+    x: weakref.ref[Tensor]
+    key: tuple[Any, ...]
+    shared: SharedInput
+    waiting: set[int]
+
+
+class LoRALinearGroup:
+    """LoRALinears that share the quantization of their input.
+
+    The members stay where they are, with their parameters and names; each becomes a `GroupedLoRALinear`. Calling a
+    member works as before. `group(x)` calls all of them and returns their outputs, without running the members'
+    hooks; it is the form that `torch.compile` can share: it traces members called one by one apart.
+
+    Without dropout the adapters are stacked: one `quantize_lora_down` and one `lora_grad_a` for all. With dropout
+    each member has its own mask, as in PEFT, and only the quantized x is shared; `shared_dropout=True` draws one mask
+    for all instead, and stacks. The members must then lie in one checkpointed function. Stacked members are one
+    computation to autograd: separate backwards of two members' outputs need `retain_graph=True`.
+
+    x has one amax and one scale, in the first member's column of the FP8 state (and in every member's state_dict).
+
+    Args:
+        members: two or more LoRALinears of equal in_features, FP8 recipe and dropout; ranks and scalings may differ.
+        shared_dropout: one mask for all members instead of one each.
+
+    Attributes:
+        members, shared_dropout: as given.
+        names: the members' names.
+
+    Raises:
+        TypeError: a member is no LoRALinear.
+        ValueError: members do not fit together, or are in a group already. Nothing is changed then.
+    """
+
+    def __init__(self, members: Sequence[LoRALinear], *, shared_dropout: bool = False) -> None:
+        self.members = tuple(members)
+        self.shared_dropout = shared_dropout
+        self._entry: _Entry | None = None
+        self._drew: set[int] = set()
+        _check_members(self.members, shared_dropout)
+        for member in self.members:
+            member.__class__ = GroupedLoRALinear
+            member.__dict__["group"] = self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., K] → one [..., N] per member, as if each had been called.
+
+        Raises:
+            ValueError: some members are in training and some in eval.
+        """
+        if len({member.training for member in self.members}) > 1:
+            raise ValueError(f"members {list(self.names)} must all be in training, or all in eval")
+        self._begin(0, x)
+        shared = self._share(0, x)
+        outputs = [self._project(0, x, shared)]
+        for index in range(1, len(self.members)):
+            self._begin(index, x)
+            outputs.append(self._project(index, x, shared))
+        return tuple(outputs)
+
+    def index_of(self, member: nn.Module) -> int | None:
+        """Its place among `members`; None for a stranger, such as a replica that shares a member's attributes."""
+        return next((i for i, own in enumerate(self.members) if own is member), None)
+
+    def project(self, index: int, x: Tensor) -> Tensor:
+        """Member `index`'s output for x, over what members called before it have made of x."""
+        self._begin(index, x)
+        if torch.compiler.is_compiling() or x.is_inference():  # neither has versions to go by
+            return self._project(index, x, self._share(index, x, alone=True))
+        key, entry = self._key(index, x), self._entry
+        if entry is None or not _serves(entry, index, x, key):
+            self._entry = entry = None  # frees what the last input left
+            shared = self._share(index, x)
+            waiting = set(range(len(self.members)))
+            entry = _Entry(weakref.ref(x, self._forget), key, shared, waiting)
+        entry.waiting.discard(index)
+        self._entry = entry if entry.waiting else None
+        return self._project(index, x, entry.shared)
+
+    def _forget(self, x: weakref.ref[Tensor]) -> None:
+        if self._entry is not None and self._entry.x is x:
+            self._entry = None
+
+    def _begin(self, index: int, x: Tensor) -> None:
+        """What precedes a forward of LoRALinear, before anything is drawn or written."""
+        member = self.members[index]
+        check_input(x, member._stored)
+        for state in (self.members[0].fp8_state, member.fp8_state):
+            if state is not None and state.device != x.device:
+                state.to(x.device)
+        if member.fp8_state is not None and member.training:
+            member.fp8_state.on_training_forward(member._column)
+
+    def _key(self, index: int, x: Tensor) -> tuple[Any, ...]:
+        """Equal keys, equal results: everything besides x's identity that an entry depends on."""
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        stream: tuple[Any, ...] = ()
+        if x.is_cuda:
+            capturing = torch.cuda.is_current_stream_capturing()
+            stream = (torch.cuda.current_stream(x.device).cuda_stream, capturing)
+        return (
+            x._version,
+            torch.is_grad_enabled(),
+            autocast,
+            self.members[index].training,
+            None if hooks is None else weakref.ref(hooks[0]),  # a checkpoint's own
+            stream,
+            tuple(
+                (a, a._version, a.data_ptr(), self.members[i].lora_dropout)
+                for i, a in self._together(index).items()
+            ),
+        )
+
+    def _together(self, index: int) -> dict[int, Tensor]:
+        """The A's that go into one stack when member `index` quantizes; empty where each member has its own mask."""
+        active = {i: m for i, m in enumerate(self.members) if _is_active(m)}
+        if not self.shared_dropout and any(_drops(m) for m in active.values()):
+            return {}
+        return {i: m.lora_A for i, m in active.items()}
+
+    def _share(self, index: int, x: Tensor, alone: bool = False) -> SharedInput:
+        """What the members make of x together, `index` being the one that is called first."""
+        member, first = self.members[index], self.members[0]
+        stack = {} if alone else self._together(index)
+        if not stack and _is_active(member):
+            stack = {index: member.lora_A}
+        owner = self.members[next(iter(stack), index)]  # whose dropout site the mask belongs to
+        drops = bool(stack) and member.training and owner.lora_dropout > 0
+        if len(stack) > 1:
+            self._check_stack(index, stack, member.training)
+        slot = draw_slot(owner.rng_state, x.device) if drops else None
+        state = first.fp8_state
+        spec = LoRASpec(
+            p=owner.lora_dropout, site=owner.site, column=first._column, delayed=member.training
+        )
+        state_x = None if state is None else state.forward
+        return share_input(x, stack, spec=spec, slot=slot, state_x=state_x)
+
+    def _check_stack(self, index: int, stack: Iterable[int], training: bool) -> None:
+        """RuntimeError or ValueError where member `index` cannot do the down-projection of all in `stack`."""
+        caller, others = self.members[index], [self.members[i] for i in stack]
+        for other in others:
+            if is_sharded(other.lora_A):
+                raise RuntimeError(
+                    f"{other.name}.lora_A is sharded while {caller.name} runs, which reads it: let fully_shard "
+                    "take the module that holds the whole group"
+                )
+        p = {other.name: other.lora_dropout for other in others}
+        if not training or not any(p.values()):
+            return
+        if len(set(p.values())) > 1:
+            raise ValueError(f"one mask for all needs one lora_dropout, found {p}")
+        if not torch.compiler.is_compiling():
+            self._check_recomputation(index)
+
+    def _check_recomputation(self, index: int) -> None:
+        """A mask drawn by one member in the forward and by another in its recomputation would not be the same."""
+        if torch._C._current_graph_task_id() == -1:
+            self._drew.add(index)
+        elif index not in self._drew:
+            raise RuntimeError(
+                f"{self.members[index].name} would draw the group's mask in a recomputation, but "
+                f"{[self.members[i].name for i in sorted(self._drew)]} drew it in the forward: "
+                "checkpoint all members in one function, or use shared_dropout=False"
+            )
+
+    def _project(self, index: int, x: Tensor, shared: SharedInput) -> Tensor:
+        member, active = self.members[index], _is_active(self.members[index])
+        slot, p, site = shared.slot, shared.spec.p, shared.spec.site
+        if index not in shared.s:
+            slot = draw_slot(member.rng_state, x.device) if _drops(member) else None
+            p, site = member.lora_dropout, member.site
+        spec, state = LoRASpec(member.scaling, p, site), member.fp8_state
+        if state is not None:
+            spec = spec.following(state.recipe, member._column, member.training)
+        return lora_projection(
+            x,
+            shared,
+            index,
+            member._stored,
+            member.weight_scale_inv,
+            member.bias,
+            member.lora_A if active else None,
+            member.lora_B if active else None,
+            spec=spec,
+            slot=slot,
+            weight_t=member.weight_t,
+            state_dy=None if state is None else state.backward,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and deepcopy take: the members, not what is kept of their input."""
+        return {**self.__dict__, "_entry": None}
+
+    def __repr__(self) -> str:
+        return f"LoRALinearGroup({', '.join(self.names)}, shared_dropout={self.shared_dropout})"
+
+
+class GroupedLoRALinear(LoRALinear):
+    """A LoRALinear that shares the quantization of its input with the other members of its `group`."""
+
+    group: LoRALinearGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As LoRALinear's."""
+        index = self.group.index_of(self)
+        return super().forward(x) if index is None else self.group.project(index, x)
+
+    @property
+    def fp8_scale(self) -> Tensor:
+        return self._values()[-1]
+
+    @property
+    def fp8_amax_history(self) -> Tensor:
+        return self._values()[:-1]
+
+    def _values(self) -> Tensor:
+        """fp32 [amax_history_len + 1, 2]: the group's column of x, this layer's own of dy."""
+        first = self.group.members[0]
+        assert self.fp8_state is not None and first.fp8_state is not None
+        x = first.fp8_state.forward[:, first._column]
+        return torch.stack((x, self.fp8_state.backward[:, self._column]), 1)
+
+
+def group_projections(
+    model: nn.Module, groups: Iterable[Sequence[str]], *, shared_dropout: bool = False
+) -> list[LoRALinearGroup]:
+    """Group the projections of every layer of `model`, after `apply_lora` or `load_adapter`; its code stays as it is.
+
+        group_projections(model, [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
+
+    Args:
+        model: changed in place. Where a module has children of all these names and they are LoRALinears, they
+            become one group; a module where none of them is a LoRALinear is left alone.
+        groups: names of projections that the model calls on one and the same tensor.
+        shared_dropout: see `LoRALinearGroup`.
+
+    Returns:
+        The new groups, in module order.
+
+    Raises:
+        ValueError: a name sequence is found nowhere; a module has LoRALinears for some of the names only; or members
+            do not fit together. Nothing is changed then.
+    """
+    found: list[tuple[LoRALinear, ...]] = []
+    for names in groups:
+        if isinstance(names, str):
+            raise ValueError(f"groups must be sequences of names, found the string {names!r}")
+        here = [
+            members
+            for path, parent in model.named_modules()
+            if (members := _members_of(path, parent, names))
+        ]
+        if not here:
+            raise ValueError(f"no module of {type(model).__name__} has LoRALinears {list(names)}")
+        found += here
+    everyone = [member for members in found for member in members]
+    if len({id(member) for member in everyone}) < len(everyone):
+        raise ValueError(
+            f"a projection is in two of the groups {[list(names) for names in groups]}"
+        )
+    for members in found:
+        _check_members(members, shared_dropout)
+    return [LoRALinearGroup(members, shared_dropout=shared_dropout) for members in found]
+
+
+def _members_of(path: str, parent: nn.Module, names: Sequence[str]) -> tuple[LoRALinear, ...]:
+    children = {name: parent._modules.get(name) for name in names}
+    members = {name: m for name, m in children.items() if isinstance(m, LoRALinear)}
+    if members and len(members) < len(children):
+        kinds = {
+            name: "missing" if child is None else type(child).__name__
+            for name, child in children.items()
+            if name not in members
+        }
+        raise ValueError(
+            f"{path or 'the model'}: {list(members)} are LoRALinears, but not {kinds}; target them with "
+            "apply_lora, or leave them out of the group"
+        )
+    return tuple(members.values())
+
+
+def _check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
+    for member in members:
+        if not isinstance(member, LoRALinear):
+            raise TypeError(f"a member must be a LoRALinear, found {type(member).__name__}")
+        if isinstance(member, GroupedLoRALinear):
+            raise ValueError(f"{member.name!r} is in a group already: {member.group}")
+    names = [member.name for member in members]
+    if len({id(member) for member in members}) < max(len(members), 2):
+        raise ValueError(f"a group needs two or more different members, found {names}")
+    for what in ("in_features", "lora_dropout", "recipe", "device"):
+        values = [_asked(member, what) for member in members]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"members of a group must have one {what}, found {dict(zip(names, values, strict=True))}"
+            )
+    if shared_dropout and any(m.rng_state is not members[0].rng_state for m in members):
+        raise ValueError(f"one mask for all needs one rng_state, {names} have different ones")
+
+
+def _asked(member: LoRALinear, what: str) -> Any:
+    if what == "recipe":
+        return None if member.fp8_state is None else member.fp8_state.recipe
+    return member.lora_A.device if what == "device" else getattr(member, what)
+
+
+def _is_active(member: LoRALinear) -> bool:
+    return not (member.merged or member.disable_adapters)
+
+
+def _drops(member: LoRALinear) -> bool:
+    return member.training and member.lora_dropout > 0 and _is_active(member)
+
+
+def _serves(entry: _Entry, index: int, x: Tensor, key: tuple[Any, ...]) -> bool:
+    return (
+        entry.x() is x
+        and index in entry.waiting
+        and not entry.shared.spent
+        and _same(entry.key, key)
+    )
+
+
+def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    """Tuple equality, tensors (the A's) being compared by identity."""
+    *a, a_stack = ours
+    *b, b_stack = theirs
+    return (
+        a == b
+        and len(a_stack) == len(b_stack)
+        and all(p[0] is q[0] and p[1:] == q[1:] for p, q in zip(a_stack, b_stack, strict=True))
+    )

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8_grad_input in one kernel: dx against float64, its mask bit for bit, the same bits every time."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorakernels import kernels, ops, reference
+from lorakernels.device import extension
+from lorakernels.kernels import ladder, tuning
+
+E5M2, E4M3 = torch.float8_e5m2, torch.float8_e4m3fn
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SITE = 11
+# module `fp8_grad_input`, which the function of that name hides
+MODULE = sys.modules[kernels.fp8_grad_input.__module__]
+
+
+@dataclass(frozen=True)
+class Case:
+    """dx [rows, cols], contraction over `depth`."""
+
+    rows: int
+    cols: int
+    depth: int
+    rank: int
+    p: float = 0.1
+    dtype: torch.dtype = BF16
+    a_dtype: torch.dtype = FP32
+    fp8: torch.dtype = E5M2
+    keeps_weight_t: bool = False
+    split: bool = True
+
+    def __str__(self) -> str:
+        types = [str(t).removeprefix("torch.") for t in (self.dtype, self.a_dtype, self.fp8)]
+        layout = ("both" if self.keeps_weight_t else "single") + ("" if self.split else "-fast")
+        return f"{self.rows}x{self.cols}x{self.depth}-r{self.rank}-p{self.p:g}-{'-'.join(types)}-{layout}"
+
+    def inputs(self) -> dict[str, Tensor]:
+        tensors = {
+            "dy": torch.randn(self.rows, self.depth, device="cuda").to(self.fp8),
+            "weight": torch.randn(self.depth, self.cols, device="cuda").to(E4M3),
+            "ds": torch.randn(self.rows, self.rank, device="cuda").to(self.dtype),
+            "lora_A": torch.randn(self.rank, self.cols, device="cuda").to(self.a_dtype),
+            "dy_scale_inv": torch.rand(1, device="cuda") + 0.1,
+            "weight_scale_inv": torch.rand(1, device="cuda") + 0.1,
+            "slot": torch.tensor([2**40 + 77, 2**33 + 5], device="cuda"),
+        }
+        return {
+            name: t.view(torch.uint8) if t.element_size() == 1 else t for name, t in tensors.items()
+        }
+
+    def run(self, tensors: dict[str, Tensor], row0: int = 0, col0: int = 0) -> Tensor:
+        t = tensors
+        has_lora = self.rank > 0
+        weight_t = t["weight"].t().contiguous() if self.keeps_weight_t else None
+        arguments = (
+            *(t["dy"], t["dy_scale_inv"], self.fp8, t["weight"], t["weight_scale_inv"], weight_t),
+            *((t["ds"], t["lora_A"]) if has_lora else (None, None)),
+            *(t["slot"] if self.p else None, self.p, SITE, self.dtype, row0, col0, self.split),
+        )
+        with mock.patch.object(MODULE, "unfused", side_effect=AssertionError("not in one kernel")):
+            return ops.fp8_grad_input(*arguments)
+
+    def expected(self, tensors: dict[str, Tensor], row0: int = 0, col0: int = 0) -> Tensor:
+        """In float64, with A rounded to ds's dtype as the kernel says."""
+        t = {name: tensor for name, tensor in tensors.items()}
+        scale = t["dy_scale_inv"].double() * t["weight_scale_inv"].double()
+        dx = t["dy"].view(self.fp8).double() @ t["weight"].view(E4M3).double() * scale
+        if self.rank == 0:
+            return dx
+        branch = t["ds"].double() @ t["lora_A"].to(self.dtype).double()
+        if self.p:
+            keep = reference.drawn_mask(t["slot"], self.p, SITE, self.rows, self.cols, row0, col0)
+            branch = branch.where(keep, 0.0) * reference.keep_scale(self.p)
+        return dx + branch
+
+
+def assert_close(found: Tensor, expected: Tensor, depth: int) -> None:
+    """One rounding to the dtype, and what the FP8 tensor cores drop: an addition of 32 products keeps 13 bits below the
+    largest term (DeepSeek-V3 report, 3.3.2, found 14), so that four lose 2^-11 of the largest sum at most. Split, that
+    is all; fast, as many more as there are 128s in the depth."""
+    epsilon = 2.0**-8 if found.dtype == BF16 else 2.0**-11
+    error = (found.double() - expected).abs()
+    bound = epsilon * expected.abs() + 2.0**-11 * max(1, depth / 128) * expected.abs().max()
+    assert bool((error <= bound).all()), float((error / bound).max())
+
+
+CASES = [
+    Case(512, 512, 512, 16),
+    Case(256, 128, 128, 0),
+    Case(1, 16, 16, 1),
+    Case(129, 144, 48, 5, p=0.5),
+    Case(777, 1040, 2064, 16, p=0.0),
+    Case(777, 1040, 2064, 7, a_dtype=BF16, keeps_weight_t=True),
+    Case(300, 4112, 1040, 64, fp8=E4M3),
+    Case(300, 4112, 1040, 64, dtype=FP16, a_dtype=FP16),
+    Case(4100, 2064, 272, 33, p=0.9, dtype=FP16),
+    Case(5000, 4096, 1024, 16, p=0.3),
+    Case(5000, 4096, 128, 128),
+    Case(5000, 4096, 512, 128, split=False),
+    Case(300, 528, 512, 16, split=False, fp8=E4M3),
+    Case(3000, 5008, 256, 256, p=0.01, a_dtype=FP16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64_and_itself(case: Case) -> None:
+    tensors = case.inputs()
+    dx = case.run(tensors)
+    assert dx.shape == (case.rows, case.cols) and dx.dtype == case.dtype
+    assert_close(dx, case.expected(tensors), 128 if case.split else case.depth)
+    for _ in range(3):
+        assert torch.equal(case.run(tensors), dx)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [512, 4096], ids=["small tiles", "large tiles"])
+@pytest.mark.parametrize("origin", [(0, 0), (1000, 4096)], ids=["whole", "shard"])
+def test_the_mask_is_the_reference_s_bit_for_bit(cols: int, origin: tuple[int, int]) -> None:
+    case = Case(4000, cols, 256, 16, p=0.3)
+    tensors = case.inputs()
+    tensors["dy"].zero_()
+    tensors["ds"].fill_(1.0)
+    tensors["lora_A"].fill_(1.0)
+    dx = case.run(tensors, *origin)
+    keep = reference.drawn_mask(tensors["slot"], case.p, SITE, case.rows, cols, *origin)
+    assert torch.equal(dx != 0, keep)
+
+
+def test_large_tiles_where_they_fill_the_multiprocessors() -> None:
+    assert not tuning.large_tiles(4000, 512, 132)
+    assert tuning.large_tiles(4000, 4096, 132)
+    assert not tuning.large_tiles(1, 1, 132)
+
+
+@pytest.mark.gpu
+def test_sums_in_parts_keep_what_the_tensor_cores_drop() -> None:
+    """At N = 28672 the error is that of one rounding to bf16; fast accumulation is off by more than twice that."""
+    case = Case(512, 512, 28672, 16)
+    tensors = case.inputs()
+    expected = case.expected(tensors)
+
+    def error(dx: Tensor) -> float:
+        return float((dx.double() - expected).norm() / expected.norm())
+
+    split = error(case.run(tensors))
+    rounding = error(expected.to(case.dtype))
+    assert split < 1.05 * rounding
+    assert error(replace(case, split=False).run(tensors)) > 2 * split
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_random_shapes(seed: int) -> None:
+    draw = random.Random(seed)
+    case = Case(
+        rows=draw.choice([1, 3, 64, 127, 128, 200, 513, draw.randint(1, 3000)]),
+        cols=16 * draw.randint(1, 300),
+        depth=16 * draw.randint(1, 90),
+        rank=draw.choice([0, 1, 2, 8, 15, 16, 17, 64, 65, 100, 128, 130, 256]),
+        p=draw.choice([0.0, 0.001, 0.1, 0.5, 0.9]),
+        dtype=draw.choice([BF16, FP16]),
+        a_dtype=draw.choice([BF16, FP16, FP32]),
+        fp8=draw.choice([E5M2, E4M3]),
+        keeps_weight_t=draw.random() < 0.5,
+        split=draw.random() < 0.7,
+    )
+    tensors = case.inputs()
+    if case.dtype == FP16:
+        tensors["dy_scale_inv"] *= 0.1  # 65504 is not far
+    assert_close(case.run(tensors), case.expected(tensors), 128 if case.split else case.depth)
+
+
+@pytest.mark.gpu
+def test_it_writes_dx_and_nothing_around_it() -> None:
+    case = Case(301, 528, 272, 24)
+    tensors = case.inputs()
+    expected = case.run(tensors)
+    space = torch.full((301 * 528 * 2 + 2048,), 0xA5, dtype=torch.uint8, device="cuda")
+    inner = space[1024:-1024].view(BF16).view(301, 528)
+    inner.fill_(torch.nan)
+    with mock.patch.object(MODULE.torch, "empty", return_value=inner):
+        found = MODULE.in_one_kernel(
+            *(tensors["dy"], tensors["dy_scale_inv"], case.fp8, tensors["weight"]),
+            *(tensors["weight_scale_inv"], tensors["weight"].t().contiguous()),
+            *(tensors["ds"], tensors["lora_A"], tensors["slot"], case.p, SITE, BF16, 0, 0, True),
+        )
+    assert found.data_ptr() == inner.data_ptr()
+    assert torch.equal(inner, expected)
+    assert bool((space[:1024] == 0xA5).all()) and bool((space[-1024:] == 0xA5).all())
+
+
+@pytest.mark.gpu
+def test_captured_it_reads_slot_and_scales_of_the_replay() -> None:
+    case = Case(512, 1024, 256, 16)
+    tensors = case.inputs()
+    case.run(tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.run(tensors)
+    for offset in (3, 2**35):
+        tensors["slot"][1] = offset
+        tensors["dy_scale_inv"].fill_(float(offset % 7) + 0.5)
+        graph.replay()
+        assert torch.equal(found, case.run(tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"out_dtype": FP32}, "float32"),
+        ({"col0": 4}, "col0 = 4"),
+        ({"dy": lambda t: t.t().contiguous().t()}, "strides"),
+        ({"ds": lambda t: t.to(FP16)}, "ds is torch.float16"),
+    ],
+    ids=["fp32", "col0", "strides", "ds"],
+)
+def test_what_it_does_not_take_goes_through_torch(change: dict, reason: str) -> None:
+    case = Case(64, 512, 256, 16)
+    t = case.inputs()
+    out_dtype, col0 = change.get("out_dtype", BF16), change.get("col0", 0)
+    for name in ("dy", "ds"):
+        if name in change:
+            t[name] = change[name](t[name])
+    assert reason in ladder.why_not_wgmma_gemm(
+        t["dy"], t["weight"], None, t["ds"], t["lora_A"], out_dtype, col0
+    )
+    found = ops.fp8_grad_input(
+        *(t["dy"], t["dy_scale_inv"], case.fp8, t["weight"], t["weight_scale_inv"], None),
+        *(t["ds"], t["lora_A"], t["slot"], case.p, SITE, out_dtype, 0, col0),
+    )
+    expected = case.expected(t, 0, col0)
+    assert (
+        float((found.double() - expected).norm() / expected.norm()) < 0.01
+    )  # three roundings to bf16
+
+
+VALID = {
+    **dict.fromkeys(("dx", "dy8", "weight_t", "dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
+    **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "ds_stride": 8, "factor": 1.0},
+    **{"slot": 0, "site": 0, "threshold": 0, "first_row": 0, "first_col": 0},
+    **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
+    **{"large_tiles": False, "multiprocessors": 132, "stream": 0, "device": -1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cols": 12}, "cols must be a multiple of 8"),
+        ({"depth": 24}, "depth of 16"),
+        ({"rows": -1}, "rows must not be negative"),
+        ({"ds_stride": 2}, "ds_stride must be a multiple of 8 and at least rank 3, got 2"),
+        ({"dy8": 8}, "must be 16-byte aligned"),
+        ({"first_col": 4}, "first_col must be a multiple of 8, got 4"),
+        ({"dtype": "float32"}, "dtype must be 'bfloat16' or 'float16'"),
+        ({"a_dtype": "float16"}, "a_dtype must be dtype bfloat16 or 'float32', got 'float16'"),
+        ({"format": "e3m4"}, "format must be 'e5m2' or 'e4m3fn', got 'e3m4'"),
+        ({"threshold": 9}, "slot must be given where threshold > 0"),
+        ({"rows": 2**30, "cols": 2**30}, "tiles of 128 × 128"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refusals(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        extension().fp8_grad_input(**{**VALID, **change})
