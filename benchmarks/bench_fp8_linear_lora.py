@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from common import NOT_TIMED, Row, arguments, environment, finish, parser, ratio, time_of
+from common import NOT_TIMED, Row, arguments, environment, finish, heat, parser, ratio, time_of
 from torch import Tensor
 
 from lorakernels import ops, reference
@@ -108,6 +108,7 @@ def bench_case(
     i = make_inputs(shape, rank, device)
     allowed = {lora: 2 * error(pytorch(i) if lora else base_only(i), i, lora) for lora in (0, 1)}
     rows: list[Row] = []
+    heat(device)
     before = time_of(lambda: base_only(i), device, repetitions).columns()["ms"]
     for name in providers:
         run, lora = PROVIDERS[name]

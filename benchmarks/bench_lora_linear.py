@@ -1,141 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRALinear forward + backward against a frozen nn.Linear with and without PEFT-style LoRA, on whatever is here.
+"""LoRALinear, forward and forward + backward, against its peers on whatever is here.
 
-    python benchmarks/bench_lora_linear.py --output DIR [--shapes 8192x8192x8192 …] [--rank 16] [--dropout 0.1]
+    python benchmarks/bench_lora_linear.py --output DIR [--full] [--shapes 8192x8192x8192 …] [--ranks 16 …]
 
-All providers see the same x, dy, weight and dropout probability; adapters are fp32, as PEFT keeps them. Each is checked
-against float64 before it is timed; one that misses is not timed and the exit code is 1. "ms" is the device's with
-nothing waiting for the host: run by itself, a layer takes the longer of that and "CPU µs". FLOPs are the algorithm's:
+The layers are those of `peers/`; all see the same x, dy, W, bias, adapter and dropout probability. Each is checked
+against float64 before it is timed: y, dx, dA and dB without dropout, and with dropout over W = 0, where the zeros of dx
+are the mask that y, dA and dB must have used too. One that misses is not timed; the exit code is 1 if a result is wrong
+or ours raises. A peer that is not installed, or that raises, says so in its row.
+
+"ms" is the device's with nothing waiting for the host: by itself, a layer takes the longer of that and "CPU µs". All
+peers of a shape are timed in order and then in reverse order, which takes a steady drift of the GPU's clock out of
+the ratios. A graphed peer's x is the graph's own. FLOPs are the algorithm's (no backward to W):
+
     forward 2MNK, dx 2MNK, LoRA 6MR(K + N)
+
+"saved MB" is what a forward leaves allocated besides y, a fresh x included if it is kept; "peak MB" is the largest
+during forward and backward, that x and the gradients included. Neither counts parameters; graphs own their memory and
+have none. "÷ gemms" divides by cuBLASLt's two FP8 products alone, on ready operands and without LoRA.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import gc
 import sys
+from collections.abc import Iterator
+from itertools import product
 
 import torch
-from common import NOT_TIMED, Row, arguments, environment, finish, parser, ratio, time_of
-from torch import Tensor, nn
+from common import (
+    NOT_TIMED,
+    Row,
+    Timing,
+    arguments,
+    environment,
+    finish,
+    heat,
+    parser,
+    ratio,
+    repetitions_within,
+    samples_of,
+)
+from peers import PEERS, Case, Peer, Unavailable
+from peers.base import dropout_fault, exact, fault, make_case
 
-from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
-
-CPU_SHAPES = ["256x512x512", "512x1024x1024"]
-GPU_SHAPES = ["2048x4096x4096", "4096x4096x4096", "8192x8192x8192"]
-# The coarser operand, dy in e5m2, has 2 bits of mantissa: off by 2^-3 at most, by 0.05 in the root mean square
-FP8_TOLERANCE = 0.06
-PLAIN_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
-
-
-class PeftStyle(nn.Module):
-    """base(x) + scaling · B(A(dropout(x))): PEFT's arithmetic in plain PyTorch."""
-
-    def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
-        super().__init__()
-        self.base = base
-        self.scaling = config.lora_alpha / config.r
-        self.dropout = nn.Dropout(config.lora_dropout)
-        factory = {"device": base.weight.device, "dtype": torch.float32}
-        self.lora_A = nn.Parameter(torch.empty(config.r, base.in_features, **factory))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, config.r, **factory))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        s = nn.functional.linear(self.dropout(x.to(self.lora_A.dtype)), self.lora_A)
-        return y + (nn.functional.linear(s, self.lora_B) * self.scaling).to(y.dtype)
-
-
-def providers(base: nn.Linear, config: LoRAConfig) -> dict[str, nn.Module]:
-    plain = LoRAConfig(
-        r=config.r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, fp8=None
-    )
-    modules = {
-        "linear": base,
-        "peft-style": PeftStyle(base, config),
-        "lorakernels": LoRALinear.from_linear(base, plain),
-        "lorakernels-fp8": LoRALinear.from_linear(base, config),
-    }
-    generator = torch.Generator().manual_seed(1)
-    a = torch.randn(config.r, base.in_features, generator=generator) / math.sqrt(base.in_features)
-    b = torch.randn(base.out_features, config.r, generator=generator) / math.sqrt(config.r)
-    with torch.no_grad():
-        for name, module in modules.items():
-            if name != "linear":
-                module.lora_A.copy_(a)
-                module.lora_B.copy_(b)
-    return modules
+CPU_SHAPES = ["256x512x512"]
+SHORT = [("4096x4096x4096", 16), ("8192x8192x8192", 16), ("8192x8192x8192", 64)]
+# N x K: square, Llama-2-70B's projections (fused q,k,v; proj; gate and up; down) and their shards of 4
+FULL_WEIGHTS = [
+    (4096, 4096),
+    (8192, 8192),
+    (10240, 8192),
+    (57344, 8192),
+    (8192, 28672),
+    (2560, 8192),
+    (8192, 2048),
+    (14336, 8192),
+    (8192, 7168),
+]
+FULL_ROWS, FULL_RANKS = (1024, 2048, 4096, 8192), (8, 16, 64, 128)
+SECONDS = 0.1  # for one of the four timings of a peer
+RATIOS = {
+    "÷ gemms": "cublaslt fp8, gemms only",
+    "÷ te base": "te fp8, no lora",
+    "÷ te + lora": "te fp8 + lora",
+    "÷ te graphed": "te fp8 + lora, graphed",
+    "÷ te op-fuser": "te op-fuser lora",
+    "÷ peft": "peft bf16",
+}
+Calls = dict[str, list[tuple[list[float], list[float]]]]
 
 
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    return float((result.double() - expected).norm() / expected.norm())
+def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int]]:
+    if args.full:
+        for (n, k), m, rank in product(FULL_WEIGHTS, FULL_ROWS, FULL_RANKS):
+            yield f"{m}x{n}x{k}", rank
+    elif args.shapes or args.ranks or device.type == "cpu":
+        shapes = args.shapes or (CPU_SHAPES if device.type == "cpu" else ["8192x8192x8192"])
+        yield from product(shapes, args.ranks or [16])
+    else:
+        yield from SHORT
 
 
-def error_of(name: str, module: nn.Module, base: nn.Linear, config: LoRAConfig, x: Tensor) -> float:
-    """Larger relative error of y and dx against float64, dropout off."""
-    module.eval()
-    weight, x64 = base.weight.double(), x.detach().double().requires_grad_()
-    expected = x64 @ weight.t() + base.bias.double()
-    if name != "linear":
-        scaling = config.lora_alpha / config.r
-        expected = (
-            expected + scaling * (x64 @ module.lora_A.double().t()) @ module.lora_B.double().t()
-        )
-    dy = torch.randn(expected.shape, device=x.device, dtype=x.dtype)
-    (dx_expected,) = torch.autograd.grad(expected, x64, dy.double())
-    y = module(x)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    module.train()
-    return max(relative_error(y.detach(), expected.detach()), relative_error(dx, dx_expected))
+def checked(
+    name: str, case: Case, truths: dict[bool, tuple[torch.Tensor, ...]]
+) -> tuple[Peer | None, Row]:
+    """(the peer, ready to be timed, or None; its columns "check" and "error")."""
+    try:
+        peer = PEERS[name](case.without_dropout())
+        if peer.has_lora not in truths:
+            truths[peer.has_lora] = exact(case, peer.has_lora)
+        wrong, error = fault(peer, truths[peer.has_lora])
+        if not wrong and peer.has_lora and case.p > 0:
+            del peer
+            peer = PEERS[name](case.without_base())
+            wrong = dropout_fault(peer)
+            wrong = wrong and f"dropout: {wrong}"
+        if wrong:
+            return None, {"check": f"WRONG: {wrong}", "error": f"{error:.1e}"}
+        del peer
+        peer = PEERS[name](case)
+        peer.warm_up()
+        return peer, {"check": "ok", "error": f"{error:.1e}"}
+    except Unavailable as reason:
+        return None, {"check": str(reason), "error": ""}
+    except Exception as problem:  # a peer's own limits are its row's business; ours are wrong
+        kind = "WRONG" if name.startswith("ours") else "raised"
+        message = f"{kind}: {type(problem).__name__}: {problem}".partition("\n")[0][:160]
+        return None, {"check": message, "error": ""}
 
 
-def bench_shape(shape: str, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    m, n, k = map(int, shape.split("x"))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    base = nn.Linear(k, n, device=device, dtype=dtype).requires_grad_(False)
-    config = LoRAConfig(
-        r=args.rank, lora_alpha=2 * args.rank, lora_dropout=args.dropout, fp8=DelayedScaling()
-    )
-    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
-    dy = torch.randn(m, n, device=device, dtype=dtype)
+def memory(peer: Peer) -> Row:
+    """MB that a forward leaves behind, and the most during forward and backward."""
+    if not (peer.eager and peer.x.is_cuda):
+        return {"saved MB": "", "peak MB": ""}
+    device = peer.x.device
+    before = torch.cuda.memory_allocated(device)
+    x = peer.x.clone()  # not a leaf: freed here unless the layer keeps it
+    torch.cuda.reset_peak_memory_stats(device)
+    y = peer.forward(x)
+    del x
+    saved = torch.cuda.memory_allocated(device) - before - y.numel() * y.element_size()
+    torch.autograd.grad(y, (peer.x, *peer.adapters), peer.dy)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return {"saved MB": round(saved / 1e6, 3), "peak MB": round(peak / 1e6, 3)}
+
+
+def timed(peers: dict[str, Peer], args: argparse.Namespace, device: torch.device) -> dict[str, Row]:
+    """Columns of the peers, each timed once on the way there and once on the way back."""
+    runs: dict[str, Calls] = {name: {"forward": [], "step": []} for name in peers}
+    heat(device)
+    for name in [*peers, *reversed(peers)]:
+        for what, call in (("forward", peers[name].forward_only), ("step", peers[name].step)):
+            often = repetitions_within(SECONDS, call, device, args.repetitions)
+            runs[name][what].append(samples_of(call, device, often))
+    result = {}
+    for name, run in runs.items():
+        forward = Timing.of_samples(run["forward"]).columns()
+        step = Timing.of_samples(run["step"]).columns()
+        result[name] = {**{f"fwd {key}": value for key, value in forward.items()}, **step}
+    return result
+
+
+def bench_case(shape: str, rank: int, args: argparse.Namespace, device: torch.device) -> list[Row]:
+    case = make_case(shape, rank, args.dropout, device)
+    truths: dict[bool, tuple[torch.Tensor, ...]] = {}
+    peers, heads, used = {}, {}, {}
+    for name in args.providers:
+        peer, heads[name] = checked(name, case, truths)
+        used[name] = {"adapter": "" if peer is None else peer.adapter_dtype, "rank": rank}
+        if peer is not None:
+            peers[name] = peer
+    truths.clear()
+    columns = timed(peers, args, device)
+    untimed = {**{f"fwd {key}": "" for key in NOT_TIMED}, **NOT_TIMED}
+    by_name = {name: columns.get(name, untimed) for name in args.providers}
+    m, n, k = case.shape
     rows: list[Row] = []
-    for name, module in providers(base, config).items():
-        error = error_of(name, module, base, config, x)
-        ok = error <= (FP8_TOLERANCE if name.endswith("fp8") else PLAIN_TOLERANCE[dtype])
-        inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
-
-        def step(module: nn.Module = module, inputs: list[Tensor] = inputs) -> None:
-            torch.autograd.grad(module(x), inputs, dy)
-
-        columns = time_of(step, device, args.repetitions).columns() if ok else NOT_TIMED
-        flops = 4 * m * n * k + (0 if name == "linear" else 6 * m * args.rank * (k + n))
+    for name in args.providers:
+        ms, lora = by_name[name]["ms"], name not in peers or peers[name].has_lora
+        flops = 4 * m * n * k + (6 * m * rank * (k + n) if lora else 0)
+        has = memory(peers[name]) if name in peers else {"saved MB": "", "peak MB": ""}
         rows.append(
             {
                 "shape MxNxK": shape,
                 "provider": name,
-                "dtype": str(dtype).removeprefix("torch."),
-                "rank": args.rank,
+                **used[name],
                 "dropout": args.dropout,
-                "error": f"{error:.1e}" + ("" if ok else " WRONG"),
-                **columns,
-                "TFLOP/s": ratio(flops / 1e9, columns["ms"]),
-                "÷ linear": ratio(columns["ms"], rows[0]["ms"] if rows else columns["ms"]),
+                **heads[name],
+                **by_name[name],
+                **has,
+                "TFLOP/s": ratio(flops / 1e9, ms),
+                **{key: ratio(ms, by_name.get(of, NOT_TIMED)["ms"]) for key, of in RATIOS.items()},
             }
         )
     return rows
 
 
 def main() -> int:
-    options = parser("LoRALinear forward + backward against its peers")
+    options = parser("LoRALinear, forward and forward + backward, against its peers")
     options.add_argument("--shapes", nargs="+", metavar="MxNxK")
-    options.add_argument("--rank", type=int, default=16)
+    options.add_argument("--ranks", nargs="+", type=int)
     options.add_argument("--dropout", type=float, default=0.1)
-    args, device = arguments(options)
+    options.add_argument("--providers", nargs="+", choices=list(PEERS), default=list(PEERS))
+    options.add_argument("--full", action="store_true", help="every shape and rank: half an hour")
+    args, device = arguments(options, on_gpu=20)
     rows: list[Row] = []
-    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
-        rows += bench_shape(shape, args, device)
-    return finish("lora_linear", rows, environment(device), args.output, check="error")
+    for shape, rank in cases(args, device):
+        rows += bench_case(shape, rank, args, device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return finish("lora_linear", rows, environment(device), args.output)
 
 
 if __name__ == "__main__":

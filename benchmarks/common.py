@@ -52,6 +52,14 @@ class Timing:
             statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], host
         )
 
+    @classmethod
+    def of_samples(cls, runs: list[tuple[list[float], list[float]]]) -> Timing:
+        """Of the (device, host) samples of several runs together; nan if the device caught up in one of them."""
+        late = not all(device for device, _ in runs)
+        samples = [sample for device, _ in runs for sample in device]
+        host = statistics.median([sample for _, samples in runs for sample in samples])
+        return cls.of([math.nan] if late else samples, host)
+
     def columns(self) -> Row:
         ms = (self.median, self.low, self.high)
         named = zip(("ms", "p20 ms", "p80 ms"), ms, strict=True)
@@ -70,15 +78,36 @@ def time_of(
     setup: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Time `step`; `setup` runs before each call and is not in its time."""
+    return Timing.of_samples([samples_of(step, device, repetitions, setup)])
+
+
+def samples_of(
+    step: Callable[[], object],
+    device: torch.device,
+    repetitions: int,
+    setup: Callable[[], object] = lambda: None,
+) -> tuple[list[float], list[float]]:
+    """Seconds of the device and of the host, after three calls that are not timed; see `_device_samples`."""
     for _ in range(3):
         setup()
         step()
     host = _host_samples(step, setup, device, repetitions)
-    if device.type != "cuda":
-        return Timing.of(host, statistics.median(host))
-    return Timing.of(
-        _device_samples(step, setup, device, repetitions) or [math.nan], statistics.median(host)
-    )
+    on_gpu = device.type == "cuda"
+    return (_device_samples(step, setup, device, repetitions) if on_gpu else host), host
+
+
+def repetitions_within(
+    seconds: float, step: Callable[[], object], device: torch.device, at_most: int
+) -> int:
+    """How often `step` fits into `seconds`, by one call that waits for the device; at least 3."""
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(3, min(at_most, int(seconds / max(time.perf_counter() - start, 1e-9))))
 
 
 def _host_samples(
@@ -112,6 +141,7 @@ def _device_samples(
         setup()
         for _ in range(scrubs):
             scrub.zero_()
+        scrub.max()  # its lines leave the L2 cache written back: nobody else's sample pays for that
         start.record()
         step()
         end.record()
@@ -123,6 +153,18 @@ def _device_samples(
             return []
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def heat(device: torch.device, seconds: float = 0.5) -> None:
+    """Keep a GPU busy, so that what is timed first does not profit from the clock of a cold one."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(50):
+            torch.mm(a, a)
+        torch.cuda.synchronize(device)
 
 
 def copy_bandwidth(device: torch.device, repetitions: int) -> float:
@@ -150,15 +192,19 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="folder for NAME.csv and NAME.md; else only printed",
     )
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    result.add_argument("--repetitions", type=int, help="default: 50 on a GPU, 5 on a CPU")
+    result.add_argument(
+        "--repetitions", type=int, help="default: as many as the GPU needs, 5 on a CPU"
+    )
     return result
 
 
-def arguments(options: argparse.ArgumentParser) -> tuple[argparse.Namespace, torch.device]:
+def arguments(
+    options: argparse.ArgumentParser, on_gpu: int = 50
+) -> tuple[argparse.Namespace, torch.device]:
     args = options.parse_args()
     device = torch.device(args.device)
     if args.repetitions is None:
-        args.repetitions = 50 if device.type == "cuda" else 5
+        args.repetitions = on_gpu if device.type == "cuda" else 5
     if args.repetitions < 1:
         options.error(f"--repetitions must be at least 1, found {args.repetitions}")
     return args, device

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels bench`: runs benchmarks/bench_NAME.py of the source tree that this package was installed from."""
+"""`lorakernels bench`: the tests of an op, then benchmarks/bench_NAME.py, of the source tree this was installed from.
+
+A red test stops its benchmark: numbers of a wrong kernel are worth nothing. `--tune` times the tile sizes of
+`kernels/tuning.py` instead.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+TESTS = FOLDER.parent / "tests"
 PASSES_ARGUMENTS_ON = True
+NO_TESTS_COLLECTED = 5  # pytest's exit code
 
 
 def names() -> list[str]:
@@ -17,35 +23,81 @@ def names() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 
 
+def tests_of(name: str) -> list[Path]:
+    """The test files of an op or a layer: tests/**/test_NAME.py, or those of the folder tests/NAME."""
+    return sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = "|".join([*names(), "all"])
-    parser.usage = f"lorakernels bench [{known}] [--output DIR] [--device D] [--repetitions N] ..."
+    parser.usage = (
+        f"lorakernels bench [{known}] [--no-test] [--output DIR] [--device D] [--repetitions N] ...\n"
+        "       lorakernels bench --tune [--shapes MxNxK ...] [--ranks R ...] [--top N]"
+    )
+    parser.add_argument("--no-test", action="store_true", help="do not run the op's tests first")
+    parser.add_argument(
+        "--tune", action="store_true", help="time tile sizes, print lines for kernels/tuning.py"
+    )
     parser.epilog = (
         "The name comes first; without one, all are run. Options of a single benchmark: "
-        "`python benchmarks/bench_NAME.py --help`. Exit code 1: a provider's results were wrong."
+        "`python benchmarks/bench_NAME.py --help`. Exit code 1: a test was red, or a provider's results were wrong."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """The largest exit code of the benchmarks that ran; 2 where there are none or the name is unknown."""
+    """The largest exit code of what ran; 2 where there are no benchmarks, the name is unknown or has no test."""
     if not (known := names()):
         return _fail(
             "the benchmarks are in the source tree, not in an installed wheel; "
             "run `make bench` there, or install it with `pip install -e .`"
         )
     named = bool(args.rest) and not args.rest[0].startswith("-")
-    name = args.rest[0] if named else "all"
+    name, options = (args.rest[0], args.rest[1:]) if named else ("all", args.rest)
+    if args.tune:
+        return _fail(f"--tune takes no name, found {name!r}") if named else _script("tune", options)
     if name not in (*known, "all"):
         return _fail(f"no benchmark named {name!r}; there are {', '.join(known)} and all")
-    return max(_run(each, args.rest[named:]) for each in (known if name == "all" else [name]))
+    chosen = known if name == "all" else [name]
+    return max(_bench(each, options, not args.no_test) for each in chosen)
 
 
-def _run(name: str, options: list[str]) -> int:
+def _bench(name: str, options: list[str], test: bool) -> int:
     print(f"{name}:", flush=True)
-    code = subprocess.run([sys.executable, str(FOLDER / f"bench_{name}.py"), *options]).returncode
+    if test and (code := _test(name, options)):
+        return code
+    return _script(f"bench_{name}", options)
+
+
+def _test(name: str, options: list[str]) -> int:
+    """0 if all tests of `name` passed on the device that will be timed."""
+    files = tests_of(name)
+    if not files:
+        return _fail(f"{name} has no test (tests/**/test_{name}.py); --no-test times it anyway")
+    marker = "gpu" if _on_gpu(options) else "not gpu"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marker, *map(str, files)]
+    code = subprocess.run(command, cwd=TESTS.parent).returncode
+    if code == NO_TESTS_COLLECTED:
+        return _fail(f"{name}'s tests hold none marked {marker!r}; --no-test times it anyway")
+    return _fail(f"{name} is not timed: its tests are red", 1) if code else 0
+
+
+def _on_gpu(options: list[str]) -> bool:
+    """Whether the benchmark's --device, or its default, is a GPU."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    device: str | None = parser.parse_known_args(options)[0].device
+    if device is not None:
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _script(stem: str, options: list[str]) -> int:
+    code = subprocess.run([sys.executable, str(FOLDER / f"{stem}.py"), *options]).returncode
     return code if code >= 0 else 128 - code  # a signal's number, as a shell would say it
 
 
-def _fail(message: str) -> int:
-    print(f"lorakernels bench: {message}", file=sys.stderr)
-    return 2
+def _fail(message: str, code: int = 2) -> int:
+    print(f"lorakernels bench: {message}", file=sys.stderr, flush=True)
+    return code

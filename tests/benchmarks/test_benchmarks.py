@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import csv
-import importlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,38 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from lorakernels import ops
+
 TIMES = ("ms", "p20 ms", "p80 ms", "CPU µs")
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a file of benchmarks/ as its scripts see each other."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
-
-
-def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    options = ["--device", "cpu", "--repetitions", "2", *map(str, arguments)]
-    monkeypatch.setattr(sys, "argv", ["bench", *options])
-    return module.main()
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "count", "column"),
     [
-        ("lora_linear", ["--shapes", "8x16x32"], 4, "provider"),
+        ("lora_linear", ["--shapes", "64x96x128"], 14, "÷ te base"),
         ("bias_dropout_add", ["--shapes", "40x64", "33x65"], (4 + 2) * 2 * 2, "÷ floor"),
         ("philox", ["--shapes", "40x64"], 7, "Gelement/s"),
         ("fp8_state", ["--tensors", "5", "--histories", "1", "4"], 2 * 4, "÷ ours"),
         ("fp8_linear_lora", ["--shapes", "32x64x128", "--ranks", "3", "16"], 2 * 4, "÷ cublaslt"),
+        ("fp8_grad_input", ["--shapes", "32x64x128", "--ranks", "16"], 2 * 4, "÷ cublaslt"),
+        ("quantize_grad", ["--shapes", "40x64", "--ranks", "0", "5"], 2 * 2, "÷ floor"),
+        ("quantize_lora_down", ["--shapes", "40x64", "--ranks", "0", "5"], 3 * 2, "÷ floor"),
     ],
-    ids=["lora_linear", "bias_dropout_add", "philox", "fp8_state", "fp8_linear_lora"],
+    ids=[
+        "lora_linear",
+        "bias_dropout_add",
+        "philox",
+        "fp8_state",
+        "fp8_linear_lora",
+        "fp8_grad_input",
+        "quantize_grad",
+        "quantize_lora_down",
+    ],
 )
 def test_it_runs_and_writes_what_it_printed(
     name: str,
@@ -56,11 +48,12 @@ def test_it_runs_and_writes_what_it_printed(
     count: int,
     column: str,
     load: Callable[[str], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(load(f"bench_{name}"), monkeypatch, *options, "--output", tmp_path) == 0
+    assert run(load(f"bench_{name}"), *options, "--output", tmp_path) == 0
     rows = rows_of(tmp_path / f"{name}.csv")
     assert len(rows) == count
     assert {*TIMES, column, "device", "commit"} <= set(rows[0])
@@ -118,7 +111,11 @@ def test_a_wrong_provider_is_not_timed(
 
 
 def test_a_wrong_update_of_scales_is_exit_code_1(
-    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     bench = load("bench_fp8_state")
 
@@ -127,7 +124,7 @@ def test_a_wrong_update_of_scales_is_exit_code_1(
 
     monkeypatch.setitem(bench.PROVIDERS, "ours", stale)
     options = ["--tensors", 3, "--histories", 4, "--output", tmp_path]
-    assert run(bench, monkeypatch, *options) == 1
+    assert run(bench, *options) == 1
     row = rows_of(tmp_path / "fp8_state.csv")[0]
     assert row["check"].startswith("WRONG") and not any(row[time] for time in TIMES)
 
@@ -139,6 +136,92 @@ def test_spread_and_what_could_not_be_measured(load: Callable[[str], ModuleType]
     late = common.Timing.of([math.nan], 7e-6).columns()
     assert late["ms"] == "host-bound" and late["CPU µs"] == 7.0
     assert common.ratio(late["ms"], 2.0) == "" and common.ratio(3.0, 2.0) == 1.5
+
+
+def another_rounding(i: Any, results: Any) -> Any:
+    return results[0].bitwise_xor(1), *results[1:]
+
+
+def unscaled(i: Any, results: Any) -> Any:
+    *head, last = results
+    return *head, last * 0.97
+
+
+def another_slot(i: Any, results: Any) -> Any:
+    i = type(i)(**{**vars(i), "slot": i.slot + 1})
+    return ops.quantize_lora_down(*i.arguments())
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "message"),
+    [
+        ("quantize_lora_down", another_rounding, "WRONG: x8"),
+        ("quantize_lora_down", unscaled, "WRONG: s"),
+        ("quantize_lora_down", another_slot, "WRONG: s"),
+        ("quantize_grad", another_rounding, "WRONG: dy8"),
+        ("quantize_grad", unscaled, "WRONG: dB"),
+    ],
+    ids=["x8", "s", "mask", "dy8", "dB"],
+)
+def test_a_wrong_quantization_is_not_timed(
+    name: str,
+    broken: Callable[[Any, Any], Any],
+    message: str,
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    bench = load(f"bench_{name}")
+    right = bench.ours
+    monkeypatch.setitem(bench.PROVIDERS, "ours", lambda i: broken(i, right(i)))
+    options = ["--shapes", "40x64", "--ranks", 5, "--output", tmp_path]
+    dropout = ["--p", 0.1] if name == "quantize_lora_down" else []
+    assert run(bench, *options, *dropout) == 1
+    ours, torch_form = rows_of(tmp_path / f"{name}.csv")
+    assert ours["check"] == message and not any(ours[time] for time in TIMES)
+    assert torch_form["check"] == "ok" and torch_form["÷ ours"] == ""
+
+
+@pytest.mark.parametrize(
+    "changed", [{"slot": None}, {"ds": 0}, {"weight_scale_inv": 1.02}], ids=str
+)
+def test_a_wrong_dx_is_not_timed(
+    changed: dict[str, Any],
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    bench = load("bench_fp8_grad_input")
+
+    def broken(i: Any) -> Tensor:
+        new = {k: v if v is None else getattr(i, k) * v for k, v in changed.items()}
+        return bench.through_op(type(i)(**{**vars(i), **new}), True)
+
+    monkeypatch.setitem(bench.PROVIDERS, "ours, both", (broken, True))
+    options = ["--shapes", "32x64x128", "--ranks", 16, "--p", 0.1, "--output", tmp_path]
+    assert run(bench, *options) == 1
+    rows = {row["provider"]: row for row in rows_of(tmp_path / "fp8_grad_input.csv")}
+    assert rows["ours, both"]["check"].startswith("WRONG") and not rows["ours, both"]["ms"]
+    assert rows["ours, single"]["check"] == "ok" and float(rows["ours, single"]["error"]) < 3e-3
+
+
+def test_samples_of_two_runs_are_one_timing(load: Callable[[str], ModuleType]) -> None:
+    common = load("common")
+    both = common.Timing.of_samples([([1.0, 2.0], [9.0]), ([3.0], [7.0, 8.0])])
+    assert (both.low, both.median, both.high, both.host) == (1.0, 2.0, 3.0, 8.0)
+    late = common.Timing.of_samples([([1.0], [5.0]), ([], [7.0])])
+    assert math.isnan(late.median) and late.host == 6.0, "one run that the host fell behind in"
+
+
+def test_as_many_repetitions_as_the_time_allows(load: Callable[[str], ModuleType]) -> None:
+    within, cpu = load("common").repetitions_within, torch.device("cpu")
+    assert within(0.02, lambda: time.sleep(2e-3), cpu, 50) in range(3, 11)
+    assert within(1.0, lambda: None, cpu, 50) == 50
+    assert within(0.0, lambda: None, cpu, 50) == 3
 
 
 @pytest.mark.gpu

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that `bench_lora_linear.py` compares: ours and its peers, one class each, behind one interface.
+
+`PEERS` maps a row's name to what makes the layer of a `Case`; `Unavailable` says why it cannot be made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from peers.base import Case, Peer, Unavailable
+from peers.cublaslt import CublasltGemms
+from peers.ours import Graphed, Ours, OursPlainBase
+from peers.plain import FrozenLinear, HandAutograd, PeftCompiled, PeftLora
+from peers.te import TeBase, TeGraphed, TeOpFuser, TeTorchLora
+
+PEERS: dict[str, Callable[[Case], Peer]] = {
+    "cublaslt fp8, gemms only": CublasltGemms,
+    "te fp8, no lora": TeBase,
+    "te fp8 + lora": TeTorchLora,
+    "te fp8 + lora, graphed": TeGraphed,
+    "te op-fuser lora": TeOpFuser,
+    "linear bf16, no lora": FrozenLinear,
+    "peft bf16": PeftLora,
+    "peft bf16, compiled": PeftCompiled,
+    "hand autograd bf16": HandAutograd,
+    "ours bf16": OursPlainBase,
+    "ours fp8": Ours,
+    "ours fp8, both": partial(Ours, weight_layout="both"),
+    "ours fp8, graphed": partial(Graphed, of=Ours),
+    "ours fp8, both, graphed": partial(Graphed, of=partial(Ours, weight_layout="both")),
+}
+
+__all__ = ["PEERS", "Case", "Peer", "Unavailable"]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two FP8 products alone, by cuBLASLt: what nothing that calls cuBLASLt can be faster than."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels import reference
+from peers.base import Case, Peer, need_gpu
+
+
+class CublasltGemms(Peer):
+    """x8 W8ᵀ + bias (fast accumulation) and dy8 W8 on a ready transposed copy (split), as TE does them.
+
+    x8, dy8, W8 and the copy exist before the clock starts: no quantization, no LoRA.
+    """
+
+    has_lora = False
+    eager = False
+
+    def __init__(self, case: Case) -> None:
+        need_gpu(case)
+        super().__init__(case)
+        e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+        self.x8, self.x_inv = _quantized(case.x, e4m3)
+        self.dy8, self.dy_inv = _quantized(case.dy, e5m2)
+        self.w8, self.w_inv = _quantized(case.weight, e4m3)
+        self.wt8 = self.w8.t().contiguous()
+
+    def forward_only(self) -> Tensor:
+        return torch._scaled_mm(
+            self.x8,
+            self.w8.t(),
+            scale_a=self.x_inv,
+            scale_b=self.w_inv,
+            bias=self.case.bias,
+            out_dtype=self.case.x.dtype,
+            use_fast_accum=True,
+        )
+
+    def step(self) -> tuple[Tensor, ...]:
+        y = self.forward_only()
+        dx = torch._scaled_mm(
+            self.dy8,
+            self.wt8.t(),
+            scale_a=self.dy_inv,
+            scale_b=self.w_inv,
+            out_dtype=self.case.x.dtype,
+            use_fast_accum=False,
+        )
+        return y, dx
+
+
+def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = reference.scale_of(reference.amax_of(x), reference.FP8_MAX[dtype])
+    return reference.quantize_fp8(x, scale, dtype), 1.0 / scale

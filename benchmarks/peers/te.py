@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer Engine: its FP8 linear layer without LoRA, with LoRA in torch ops, graphed, and its op fuser's LoRA.
+
+DelayedScaling with TE's defaults, HYBRID, the recipe that ours follows. W is frozen and cast to FP8 once
+(`is_first_microbatch`; the op fuser has no such cache and is given an FP8 weight), which is TE at its best: by default
+it casts W every step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels import reference
+from peers.base import Case, Peer, Unavailable, need_gpu
+from peers.plain import PlainLora
+
+
+def te_or_unavailable() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of JAX, which it looks for
+            import transformer_engine.pytorch as te
+    except Exception as error:  # an ImportError, or an OSError of its libraries
+        reason = str(error).partition("\n")[0]
+        raise Unavailable(f"transformer_engine is not installed ({reason})") from error
+    return te
+
+
+def autocast(te: Any) -> AbstractContextManager[None]:
+    from transformer_engine.common.recipe import DelayedScaling
+
+    return te.autocast(enabled=True, recipe=DelayedScaling())
+
+
+def frozen_linear(te: Any, linear: nn.Linear) -> nn.Module:
+    """A te.Linear over copies of `linear`'s weight and bias, nothing of it trained."""
+    weight = linear.weight
+    n, k = weight.shape
+    bias = linear.bias is not None
+    new = te.Linear(k, n, bias=bias, params_dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        new.weight.copy_(weight)
+        if bias:
+            new.bias.copy_(linear.bias)
+    return new.requires_grad_(False)
+
+
+class TeBase(Peer):
+    has_lora = False
+
+    def __init__(self, case: Case) -> None:
+        self.te = te_or_unavailable()
+        need_gpu(case)
+        super().__init__(case)
+        self.first = True
+        self.module = self.make(frozen_linear(self.te, case.linear()))
+
+    def make(self, base: nn.Module) -> nn.Module:
+        return base
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast(self.te):
+            return self.module(x, is_first_microbatch=self.first)
+
+    def warm_up(self) -> None:
+        self.first = True  # W's scale comes from the amax of the casts before
+        super().warm_up()
+        self.first = False
+        super().warm_up()
+
+
+class TeTorchLora(TeBase):
+    """te.Linear + LoRA in torch ops, bf16 adapters."""
+
+    has_lora = True
+
+    def make(self, base: nn.Module) -> nn.Module:
+        case, dtype = self.case, self.case.x.dtype
+        a, b = case.lora_A.to(dtype), case.lora_B.to(dtype)
+        module = PlainLora(base, a, b, case.scaling, case.p)
+        self.adapters = (module.lora_A, module.lora_B)
+        return module
+
+
+class TeGraphed(TeTorchLora):
+    """The same by te.make_graphed_callables. x is the graph's own; dy is copied into the graph's, as TE does it."""
+
+    eager = False
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        from transformer_engine.common.recipe import DelayedScaling
+
+        sample = self.x
+        self.module = self.te.make_graphed_callables(
+            self.module,
+            (sample,),
+            enabled=True,
+            recipe=DelayedScaling(),
+            cache_quantized_params=True,
+        )
+
+
+class TeOpFuser(Peer):
+    """te.ops as Megatron-Bridge's TEFusedLoRALinear strings them together, written from a description of it.
+
+    main: MakeExtraOutput(in_place) → BasicLinear → Bias            dgrad adds to the LoRA branch's dx (beta = 1)
+    lora: Dropout → A → B → ConstantScale → AddExtraInput(in_place)  B's GEMM adds to y (beta = 1)
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.te = te_or_unavailable()
+        need_gpu(case)
+        super().__init__(case)
+        ops, dtype, device = self.te.ops, case.x.dtype, case.x.device
+        (n, k), rank = case.weight.shape, case.rank
+        base = ops.BasicLinear(k, n, device=device, dtype=dtype)
+        base.weight = nn.Parameter(_fp8_weight(case.weight), requires_grad=False)
+        bias = ops.Bias(n, device=device, dtype=dtype).requires_grad_(False)
+        down = ops.BasicLinear(k, rank, device=device, dtype=dtype)
+        up = ops.BasicLinear(rank, n, device=device, dtype=dtype)
+        with torch.no_grad():
+            bias.bias.copy_(case.bias)
+            down.weight.copy_(case.lora_A)
+            up.weight.copy_(case.lora_B)
+        self.main = ops.Sequential(ops.MakeExtraOutput(in_place=True), base, bias)
+        drop = [ops.Dropout(case.p)] if case.p > 0 else []
+        scale, add = ops.ConstantScale(case.scaling), ops.AddExtraInput(in_place=True)
+        self.lora = ops.Sequential(*drop, down, up, scale, add)
+        self.adapters = (down.weight, up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast(self.te):
+            y, x = self.main(x)
+        with self.te.autocast(enabled=False):
+            return self.lora(x, y)
+
+
+def _fp8_weight(weight: Tensor) -> Tensor:
+    """A Float8Tensor with W's exact scale and its transposed copy, as TE's GEMMs on Hopper take it."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    scale = reference.scale_of(reference.amax_of(weight), reference.FP8_MAX[reference.E4M3])
+    amax = torch.zeros(1, device=weight.device)
+    quantizer = Float8Quantizer(scale.reshape(1), amax, tex.DType.kFloat8E4M3)
+    return quantizer(weight)

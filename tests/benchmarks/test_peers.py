@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench_lora_linear's peers: the checks pass what is right and catch what has been wrong in such layers elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SHAPE, RANK, P = "64x96x128", 16, 0.25
+CPU = torch.device("cpu")
+ON_CPU = ("linear bf16, no lora", "peft bf16", "hand autograd bf16", "ours bf16", "ours fp8")
+Masks = Callable[[Tensor], dict[str, Tensor]]
+
+
+def by_formula(base: ModuleType, masks: Masks, change: dict[str, float] | None = None) -> Any:
+    """A peer that computes y, dx, dA and dB, each under the mask that `masks` gives it and times its `change`."""
+
+    class ByFormula(base.Peer):  # type: ignore[name-defined,misc]
+        fp8 = False
+
+        def step(self) -> tuple[Tensor, ...]:
+            c = self.case
+            keep = (torch.rand(c.x.shape) >= c.p).float() / (1 - c.p)
+            of = {**dict.fromkeys(("base", "y", "dx", "dA", "dB"), keep), **masks(keep)}
+            of["base"] = masks(keep).get("base", torch.ones_like(keep))
+            scale = {**dict.fromkeys(("y", "dx", "dA", "dB"), 1.0), **(change or {})}
+            s, ds = (c.x * of["y"]) @ c.lora_A.t(), c.scaling * c.dy @ c.lora_B
+            y = (
+                (c.x * of["base"]) @ c.weight.t()
+                + c.bias
+                + scale["y"] * c.scaling * s @ c.lora_B.t()
+            )
+            dx = c.dy @ c.weight + scale["dx"] * of["dx"] * (ds @ c.lora_A)
+            dB = scale["dB"] * c.scaling * c.dy.t() @ ((c.x * of["dB"]) @ c.lora_A.t())
+            return y, dx, scale["dA"] * ds.t() @ (c.x * of["dA"]), dB
+
+    return ByFormula
+
+
+def right(keep: Tensor) -> dict[str, Tensor]:
+    return {}
+
+
+def other(keep: Tensor) -> Tensor:
+    return keep.roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("masks", "change", "check"),
+    [
+        (right, {}, "ok"),
+        (right, {"y": 0.5}, "WRONG: y "),
+        (right, {"dx": 0.0}, "WRONG: dx "),
+        (right, {"dA": 2.0}, "WRONG: dA "),
+        (right, {"dB": 2.0}, "WRONG: dB "),
+        (lambda k: {"y": other(k), "dB": other(k)}, {}, "WRONG: dropout: y "),
+        (lambda k: {"dA": other(k)}, {}, "WRONG: dropout: dA "),
+        (lambda k: {"dB": other(k)}, {}, "WRONG: dropout: dB "),
+        (lambda k: {"dx": torch.ones_like(k)}, {}, "WRONG: dropout: keeps 1.0000 of dx"),
+        (
+            lambda k: dict.fromkeys(("y", "dx", "dA", "dB"), k.ne(0).float()),
+            {},
+            "WRONG: dropout: y ",
+        ),
+    ],
+    ids=[
+        "right",
+        "scaling-forgotten",
+        "no-lora-in-dx",
+        "dA-doubled",
+        "dB-doubled",
+        "another-mask-in-forward",
+        "another-mask-for-dA",
+        "another-mask-for-dB",
+        "dx-without-mask",
+        "kept-but-not-scaled-up",
+    ],
+)
+def test_a_wrong_layer_is_not_timed(
+    masks: Masks,
+    change: dict[str, float],
+    check: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, base = load("bench_lora_linear"), load("peers.base")
+    monkeypatch.setitem(bench.PEERS, "peft bf16", by_formula(base, masks, change))
+    peer, columns = bench.checked("peft bf16", base.make_case(SHAPE, RANK, P, CPU), {})
+    assert columns["check"].startswith(check), columns
+    assert (peer is None) == (check != "ok")
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_the_peers_of_this_machine_are_right(name: str, load: Callable[[str], ModuleType]) -> None:
+    bench, base = load("bench_lora_linear"), load("peers.base")
+    peer, columns = bench.checked(name, base.make_case(SHAPE, RANK, P, CPU), {})
+    assert columns["check"] == "ok" and peer is not None
+    assert len(peer.step()) == (4 if peer.has_lora else 2)
+
+
+@pytest.mark.gpu
+def test_the_peers_of_the_gpu_are_right_or_say_why_not(load: Callable[[str], ModuleType]) -> None:
+    bench, base = load("bench_lora_linear"), load("peers.base")
+    case = base.make_case("512x768x1024", RANK, 0.1, torch.device("cuda"))
+    checks = {name: bench.checked(name, case, {})[1]["check"] for name in bench.PEERS}
+    assert not {name: check for name, check in checks.items() if "WRONG" in str(check)}
+    assert all(checks[name] == "ok" for name in checks if name.startswith(("ours", "cublaslt")))
+
+
+def raising(case: Any) -> Any:
+    raise NotImplementedError("no such shape\nand more")
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "code"),
+    [("te op-fuser lora", "raised: NotImplementedError: no such shape", 0),
+     ("ours fp8", "WRONG: NotImplementedError: no such shape", 1)],
+    ids=["peer", "ours"],
+)  # fmt: skip
+def test_what_raises_says_so_and_only_ours_fails_the_run(
+    name: str,
+    message: str,
+    code: int,
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    bench = load("bench_lora_linear")
+    monkeypatch.setitem(bench.PEERS, name, raising)
+    chosen = ["--providers", name, "linear bf16, no lora"]
+    assert run(bench, "--shapes", "8x16x32", "--output", tmp_path, *chosen) == code
+    raised, linear = rows_of(tmp_path / "lora_linear.csv")
+    assert raised["check"] == message and not raised["ms"]
+    assert linear["check"] == "ok" and float(linear["ms"]) > 0 and float(linear["fwd ms"]) > 0
+
+
+def test_the_full_set_is_every_shape_at_every_rank(load: Callable[[str], ModuleType]) -> None:
+    bench = load("bench_lora_linear")
+    args = type("", (), {"full": True, "shapes": None, "ranks": None})
+    full = list(bench.cases(args, torch.device("cuda")))
+    assert len(set(full)) == 9 * 4 * 4
+    assert ("8192x57344x8192", 128) in full and ("1024x8192x28672", 8) in full

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quality.py, tiny and on the CPU: variants start alike, a worse one is caught, what it writes can be read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+CPU = torch.device("cpu")
+OPTIONS = ("--models", "--variants", "--output")
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def quality(load: Callable[[str], ModuleType]) -> Any:
+    pytest.importorskip("transformers")
+    return load("quality")
+
+
+def tiny(quality: Any, **changes: Any) -> Any:
+    plan = quality.PLANS["random"]
+    values = {"shape": SHAPE, "length": 32, "held": 16, "base_steps": 3, "steps": 12, "p": 0.0}
+    texts = lambda length: quality.random_texts(length, 200)  # noqa: E731
+    return dataclasses.replace(plan, texts=texts, **{**values, **changes})
+
+
+def test_bf16_and_fp8_bases_train_alike_and_te_says_why_not(quality: Any) -> None:
+    rows, curves = quality.bench_model("random", tiny(quality), list(quality.VARIANTS), CPU)
+    bf16, ours, te = rows
+    assert bf16["check"] == ours["check"] == "ok" and te["held-out loss"] == ""
+    assert "not installed" in te["check"] or te["check"] == "needs a GPU"
+    assert 0 < abs(ours["held-out loss"] - bf16["held-out loss"]) < 0.005 * bf16["held-out loss"]
+    assert bf16["held-out loss"] < bf16["loss before"], "it learns"
+    assert {(c["variant"], c["step"]) for c in curves} == {
+        (variant, step) for variant in ("bf16 lora", "ours fp8 + lora") for step in (0, 10)
+    }
+
+
+def test_every_variant_starts_from_one_adapter(quality: Any) -> None:
+    plan, found = tiny(quality, steps=1), {}
+    base = quality.make_base(plan, plan.texts(plan.length)[0], CPU)
+    logits = {}
+    for name in ("bf16 lora", "ours fp8 + lora"):
+        model = copy.deepcopy(base)
+        quality.VARIANTS[name](model, plan)
+        found[name] = [p.detach() for n, p in model.named_parameters() if "lora_A" in n]
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert len(found[name]) == 7 and all("lora_" in n for n in trained)
+        logits[name] = model.eval()(input_ids=torch.arange(8)[None]).logits
+    assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+    bf16, fp8 = (values.detach() for values in logits.values())
+    assert 0 < (bf16 - fp8).norm() < 0.1 * bf16.norm(), "the bases' rounding is all that differs"
+
+
+def test_a_base_that_forgot_itself_is_wrong(quality: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: Any, plan: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight.shape[0] == SHAPE["hidden_size"]:
+                module.weight.data.mul_(-3)
+        return quality.plain(model, plan)
+
+    monkeypatch.setitem(quality.VARIANTS, "ours fp8 + lora", broken)
+    plan = tiny(quality, base_steps=60, base_lr=1e-2)
+    rows, _ = quality.bench_model("random", plan, ["bf16 lora", "ours fp8 + lora"], CPU)
+    assert rows[1]["check"] == "WRONG: more than 0.5% above bf16's", rows
+
+
+def test_a_loss_of_nan_is_wrong(quality: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "held_out", lambda *_: math.nan)
+    rows, _ = quality.bench_model("random", tiny(quality, steps=1), ["bf16 lora"], CPU)
+    assert rows[0]["check"].startswith("WRONG")
+
+
+def summary(**changes: Any) -> list[dict[str, Any]]:
+    row = {"model": "m", "check": "ok", "base": "ab", "÷ bf16": ""}
+    bf16 = {**row, "variant": "bf16 lora", "held-out loss": "2.0"}
+    other = {**row, "model": "n", "variant": "bf16 lora", "held-out loss": "1.0"}
+    return [other, {**row, "variant": "ours fp8 + lora", "held-out loss": "2.009", **changes}, bf16]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({}, "ok"),
+        ({"held-out loss": "2.011"}, "WRONG: more than 0.5% above bf16's"),
+        ({"held-out loss": "2.011", "variant": "te fp8 + lora"}, "missed: more than 0.5%"),
+        ({"base": "cd"}, "WRONG: trained another base than ab"),
+        ({"check": "needs a GPU", "held-out loss": ""}, "needs a GPU"),
+    ],
+    ids=["within", "ours-above", "te-above", "another-base", "not-run"],
+)
+def test_a_loss_is_judged_by_bf16s_of_the_same_model_and_base(
+    quality: Any, changes: dict[str, str], check: str
+) -> None:
+    assert quality.judged(summary(**changes))[1]["check"].startswith(check)
+
+
+def test_processes_beside_each_other_give_one_result(
+    quality: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the process, which writes what the real one writes."""
+
+    class Process:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            model, variant, folder = (command[command.index(o) + 1] for o in OPTIONS)
+            assert command[-2:] == ["--steps", "7"]
+            values = {"model": model, "variant": variant, "check": "ok", "base": "ab"}
+            row = {**dict.fromkeys(quality.SUMMARY, ""), **values, "held-out loss": 2}
+            if variant != "te fp8 + lora":
+                quality.write_csv(Path(folder, "quality.csv"), [row], {"device": "gpu"})
+                quality.write_csv(Path(folder, "quality_curves.csv"), [{"step": 0}], {})
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(quality.subprocess, "Popen", Process)
+    jobs = [("demo", "bf16 lora"), ("demo", "ours fp8 + lora")]
+    rows, curves = quality.in_parallel(jobs, ["--steps", "7"])
+    assert [row["÷ bf16"] for row in rows] == [1.0, 1.0] and len(curves) == 2
+    with pytest.raises(RuntimeError, match="te fp8"):
+        quality.in_parallel([*jobs, ("demo", "te fp8 + lora")], ["--steps", "7"])
+
+
+def test_two_bases_of_one_plan_are_equal_bit_for_bit(quality: Any) -> None:
+    plan = tiny(quality)
+    rows = plan.texts(plan.length)[0]
+    first, second = (quality.make_base(plan, rows, CPU) for _ in range(2))
+    assert quality.checksum(first) == quality.checksum(second)
+    next(second.parameters()).data.view(-1)[0] += 1
+    assert quality.checksum(first) != quality.checksum(second)
+
+
+def test_texts_are_random_and_differ(quality: Any) -> None:
+    first, second = quality.random_texts(32, 100)
+    assert first.shape == second.shape == (100, 32) and int(first.max()) < 256
+    assert torch.equal(first, quality.random_texts(32, 100)[0]), "the same on every machine"
+    sources, topics = quality.demo_texts(64)
+    assert len(sources) > 1000 < len(topics) and sources.dtype == torch.int64
+
+
+def test_it_writes_summary_curves_and_plot(
+    quality: Any,
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(quality.PLANS, "random", tiny(quality))
+    assert run(quality, "--models", "random", "--steps", 11, "--output", tmp_path) == 0
+    assert [row["steps"] for row in rows_of(tmp_path / "quality.csv")] == ["11"] * 3
+    curves = rows_of(tmp_path / "quality_curves.csv")
+    assert [row["step"] for row in curves] == ["0", "10"] * 2
+    assert all(4 < float(row["loss"]) < 7 for row in curves), "about ln 264 = 5.6"
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")

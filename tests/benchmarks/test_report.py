@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""report.py: the README holds what the committed CSVs say, and the numbers are the ones meant."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def report(load: Callable[[str], ModuleType]) -> Any:
+    return load("report")
+
+
+def test_the_readme_holds_what_the_committed_results_say(report: Any) -> None:
+    text = report.README.read_text(encoding="utf-8")
+    expected = report.tables(report.read(report.RESULTS))
+    assert report.between_markers(text) == expected, "run `python benchmarks/report.py`"
+
+
+def layer(provider: str, shape: str, ms: str, **more: str) -> dict[str, str]:
+    facts = {"device": "cuda: NVIDIA H200", "torch": "2.11", "commit": "abc"}
+    row = {"shape MxNxK": shape, "provider": provider, "rank": "16", "dropout": "0.1", "ms": ms}
+    return {**row, **facts, **more}
+
+
+def test_a_layer_is_a_line_and_a_shape_a_column(report: Any) -> None:
+    rows = [
+        layer("ours fp8", "64x32x16", "0.12345"),
+        layer("te fp8 + lora", "64x32x16", ""),
+        layer("ours fp8", "8x8x8", "host-bound"),
+        layer("ours fp8", "64x32x16", "9.0", rank="64"),
+    ]
+    text = report.tables({"lora_linear": rows})
+    assert "|  | 64×32×16 | 8×8×8 |" in text and "9.0" not in text
+    assert "| ours fp8 | 0.123 | – |" in text and "| te fp8 + lora | – | – |" in text
+    assert "(NVIDIA H200, torch 2.11, abc)" in text
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"),
+    [("1.15", "| 1.15 | ≤ 1.15 | met |"), ("1.3", "| 1.30 | ≤ 1.15 | missed by 13% |"),
+     ("", "| – | ≤ 1.15 | not measured |")],
+    ids=["met", "missed", "not-measured"],
+)  # fmt: skip
+def test_a_target_is_met_missed_or_not_measured(report: Any, measured: str, verdict: str) -> None:
+    row = {"shape": "8192x8192", "p": "0.1", "bias": "yes", "direction": "forward"}
+    right = {**row, "provider": "ours", "÷ floor": measured}
+    others = [{**right, key: "other", "÷ floor": "0.5"} for key in (*row, "provider")]
+    text = report.tables({"bias_dropout_add": [*others, right]})
+    lines = [line for line in text.splitlines() if "`bias_dropout_add` forward" in line]
+    assert len(lines) == 1 and lines[0].endswith(verdict)
+
+
+def test_every_target_names_a_benchmark_and_the_provider_of_it(
+    report: Any, load: Callable[[str], ModuleType]
+) -> None:
+    """A column or provider renamed in a benchmark must not become "not measured" here."""
+    for target in report.targets():
+        name = f"bench_{target.csv}"
+        path = report.ROOT / "benchmarks" / f"{name}.py"
+        assert path.is_file(), name
+        bench = load(name)
+        providers = getattr(bench, "PEERS", None) or bench.PROVIDERS
+        assert target.where["provider"] in providers, target
+        text = path.read_text(encoding="utf-8")
+        for column in (target.column, *target.where):
+            assert f'"{column}"' in text, (target.csv, column)
+
+
+def test_operations_and_bytes_are_the_equations(report: Any) -> None:
+    gemm = {"M x N x K": "10x20x30", "rank": "4"}
+    assert report.WORK["fp8_linear_lora"](gemm) == (2 * 10 * 20 * 34, 300 + 600 + 2 * 200)
+    assert report.WORK["fp8_grad_input"](gemm) == (2 * 10 * 30 * 24, 200 + 600 + 2 * 300)
+    row = {"shape": "10x30", "rank": "4"}
+    assert report.WORK["quantize_lora_down"](row) == (2 * 10 * 30 * 4, 900)
+    assert report.WORK["quantize_grad"](row) == (4 * 10 * 30 * 4, 900)
+    for reads, size in (("x8", 300), ("x", 600)):
+        assert report.WORK["lora_grad_a"]({**row, "reads": reads}) == (2 * 10 * 30 * 4, size)
+
+
+def test_it_rewrites_only_between_the_markers_and_plots(report: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    gemm = {"M x N x K": "8192x8192x8192", "rank": "16", "provider": "ours", "ms": "0.85"}
+    facts = {"device": "cuda: NVIDIA H200", "copy GB/s": "4100", "÷ cublaslt": "1.01"}
+    with (tmp_path / "fp8_linear_lora.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*gemm, *facts])
+        writer.writeheader()
+        writer.writerow({**gemm, **facts})
+    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("above\n") and text.endswith(f"\n{report.END}\nbelow\n")
+    assert "old" not in text and "| 1.01 | ≤ 0.98 | missed by 3% |" in text
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    flops = 2 * 8192 * 8192 * (8192 + 16)
+    (intensity, rate), *_ = report.points(report.read(tmp_path))["fp8_linear_lora"]
+    assert (intensity, rate) == pytest.approx((flops / (4 * 8192**2), flops / 0.85e-3 / 1e12))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "<!-- results:end -->\n<!-- results:begin -->"], ids=["none", "swapped"]
+)
+def test_a_readme_without_markers_is_refused(report: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="results:begin"):
+        report.rewritten(text, "new")
