@@ -18,6 +18,11 @@ struct DropoutParams {
   uint32_t first_col;
 };
 
+// A mask handed from one kernel to another, a bit for each element, set where it is dropped: a word for 32 columns,
+// rows dropped_words(cols) words apart. Column 8 d + 2 w + h of the 32 has bit 16 h + 8 (d % 2) + 2 w + d / 2.
+LORAKERNELS_HD int64_t dropped_words(int64_t cols) { return (cols + 127) / 128 * 4; }
+LORAKERNELS_HD uint32_t dropped_shift(uint32_t draw) { return draw % 2 * 8 + draw / 2; }
+
 inline void check_threshold(uint32_t threshold) {
   if (threshold >= kDropoutLaneRange) {
     throw std::invalid_argument("threshold must be in [0, 65535], got " + std::to_string(threshold));

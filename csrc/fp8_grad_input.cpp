@@ -13,10 +13,11 @@ void check_shape(int64_t rows, int64_t cols, int64_t depth, int64_t rank, int64_
               {{"rows", rows}, {"cols", cols}, {"depth", depth}, {"rank", rank}, {"ds_stride", ds_stride}});
   constexpr int64_t kMost = (int64_t{1} << 31) - 256;
   const auto tiles = [](int64_t size) { return (size + 127) / 128; };
-  if (cols % 8 != 0 || depth % 16 != 0 || rows > kMost || cols > kMost || depth > kMost ||
+  if (cols % 8 != 0 || depth % 16 != 0 || depth == 0 || rows > kMost || cols > kMost || depth > kMost ||
       tiles(rows) * tiles(cols) > kMost) {
     throw std::invalid_argument(
-        "fp8_grad_input: cols must be a multiple of 8, depth of 16, each and the tiles of 128 × 128 at most " +
+        "fp8_grad_input: cols must be a multiple of 8, depth a positive one of 16, each and the tiles of 128 × 128 at "
+        "most " +
         std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) + ", depth " +
         std::to_string(depth));
   }
@@ -29,12 +30,12 @@ void check_shape(int64_t rows, int64_t cols, int64_t depth, int64_t rank, int64_
 void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight_t, uintptr_t dy_scale_inv, uintptr_t weight_scale_inv,
                     uintptr_t ds, uintptr_t A, int64_t rows, int64_t cols, int64_t depth, int64_t rank,
                     int64_t ds_stride, float factor, uintptr_t slot, uint32_t site, uint32_t threshold,
-                    uint32_t first_row, uint32_t first_col, const std::string& dtype, const std::string& a_dtype,
-                    const std::string& format, bool splits, bool large_tiles, int64_t multiprocessors, uintptr_t stream,
-                    int device) {
+                    uint32_t first_row, uint32_t first_col, uintptr_t dropped, const std::string& dtype,
+                    const std::string& a_dtype, const std::string& format, bool splits, bool large_tiles,
+                    int64_t multiprocessors, uintptr_t stream, int device) {
   check_shape(rows, cols, depth, rank, ds_stride);
-  if ((dx | dy8 | weight_t | ds | A) % 16 != 0) {
-    throw std::invalid_argument("fp8_grad_input: dx, dy8, weight_t, ds and A must be 16-byte aligned");
+  if ((dx | dy8 | weight_t | ds | A | dropped) % 16 != 0) {
+    throw std::invalid_argument("fp8_grad_input: dx, dy8, weight_t, ds, A and dropped must be 16-byte aligned");
   }
   if (first_col % 8 != 0) {
     throw std::invalid_argument("fp8_grad_input: first_col must be a multiple of 8, got " + std::to_string(first_col));
@@ -58,6 +59,7 @@ void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight_t, uintptr_t d
                                   ds_stride,
                                   factor,
                                   dropout_params(slot, site, threshold, first_row, first_col),
+                                  reinterpret_cast<const uint32_t*>(dropped),
                                   type,
                                   a_type == FloatType::kFloat32,
                                   is_e5m2("format", format),
@@ -73,9 +75,9 @@ void register_fp8_grad_input(py::module_& m) {
   m.def("fp8_grad_input", &fp8_grad_input, py::arg("dx"), py::arg("dy8"), py::arg("weight_t"), py::arg("dy_scale_inv"),
         py::arg("weight_scale_inv"), py::arg("ds"), py::arg("A"), py::arg("rows"), py::arg("cols"), py::arg("depth"),
         py::arg("rank"), py::arg("ds_stride"), py::arg("factor"), py::arg("slot"), py::arg("site"),
-        py::arg("threshold"), py::arg("first_row"), py::arg("first_col"), py::arg("dtype"), py::arg("a_dtype"),
-        py::arg("format"), py::arg("splits"), py::arg("large_tiles"), py::arg("multiprocessors"), py::arg("stream"),
-        py::arg("device"), "Device addresses, 0 for a tensor that is not there");
+        py::arg("threshold"), py::arg("first_row"), py::arg("first_col"), py::arg("dropped"), py::arg("dtype"),
+        py::arg("a_dtype"), py::arg("format"), py::arg("splits"), py::arg("large_tiles"), py::arg("multiprocessors"),
+        py::arg("stream"), py::arg("device"), "Device addresses, 0 for a tensor that is not there");
 }
 
 }  // namespace lorakernels

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One block per multiprocessor walks over the tiles. Its first warpgroup serves the other two: warp 0 has the tensor
-// copy engine fill a ring of operand tiles; warps 1 to 3 meanwhile draw the tile's mask and fetch u, v and bias, so
+// copy engine fill a ring of operand tiles; warps 1 to 3 meanwhile draw the tile's mask and fetch ds and A, so
 // that nothing of it is left for the tensor cores to wait for. The other two warpgroups multiply, each half of the
 // tile.
 #include <algorithm>
@@ -17,9 +17,9 @@ namespace {
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-constexpr int kHelpers = 96;    // threads of warps 1 to 3
-constexpr int kStepK = 128;     // bytes of a row of an operand's tile
-constexpr int kBlockRows = 64;  // what a warpgroup multiplies and stores at a time
+constexpr int kHelpers = 96;     // threads of warps 1 to 3
+constexpr int kStepDepth = 128;  // bytes of a row of an operand's tile
+constexpr int kBlockRows = 64;   // what a warpgroup multiplies and stores at a time
 constexpr int kBlockCols = 128;
 constexpr int kGroup = 8;  // row tiles that share their column tiles in the L2 cache
 
@@ -33,7 +33,7 @@ struct Tiling {
   static constexpr int kBlocks = kShape == Shape::kSmall ? 1 : 2;  // of a warpgroup: one below or beside the other
   static constexpr int kRows = kShape == Shape::kTall ? 256 : 128, kCols = kWide ? 256 : 128;
   static constexpr int kStages = kBlocks == 1 ? 6 : kRankStep <= 16 ? 4 : 3;
-  static constexpr int kBytesDy = kRows * kStepK, kStageBytes = kBytesDy + kCols * kStepK;
+  static constexpr int kBytesDy = kRows * kStepDepth, kStageBytes = kBytesDy + kCols * kStepDepth;
   static constexpr int kMaskBytes = kCols / 8;  // of a row
   static constexpr int kOffsetDs = kStages * kStageBytes;
   static constexpr int kOffsetA = kOffsetDs + kRows * kRankStep * 2;
@@ -149,8 +149,19 @@ struct Helper {
     }
   }
 
-  // Row by row a word of 32 columns: draw g of four has its bits of `dropped` moved by g % 2 · 8 + g / 2.
-  __device__ void mask(int row0, int col0) const {
+  __device__ void fetch_mask(int row0, int col0) const {
+    constexpr int kChunks = Tile::kMaskBytes / 16;
+    const int64_t words = dropped_words(params.cols);
+#pragma unroll 1
+    for (int i = thread(); i < Tile::kRows * kChunks; i += kHelpers) {
+      const int64_t row = row0 + i / kChunks, word = col0 / 32 + i % kChunks * 4;
+      const bool exists = row < params.rows && word < words;
+      copy_async(base + Tile::kOffsetMask + i * 16, params.dropped + (exists ? row * words + word : 0), exists);
+    }
+  }
+
+  // dropout.h's bits.
+  __device__ void draw_mask(int row0, int col0) const {
     constexpr int kWords = Tile::kMaskBytes / 4;
     const DropoutParams& dropout = params.dropout;
     const uint64_t seed = dropout.slot[0];
@@ -168,7 +179,8 @@ struct Helper {
           draw[g] = {{row + i / kWords, group + i % kWords * 4 + half * 2 + g, offset, dropout.site}};
         }
         philox4x32_10(draw, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-        bits += (dropped(draw[0], two_thresholds) + (dropped(draw[1], two_thresholds) << 8)) << half;
+        bits += (dropped(draw[0], two_thresholds) + (dropped(draw[1], two_thresholds) << dropped_shift(1)))
+                << dropped_shift(half * 2);
       }
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(base + Tile::kOffsetMask + i * 4), "r"(bits) : "memory");
     }
@@ -182,7 +194,9 @@ struct Helper {
           wait_for(extras.empty, extras.round ^ 1);
           fetch_ds(row0, rank0);
           fetch_A(col0, rank0);
-          if (params.dropout.threshold > 0 && time + rank0 == 0) mask(row0, col0);
+          if (params.dropout.threshold > 0 && time + rank0 == 0) {
+            params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
+          }
           wait_for_copies();
           fence_for_wgmma();
           __syncwarp();
@@ -199,7 +213,7 @@ __device__ void bring_operands(const Fp8GradInputParams& params, const CUtensorM
   Ring<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
     const int row = tiles.row(), col = tiles.col();
-    for (int at = 0; at < static_cast<int>(params.depth); at += kStepK, ring.advance()) {
+    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), Tile::kStageBytes);
       copy_box(ring.tile(), dy, at, row, ring.full());
@@ -233,7 +247,7 @@ struct Consumer {
   int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);
   int lane = threadIdx.x % 32;
   float sum[kBlocks][kSums];
-  float part[kSums];  // of 128 along k; later ds A, and what is stored
+  float part[kSums];  // of 128 along depth; later ds A, and what is stored
 
   __device__ Consumer(const Fp8GradInputParams& params, uint32_t base) : params(params), base(base) {}
 
@@ -254,27 +268,27 @@ struct Consumer {
     for (float& each : sums) asm volatile("" : "+f"(each)::"memory");
   }
 
-  // Of 128 along k.
+  // Of 128 along depth.
   __device__ void multiply(float (&to)[kSums], uint32_t tile, int block, bool add) const {
-    const uint64_t a = Rows::descriptor(tile + Tile::block_row(group, block) * kStepK);
-    const uint64_t b = Rows::descriptor(tile + Tile::kBytesDy + Tile::block_col(block) * kStepK);
+    const uint64_t a = Rows::descriptor(tile + Tile::block_row(group, block) * kStepDepth);
+    const uint64_t b = Rows::descriptor(tile + Tile::kBytesDy + Tile::block_col(block) * kStepDepth);
 #pragma unroll
-    for (int i = 0; i < kStepK / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
+    for (int i = 0; i < kStepDepth / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
   }
 
   // Of both blocks of a wide tile.
   __device__ void multiply(float (&to)[2][kSums], uint32_t tile, bool add) const {
-    const uint64_t a = Rows::descriptor(tile + group * (kBlockRows * kStepK));
+    const uint64_t a = Rows::descriptor(tile + group * (kBlockRows * kStepDepth));
     const uint64_t b = Rows::descriptor(tile + Tile::kBytesDy);
 #pragma unroll
-    for (int i = 0; i < kStepK / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
+    for (int i = 0; i < kStepDepth / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
   }
 
   __device__ void sum_in_parts(Ring<Tile::kStages, Tile::kStageBytes>& ring) {
     clear(part);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) clear(sum[block]);
-    for (int at = 0; at < static_cast<int>(params.depth); at += kStepK, ring.advance()) {
+    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
       wait_for(ring.full(), ring.round);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -292,7 +306,7 @@ struct Consumer {
 
   __device__ void sum_at_once(Ring<Tile::kStages, Tile::kStageBytes>& ring) {
     uint32_t before = 0;
-    for (int at = 0; at < static_cast<int>(params.depth); at += kStepK, ring.advance()) {
+    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
       wait_for(ring.full(), ring.round);
       wgmma_fence();
       if constexpr (Tile::kWide) {
@@ -349,7 +363,7 @@ struct Consumer {
       for (int i = 0; i < kSums / 2; ++i) {
         const int g = i / 2 % 4, at = i / 2 * 4 + 2 * high + i % 2;
         const float scaled = sum[block][at] * scale;
-        const bool drops = mask[i / 8] & (1u << (g % 2 * 8 + g / 2 + i % 2 * 16));
+        const bool drops = mask[i / 8] & (1u << (dropped_shift(g) + i % 2 * 16));
         part[at] = drops ? scaled : scaled + part[at] * params.factor;
       }
     }

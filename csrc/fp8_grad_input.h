@@ -26,6 +26,7 @@ struct Fp8GradInputParams {
   int64_t ds_stride;              // elements, a multiple of 8, at least rank; those behind rank are zeros
   float factor;                   // 1 / (1 - p), exactly
   DropoutParams dropout;          // first_col a multiple of 8
+  const uint32_t* dropped;        // [rows, dropped_words(cols)], the mask; null: draw it
   FloatType dtype;                // of dx and ds: kBFloat16 or kFloat16
   bool a_is_fp32;                 //
   bool is_e5m2;                   // dy8

@@ -20,7 +20,7 @@ void check_shape(int64_t rows, int64_t cols, int64_t rank) {
 
 void check_layout(uintptr_t addresses, int64_t cols, int64_t ds_pitch, uint32_t first_col, bool fp8) {
   if (addresses % 16 != 0) {
-    throw std::invalid_argument("lora_grad_a: dA, partial, ds and x must be 16-byte aligned");
+    throw std::invalid_argument("lora_grad_a: dA, partial, ds, x and dropped must be 16-byte aligned");
   }
   if (fp8 && cols % 16 != 0) {
     throw std::invalid_argument("lora_grad_a: cols must be a multiple of 16 with scale_inv, got " +
@@ -37,9 +37,9 @@ void check_layout(uintptr_t addresses, int64_t cols, int64_t ds_pitch, uint32_t 
 void lora_grad_a(uintptr_t dA, uintptr_t partial, uintptr_t ds, uintptr_t x, uintptr_t scale_inv, int64_t rows,
                  int64_t cols, int64_t rank, int64_t ds_pitch, const std::string& dtype, const std::string& out_dtype,
                  uintptr_t slot, uint32_t site, uint32_t threshold, uint32_t first_row, uint32_t first_col,
-                 uintptr_t stream, int device) {
+                 uintptr_t dropped, uintptr_t stream, int device) {
   check_shape(rows, cols, rank);
-  check_layout(dA | partial | ds | x, cols, ds_pitch, first_col, scale_inv != 0);
+  check_layout(dA | partial | ds | x | dropped, cols, ds_pitch, first_col, scale_inv != 0);
   const LoraGradAParams params{reinterpret_cast<void*>(dA),
                                reinterpret_cast<float*>(partial),
                                reinterpret_cast<const void*>(ds),
@@ -51,7 +51,8 @@ void lora_grad_a(uintptr_t dA, uintptr_t partial, uintptr_t ds, uintptr_t x, uin
                                ds_pitch,
                                half_type("dtype", dtype),
                                float_type("out_dtype", out_dtype),
-                               dropout_params(slot, site, threshold, first_row, first_col)};
+                               dropout_params(slot, site, threshold, first_row, first_col),
+                               reinterpret_cast<uint32_t*>(dropped)};
   launch_lora_grad_a(params, reinterpret_cast<void*>(stream), device);
 }
 
@@ -68,7 +69,7 @@ void register_lora_grad_a(py::module_& m) {
   m.def("lora_grad_a", &lora_grad_a, py::arg("dA"), py::arg("partial"), py::arg("ds"), py::arg("x"),
         py::arg("scale_inv"), py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("ds_pitch"), py::arg("dtype"),
         py::arg("out_dtype"), py::arg("slot"), py::arg("site"), py::arg("threshold"), py::arg("first_row"),
-        py::arg("first_col"), py::arg("stream"), py::arg("device"),
+        py::arg("first_col"), py::arg("dropped"), py::arg("stream"), py::arg("device"),
         "Device addresses, 0 for a tensor that is not there");
 }
 

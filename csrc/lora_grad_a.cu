@@ -53,6 +53,23 @@ struct Threshold {
   }
 };
 
+// The bits of dropout.h of kRows rows, four apart, from the signs that `Threshold` left: a thread has the 8 columns of
+// one draw, four threads the 32 of a word.
+template <int kRows>
+__device__ void hand_over(const PhiloxDraw (&signs)[kRows], uint32_t* target, int64_t words, uint32_t rows_left) {
+  const uint32_t draw = threadIdx.x % 16 / 4;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) bits |= (~signs[i].word[w] >> (15 - 2 * w)) & (0x00010001u << (2 * w));
+    bits <<= dropped_shift(draw);
+    bits |= __shfl_xor_sync(0xFFFFFFFFu, bits, 4);
+    bits |= __shfl_xor_sync(0xFFFFFFFFu, bits, 8);
+    if (draw == 0 && 4 * i < rows_left) target[4 * i * words] = bits;
+  }
+}
+
 // Philox's keys, in uniform registers: there a reduction over the warp leaves its result.
 struct RoundKeys {
   uint32_t key[10][2];
@@ -308,6 +325,11 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
       for (int i = 0; i < kRows; ++i) draws[i] = {{draw_row + row + 4 * i, draw_col, offset, params.dropout.site}};
       keys.draw(draws);
       threshold.apply(draws);
+      if (params.dropped != nullptr && blockIdx.z == 0) {
+        const int64_t words = dropped_words(params.cols), mine = row + t;
+        const uint32_t rows_left = mine < slice_end ? slice_end - static_cast<uint32_t>(mine) : 0;
+        hand_over(draws, params.dropped + mine * words + warp_col / 32 + g / 4, words, rows_left);
+      }
     }
     add_products<T, kFp8, kDropout>(sum, of_ds, of_x, draws);
   }

@@ -27,6 +27,7 @@ struct LoraGradAParams {
   FloatType dtype;         // of ds: kBFloat16 or kFloat16
   FloatType out_dtype;
   DropoutParams dropout;
+  uint32_t* dropped;  // [rows, dropped_words(cols)], to be written with threshold > 0; or null
 };
 
 // A block takes a strip of columns in a slice of the rows, its warps a part of the strip in every few 8 or 16 rows of

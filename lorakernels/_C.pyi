@@ -148,6 +148,7 @@ def fp8_grad_input(
     threshold: int,
     first_row: int,
     first_col: int,
+    dropped: int,
     dtype: str,
     a_dtype: str,
     format: Literal["e4m3fn", "e5m2"],
@@ -175,6 +176,7 @@ def lora_grad_a(
     threshold: int,
     first_row: int,
     first_col: int,
+    dropped: int,
     stream: int,
     device: int,
 ) -> None: ...

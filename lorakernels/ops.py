@@ -127,6 +127,7 @@ def fp8_grad_input(  # type: ignore[no-untyped-def]
     row0=0,
     col0=0,
     split=True,
+    dropped=None,
 ):
     return _empty(dy, dy.shape[0], weight.shape[1], dtype=out_dtype)
 
@@ -136,6 +137,15 @@ def lora_grad_a(  # type: ignore[no-untyped-def]
     ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0
 ):
     return _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
+
+
+@_define("lora_grad_a_and_mask")
+def lora_grad_a_and_mask(  # type: ignore[no-untyped-def]
+    ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0
+):
+    words = reference.dropped_words(x.shape[1])
+    dA = _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
+    return dA, _empty(ds, x.shape[0], words, dtype=torch.int32)
 
 
 @_define("transpose_fp8")

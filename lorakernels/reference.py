@@ -108,6 +108,26 @@ def drawn_mask(
     return keep
 
 
+def dropped_words(cols: int) -> int:
+    """How many words of 32 bits a row of `dropped_bits` has."""
+    return -(-cols // 128) * 4
+
+
+def dropped_bits(keep: Tensor) -> Tensor:
+    """csrc/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
+
+    Column 8 d + 2 w + h of a word's 32 has bit 16 h + 8 (d % 2) + 2 w + d // 2.
+    """
+    rows, words = keep.shape[0], dropped_words(keep.shape[1])
+    drop = torch.nn.functional.pad(~keep, (0, 32 * words - keep.shape[1]))
+    d, w, h = torch.meshgrid(
+        *(torch.arange(n, device=keep.device) for n in (4, 4, 2)), indexing="ij"
+    )
+    weight = 1 << (16 * h + 8 * (d % 2) + 2 * w + d // 2).flatten()
+    total = (drop.view(rows, words, 32) * weight).sum(-1)
+    return (total - ((total >> 31) << 32)).to(torch.int32)
+
+
 def masked(
     x: Tensor, slot: Tensor | None, p: float, site: int, row0: int = 0, col0: int = 0
 ) -> tuple[Tensor, float]:
@@ -247,9 +267,11 @@ def fp8_grad_input(
     row0: int = 0,
     col0: int = 0,
     split: bool = True,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy.
 
+    `dropped` holds the same mask where `lora_grad_a_and_mask` left it: a kernel may read that instead of drawing.
     Sums are fp32's here, whatever `split` asks of the FP8 tensor cores.
     """
     acc = _dequantize(dy, dy_scale_inv, fp8_dtype) @ _dequantize(weight, weight_scale_inv)
@@ -273,6 +295,22 @@ def lora_grad_a(
     """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or from x."""
     xd, factor = masked(_dequantize(x, x_scale_inv), slot, p, site, row0, col0)
     return ((ds.float().t() @ xd) * factor).to(out_dtype)
+
+
+def lora_grad_a_and_mask(
+    ds: Tensor,
+    x: Tensor,
+    x_scale_inv: Tensor | None,
+    slot: Tensor,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+    row0: int = 0,
+    col0: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`lora_grad_a`, and `dropped_bits` of the mask it drew: int32 [M, dropped_words(K)]."""
+    dA = lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
+    return dA, dropped_bits(drawn_mask(slot, p, site, x.shape[0], x.shape[1], row0, col0))
 
 
 def transpose_fp8(weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 """LoRALinear's forward and backward, in evaluation order.
 
     forward    x8, s = quantize_lora_down(x, A)        y  = fp8_linear_lora(x8, W8, s, B, bias)
-    backward   dy8, ds, dB = quantize_grad(dy, B, s)   dx = fp8_grad_input(dy8, W8, ds, A)   dA = lora_grad_a(ds, x8)
+    backward   dy8, ds, dB = quantize_grad(dy, B, s)   dA = lora_grad_a(ds, x8)   dx = fp8_grad_input(dy8, W8, ds, A)
 
 `dy B` first: it is rank-sized, so no [N, K] product is ever formed. Saved for backward: x8 and its 4-byte scale_inv
 (x itself when the base is not FP8), s, and the 16-byte slot; only what the gradients asked for need. The parameters are
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops
+from lorakernels import checks, ops, reference
 from lorakernels.config import DelayedScaling
+from lorakernels.kernels.ladder import GRAD_A_RANK
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,16 @@ class LoRASpec:
             split_fprop=recipe.fp8_gemm_fprop.use_split_accumulator,
             split_dgrad=recipe.fp8_gemm_dgrad.use_split_accumulator,
         )
+
+
+def hands_mask_over(
+    ds: Tensor, x8: Tensor, x_scale_inv: Tensor | None, slot: Tensor | None, p: float
+) -> bool:
+    """Whether `lora_grad_a` leaves the mask it draws to `fp8_grad_input`, a bit an element for the length of one
+    backward: where both are one kernel."""
+    if x_scale_inv is None or slot is None or not x8.is_cuda or ds.dtype == torch.float32:
+        return False
+    return reference.dropout_threshold(p) > 0 and ds.shape[1] <= GRAD_A_RANK
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -133,6 +144,14 @@ class _LoRALinear(torch.autograd.Function):
             spec.scaling,
             spec.backward_dtype,
         )
+        place = (spec.row0, spec.col0)
+        dropped = None
+        if need_a:
+            arguments = (ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], *place)
+            if need_x and hands_mask_over(ds, x8, x_scale_inv, slot, spec.p):
+                dA, dropped = ops.lora_grad_a_and_mask(*arguments)
+            else:
+                dA = ops.lora_grad_a(*arguments)
         if need_x:
             quantized = state_dy is not None
             dx = ops.fp8_grad_input(
@@ -148,13 +167,9 @@ class _LoRALinear(torch.autograd.Function):
                 spec.p,
                 spec.site,
                 dy.dtype,
-                spec.row0,
-                spec.col0,
+                *place,
                 spec.split_dgrad,
-            )
-        if need_a:
-            dA = ops.lora_grad_a(
-                ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], spec.row0, spec.col0
+                dropped,
             )
         if need_b:
             dB = grad_b

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.autograd.lora_linear import LoRASpec, hands_mask_over
 from lorakernels.kernels.ladder import DOWN_RANK
 
 
@@ -155,6 +155,14 @@ class _Projection(torch.autograd.Function):
             spec.scaling,
             spec.backward_dtype,
         )
+        place = (spec.row0, spec.col0)
+        dropped = None
+        if need_a:
+            last = (slot, spec.p, spec.site, ctx.dtypes[0], *place)
+            if need_x and hands_mask_over(ds, operand, x_scale_inv, slot, spec.p):
+                dA, dropped = ops.lora_grad_a_and_mask(ds, operand, x_scale_inv, *last)
+            else:
+                dA = ops.lora_grad_a(ds, operand, x_scale_inv, *last)
         if need_x:
             quantized = state_dy is not None
             dx = ops.fp8_grad_input(
@@ -170,16 +178,11 @@ class _Projection(torch.autograd.Function):
                 spec.p,
                 spec.site,
                 dy.dtype,
-                spec.row0,
-                spec.col0,
+                *place,
                 spec.split_dgrad,
+                dropped,
             )
             dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
-        if need_a:
-            place = (spec.row0, spec.col0)
-            dA = ops.lora_grad_a(
-                ds, operand, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], *place
-            )
         if need_bias:
             dbias = dy.float().sum(0).to(ctx.dtypes[1])
         gradients = (dx, dA, dB if need_b else None, dbias, ds if need_s else None)

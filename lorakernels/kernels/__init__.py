@@ -9,7 +9,7 @@ from lorakernels.kernels.bias_dropout_add import (
 )
 from lorakernels.kernels.fp8_grad_input import fp8_grad_input
 from lorakernels.kernels.fp8_linear_lora import fp8_linear_lora
-from lorakernels.kernels.lora_grad_a import lora_grad_a
+from lorakernels.kernels.lora_grad_a import lora_grad_a, lora_grad_a_and_mask
 from lorakernels.kernels.quantize_grad import quantize_grad
 from lorakernels.kernels.quantize_lora_down import quantize_lora_down
 from lorakernels.kernels.transpose_fp8 import transpose_fp8
@@ -22,6 +22,7 @@ __all__ = [
     "fp8_grad_input",
     "fp8_linear_lora",
     "lora_grad_a",
+    "lora_grad_a_and_mask",
     "quantize_grad",
     "quantize_lora_down",
     "transpose_fp8",

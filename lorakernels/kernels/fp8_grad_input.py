@@ -39,9 +39,10 @@ def fp8_grad_input(
     row0: int = 0,
     col0: int = 0,
     split: bool = True,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """`reference.fp8_grad_input` on the tensor cores."""
-    last = (weight_t, ds, lora_A, slot, p, site, out_dtype, row0, col0, split)
+    last = (weight_t, ds, lora_A, slot, p, site, out_dtype, row0, col0, split, dropped)
     if dy_scale_inv is None or weight_scale_inv is None:
         return unfused(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, *last)
     why_not = why_not_wgmma_gemm(dy, weight, weight_t, ds, lora_A, out_dtype, col0)
@@ -65,6 +66,7 @@ def in_one_kernel(
     row0: int,
     col0: int,
     split: bool,
+    dropped: Tensor | None,
 ) -> Tensor:
     """What `ladder.why_not_wgmma_gemm` has no objection to, by csrc."""
     checks.slot(slot, dy.device)
@@ -99,6 +101,7 @@ def in_one_kernel(
         threshold,
         row0,
         col0,
+        address(dropped) if threshold else 0,
         name(out_dtype),
         name(out_dtype if lora_A is None else lora_A.dtype),
         name(fp8_dtype).removeprefix("float8_"),
@@ -127,6 +130,7 @@ def unfused(
     row0: int,
     col0: int,
     split: bool,
+    dropped: Tensor | None,
 ) -> Tensor:
     """One PyTorch kernel after the other, for any dtype, shape and stride."""
     dx = _base(dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, weight_t, out_dtype, split)

@@ -35,8 +35,29 @@ def lora_grad_a(
 ) -> Tensor:
     """`reference.lora_grad_a`."""
     why_not = ladder.why_not_lora_grad_a(ds, x, x_scale_inv, out_dtype, col0)
-    form = in_torch if why_not else in_one_pass
-    return form(ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
+    arguments = (ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
+    return in_torch(*arguments) if why_not else in_one_pass(*arguments, None)
+
+
+def lora_grad_a_and_mask(
+    ds: Tensor,
+    x: Tensor,
+    x_scale_inv: Tensor | None,
+    slot: Tensor,
+    p: float,
+    site: int,
+    out_dtype: torch.dtype,
+    row0: int = 0,
+    col0: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`reference.lora_grad_a_and_mask`."""
+    why_not = ladder.why_not_lora_grad_a(ds, x, x_scale_inv, out_dtype, col0)
+    arguments = (ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
+    if why_not or reference.dropout_threshold(p) == 0:
+        return reference.lora_grad_a_and_mask(*arguments)
+    words = reference.dropped_words(x.shape[1])
+    dropped = torch.empty(x.shape[0], words, dtype=torch.int32, device=x.device)
+    return in_one_pass(*arguments, dropped), dropped
 
 
 def in_torch(
@@ -69,8 +90,9 @@ def in_one_pass(
     out_dtype: torch.dtype,
     row0: int,
     col0: int,
+    dropped: Tensor | None,
 ) -> Tensor:
-    """What `ladder.why_not_lora_grad_a` has no objection to, by csrc."""
+    """What `ladder.why_not_lora_grad_a` has no objection to, by csrc; the mask it draws goes to `dropped` too."""
     checks.slot(slot, x.device)
     rows, cols = x.shape
     rank, ext = ds.shape[1], extension()
@@ -95,6 +117,7 @@ def in_one_pass(
         0 if slot is None else reference.dropout_threshold(p),
         row0,
         col0,
+        address(dropped),
         stream(x.device),
         x.get_device(),
     )

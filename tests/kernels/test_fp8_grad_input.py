@@ -57,14 +57,29 @@ class Case:
             name: t.view(torch.uint8) if t.element_size() == 1 else t for name, t in tensors.items()
         }
 
-    def run(self, tensors: dict[str, Tensor], row0: int = 0, col0: int = 0) -> Tensor:
+    def run(
+        self,
+        tensors: dict[str, Tensor],
+        row0: int = 0,
+        col0: int = 0,
+        dropped: Tensor | None = None,
+    ) -> Tensor:
         t = tensors
         has_lora = self.rank > 0
         weight_t = t["weight"].t().contiguous() if self.keeps_weight_t else None
         arguments = (
             *(t["dy"], t["dy_scale_inv"], self.fp8, t["weight"], t["weight_scale_inv"], weight_t),
             *((t["ds"], t["lora_A"]) if has_lora else (None, None)),
-            *(t["slot"] if self.p else None, self.p, SITE, self.dtype, row0, col0, self.split),
+            *(
+                t["slot"] if self.p else None,
+                self.p,
+                SITE,
+                self.dtype,
+                row0,
+                col0,
+                self.split,
+                dropped,
+            ),
         )
         with mock.patch.object(MODULE, "unfused", side_effect=AssertionError("not in one kernel")):
             return ops.fp8_grad_input(*arguments)
@@ -136,6 +151,39 @@ def test_the_mask_is_the_reference_s_bit_for_bit(cols: int, origin: tuple[int, i
     assert torch.equal(dx != 0, keep)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 528, 272, 24, p=0.3),
+        Case(5000, 4112, 256, 16, p=0.1),
+        Case(513, 4096, 128, 130, p=0.9),
+        Case(5000, 4096, 128, 16, split=False),
+    ],
+    ids=str,
+)
+def test_a_mask_handed_over_is_as_good_as_one_drawn(case: Case) -> None:
+    tensors = case.inputs()
+    keep = reference.drawn_mask(tensors["slot"], case.p, SITE, case.rows, case.cols, 3, 16)
+    drawn = case.run(tensors, 3, 16)
+    handed = case.run(tensors, 3, 16, reference.dropped_bits(keep))
+    assert torch.equal(drawn, handed)
+    none = torch.zeros_like(reference.dropped_bits(keep))  # and it is read
+    assert not torch.equal(drawn, case.run(tensors, 3, 16, none))
+
+
+def test_bits_of_a_mask() -> None:
+    """Column 8 d + 2 w + h of a word's 32 has bit 16 h + 8 (d % 2) + 2 w + d // 2; the rest of a row's words is 0."""
+    keep = torch.ones(3, 130, dtype=torch.bool)
+    keep[0, [0, 1, 2, 8, 16, 31]] = False
+    keep[2, 129] = False
+    bits = reference.dropped_bits(keep)
+    assert bits.shape == (3, 8) and bits.dtype == torch.int32
+    assert bits[0, 0].item() & 0xFFFFFFFF == 1 | 1 << 16 | 1 << 2 | 1 << 8 | 1 << 1 | 1 << 31
+    assert bits[2].tolist() == [0, 0, 0, 0, 1 << 16, 0, 0, 0]
+    assert bits[1].eq(0).all()
+
+
 def test_large_tiles_where_they_fill_the_multiprocessors() -> None:
     assert not tuning.large_tiles(4000, 512, 132)
     assert tuning.large_tiles(4000, 4096, 132)
@@ -192,7 +240,18 @@ def test_it_writes_dx_and_nothing_around_it() -> None:
         found = MODULE.in_one_kernel(
             *(tensors["dy"], tensors["dy_scale_inv"], case.fp8, tensors["weight"]),
             *(tensors["weight_scale_inv"], tensors["weight"].t().contiguous()),
-            *(tensors["ds"], tensors["lora_A"], tensors["slot"], case.p, SITE, BF16, 0, 0, True),
+            *(
+                tensors["ds"],
+                tensors["lora_A"],
+                tensors["slot"],
+                case.p,
+                SITE,
+                BF16,
+                0,
+                0,
+                True,
+                None,
+            ),
         )
     assert found.data_ptr() == inner.data_ptr()
     assert torch.equal(inner, expected)
@@ -248,7 +307,7 @@ def test_what_it_does_not_take_goes_through_torch(change: dict, reason: str) -> 
 VALID = {
     **dict.fromkeys(("dx", "dy8", "weight_t", "dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
     **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "ds_stride": 8, "factor": 1.0},
-    **{"slot": 0, "site": 0, "threshold": 0, "first_row": 0, "first_col": 0},
+    **{"slot": 0, "site": 0, "threshold": 0, "first_row": 0, "first_col": 0, "dropped": 0},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
     **{"large_tiles": False, "multiprocessors": 132, "stream": 0, "device": -1},
 }
@@ -258,7 +317,8 @@ VALID = {
     ("change", "message"),
     [
         ({"cols": 12}, "cols must be a multiple of 8"),
-        ({"depth": 24}, "depth of 16"),
+        ({"depth": 24}, "depth a positive one of 16"),
+        ({"depth": 0}, "depth a positive one of 16"),
         ({"rows": -1}, "rows must not be negative"),
         ({"ds_stride": 2}, "ds_stride must be a multiple of 8 and at least rank 3, got 2"),
         ({"dy8": 8}, "must be 16-byte aligned"),

@@ -110,6 +110,26 @@ def test_the_mask_is_the_reference_s_bit_for_bit(fp8, p):
 
 
 @gpu
+@pytest.mark.parametrize("p", [0.1, 0.5 + 2**-16, 0.95])
+@pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
+@pytest.mark.parametrize(
+    ("m", "k", "r"), [(1, 16, 1), (33, 272, 16), (1025, 4112, 33), (777, 1040, 128)]
+)
+def test_the_mask_left_behind_is_the_one_drawn(m, k, r, fp8, p):
+    ds, x, scale_inv, slot = inputs(m, k, r, fp8=fp8)
+    shape = (m, reference.dropped_words(k))
+    dropped, guards = between_guards(shape, torch.int32, "cuda", 0x5A5A5A5A)
+    dA = MODULE.in_one_pass(ds, x, scale_inv, slot, p, SITE, FP32, 7, 40, dropped)
+    again, bits = MODULE.lora_grad_a_and_mask(ds, x, scale_inv, slot, p, SITE, FP32, 7, 40)
+    assert torch.equal(dA, again) and torch.equal(dropped, bits)
+    assert torch.equal(dA, lora_grad_a(ds, x, scale_inv, slot, p, SITE, FP32, 7, 40))
+    keep = reference.dropout_keep(slot, p, SITE, m, k, 7, 40)
+    columns = reference.dropped_bits(torch.zeros_like(keep))  # bits that stand for a column
+    assert torch.equal(dropped & columns, reference.dropped_bits(keep))
+    assert all(bool((guard == 0x5A5A5A5A).all()) for guard in guards)
+
+
+@gpu
 def test_p_below_what_16_bits_express_draws_nothing():
     ds, x, scale_inv, slot = inputs(40, 64, 4)
     found = lora_grad_a(ds, x, scale_inv, slot, 1e-6, SITE, FP32)
@@ -315,6 +335,7 @@ CALL = {
     "threshold": 100,
     "first_row": 0,
     "first_col": 0,
+    "dropped": 0,
     "stream": 0,
     "device": -1,
 }

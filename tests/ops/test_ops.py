@@ -51,6 +51,7 @@ def arguments(device):
         ),
         "fp8_grad_input-plain": (dy, None, E5M2, w, None, None, None, None, None, 0.0, 0, bf16),
         "lora_grad_a-fp8": (ds, x8, one, slot, 0.1, 3, torch.float32),
+        "lora_grad_a_and_mask": (ds, x8, one, slot, 0.1, 3, torch.float32),
         "lora_grad_a-plain": (ds, x, None, None, 0.0, 0, bf16),
         "transpose_fp8": (w8,),
         "amax_and_scale_update-gated": (forward, backward, None, True, 448.0, 57344.0, 0, False),
