@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs that follow the order in which layers run. Knows callables; knows nothing of LoRA."""
 
+from .backend import CudaBackend
+from .errors import CaptureError, GraphError, ReplayError
+from .manager import GraphManager
 from .order import Direction, Order, OrderCursor, OrderError, ReplayOrderError, Step
 from .recorder import OrderRecorder
+from .report import GraphReport, Report
 from .schedule import gpipe, interleaved_one_forward_one_backward, one_forward_one_backward
 
 __all__ = [
+    "GraphManager",
+    "CudaBackend",
+    "Report",
+    "GraphReport",
+    "GraphError",
+    "CaptureError",
+    "ReplayError",
     "Direction",
     "Order",
     "OrderCursor",

@@ -14,11 +14,11 @@ context, which both find on the Python stack. What was never recomputed was no t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,30 @@ class _Call:
     trains: bool
 
 
+class Observer(Protocol):
+    """Told of every training forward; `call` is the same object for a forward and its backward."""
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> None:
+        """A forward of `layer` in training mode begins, perhaps one that is not recorded."""
+
+    def forward(self, layer: int, call: object, output: Any) -> None:
+        """The forward that began last was recorded as `call` and returns `output`."""
+
+    def recomputation(self, layer: int) -> None:
+        """A forward of `layer` begins inside a backward: something checkpoints the layer from outside."""
+
+    def reentrant(self, layer: int) -> None:
+        """That something is a reentrant checkpoint, which runs the layer without grad first."""
+
+
 @dataclass(eq=False)
 class _Iteration:
     events: list[tuple[_Call, Direction]] = field(default_factory=list)
     regions: dict[BackwardCFunction, list[_Call]] = field(default_factory=dict)
     ended: bool = False
 
-    def steps(self) -> list[Step]:
+    def numbered(self) -> tuple[list[Step], dict[_Call, int]]:
+        """The steps, and which microbatch each call is."""
         microbatches: dict[_Call, int] = {}
         forwards: dict[int, int] = {}
         steps = []
@@ -55,7 +72,7 @@ class _Iteration:
                 microbatches[call] = forwards.get(call.layer, 0)
                 forwards[call.layer] = microbatches[call] + 1
             steps.append(Step(call.layer, microbatches[call], direction))
-        return steps
+        return steps, microbatches
 
     def close(self, ended: bool) -> None:
         """Let go of the contexts: they hold the graph, whose nodes hold this iteration."""
@@ -76,10 +93,17 @@ class OrderRecorder:
         cursor = OrderCursor(recorder.order)
     """
 
-    def __init__(self, layers: int | Iterable[str], num_microbatches: int = 1) -> None:
+    def __init__(
+        self,
+        layers: int | Iterable[str],
+        num_microbatches: int = 1,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer
         self.layers = layer_names(layers)
         self.num_microbatches = check_count("num_microbatches", num_microbatches)
         self.num_iterations = 0
+        self.microbatches: Mapping[Any, int] = {}  # of the last iteration's calls
         self._order: Order | None = None
         self._iteration = _Iteration()
         self._handles: list[RemovableHandle] = []
@@ -99,6 +123,10 @@ class OrderRecorder:
         for layer, module in enumerate(modules):
             hook = partial(self._on_forward, layer)
             self._handles.append(module.register_forward_hook(hook))
+            if self._observer is not None:
+                before = partial(self._before_forward, layer)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                self._handles.append(handle)
         return self
 
     def detach(self) -> None:
@@ -119,7 +147,7 @@ class OrderRecorder:
 
         An iteration that is refused is dropped; the ones before it stay recorded.
         """
-        steps = self._iteration.steps()
+        steps, self.microbatches = self._iteration.numbered()
         self._next_iteration(ended=True)
         order = Order(steps, self.layers, self.num_microbatches)
         if self._order is None:
@@ -154,10 +182,18 @@ class OrderRecorder:
                 if inner is not module and inner in seen:
                     raise ValueError(f"layer {seen[inner]!r} lies inside layer {name!r}")
 
+    def _before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and self._observer is not None:
+            if _in_backward():  # here, as a recomputation may stop before the layer returns
+                self._observer.recomputation(layer)
+            self._observer.before(layer, args, kwargs)
+
     def _on_forward(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
         if not module.training:
             return None
         call = self._identify(layer)
+        if call is not None and self._observer is not None and not torch.is_grad_enabled():
+            self._observer.reentrant(layer)
         if call is None or not torch.is_grad_enabled():
             return None
         marked = _mark_outputs(output, partial(self._on_backward, call))
@@ -166,6 +202,8 @@ class OrderRecorder:
                 f"layer {self.layers[layer]!r} returned no tensor that requires grad, so it has no "
                 "backward to record (tensors are looked for in tuples, lists and dicts)"
             )
+        if self._observer is not None:
+            self._observer.forward(layer, call, marked)
         return marked
 
     def _identify(self, layer: int) -> _Call | None:

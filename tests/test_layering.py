@@ -77,8 +77,10 @@ def test_imports_go_down(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(p.name for p in ROOT.glob("graphs/**/*.py")))
 def test_graphs_knows_nothing_of_lorakernels(path: str) -> None:
+    """Only the extension, which knows nothing of LoRA either: `lorakernels._C.Graph`, `.Watch`, `.flatten`."""
     names = imports((ROOT / "graphs" / path).read_text(), "graphs")
-    assert [n for n in names if n.split(".")[0] == "lorakernels"] == []
+    found = {n for n in names if n.split(".")[0] == "lorakernels"}
+    assert found <= {"lorakernels._C"}
 
 
 @pytest.mark.parametrize(

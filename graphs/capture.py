@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures the steps of a plan, in its order, into one pool.
+
+While a step is captured its inputs, saved tensors and outputs are ordinary tensors in the pool. The capture drops each
+of them after the step that the plan says is its last reader, so that later steps may have its memory; what a replay
+needs to reach is kept as an alias, which holds nothing.
+
+Layers run on stand-ins for their trained parameters: new leaves at the same addresses. Autograd's own nodes for the
+parameters remember the stream they were made on, and would pull work there that a capture forbids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+
+from .backend import Backend
+from .errors import CaptureError, hint_for
+from .grads import GradTargets, LayerGrads
+from .order import Direction, Step
+from .plan import Buffer, CallPlan, Key, Plan
+from .replay import Call, GraphSet, Group, Handed, Input
+from .signature import Signature
+from .tracer import Recorded, Seen
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module and how to run it eagerly."""
+
+    name: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    recomputed: bool = False
+    trained: list[tuple[str, nn.Parameter]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = self.module.named_parameters(remove_duplicate=True)
+        self.trained = [(name, p) for name, p in named if p.requires_grad]
+
+    @contextmanager
+    def standing_in(self, leaves: dict[int, Tensor]) -> Iterator[None]:
+        """Inside, the module's trained parameters are `leaves`, by the parameters' ids."""
+        swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        try:
+            for inner in self.module.modules():
+                for name, parameter in inner._parameters.items():
+                    if parameter is not None and id(parameter) in leaves:
+                        swapped.append((inner._parameters, name, parameter))
+            for parameters, name, parameter in swapped:
+                parameters[name] = leaves[id(parameter)]
+            yield
+        finally:
+            for parameters, name, parameter in swapped:
+                parameters[name] = parameter
+
+    def leaves(self) -> dict[int, Tensor]:
+        found = {}
+        for _, parameter in self.trained:
+            leaf = parameter.detach().requires_grad_()
+            leaf.__dict__.update(vars(parameter))
+            found[id(parameter)] = leaf
+        return found
+
+    def run(self, seen: Seen, inputs: Sequence[Tensor], leaves: dict[int, Tensor]) -> Signature:
+        """The layer's output for `inputs`, with grad and under the recorded autocast."""
+        args, kwargs = seen.inputs.rebuild(inputs)
+        device = inputs[0].device.type if inputs else "cpu"
+        enabled, dtype = seen.autocast
+        cast = (
+            torch.autocast(device, dtype, enabled, cache_enabled=False)
+            if enabled
+            else nullcontext()
+        )
+        with torch.enable_grad(), cast, self.standing_in(leaves):
+            if self.recomputed:
+                output = torch_checkpoint.checkpoint(
+                    self.forward, *args, use_reentrant=False, **kwargs
+                )
+            else:
+                output = self.forward(*args, **kwargs)
+        return Signature(output)
+
+    def backward(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: dict[int, Tensor]
+    ) -> None:
+        with self.standing_in(leaves):
+            torch.autograd.backward(list(outputs), list(grads))
+
+
+@contextmanager
+def no_device_rng_in_checkpoints() -> Iterator[None]:
+    """torch.utils.checkpoint saves the CUDA generator, which a stream under capture cannot read. Nor can anything draw
+    from it there, so that there is nothing to restore; the CPU generator is saved and restored as ever."""
+    original = torch_checkpoint.get_device_states
+    torch_checkpoint.get_device_states = lambda *args: ([], [])
+    try:
+        yield
+    finally:
+        torch_checkpoint.get_device_states = original
+
+
+@dataclass(eq=False)
+class _Running:
+    """A call between the captures of its forward and of its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    leaves: dict[int, Tensor]
+
+
+class Capturer:
+    """One attempt at capturing a plan. On an error everything is destroyed, the pool's memory included."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        recorded: Recorded,
+        plan: Plan,
+        backend: Backend,
+        grads: GradTargets | None,
+    ) -> None:
+        self.layers, self.recorded, self.plan = layers, recorded, plan
+        self.backend, self.grads = backend, grads
+        device = backend.device
+        anchor = torch.zeros((), device=device, requires_grad=True)
+        self.graphs = GraphSet(plan.order, plan.repeats, backend, anchor)
+        self.calls: dict[Key, Call] = {}
+        self.seconds: dict[Step, float] = {}
+        self._real: dict[int, Tensor] = {}  # by the buffer's index
+        self._handed: dict[int, Handed] = {}
+        self._groups: dict[int, Group] = {}
+        self._running: dict[Key, _Running] = {}
+        self._phase = ("", "start")
+
+    def run(self, restore: Callable[[], None], advance: Callable[[], None]) -> GraphSet:
+        """Warm up, `restore`, capture. `advance` is captured at the end of the block.
+
+        Raises:
+            CaptureError: with the layer and the phase it failed in.
+        """
+        try:
+            with self.backend.session(), no_device_rng_in_checkpoints():
+                self._warm_up()
+                restore()
+                self.backend.trim()
+                for position, step in enumerate(self.plan.order):
+                    started = time.perf_counter()
+                    last = position == len(self.plan.order) - 1
+                    if step.direction is Direction.FORWARD:
+                        self._forward(step)
+                    else:
+                        self._backward(step, advance if last else None)
+                    for buffer in self.plan.dying(position):
+                        self._real.pop(buffer.index, None)
+                    self.seconds[step] = time.perf_counter() - started
+        except CaptureError:
+            self._give_up()
+            raise
+        except Exception as error:
+            self._give_up()
+            reason = f"{type(error).__name__}: {error}"
+            raise CaptureError(*self._phase, reason, hint_for(reason)) from error
+        self.graphs.calls = list(self.calls.values())
+        return self.graphs
+
+    def _give_up(self) -> None:
+        for call in self.calls.values():
+            for graph in (
+                getattr(call, "forward_graph", None),
+                getattr(call, "backward_graph", None),
+            ):
+                if graph is not None:
+                    graph.destroy()
+        for held in (self._real, self._handed, self._groups, self._running, self.calls):
+            held.clear()
+        self.graphs.calls.clear()
+        self.graphs.handed.clear()
+        self.backend.release()
+
+    def _layer(self, key: Key) -> Layer:
+        return self.layers[key[0]]
+
+    # warm-up
+
+    def _warm_up(self) -> None:
+        """Each layer once, forward and backward, on the capture's stream: libraries take their workspaces there."""
+        values: dict[int, Tensor] = {}
+        for position, step in enumerate(self.plan.order):
+            if step.direction is Direction.FORWARD and step.microbatch == 0:
+                self._warm_up_layer((step.layer, 0), values)
+            for buffer in self.plan.dying(position):
+                values.pop(buffer.index, None)
+
+    def _warm_up_layer(self, key: Key, values: dict[int, Tensor]) -> None:
+        layer, seen, plan = self._layer(key), self.recorded.seen[key], self.plan.calls[key]
+        self._phase = (layer.name, "warm-up")
+        inputs = []
+        for buffer, sample in zip(plan.inputs, seen.samples, strict=True):
+            value = values[buffer.index] if sample is None else sample
+            inputs.append(value.detach().requires_grad_(buffer.spec.requires_grad))
+        leaves = layer.leaves()
+        outputs = layer.run(seen, inputs, leaves)
+        self._check_outputs(layer.name, outputs, seen)
+        tensors = [x for x in outputs.tensors if x.requires_grad]
+        layer.backward(tensors, [torch.zeros_like(x) for x in tensors], leaves)
+        for buffer, x in zip(plan.outputs, outputs.tensors, strict=True):
+            values[buffer.index] = x.detach()
+
+    def _check_outputs(self, name: str, outputs: Signature, seen: Seen) -> None:
+        if outputs.spec != seen.outputs.spec:
+            raise CaptureError(
+                name,
+                "check",
+                "its forward returns another structure than was recorded: a hook changes the output",
+            )
+        for path, x, spec in zip(outputs.paths, outputs.tensors, seen.output_specs, strict=True):
+            if x.requires_grad != spec.requires_grad:
+                reason = f"output {path} requires grad: recorded {spec.requires_grad}, now {x.requires_grad}"
+                raise CaptureError(name, "check", reason)
+
+    # forward
+
+    def _forward(self, step: Step) -> None:
+        key = (step.layer, step.microbatch)
+        layer, seen, plan = self._layer(key), self.recorded.seen[key], self.plan.calls[key]
+        self._phase = (layer.name, "forward")
+        call = Call(self.graphs, layer.name, step, Step(*key, Direction.BACKWARD))
+        self.calls[key] = call
+        self.graphs.forwards[call.forward_at] = call
+        call.spec, call.autocast = seen.inputs.spec, seen.autocast
+        inputs = [self._input(call, key, plan, seen, i) for i in range(len(plan.inputs))]
+        leaves = layer.leaves()
+        with self.backend.capture() as captured:
+            outputs = layer.run(seen, inputs, leaves)
+        call.forward_graph = captured.graph
+        self._check_outputs(layer.name, outputs, seen)
+        call.rebuild = seen.outputs.rebuild
+        for k, (buffer, x) in enumerate(zip(plan.outputs, outputs.tensors, strict=True)):
+            self._real[buffer.index] = x.detach()
+            call.outputs.append(self._hand(buffer, x.detach(), layer.name))
+            if not x.requires_grad:
+                call.constants.append(k)
+        self._running[key] = _Running(inputs, outputs.tensors, leaves)
+
+    def _hand(self, buffer: Buffer, x: Tensor, layer: str) -> Handed:
+        handed = Handed(buffer.name, layer, self.backend.alias(x), buffer.chained)
+        self._handed[buffer.index] = handed
+        if buffer.chained:
+            self.graphs.handed.append((buffer.death, handed))
+        return handed
+
+    def _input(self, call: Call, key: Key, plan: CallPlan, seen: Seen, i: int) -> Tensor:
+        """The leaf that the layer is captured on, and how a replay fills it."""
+        buffer = plan.inputs[i]
+        way = Input(seen.inputs.paths[i], seen.input_specs[i])
+        call.inputs.append(way)
+        if way.spec.requires_grad:
+            call.differentiable.append(i)
+        sample = seen.samples[i]
+        if plan.copies[i]:
+            assert sample is not None
+            real = self.backend.allocate(way.spec)
+            real.copy_(sample)
+            self._real[buffer.index] = real
+            way.static = self.backend.alias(real)
+            group = self._groups[buffer.index] = Group()
+            group.first = f"input {way.path} of layer {call.name!r}"
+            if (
+                sum(buffer in p.inputs for p in self.plan.calls.values()) > 1
+                or plan.inputs.count(buffer) > 1
+            ):
+                way.group = group
+        elif sample is not None:
+            way.group = self._groups[buffer.index]
+            first = plan.inputs.index(buffer)
+            way.same_as = first if first < i and plan.copies[first] else -1
+            way.given = way.group if way.same_as < 0 else None
+        else:
+            way.origin = way.given = self._handed[buffer.index]
+        return self._real[buffer.index].detach().requires_grad_(way.spec.requires_grad)
+
+    # backward
+
+    def _backward(self, step: Step, advance: Callable[[], None] | None) -> None:
+        key = (step.layer, step.microbatch)
+        layer, plan, call = self._layer(key), self.plan.calls[key], self.calls[key]
+        self._phase = (layer.name, "backward")
+        running = self._running.pop(key)
+        outputs, grads = [], []
+        for k, x in enumerate(running.outputs):
+            buffer = plan.grad_outputs[k]
+            if buffer is None or not x.requires_grad:
+                continue
+            grad = self._grad_output(call, k, buffer, x)
+            outputs.append(x)
+            grads.append(grad)
+        with self.backend.capture() as captured:
+            layer.backward(outputs, grads, running.leaves)
+            found = [running.leaves[id(p)].grad for _, p in layer.trained]
+            if self.grads is not None:
+                self._add(layer, found)
+            if advance is not None:
+                advance()
+        call.backward_graph = captured.graph
+        self._collect_grads(call, plan, running)
+        self._collect_parameters(call, layer, found)
+
+    def _grad_output(self, call: Call, k: int, buffer: Buffer, x: Tensor) -> Tensor:
+        real = self._real.get(buffer.index)
+        if (
+            real is None
+        ):  # not what a later layer's backward wrote: eager code's gradient is copied in
+            real = self.backend.allocate(buffer.spec)
+            real.zero_()
+        handed = self._handed.get(buffer.index)
+        alias = self.backend.alias(real) if handed is None else handed.alias
+        call.grad_outputs.append((k, alias, alias.data_ptr()))
+        return real
+
+    def _add(self, layer: Layer, found: Sequence[Tensor | None]) -> None:
+        assert self.grads is not None
+        reached = [(p, g) for (_, p), g in zip(layer.trained, found, strict=True) if g is not None]
+        if reached:
+            targets = self.grads.of([p for p, _ in reached])
+            torch._foreach_add_([t.grad for t in targets], [g for _, g in reached])
+
+    def _collect_grads(self, call: Call, plan: CallPlan, running: _Running) -> None:
+        for i in call.differentiable:
+            buffer, grad = plan.grad_inputs[i], running.inputs[i].grad
+            if grad is None or buffer is None:
+                call.grad_inputs.append(None)
+                continue
+            self._real[buffer.index] = grad
+            call.grad_inputs.append(self._hand(buffer, grad, call.name))
+        if not call.differentiable:
+            call.grad_inputs.append(None)
+
+    def _collect_parameters(self, call: Call, layer: Layer, found: Sequence[Tensor | None]) -> None:
+        reached = [
+            (n, p, g) for (n, p), g in zip(layer.trained, found, strict=True) if g is not None
+        ]
+        if self.grads is None:
+            call.parameters = [p for _, p, _ in reached]
+            call.parameter_grads = [self.backend.alias(g) for _, _, g in reached]
+        elif reached:
+            targets = self.grads.of([p for _, p, _ in reached])
+            call.grads = LayerGrads(layer.name, [n for n, _, _ in reached], targets)

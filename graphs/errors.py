@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a graph manager refuses. Each error names the layer, what was expected and what was found."""
+
+from __future__ import annotations
+
+import re
+
+
+class GraphError(RuntimeError):
+    """Base of the errors below; `order.OrderError` is the one for steps that run out of turn."""
+
+
+class CaptureError(GraphError):
+    """A layer could not be captured; nothing of the attempt is left and the layers run eagerly.
+
+    Attributes: `layer`, `phase` ("check", "warm-up", "forward", "backward", …), `cuda` (CUDA's error name or None).
+    """
+
+    def __init__(self, layer: str, phase: str, reason: str, hint: str = "") -> None:
+        super().__init__(layer, phase, reason, hint)
+        self.layer, self.phase, self.reason, self.hint = layer, phase, reason, hint
+        found = re.search(r"\bcudaError\w+", reason)
+        self.cuda = found[0] if found else None
+
+    def __str__(self) -> str:
+        reason = self.reason.split("\n", 1)[0]
+        if self.cuda and self.cuda not in reason:
+            reason = f"{reason} ({self.cuda})"
+        end = f". {self.hint}" if self.hint else ""
+        return f"capture of layer {self.layer!r}, {self.phase}: {reason}{end}"
+
+
+class ReplayError(GraphError):
+    """A replay would compute something else than the eager layer; nothing has been launched.
+
+    Attributes: `layer`, `what` (the thing that differs), `expected`, `found`, and `recapture`: whether
+    `GraphManager.recapture()` makes the present state the expected one.
+    """
+
+    def __init__(
+        self, layer: str, what: str, expected: object, found: object, recapture: bool = False
+    ) -> None:
+        super().__init__(layer, what, expected, found, recapture)
+        self.layer, self.what, self.expected, self.found = layer, what, expected, found
+        self.recapture = recapture
+
+    def __str__(self) -> str:
+        end = "; manager.recapture() takes the present state" if self.recapture else ""
+        return (
+            f"replay of layer {self.layer!r}: {self.what}: expected {self.expected}, "
+            f"found {self.found}{end}"
+        )
+
+
+_HINTS = (
+    (
+        (
+            "CUDA generator",
+            "CUDAGraph object",
+            "offset for a CUDA generator",
+            "seed during capture",
+        ),
+        "The layer draws from torch's CUDA generator, whose numbers a raw capture would freeze. Draw from a state in "
+        "device memory (lorakernels: `layer.rng_state = PhiloxState(seed)`), or set that dropout to 0",
+    ),
+    (
+        ("cudaErrorStreamCaptureImplicit",),
+        "Work reached the default stream: a tensor or an autograd node that was made there was used again. "
+        "Do not keep outputs of the layer's inner modules between calls",
+    ),
+    (
+        ("cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"),
+        "The layer waits for the device (.item(), .cpu(), print of a tensor, a shape that depends on data) or "
+        "calls what a capture cannot hold",
+    ),
+    (
+        ("cudaErrorStreamCaptureInvalidated",),
+        "An earlier call inside the layer has broken the capture, usually one that waits for the device",
+    ),
+    (
+        ("cudaErrorStreamCaptureUnjoined",),
+        "Work forked to another stream was not joined: let the capture stream wait for that one at the end",
+    ),
+)
+
+
+def hint_for(reason: str) -> str:
+    """What usually causes an error with this text; empty if nobody has seen it yet."""
+    for signs, hint in _HINTS:
+        if any(sign in reason for sign in signs):
+            return hint
+    return ""

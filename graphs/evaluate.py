@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs for eval(): forward only, captured at first use, one for each kind of call.
+
+Nothing is shared between them: inputs are copied in, outputs copied out, so that they replay in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .capture import Layer, no_device_rng_in_checkpoints
+from .errors import CaptureError, hint_for
+from .signature import Signature, TensorSpec
+from .tracer import autocast_state
+from .watch import LayerWatch, check_hooks, plain_attributes
+
+
+@dataclass
+class _EvalGraph:
+    graph: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    rebuild: Callable[[Sequence[Tensor]], Any]
+    watch: LayerWatch
+
+
+class EvalGraphs:
+    """All eval graphs of a manager, in one pool. Their inputs and outputs stay allocated."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._graphs: dict[Any, _EvalGraph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, layer: Layer, args: Any, kwargs: Any) -> Any:
+        """The layer's output; new tensors.
+
+        Raises:
+            CaptureError: a first call could not be captured.
+            ReplayError: the layer has changed since.
+        """
+        signature = Signature((args, kwargs))
+        specs = tuple(map(TensorSpec.of, signature.tensors))
+        key = (layer.name, specs, repr(signature.spec), autocast_state(self.backend.device.type))
+        found = self._graphs.get(key)
+        if found is None:
+            found = self._graphs[key] = self._capture(layer, signature, specs)
+        if (changed := found.watch.check()) >= 0:
+            found.watch.refuse(changed)
+        for static, x in zip(found.inputs, signature.tensors, strict=True):
+            static.copy_(x)
+        found.graph.launch(self.backend.stream())
+        return found.rebuild([x.clone() for x in found.outputs])
+
+    def _capture(
+        self, layer: Layer, signature: Signature, specs: tuple[TensorSpec, ...]
+    ) -> _EvalGraph:
+        if (argument := signature.unsupported()) is not None:
+            raise CaptureError(
+                layer.name, "eval", f"argument {argument}, a constant nobody can watch"
+            )
+        check_hooks(layer.name, layer.module)
+        try:
+            with self.backend.session(), no_device_rng_in_checkpoints(), torch.no_grad():
+                inputs = [self.backend.allocate(spec) for spec in specs]
+                for static, x in zip(inputs, signature.tensors, strict=True):
+                    static.copy_(x)
+                args, kwargs = signature.rebuild(inputs)
+                layer.forward(*args, **kwargs)
+                with self.backend.capture() as captured:
+                    output = layer.forward(*args, **kwargs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CaptureError(layer.name, "eval", reason, hint_for(reason)) from error
+        outputs = Signature(output)
+        watch = LayerWatch(layer.name, layer.module, plain_attributes(layer.module), {})
+        return _EvalGraph(captured.graph, inputs, outputs.tensors, outputs.rebuild, watch)
+
+    def destroy(self) -> None:
+        for graph in self._graphs.values():
+            graph.graph.destroy()
+        self._graphs.clear()
+        self.backend.release()

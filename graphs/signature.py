@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call looks like: the tensors in it, and everything else, which a graph freezes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.memory_format,
+)
+
+
+@cache
+def extension() -> ModuleType:
+    """`lorakernels._C`: the capture and the comparison of fingerprints.
+
+    Raises:
+        ImportError: it was not built.
+    """
+    from lorakernels import _C
+
+    return _C
+
+
+class TensorSpec(NamedTuple):
+    """Everything about a tensor that a graph has in it, but its address. Strides count elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorSpec:
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to the last."""
+        if 0 in self.shape:
+            return 0
+        steps = (s * (n - 1) for n, s in zip(self.shape, self.stride, strict=True))
+        return (1 + sum(steps)) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        grad = ", requires grad" if self.requires_grad else ""
+        return f"{dtype} {list(self.shape)} with strides {list(self.stride)} on {self.device}{grad}"
+
+
+class Signature:
+    """A nesting of tuples, lists and dicts, taken apart: `spec` has everything but the tensors.
+
+    `spec` is comparable: container types, lengths, keys and constants in depth-first order, with `Tensor` itself in
+    place of each tensor. `paths` names the places of the tensors.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: list[Tensor]
+        self.tensors, self.spec = flatten(value)
+        self.paths: list[str] = []
+        self.constants: list[tuple[str, Any]] = []
+        self._walk(iter(self.spec), "")
+        self.rebuild = builder(self.spec)
+
+    def _walk(self, spec: Any, path: str) -> None:
+        head = next(spec)
+        if head is Tensor:
+            self.paths.append(path or "value")
+        elif head is tuple or head is list:
+            for i in range(next(spec)):
+                self._walk(spec, f"{path}[{i}]")
+        elif head is dict:
+            for _ in range(next(spec)):
+                key = next(spec)
+                self._walk(spec, f"{path}.{key}" if path else str(key))
+        else:
+            self.constants.append((path or "value", head))
+
+    def unsupported(self) -> str | None:
+        """The first constant whose changes nobody could see, described; None if there is none."""
+        for path, value in self.constants:
+            if value is not None and not isinstance(value, _PLAIN) and not _is_function(value):
+                return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
+        return None
+
+
+def flatten(value: Any) -> tuple[list[Tensor], list[Any]]:
+    """The tensors in `value`, and its `Signature.spec`."""
+    return extension().flatten(value, Tensor)
+
+
+def _is_function(value: Any) -> bool:
+    return (
+        callable(value)
+        and not isinstance(value, (torch.nn.Module, type))
+        and hasattr(value, "__code__")
+    )
+
+
+def builder(spec: list[Any]) -> Callable[[Sequence[Tensor]], Any]:
+    """The function that puts tensors back into the structure of `spec`."""
+    if spec == [Tensor]:
+        return lambda tensors: tensors[0]
+    if spec[0] is tuple and spec[2:] == [Tensor] * spec[1]:
+        return tuple
+    return lambda tensors: _build(iter(spec), iter(tensors))
+
+
+def _build(spec: Any, tensors: Any) -> Any:
+    head = next(spec)
+    if head is Tensor:
+        return next(tensors)
+    if head is tuple or head is list:
+        return head(_build(spec, tensors) for _ in range(next(spec)))
+    if head is dict:
+        return {next(spec): _build(spec, tensors) for _ in range(next(spec))}
+    return head
+
+
+def difference(expected: list[Any], found: list[Any]) -> tuple[str, str] | None:
+    """The first place where two specs differ, as (expected, found); None if they are equal."""
+    for a, b in zip(expected, found, strict=False):
+        if a is not b and not (type(a) is type(b) and a == b):
+            return _show(a), _show(b)
+    if len(expected) != len(found):
+        return f"{len(expected)} entries", f"{len(found)} entries"
+    return None
+
+
+def _show(value: Any) -> str:
+    if value is Tensor:
+        return "a tensor"
+    return f"a {value.__name__}" if value in (tuple, list, dict) else repr(value)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches what goes into the layers and comes out of them while `OrderRecorder` watches their order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CaptureError
+from .plan import CallTrace, FromOutput, FromOutside, Key
+from .signature import Signature, TensorSpec
+
+
+@dataclass(eq=False)
+class Seen:
+    """One recorded forward. `samples`: the inputs from outside, detached; a capture warms up on their values."""
+
+    inputs: Signature
+    outputs: Signature
+    sources: list[tuple[object, int] | int]  # (recorder's call, output), or a group
+    samples: list[Tensor | None]
+    autocast: tuple[bool, torch.dtype | None]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
+
+
+@dataclass
+class Recorded:
+    """An iteration's calls: what the plan needs, and what the capture needs besides."""
+
+    calls: dict[Key, CallTrace]
+    seen: dict[Key, Seen]
+    recomputed: set[int]  # layers that something outside of them checkpoints
+    reentrant: set[int]  # those among them where it is a reentrant checkpoint
+
+
+@dataclass
+class _Iteration:
+    seen: dict[object, Seen] = field(default_factory=dict)
+    origins: dict[int, tuple[weakref.ref[Tensor], int, object, int]] = field(default_factory=dict)
+    groups: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    entered: dict[int, tuple[Signature, list[int]]] = field(default_factory=dict)
+
+
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is on for the device, and to which dtype if it is."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return enabled, torch.get_autocast_dtype(device_type) if enabled else None
+
+
+class Tracer:
+    """`recorder.Observer`. Remembers the iteration that is running; `finish` gives it away.
+
+    An input comes from a layer only if it is that layer's output object, unmodified. Every other tensor comes from
+    outside, and one object seen by several calls is one group.
+    """
+
+    def __init__(self, names: Sequence[str], device_type: str) -> None:
+        self.names = names
+        self._device_type = device_type
+        self._recomputed: set[int] = set()
+        self._reentrant: set[int] = set()
+        self._now = _Iteration()
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> None:
+        signature = Signature((args, kwargs))
+        self._now.entered[layer] = signature, [x._version for x in signature.tensors]
+
+    def recomputation(self, layer: int) -> None:
+        self._recomputed.add(layer)
+
+    def reentrant(self, layer: int) -> None:
+        self._reentrant.add(layer)
+
+    def forward(self, layer: int, call: object, output: Any) -> None:
+        now, name = self._now, self.names[layer]
+        inputs, versions = now.entered.pop(layer)
+        for path, x, version in zip(inputs.paths, inputs.tensors, versions, strict=True):
+            if x._version != version:
+                what = f"its forward modifies {_argument(path)} in place"
+                raise CaptureError(name, "check", what, "Let it return a new tensor")
+        outputs = Signature(output)
+        sources = [self._source(x) for x in inputs.tensors]
+        outside = zip(inputs.tensors, sources, strict=True)
+        seen = Seen(
+            inputs,
+            outputs,
+            sources,
+            [x.detach() if isinstance(source, int) else None for x, source in outside],
+            autocast_state(self._device_type),
+            tuple(map(TensorSpec.of, inputs.tensors)),
+            tuple(map(TensorSpec.of, outputs.tensors)),
+        )
+        now.seen[call] = seen
+        for k, x in enumerate(outputs.tensors):
+            now.origins[id(x)] = weakref.ref(x), x._version, call, k
+        inputs.tensors, outputs.tensors = [], []
+
+    def _source(self, x: Tensor) -> tuple[object, int] | int:
+        found = self._now.origins.get(id(x))
+        if found is not None and found[0]() is x and found[1] == x._version:
+            return found[2], found[3]
+        group = self._now.groups.setdefault(id(x), (x, len(self._now.groups)))
+        return group[1]  # the tensor is held, so that its id stays its own
+
+    def discard(self) -> None:
+        self._now = _Iteration()
+
+    def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Recorded:
+        """What the iteration that ends had, its calls numbered as the recorder says."""
+        now, self._now = self._now, _Iteration()
+        key_of = {call: (layers[call], m) for call, m in microbatches.items()}
+        calls, kept = {}, {}
+        for call, seen in now.seen.items():
+            if call not in key_of:
+                continue
+            self._check(key_of[call], seen)
+            sources = tuple(
+                FromOutside(s) if isinstance(s, int) else FromOutput(key_of[s[0]], s[1])
+                for s in seen.sources
+            )
+            constants = (seen.inputs.spec, seen.outputs.spec, seen.autocast)
+            calls[key_of[call]] = CallTrace(seen.input_specs, sources, seen.output_specs, constants)
+            kept[key_of[call]] = seen
+        return Recorded(calls, kept, set(self._recomputed), set(self._reentrant))
+
+    def _check(self, key: Key, seen: Seen) -> None:
+        name = self.names[key[0]]
+        if (found := seen.inputs.unsupported()) is not None:
+            reason = f"argument {_argument(found)}, whose changes a replay could not see"
+            hint = (
+                "Pass tensors and plain constants; for a KV cache of transformers: use_cache=False"
+            )
+            raise CaptureError(name, "check", reason, hint)
+        if (found := seen.outputs.unsupported()) is not None:
+            raise CaptureError(name, "check", f"its output {found}, which a replay cannot renew")
+
+
+def _argument(path: str) -> str:
+    """ "[0][2]…" or "[1].mask…" of (args, kwargs) as a user would say it."""
+    return path.removeprefix("[0]").removeprefix("[1].") or path

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints: what a captured layer relies on outside of its arguments, compared before each of its launches.
+
+Parameters and buffers (which objects, at which address, trained or not), plain attributes of every submodule (a
+dropout probability, a scaling, `training`, an adapter that is merged or switched off), submodules and hooks that come
+or go, and the tensors of the FP8 and random states. The comparison itself is csrc/graph_watch.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import CaptureError, ReplayError
+from .signature import extension
+
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+Attributes = dict[nn.Module, dict[str, Any]]
+
+
+def plain_attributes(module: nn.Module) -> Attributes:
+    """The plain attributes of `module` and of what is in it, as they are now."""
+    return {m: {k: v for k, v in vars(m).items() if type(v) in _PLAIN} for m in module.modules()}
+
+
+def steady(before: Attributes, now: Attributes) -> Attributes:
+    """The entries of `now` that have not changed since `before`: others are the module's own bookkeeping."""
+    return {
+        m: {k: v for k, v in entries.items() if k in before.get(m, {}) and before[m][k] == v}
+        for m, entries in now.items()
+    }
+
+
+def check_hooks(layer: str, module: nn.Module) -> None:
+    """CaptureError for a hook inside of `module`: it would run at capture and never again."""
+    for path, inner in module.named_modules():
+        for kind in _HOOKS:
+            if inner is not module and (hooks := getattr(inner, kind)):
+                hook = next(iter(hooks.values()))
+                found = getattr(hook, "__qualname__", type(hook).__qualname__)
+                reason = (
+                    f"submodule {path!r} has a hook ({kind}: {found}) that would not fire at replay"
+                )
+                hint = "Remove it, or hook the layer itself: those hooks run outside of its graphs"
+                raise CaptureError(layer, "check", reason, hint)
+
+
+class LayerWatch:
+    """The fingerprint of one layer. Building it takes the present state as the expected one.
+
+    Args:
+        layer: the name for errors.
+        module: the layer.
+        attributes: which plain attributes count.
+        states: named objects whose tensors count too (FP8 and random states).
+    """
+
+    def __init__(
+        self, layer: str, module: nn.Module, attributes: Attributes, states: Mapping[str, object]
+    ) -> None:
+        self._layer = layer
+        self._watch = extension().Watch()
+        self._dicts: list[tuple[str, Callable[[], tuple[str, str]]]] = []
+        self._addresses: list[tuple[str, Tensor, int]] = []
+        self._attributes: list[tuple[str, object, str, object]] = []
+        for path, inner in module.named_modules():
+            self._add_module(path, inner, inner is module, attributes.get(inner, {}))
+        for name, state in states.items():
+            self._add_state(name, state)
+        self.check = self._watch.check
+
+    def _add_module(
+        self, path: str, module: nn.Module, is_layer: bool, attributes: dict[str, Any]
+    ) -> None:
+        prefix = f"{path}." if path else ""
+        self._add_dict(f"attributes of {path or 'the layer'}", vars(module), list(attributes))
+        kinds = ("_parameters", "_buffers", "_modules", *(() if is_layer else _HOOKS))
+        for kind in kinds:
+            self._add_dict(f"{kind[1:]} of {path or 'the layer'}", getattr(module, kind), None)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                self._add_tensor(prefix + name, tensor)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                what = f"requires_grad of {prefix + name!r}"
+                self._attributes.append((what, parameter, "requires_grad", parameter.requires_grad))
+                self._watch.add_attribute(parameter, "requires_grad", parameter.requires_grad)
+
+    def _add_state(self, name: str, state: object) -> None:
+        tensors = {k: v for k, v in vars(state).items() if isinstance(v, Tensor)}
+        self._add_dict(f"tensors of {name}", vars(state), list(tensors))
+        for key, tensor in tensors.items():
+            self._add_tensor(f"{name}.{key}", tensor)
+
+    def _add_dict(self, what: str, entries: dict[str, Any], keys: list[str] | None) -> None:
+        before = {k: entries[k] for k in (entries if keys is None else keys)}
+        self._watch.add_dict(entries, keys)
+
+        self._dicts.append((what, partial(_change, before, entries, keys)))
+
+    def _add_tensor(self, name: str, tensor: Tensor) -> None:
+        self._addresses.append((name, tensor, tensor.data_ptr()))
+        self._watch.add_address(tensor.data_ptr, tensor.data_ptr())
+
+    def refuse(self, index: int) -> None:
+        """Raise what `check` found at `index`."""
+        if index < len(self._dicts):
+            what, describe = self._dicts[index]
+            raise ReplayError(self._layer, what, *describe(), True)
+        index -= len(self._dicts)
+        if index < len(self._addresses):
+            name, tensor, address = self._addresses[index]
+            found = f"{tensor.data_ptr():#x}"
+            raise ReplayError(self._layer, f"address of {name!r}", f"{address:#x}", found, True)
+        what, owner, attribute, value = self._attributes[index - len(self._addresses)]
+        raise ReplayError(self._layer, what, value, getattr(owner, attribute), True)
+
+
+def _change(
+    before: dict[str, Any], now: dict[str, Any], keys: Iterable[str] | None
+) -> tuple[str, str]:
+    """The first difference, as (expected, found)."""
+    for key, value in before.items():
+        if key not in now:
+            return f"{key}={_short(value)}", f"no {key}"
+        if now[key] is not value and not (type(value) in _PLAIN and now[key] == value):
+            return f"{key}={_short(value)}", f"{key}={_short(now[key])}"
+    extra = [] if keys is not None else [key for key in now if key not in before]
+    return f"only {list(before)}", f"also {extra}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"the tensor at {value.data_ptr():#x}"
+    return repr(value) if type(value) in _PLAIN else f"a {type(value).__name__} at {id(value):#x}"

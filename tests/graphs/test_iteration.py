@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scope="iteration": a whole training step in one graph, beside an eager twin, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lorakernels.graphs import CaptureError, GraphManager, ReplayError
+from torch import Tensor, nn
+
+from tests.graphs.layers import WIDTH, Block, Drop, State, backend_for
+
+
+class Step:
+    """Two microbatches, loss, backward, clipping, AdamW, and a loss scale and a learning rate on the device."""
+
+    def __init__(self, model: nn.Module, device: torch.device, outside: bool = False) -> None:
+        self.model, self.outside = model, outside
+        self.lr = torch.tensor(1e-2, device=device)
+        self.scale = torch.tensor(4.0, device=device)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.lr, capturable=True, foreach=True
+        )
+        self.calls = 0
+
+    def __call__(self, xs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        if not self.outside:
+            self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=xs.device)
+        for x, target in zip(xs, targets, strict=True):
+            loss = (self.model(x) - target).square().mean()
+            (loss * self.scale).backward()
+            total = total + loss.detach()
+        for p in self.model.parameters():
+            p.grad.div_(self.scale)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        return {"loss": total, "norm": norm}
+
+
+def graphed(step: Any, device: torch.device, **options: Any) -> Any:
+    options = {"warmup_steps": 2, "backend": backend_for(device), **options}
+    return GraphManager(step, "iteration", modules=[step.model], **options)
+
+
+@pytest.mark.gpu
+def test_a_whole_step_is_bit_equal() -> None:
+    device = torch.device("cuda")
+    state = State(device)
+    model = nn.Sequential(Block(), Drop(state, 0.1), Block()).to(device)
+    twin = copy.deepcopy(model)
+    twin[1].state = twin_state = State(device)
+    ours, theirs = Step(model, device), Step(twin, device)
+    run = graphed(ours, device, optimizers=[ours.optimizer], rng_states=[state])
+    losses = []
+    for step in range(6):
+        xs, targets = torch.randn(2, 2, 3, WIDTH, device=device)
+        replays = step >= 2
+        if step == 2:
+            at_capture = torch.get_rng_state()
+        if step == 4:
+            for one in (ours, theirs):
+                one.lr.fill_(1e-3), one.scale.fill_(8.0)
+        before = torch.get_rng_state()
+        found = run(xs, targets)
+        torch.set_rng_state(at_capture if replays else before)
+        expected = theirs(xs, targets)
+        if replays:
+            twin_state.advance()
+        assert all(torch.equal(found[k], expected[k]) for k in expected), step
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
+        losses.append(found["loss"])
+    assert run.phase == "replaying" and ours.calls == 3 and state.tensor[1] == 4
+    assert len({x.item() for x in losses}) == 6, "each call returns its own tensors"
+    assert run.report().graphs[0].nodes["kernel"] > 20
+    with pytest.raises(ReplayError, match=r"input \[0\]\[0\]: expected float32 \[2, 3, 8\]"):
+        run(xs[:1], targets)
+    model[0].up.weight.grad = None
+    with pytest.raises(ReplayError, match=r"gradient of .*0.up.weight \(zero it inside the step"):
+        run(xs, targets)
+    run.reset()
+    run(xs, targets)
+
+
+class Sgd:
+    """A step without an optimizer, which the CPU can capture."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.lr = model, torch.tensor(0.1)
+
+    def __call__(self, x: Tensor, half: bool = False) -> Tensor:
+        self.model.zero_grad(set_to_none=True)
+        loss = self.model(x).square().sum()
+        loss.backward()
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p -= self.lr.to(p.device) * p.grad
+        return loss.detach()
+
+
+def test_replays_on_any_device(device: torch.device) -> None:
+    model = Block().to(device)
+    twin = copy.deepcopy(model)
+    ours, theirs = Sgd(model), Sgd(twin)
+    ours.lr, theirs.lr = ours.lr.to(device), theirs.lr.to(device)
+    run = graphed(ours, device)
+    for step in range(5):
+        x = torch.randn(3, WIDTH, device=device)
+        assert torch.equal(run(x), theirs(x)), step
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
+    for change, message in [
+        (lambda: run(x, half=True), "arguments"),
+        (lambda: run(x.t()), r"input \[0\]\[0\]"),
+        (lambda: run(x[:1]), r"found float32 \[1, 8\]"),
+    ]:
+        with pytest.raises(ReplayError, match=message):
+            change()
+    model.up.weight.data = model.up.weight.data.clone()
+    with pytest.raises(ReplayError, match=r"address of 'up.weight'.*recapture\(\)"):
+        run(x)
+    twin.load_state_dict(model.state_dict())
+    run.recapture()
+    for _ in range(2):
+        assert torch.equal(run(x), theirs(x))
+    with run.disabled():
+        assert torch.equal(run(x), theirs(x))
+
+
+def test_what_would_be_frozen_is_refused(device: torch.device) -> None:
+    model = Block().to(device)
+    for optimizer, message in [
+        (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            r"SGD.param_groups\[0\]\['lr'\] is the number 0.1",
+        ),
+        (
+            torch.optim.Adam(
+                model.parameters(), lr=torch.tensor(0.1, device=device), foreach=False
+            ),
+            r"Adam.param_groups\[0\] has capturable=False",
+        ),
+    ]:
+        run = graphed(Sgd(model), device, optimizers=[optimizer])
+        run.step.lr = run.step.lr.to(device)
+        x = torch.randn(3, WIDTH, device=device)
+        for _ in range(2):
+            run(x)
+        with pytest.raises(CaptureError, match=message):
+            run(x)
+
+
+def test_a_failed_capture_trains_nothing_and_goes_on_eagerly(device: torch.device) -> None:
+    model = Block().to(device)
+
+    class Waits(Sgd):
+        def __call__(self, x: Tensor, half: bool = False) -> Tensor:
+            loss = super().__call__(x)
+            return loss * loss.item()
+
+    step = Waits(model)
+    step.lr = step.lr.to(device)
+    run = graphed(step, device)
+    x = torch.randn(3, WIDTH, device=device)
+    for _ in range(2):
+        run(x)
+    before = [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
+    with pytest.raises(CaptureError, match=r"layer 'iteration', capture: .*waits for the device"):
+        run(x)
+    assert all(map(torch.equal, before, [t for p in model.parameters() for t in (p, p.grad)]))
+    run(x)
+    assert not torch.equal(before[0], model.up.weight)
