@@ -16,6 +16,7 @@ over an FP8 base and dropout 0.1. Columns:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -280,6 +281,8 @@ def main() -> int:
     args, device = common.arguments(options, on_gpu=30)
     if device.type != "cuda":
         options.error("CUDA graphs need a CUDA device")
+    with contextlib.suppress(Exception):  # its row will say so
+        import transformer_engine.pytorch  # noqa: F401  (once torch had loaded its cuDNN, this failed on an H200 machine)
     common.heat(device)
     rows: list[common.Row] = []
     for size in args.sizes:

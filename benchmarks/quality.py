@@ -239,6 +239,9 @@ def bench_model(
     name: str, plan: Plan, variants: list[str], device: torch.device
 ) -> tuple[list[Row], list[Row]]:
     """Rows of the summary, and of the curves."""
+    if any(VARIANTS[variant] is te for variant in variants):
+        with contextlib.suppress(Unavailable):  # its row will say so
+            te_or_unavailable()  # first: once torch had loaded its cuDNN, importing TE 2.12 failed on an H200 machine
     texts = plan.texts(plan.length)
     rows: list[Row] = []
     curves: list[Row] = []

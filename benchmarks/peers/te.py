@@ -27,7 +27,7 @@ def te_or_unavailable() -> Any:
             import transformer_engine.pytorch as te
     except Exception as error:  # an ImportError, or an OSError of its libraries
         reason = str(error).partition("\n")[0]
-        raise Unavailable(f"transformer_engine is not installed ({reason})") from error
+        raise Unavailable(f"transformer_engine cannot be imported ({reason})") from error
     return te
 
 

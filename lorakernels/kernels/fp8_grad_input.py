@@ -165,7 +165,7 @@ def _base(
         )
     wt = transpose_fp8(weight) if weight_t is None else weight_t
     return torch._scaled_mm(
-        dy.view(fp8_dtype),
+        dy.contiguous().view(fp8_dtype),
         wt.view(reference.E4M3).t(),
         scale_a=dy_scale_inv,
         scale_b=weight_scale_inv,
