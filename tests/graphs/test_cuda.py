@@ -109,7 +109,8 @@ def test_a_graph_takes_over_addresses_by_an_update() -> None:
             graphs.append(captured.graph)
         with backend.capture() as captured:
             torch.add(xs[0], 1, out=out).mul_(2)
-    for expected in (2.0, 3.0):  # an update leaves the other capture in graphs[1]: the second one undoes the first
+    # An update leaves the other capture in graphs[1]: the second one undoes the first.
+    for expected in (2.0, 3.0):
         graphs[0].launch(backend.stream())
         assert out.tolist() == [expected] * 4
         assert graphs[0].update(graphs[1]) == ""

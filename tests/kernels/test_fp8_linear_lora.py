@@ -187,7 +187,8 @@ def test_like_float64_and_the_same_twice(case):
     assert_guards_hold(buffer)
     y = buffer[GUARD:-GUARD].view(case.m, case.n)
     expected = exact(*args)
-    peer = op._unfused(*args, False)  # cuBLASLt, then the bias, then LoRA: rounded up to three times
+    # cuBLASLt, then the bias, then LoRA: rounded up to three times
+    peer = op._unfused(*args, False)
     # twice what PyTorch gets, and one rounding for where it happens to be exact
     allowed = 2 * (peer.double() - expected).norm() + torch.finfo(case.out).eps * expected.norm()
     assert (y.double() - expected).norm() <= allowed
