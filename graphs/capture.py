@@ -27,7 +27,8 @@ from .grads import GradTargets, LayerGrads
 from .order import Direction, Step
 from .plan import Buffer, CallPlan, Key, Plan
 from .replay import Call, GraphSet, Group, Handed, Input
-from .signature import Signature
+from .signature import Signature, distinct
+from .states import repeats_nothing
 from .tracer import Recorded, Seen
 
 
@@ -126,9 +127,10 @@ class Capturer:
         plan: Plan,
         backend: Backend,
         grads: GradTargets | None,
+        states: Sequence[Any] = (),
     ) -> None:
         self.layers, self.recorded, self.plan = layers, recorded, plan
-        self.backend, self.grads = backend, grads
+        self.backend, self.grads, self._states = backend, grads, states
         device = backend.device
         anchor = torch.zeros((), device=device, requires_grad=True)
         self.graphs = GraphSet(plan.order, plan.repeats, backend, anchor)
@@ -210,6 +212,7 @@ class Capturer:
         outputs = layer.run(seen, inputs, leaves)
         self._check_outputs(layer.name, outputs, seen)
         tensors = [x for x in outputs.tensors if x.requires_grad]
+        self._check_leaves(layer.name, tensors, [*inputs, *leaves.values()])
         layer.backward(tensors, [torch.zeros_like(x) for x in tensors], leaves)
         for buffer, x in zip(plan.outputs, outputs.tensors, strict=True):
             values[buffer.index] = x.detach()
@@ -226,6 +229,25 @@ class Capturer:
                 reason = f"output {path} requires grad: recorded {spec.requires_grad}, now {x.requires_grad}"
                 raise CaptureError(name, "check", reason)
 
+    def _check_leaves(self, name: str, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """CaptureError if a gradient would go to a tensor that is neither the layer's parameter nor its argument."""
+        allowed = {id(x) for x in known}
+        todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in allowed:
+                raise CaptureError(
+                    name,
+                    "check",
+                    f"it trains a tensor {list(leaf.shape)} that is neither its parameter nor its argument",
+                    "Register it as a parameter of the layer, or pass it to forward",
+                )
+            following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(following)
+            todo += following
+
     # forward
 
     def _forward(self, step: Step) -> None:
@@ -238,7 +260,7 @@ class Capturer:
         call.spec, call.autocast = seen.inputs.spec, seen.autocast
         inputs = [self._input(call, key, plan, seen, i) for i in range(len(plan.inputs))]
         leaves = layer.leaves()
-        with self.backend.capture() as captured:
+        with repeats_nothing(layer.name, self._states), self.backend.capture() as captured:
             outputs = layer.run(seen, inputs, leaves)
         call.forward_graph = captured.graph
         self._check_outputs(layer.name, outputs, seen)
@@ -268,9 +290,10 @@ class Capturer:
         if plan.copies[i]:
             assert sample is not None
             real = self.backend.allocate(way.spec)
-            real.copy_(sample)
+            distinct(real).copy_(distinct(sample))
             self._real[buffer.index] = real
-            way.static = self.backend.alias(real)
+            way.static = distinct(self.backend.alias(real))
+            way.repeats = way.static.shape != real.shape
             group = self._groups[buffer.index] = Group()
             group.first = f"input {way.path} of layer {call.name!r}"
             if (
@@ -322,7 +345,7 @@ class Capturer:
             real.zero_()
         handed = self._handed.get(buffer.index)
         alias = self.backend.alias(real) if handed is None else handed.alias
-        call.grad_outputs.append((k, alias, alias.data_ptr()))
+        call.grad_outputs.append((k, alias))
         return real
 
     def _add(self, layer: Layer, found: Sequence[Tensor | None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from .order import OrderError
+
 
 class GraphError(RuntimeError):
     """Base of the errors below; `order.OrderError` is the one for steps that run out of turn."""
@@ -50,6 +52,28 @@ class ReplayError(GraphError):
             f"replay of layer {self.layer!r}: {self.what}: expected {self.expected}, "
             f"found {self.found}{end}"
         )
+
+
+def explain(error: BaseException) -> str:
+    """What an error of this package means and what to do about it."""
+    if isinstance(error, CaptureError):
+        todo = "The layers run eagerly until capture() succeeds."
+        if error.phase == "eval":
+            todo = "Training is as before; calls like this one stay refused: use eval='eager'."
+        return f"{error}\nNothing was changed. {todo}"
+    if isinstance(error, ReplayError):
+        todo = (
+            "If the change is meant: recapture() between iterations."
+            if error.recapture
+            else "Discard the iteration, then call the layers as they were recorded, or inside disabled()."
+        )
+        return f"{error}\nNothing was launched. {todo}"
+    if isinstance(error, OrderError):
+        return (
+            f"{error}\nGraphs share memory, so they replay in the recorded order only. discard_iteration() "
+            "starts the next iteration; for another schedule: reset()."
+        )
+    return f"{type(error).__name__}: {error}\nNot an error of lorakernels.graphs."
 
 
 _HINTS = (

@@ -6,7 +6,7 @@ Nothing is shared between them: inputs are copied in, outputs copied out, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from .backend import Backend
 from .capture import Layer, no_device_rng_in_checkpoints
 from .errors import CaptureError, hint_for
-from .signature import Signature, TensorSpec
+from .signature import Signature, TensorSpec, distinct
+from .states import Snapshot
 from .tracer import autocast_state
-from .watch import LayerWatch, check_hooks, plain_attributes
+from .watch import LayerWatch, check_hooks, plain_attributes, steady
 
 
 @dataclass
@@ -31,10 +32,10 @@ class _EvalGraph:
 
 
 class EvalGraphs:
-    """All eval graphs of a manager, in one pool. Their inputs and outputs stay allocated."""
+    """All eval graphs of a manager, in one pool. Their inputs and outputs stay allocated. `states`: as for layers."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, fp8_state: Any, states: Mapping[str, Any]) -> None:
+        self.backend, self._fp8_state, self._states = backend, fp8_state, states
         self._graphs: dict[Any, _EvalGraph] = {}
 
     def __len__(self) -> int:
@@ -49,30 +50,38 @@ class EvalGraphs:
         """
         signature = Signature((args, kwargs))
         specs = tuple(map(TensorSpec.of, signature.tensors))
-        key = (layer.name, specs, repr(signature.spec), autocast_state(self.backend.device.type))
+        if (argument := signature.unsupported()) is not None:
+            raise CaptureError(
+                layer.name, "eval", f"argument {argument}, a constant nobody can watch"
+            )
+        constants = tuple((type(value), value) for value in signature.spec)
+        key = (layer.name, specs, constants, autocast_state(self.backend.device.type))
         found = self._graphs.get(key)
         if found is None:
             found = self._graphs[key] = self._capture(layer, signature, specs)
         if (changed := found.watch.check()) >= 0:
             found.watch.refuse(changed)
         for static, x in zip(found.inputs, signature.tensors, strict=True):
-            static.copy_(x)
+            distinct(static).copy_(distinct(x))
         found.graph.launch(self.backend.stream())
         return found.rebuild([x.clone() for x in found.outputs])
 
     def _capture(
         self, layer: Layer, signature: Signature, specs: tuple[TensorSpec, ...]
     ) -> _EvalGraph:
-        if (argument := signature.unsupported()) is not None:
-            raise CaptureError(
-                layer.name, "eval", f"argument {argument}, a constant nobody can watch"
-            )
         check_hooks(layer.name, layer.module)
+        before = plain_attributes(layer.module)
+        snapshot = Snapshot([layer.module], self._fp8_state, self._states.values())
         try:
-            with self.backend.session(), no_device_rng_in_checkpoints(), torch.no_grad():
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                self.backend.session(),
+                no_device_rng_in_checkpoints(),
+            ):
                 inputs = [self.backend.allocate(spec) for spec in specs]
                 for static, x in zip(inputs, signature.tensors, strict=True):
-                    static.copy_(x)
+                    distinct(static).copy_(distinct(x))
                 args, kwargs = signature.rebuild(inputs)
                 layer.forward(*args, **kwargs)
                 with self.backend.capture() as captured:
@@ -80,8 +89,16 @@ class EvalGraphs:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise CaptureError(layer.name, "eval", reason, hint_for(reason)) from error
+        finally:
+            snapshot.restore()
         outputs = Signature(output)
-        watch = LayerWatch(layer.name, layer.module, plain_attributes(layer.module), {})
+        if (found := outputs.unsupported()) is not None:
+            captured.graph.destroy()
+            raise CaptureError(
+                layer.name, "eval", f"its output {found}, which a replay cannot renew"
+            )
+        attributes = steady(before, plain_attributes(layer.module))
+        watch = LayerWatch(layer.name, layer.module, attributes, self._states)
         return _EvalGraph(captured.graph, inputs, outputs.tensors, outputs.rebuild, watch)
 
     def destroy(self) -> None:

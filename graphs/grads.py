@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CaptureError, ReplayError
+from .watch import PARAMETER_HOOKS, GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -118,13 +119,18 @@ class LayerGrads:
         self._pairs = [(t.parameter, t.grad) for t in targets if t.kind != "main"]
         self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
         self._detour: list[tuple[Target, Tensor]] = []
+        named = zip(self.names, self.targets, strict=True)
+        self._watch = GradWatch(layer, [(name, t.parameter, t.grad) for name, t in named])
 
     def before_launch(self) -> None:
         """Make sure that what the graph adds to is each parameter's gradient.
 
         Raises:
-            ReplayError: a parameter's `main_grad` is another tensor than at capture.
+            ReplayError: a parameter's `main_grad` is another tensor than at capture, a gradient's data have moved, or
+                a parameter has a hook by now.
         """
+        if (changed := self._watch.check()) >= 0:
+            self._watch.refuse(changed)
         for parameter, grad in self._main:
             if getattr(parameter, "main_grad", None) is not grad:
                 self._refuse_main(parameter)
@@ -172,7 +178,7 @@ class LayerGrads:
 def check_hooks(layer: str, parameters: NamedParameters) -> None:
     """CaptureError for hooks on parameters, which do not fire when gradients are added inside the graph."""
     for name, parameter in parameters:
-        for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        for attribute in PARAMETER_HOOKS:
             if getattr(parameter, attribute, None):
                 reason = f"parameter {name!r} has a hook ({attribute}) that would not fire"
                 raise CaptureError(

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from .backend import Backend, CudaBackend
 from .capture import no_device_rng_in_checkpoints
-from .errors import CaptureError, ReplayError, hint_for
+from .errors import CaptureError, ReplayError, explain, hint_for
 from .order import check_count
 from .report import GraphReport, Report
-from .signature import Signature, TensorSpec, difference, flatten
-from .states import Pins, Snapshot, advance_all, named_states
-from .watch import LayerWatch, plain_attributes, steady
+from .signature import Signature, TensorSpec, difference, distinct, flatten
+from .states import Pins, Snapshot, advance_all, named_states, repeats_nothing
+from .tracer import autocast_state
+from .watch import LayerWatch, OptimizerWatch, Watch, plain_attributes, steady
 
 _NAME = "iteration"
 
@@ -48,7 +49,7 @@ class IterationGraph:
         warmup_steps: calls that run eagerly, on the capture's stream, before the one that captures.
         fp8_state, rng_states: as for layers. The end of the graph advances the random states.
         modules: whose parameters, buffers, gradients and attributes are watched. All that the step uses.
-        optimizers: checked for what would be frozen: a learning rate that is a number, `capturable=False`.
+        optimizers: checked for what would be frozen: a learning rate that is a number, `capturable=False`; and watched.
         on_new_shape: "error", or "eager", saying so once.
         mode, debug, backend: as for layers.
     """
@@ -80,6 +81,7 @@ class IterationGraph:
         self._make_backend = backend or (lambda: CudaBackend(self._device(), mode, debug))
         self._backend: Backend | None = None
         self._suspended = self._warned = False
+        self._debug = debug
         self._start()
 
     def _start(self) -> None:
@@ -92,7 +94,8 @@ class IterationGraph:
         self._outputs: list[Tensor] = []
         self._rebuild: Callable[[Sequence[Tensor]], Any] = tuple
         self._grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
-        self._watches: list[LayerWatch] = []
+        self._watches: list[Watch] = []
+        self._autocast: tuple[bool, torch.dtype | None] = (False, None)
         self._pins: Pins | None = None
         self._attributes = [plain_attributes(m) for m in self.modules]
         self._report = Report("recording")
@@ -111,7 +114,7 @@ class IterationGraph:
             ReplayError: the call or the model is not as it was at capture. Nothing was launched.
         """
         if self._suspended or self.phase == "failed":
-            return self.step(*args, **kwargs)
+            return self._eagerly(args, kwargs)
         if self.phase == "recording":
             if self.calls < self.warmup_steps:
                 return self._eagerly_aside(args, kwargs)
@@ -125,12 +128,22 @@ class IterationGraph:
             if not self._warned:
                 self._warned = True
                 warnings.warn(f"{error}: this call runs eagerly", RuntimeWarning, stacklevel=2)
-            return self.step(*args, **kwargs)
+            return self._eagerly(args, kwargs)
         for static, x in zip(self._inputs, tensors, strict=True):
-            static.copy_(x)
+            distinct(static).copy_(distinct(x))
         assert self._backend is not None
         self._graph.launch(self._backend.stream())
         return self._rebuild([x.clone() for x in self._outputs])
+
+    def _eagerly(self, args: Any, kwargs: Any) -> Any:
+        """The step itself; new gradients move to where the graph has them."""
+        output = self.step(*args, **kwargs)
+        with torch.no_grad():
+            for _, parameter, grad in self._grads:
+                if grad is not None and parameter.grad is not None and parameter.grad is not grad:
+                    grad.copy_(parameter.grad)
+                    parameter.grad = grad
+        return output
 
     def _eagerly_aside(self, args: Any, kwargs: Any) -> Any:
         """On the stream of the capture, where autograd's nodes for the parameters then belong."""
@@ -145,6 +158,7 @@ class IterationGraph:
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture the step for calls like this one, without training."""
+        self.phase = "failed"
         signature = Signature((args, kwargs))
         if (found := signature.unsupported()) is not None:
             raise CaptureError(
@@ -161,9 +175,8 @@ class IterationGraph:
             Pins(self.fp8_state),
         )
         before = [(p, p.grad) for m in self.modules for p in m.parameters()]
-        self.phase = "failed"
         try:
-            self._capture(self._backend, signature, advance_all(states.values()))
+            self._capture(self._backend, signature, list(states.values()))
         except Exception as error:
             for parameter, grad in before:
                 parameter.grad = grad
@@ -172,6 +185,8 @@ class IterationGraph:
             self._outputs, self._inputs = [], []
             self._backend.release()
             self._backend = None
+            if isinstance(error, CaptureError):
+                raise
             reason = f"{type(error).__name__}: {error}"
             raise CaptureError(_NAME, "capture", reason, hint_for(reason)) from error
         snapshot.restore()
@@ -192,7 +207,7 @@ class IterationGraph:
         )
         self.phase = "replaying"
 
-    def _capture(self, backend: Backend, signature: Signature, advance: Callable[[], None]) -> None:
+    def _capture(self, backend: Backend, signature: Signature, states: Sequence[Any]) -> None:
         specs = [TensorSpec.of(x) for x in signature.tensors]
         with backend.session(), no_device_rng_in_checkpoints():
             inputs = []
@@ -202,17 +217,19 @@ class IterationGraph:
                         "an input that requires grad: its gradient would leave the graph"
                     )
                 inputs.append(backend.allocate(spec))
-                inputs[-1].copy_(x)
+                distinct(inputs[-1]).copy_(distinct(x))
             args, kwargs = signature.rebuild(inputs)
-            with backend.capture() as captured:
+            with repeats_nothing(_NAME, states), backend.capture() as captured:
                 output = self.step(*args, **kwargs)
-                advance()
+                advance_all(states)()
         outputs = Signature(output)
+        if (found := outputs.unsupported()) is not None:
+            raise ValueError(f"the step's output {found}, which a replay cannot renew")
         if any(x.requires_grad for x in outputs.tensors):
             raise ValueError("the step returns a tensor with an autograd graph: return it detached")
         self._graph, self._inputs, self._outputs = captured.graph, inputs, outputs.tensors
         self._rebuild, self._spec, self._specs = outputs.rebuild, signature.spec, specs
-        self._paths = signature.paths
+        self._paths, self._autocast = signature.paths, autocast_state(backend.device.type)
 
     def _watch(self, states: dict[str, Any]) -> None:
         self._watches = []
@@ -221,6 +238,8 @@ class IterationGraph:
             name = f"modules[{index}]"
             self._watches.append(LayerWatch(name, module, attributes, states if not index else {}))
             self._grads += [(f"{name}.{n}", p, p.grad) for n, p in module.named_parameters()]
+        for index, optimizer in enumerate(self.optimizers):
+            self._watches.append(OptimizerWatch(_NAME, f"optimizers[{index}]", optimizer))
 
     def _check(self, tensors: Sequence[Tensor], spec: list[Any]) -> None:
         if spec != self._spec and (found := difference(self._spec, spec)):
@@ -228,6 +247,9 @@ class IterationGraph:
         for path, x, expected in zip(self._paths, tensors, self._specs, strict=True):
             if (now := TensorSpec.of(x)) != expected:
                 raise ReplayError(_NAME, f"input {path}", expected, now)
+        assert self._backend is not None
+        if (autocast := autocast_state(self._backend.device.type)) != self._autocast:
+            raise ReplayError(_NAME, "autocast", self._autocast, autocast)
         for watch in self._watches:
             if (changed := watch.check()) >= 0:
                 watch.refuse(changed)
@@ -276,6 +298,16 @@ class IterationGraph:
     def report(self) -> Report:
         """What is captured, and what it takes."""
         return self._report
+
+    def explain(self, error: BaseException) -> str:
+        """What an error of this package means here and what to do about it."""
+        return explain(error)
+
+    def write_dot(self, path: str) -> None:
+        """The graph as DOT; needs `debug=True`."""
+        if not self._debug or self._graph is None:
+            raise RuntimeError("write_dot needs debug=True and a captured step")
+        self._graph.write_dot(path)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -17,12 +17,12 @@ from . import grads as grads_module
 from . import watch as watch_module
 from .backend import Backend, CudaBackend
 from .capture import Capturer, Layer
-from .errors import CaptureError, ReplayError
+from .errors import CaptureError, explain
 from .evaluate import EvalGraphs
 from .grads import GradTargets
 from .order import OrderError, check_count, layer_names
 from .plan import Plan, make_plan
-from .recorder import OrderRecorder
+from .recorder import Hook, OrderRecorder
 from .replay import GraphSet
 from .report import GraphReport, Report
 from .slot import Slot
@@ -138,7 +138,7 @@ class GraphManager:
         self._recorder = OrderRecorder(self.names, self.num_microbatches, self._tracer)
         self._recorder.attach(self.modules)
         self._attributes = [watch_module.plain_attributes(m) for m in self.modules]
-        self._ddp_hook = self.modules[0].register_forward_pre_hook(self._look_for_ddp)
+        self._ddp_hook = self.modules[0].register_forward_pre_hook(Hook(self._look_for_ddp))
         self.phase = "recording"
 
     def _look_for_ddp(self, *_: Any) -> None:
@@ -161,7 +161,7 @@ class GraphManager:
         if self.phase == "replaying" and not self._suspended:
             assert self.graphs is not None
             self.graphs.end_iteration()
-        elif self.phase == "recording":
+        elif self.phase == "recording" and not self._suspended:
             try:
                 self._recorder.end_iteration()
             except OrderError:
@@ -196,6 +196,8 @@ class GraphManager:
         if recorded is None or self._recorder.num_iterations == 0:
             raise RuntimeError("nothing recorded yet: run an iteration and call end_iteration()")
         self._stop_recording()
+        if self.phase == "failed":  # what was repaired since then counts as it is now
+            self._attributes = [watch_module.plain_attributes(m) for m in self.modules]
         self.phase = "failed"
         self._report = Report("failed")
         self._capture(recorded)
@@ -206,6 +208,9 @@ class GraphManager:
         layers = self._make_layers(recorded)
         adds = self._check_layers(layers, recorded)
         plan = make_plan(self._recorder.order, recorded.calls)
+        for key, seen in recorded.seen.items():
+            if key not in plan.calls:  # its block is another one's replay
+                seen.samples = []
         states = named_states(self.fp8_state, self.rng_states)
         snapshot = Snapshot(self.modules, self.fp8_state, states.values())
         pins = Pins(self.fp8_state)
@@ -217,7 +222,7 @@ class GraphManager:
                     targets.prepare(layer.trained)
             backend = self._make_backend()
             free = backend.free_bytes()
-            capturer = Capturer(layers, recorded, plan, backend, targets)
+            capturer = Capturer(layers, recorded, plan, backend, targets, list(states.values()))
             graphs = capturer.run(snapshot.restore, advance_all(states.values()))
         except BaseException:
             pins.remove()
@@ -375,10 +380,11 @@ class GraphManager:
         if self.graphs is not None:
             self.graphs.end_iteration()
         before, self._suspended = self._suspended, True
+        self._recorder.paused = True
         try:
             yield
         finally:
-            self._suspended = before
+            self._suspended = self._recorder.paused = before
 
     def report(self) -> Report:
         """What is captured, and what it takes."""
@@ -389,21 +395,7 @@ class GraphManager:
 
     def explain(self, error: BaseException) -> str:
         """What an error of this package means here and what to do about it."""
-        if isinstance(error, CaptureError):
-            return f"{error}\nNothing was changed. The layers run eagerly until capture() succeeds."
-        if isinstance(error, ReplayError):
-            todo = (
-                "If the change is meant: manager.recapture() between iterations."
-                if error.recapture
-                else "discard_iteration(), then call the layers as they were recorded, or inside manager.disabled()."
-            )
-            return f"{error}\nNothing was launched. {todo}"
-        if isinstance(error, OrderError):
-            return (
-                f"{error}\nGraphs share memory, so they replay in the recorded order only. discard_iteration() "
-                "starts the next iteration; for another schedule: reset()."
-            )
-        return f"{type(error).__name__}: {error}\nNot an error of lorakernels.graphs."
+        return explain(error)
 
     def write_dot(self, folder: str) -> list[str]:
         """One DOT file per graph; needs `debug=True`."""
@@ -424,7 +416,8 @@ class GraphManager:
 
     def evaluate(self, slot: Slot, args: Any, kwargs: Any) -> Any:
         if self._evals is None:
-            self._evals = EvalGraphs(self._make_backend())
+            states = named_states(self.fp8_state, self.rng_states)
+            self._evals = EvalGraphs(self._make_backend(), self.fp8_state, states)
         return self._evals.run(slot.layer, args, kwargs)
 
 

@@ -80,6 +80,24 @@ class _Iteration:
         self.regions.clear()
 
 
+class _NoHook:
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class Hook:
+    """A hook that copies and pickles of its module do not have: they are nobody's layers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHook, ()
+
+
 class OrderRecorder:
     """Records the order of (layer, microbatch, direction) over eager warm-up iterations.
 
@@ -103,6 +121,7 @@ class OrderRecorder:
         self.layers = layer_names(layers)
         self.num_microbatches = check_count("num_microbatches", num_microbatches)
         self.num_iterations = 0
+        self.paused = False  # nothing is seen meanwhile
         self.microbatches: Mapping[Any, int] = {}  # of the last iteration's calls
         self._order: Order | None = None
         self._iteration = _Iteration()
@@ -121,10 +140,10 @@ class OrderRecorder:
             raise RuntimeError("the recorder is already attached: call detach() first")
         self._check_modules(modules)
         for layer, module in enumerate(modules):
-            hook = partial(self._on_forward, layer)
+            hook = Hook(partial(self._on_forward, layer))
             self._handles.append(module.register_forward_hook(hook))
             if self._observer is not None:
-                before = partial(self._before_forward, layer)
+                before = Hook(partial(self._before_forward, layer))
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 self._handles.append(handle)
         return self
@@ -183,13 +202,13 @@ class OrderRecorder:
                     raise ValueError(f"layer {seen[inner]!r} lies inside layer {name!r}")
 
     def _before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and self._observer is not None:
+        if module.training and self._observer is not None and not self.paused:
             if _in_backward():  # here, as a recomputation may stop before the layer returns
                 self._observer.recomputation(layer)
             self._observer.before(layer, args, kwargs)
 
     def _on_forward(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
-        if not module.training:
+        if not module.training or self.paused:
             return None
         call = self._identify(layer)
         if call is not None and self._observer is not None and not torch.is_grad_enabled():

@@ -19,7 +19,7 @@ from .backend import Backend
 from .errors import ReplayError
 from .grads import LayerGrads
 from .order import Direction, Order, ReplayOrderError, Step
-from .signature import TensorSpec
+from .signature import TensorSpec, distinct
 from .watch import LayerWatch
 
 _uses = torch._C._storage_Use_Count
@@ -41,7 +41,7 @@ class Handed:
         self.copy = True
         self.kept = False
         self.ref: Callable[[], Tensor | None] = _nothing
-        self.version = 0
+        self.version = -1  # of what the caller got; gradients may be changed in place
         self._storage: StorageWeakRef | None = None
         self._held = alias.untyped_storage()
         self.cdata = self._held._cdata
@@ -69,6 +69,7 @@ class Input:
     def __init__(self, path: str, spec: TensorSpec) -> None:
         self.path, self.spec = path, spec
         self.static: Tensor | None = None  # set: this call copies
+        self.repeats = False  # it has expanded dimensions, which `static` lacks
         self.group: Group | None = None
         self.same_as = -1  # an earlier input of this call that is the same object
         self.origin: Handed | None = None
@@ -111,7 +112,7 @@ class Call:
         self.outputs: list[Handed] = []
         self.rebuild: Callable[[Sequence[Tensor]], Any] = tuple
         self.constants: list[int] = []  # outputs without gradient
-        self.grad_outputs: list[tuple[int, Tensor, int]] = []  # output, buffer, its address
+        self.grad_outputs: list[tuple[int, Tensor]] = []  # output, buffer
         self.grad_inputs: list[Handed | None] = []  # of the inputs that require grad
         self.differentiable: list[int] = []
         self.parameters: list[nn.Parameter] = []  # whose gradients go back through autograd
@@ -180,7 +181,7 @@ class Call:
         tensors, self.pending = self.pending, []
         for x, expected in zip(tensors, self.inputs, strict=True):
             if expected.static is not None:
-                expected.static.copy_(x)
+                expected.static.copy_(distinct(x) if expected.repeats else x)
                 if expected.group is not None:
                     group = expected.group
                     group.ref, group.version = weakref.ref(x), x._version
@@ -198,12 +199,13 @@ class Call:
         if graphs.position != self.backward_at or generation != self.generation:
             graphs.refuse_order(self.backward_step, generation != self.generation)
         graphs.check_dead(self.backward_at)
-        for k, buffer, address in self.grad_outputs:
+        for k, buffer in self.grad_outputs:
             grad = grads[k]
             if grad is None:
                 buffer.zero_()
-            elif grad.data_ptr() != address:
-                buffer.copy_(grad)
+            elif not grad.is_set_to(buffer):  # by eager code, or a hook: perhaps a view of it
+                shares = grad.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+                buffer.copy_(grad.clone() if shares else grad)
         if self.grads is not None:
             self.grads.before_launch()
         self.backward_graph.launch(graphs.stream())
@@ -268,6 +270,7 @@ class GraphSet:
     def __init__(self, order: Order, repeats: int, backend: Backend, anchor: Tensor) -> None:
         self.order, self.repeats, self.backend, self.anchor = order, repeats, backend, anchor
         self.position = self.blocks = 0
+        self.eager_calls = False  # in this iteration, in place of a block
         self.calls: list[Call] = []
         self.forwards: list[Call | None] = [None] * len(order)
         self.handed: list[
@@ -285,7 +288,7 @@ class GraphSet:
     def stream(self) -> int:
         found = self.backend.stream()
         if found != self._stream:
-            if self._stream is not None and self.position:
+            if self._stream is not None and (self.position or self.blocks % self.repeats):
                 name = self.order.layers[self.order[self.position].layer]
                 raise ReplayError(name, "stream", hex(self._stream), hex(found))
             self._stream = found
@@ -303,7 +306,7 @@ class GraphSet:
         """From now on, what nobody kept is handed out without a copy."""
         self.trial = False
         for _, handed in self.handed:
-            handed.copy = handed.kept
+            handed.copy, handed.version = handed.kept, -1
         self.checks = [[h for h in handed if not h.copy] for handed in self.checks]
 
     def check_dead(self, position: int) -> None:
@@ -314,6 +317,13 @@ class GraphSet:
                     handed.probe()
             elif _uses(handed.cdata) > handed.base:
                 self._refuse_kept(handed)
+            elif handed.version >= 0 and handed.alias._version != handed.version:
+                raise ReplayError(
+                    handed.layer,
+                    handed.name,
+                    "the values that its graph wrote, which a backward may need",
+                    "modified in place since (README, rule 6): discard_iteration()",
+                )
 
     def _refuse_kept(self, handed: Handed) -> NoReturn:
         handed.copy = True
@@ -341,15 +351,21 @@ class GraphSet:
         self.refuse_order(Step(layer, done, Direction.FORWARD))
 
     def end_iteration(self) -> None:
-        if self.position or self.blocks % self.repeats:
+        if self.position or (self.blocks % self.repeats and not self.eager_calls):
             found, expected = None, self.order[self.position]
             reason = "replay ended early"
             raise ReplayOrderError(reason, self.position, expected, found, self.order.layers)
+        self._align()
+
+    def _align(self) -> None:
+        """To the beginning of an iteration."""
+        self.blocks -= self.blocks % self.repeats
+        self.eager_calls = False
 
     def rewind(self) -> None:
         """Give up the iteration that is running."""
         self.position, self._stream = 0, None
-        self.blocks -= self.blocks % self.repeats
+        self._align()
         for call in self.calls:
             call.generation += 1
 

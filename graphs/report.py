@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Report:
     driver_bytes: int = 0
     grad_bytes: int = 0
     capture_s: float = 0.0
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def saved_bytes(self) -> int:
@@ -48,7 +47,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "\n".join([f"{self.phase}: nothing captured", *self.notes])
+            return f"{self.phase}: nothing captured"
         lines = [
             f"{self.phase}: {len(self.graphs)} graphs of {self.microbatches_captured} microbatch(es), "
             f"{self.kernels} kernels, captured in {self.capture_s:.2f} s",
@@ -61,4 +60,4 @@ class Report:
         for g in self.graphs:
             nodes = ", ".join(f"{count} {kind}" for kind, count in sorted(g.nodes.items()))
             lines.append(f"  {g.layer} microbatch {g.microbatch} {g.direction}: {nodes}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(lines)

@@ -66,6 +66,14 @@ class TensorSpec(NamedTuple):
         return f"{dtype} {list(self.shape)} with strides {list(self.stride)} on {self.device}{grad}"
 
 
+def distinct(x: Tensor) -> Tensor:
+    """`x` without what `expand` repeats, for copies: memory cannot be written to through a repeated dimension."""
+    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
 class Signature:
     """A nesting of tuples, lists and dicts, taken apart: `spec` has everything but the tensors.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class Slot:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or unpickled layer is an eager one: it has other parameters than the graphs."""
-        return Eager, (self.module,)
+        return Eager, (self.module, self._had)
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self
@@ -72,6 +73,7 @@ class Slot:
             if error is not None:
                 raise error
             call.refuse_stranger(tensors)
+        self.graphs.eager_calls = True
         self.manager.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
         return self.eager(*args, **kwargs)
 
@@ -99,8 +101,10 @@ class Slot:
 class Eager:
     """What a copy of a captured layer runs."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:
+        self.module, self.forward = module, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.forward is not None:  # the instance's own, as it was before the graphs
+            return self.forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -7,11 +7,14 @@ FP8 and random states are known by what they offer: tensors as attributes; `save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .errors import CaptureError
 
 PINNED_BY = "lorakernels.graphs"
 
@@ -77,6 +80,18 @@ class Pins:
     def remove(self) -> None:
         for pin in self._now() - self._before:
             self._state.unpin(pin)
+
+
+@contextmanager
+def repeats_nothing(name: str, states: Iterable[Any]) -> Iterator[None]:
+    """Around a capture: CaptureError if it draws from the CPU generator, as device states do for their nonces, and no
+    random state moves between replays, which would all draw the same numbers."""
+    before = torch.get_rng_state()
+    yield
+    moves = any(hasattr(state, "advance") for state in states)
+    if not moves and not torch.equal(before, torch.get_rng_state()):
+        reason = "it draws random numbers, and none of rng_states advances between replays"
+        raise CaptureError(name, "capture", reason, "Pass rng_states=[the layers' PhiloxState]")
 
 
 def advance_all(states: Iterable[Any]) -> Callable[[], None]:

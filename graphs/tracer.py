@@ -43,7 +43,7 @@ class Recorded:
 class _Iteration:
     seen: dict[object, Seen] = field(default_factory=dict)
     origins: dict[int, tuple[weakref.ref[Tensor], int, object, int]] = field(default_factory=dict)
-    groups: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    groups: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
     entered: dict[int, tuple[Signature, list[int]]] = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ class Tracer:
     """`recorder.Observer`. Remembers the iteration that is running; `finish` gives it away.
 
     An input comes from a layer only if it is that layer's output object, unmodified. Every other tensor comes from
-    outside, and one object seen by several calls is one group.
+    outside, and one object, as yet unmodified, seen by several calls is one group.
     """
 
     def __init__(self, names: Sequence[str], device_type: str) -> None:
@@ -105,7 +105,7 @@ class Tracer:
         found = self._now.origins.get(id(x))
         if found is not None and found[0]() is x and found[1] == x._version:
             return found[2], found[3]
-        group = self._now.groups.setdefault(id(x), (x, len(self._now.groups)))
+        group = self._now.groups.setdefault((id(x), x._version), (x, len(self._now.groups)))
         return group[1]  # the tensor is held, so that its id stays its own
 
     def discard(self) -> None:

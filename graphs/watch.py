@@ -2,16 +2,18 @@
 """Fingerprints: what a captured layer relies on outside of its arguments, compared before each of its launches.
 
 Parameters and buffers (which objects, at which address, trained or not), plain attributes of every submodule (a
-dropout probability, a scaling, `training`, an adapter that is merged or switched off), submodules and hooks that come
-or go, and the tensors of the FP8 and random states. The comparison itself is csrc/graph_watch.cpp.
+dropout probability, a scaling, `training`, an adapter that is merged or switched off) and those that are tensors or
+random states, submodules and hooks that come or go, and the tensors of the FP8 and random states. For a whole step
+also what optimizers hold. The comparison itself is csrc/graph_watch.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import CaptureError, ReplayError
@@ -19,18 +21,31 @@ from .signature import extension
 
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 Attributes = dict[nn.Module, dict[str, Any]]
 
 
 def plain_attributes(module: nn.Module) -> Attributes:
-    """The plain attributes of `module` and of what is in it, as they are now."""
-    return {m: {k: v for k, v in vars(m).items() if type(v) in _PLAIN} for m in module.modules()}
+    """The attributes of `module` and of what is in it that a graph relies on: plain ones, tensors, random states."""
+    return {m: {k: v for k, v in vars(m).items() if _counts(v)} for m in module.modules()}
+
+
+def _counts(value: object) -> bool:
+    return type(value) in _PLAIN or isinstance(value, Tensor) or hasattr(type(value), "advance")
+
+
+def _unchanged(before: object, now: object) -> bool:
+    return before is now or (type(before) is type(now) and type(before) in _PLAIN and before == now)
 
 
 def steady(before: Attributes, now: Attributes) -> Attributes:
     """The entries of `now` that have not changed since `before`: others are the module's own bookkeeping."""
     return {
-        m: {k: v for k, v in entries.items() if k in before.get(m, {}) and before[m][k] == v}
+        m: {
+            k: v
+            for k, v in entries.items()
+            if k in before.get(m, {}) and _unchanged(before[m][k], v)
+        }
         for m, entries in now.items()
     }
 
@@ -49,62 +64,30 @@ def check_hooks(layer: str, module: nn.Module) -> None:
                 raise CaptureError(layer, "check", reason, hint)
 
 
-class LayerWatch:
-    """The fingerprint of one layer. Building it takes the present state as the expected one.
+class Watch:
+    """What is watched under one name. Adding something takes its present state as the expected one."""
 
-    Args:
-        layer: the name for errors.
-        module: the layer.
-        attributes: which plain attributes count.
-        states: named objects whose tensors count too (FP8 and random states).
-    """
-
-    def __init__(
-        self, layer: str, module: nn.Module, attributes: Attributes, states: Mapping[str, object]
-    ) -> None:
+    def __init__(self, layer: str) -> None:
         self._layer = layer
         self._watch = extension().Watch()
         self._dicts: list[tuple[str, Callable[[], tuple[str, str]]]] = []
         self._addresses: list[tuple[str, Tensor, int]] = []
         self._attributes: list[tuple[str, object, str, object]] = []
-        for path, inner in module.named_modules():
-            self._add_module(path, inner, inner is module, attributes.get(inner, {}))
-        for name, state in states.items():
-            self._add_state(name, state)
         self.check = self._watch.check
-
-    def _add_module(
-        self, path: str, module: nn.Module, is_layer: bool, attributes: dict[str, Any]
-    ) -> None:
-        prefix = f"{path}." if path else ""
-        self._add_dict(f"attributes of {path or 'the layer'}", vars(module), list(attributes))
-        kinds = ("_parameters", "_buffers", "_modules", *(() if is_layer else _HOOKS))
-        for kind in kinds:
-            self._add_dict(f"{kind[1:]} of {path or 'the layer'}", getattr(module, kind), None)
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                self._add_tensor(prefix + name, tensor)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                what = f"requires_grad of {prefix + name!r}"
-                self._attributes.append((what, parameter, "requires_grad", parameter.requires_grad))
-                self._watch.add_attribute(parameter, "requires_grad", parameter.requires_grad)
-
-    def _add_state(self, name: str, state: object) -> None:
-        tensors = {k: v for k, v in vars(state).items() if isinstance(v, Tensor)}
-        self._add_dict(f"tensors of {name}", vars(state), list(tensors))
-        for key, tensor in tensors.items():
-            self._add_tensor(f"{name}.{key}", tensor)
 
     def _add_dict(self, what: str, entries: dict[str, Any], keys: list[str] | None) -> None:
         before = {k: entries[k] for k in (entries if keys is None else keys)}
         self._watch.add_dict(entries, keys)
-
         self._dicts.append((what, partial(_change, before, entries, keys)))
 
     def _add_tensor(self, name: str, tensor: Tensor) -> None:
         self._addresses.append((name, tensor, tensor.data_ptr()))
         self._watch.add_address(tensor.data_ptr, tensor.data_ptr())
+
+    def _add_attribute(self, what: str, owner: object, name: str) -> None:
+        value = getattr(owner, name)
+        self._attributes.append((what, owner, name, value))
+        self._watch.add_attribute(owner, name, value)
 
     def refuse(self, index: int) -> None:
         """Raise what `check` found at `index`."""
@@ -117,7 +100,91 @@ class LayerWatch:
             found = f"{tensor.data_ptr():#x}"
             raise ReplayError(self._layer, f"address of {name!r}", f"{address:#x}", found, True)
         what, owner, attribute, value = self._attributes[index - len(self._addresses)]
-        raise ReplayError(self._layer, what, value, getattr(owner, attribute), True)
+        found = _short(getattr(owner, attribute))
+        raise ReplayError(self._layer, what, _short(value), found, True)
+
+
+class LayerWatch(Watch):
+    """The fingerprint of one layer.
+
+    Args:
+        layer: the name for errors.
+        module: the layer.
+        attributes: which attributes count.
+        states: named objects whose tensors count too (FP8 and random states).
+    """
+
+    def __init__(
+        self, layer: str, module: nn.Module, attributes: Attributes, states: Mapping[str, object]
+    ) -> None:
+        super().__init__(layer)
+        for path, inner in module.named_modules():
+            self._add_module(path, inner, inner is module, attributes.get(inner, {}))
+        for name, state in states.items():
+            self._add_state(name, state)
+
+    def _add_module(
+        self, path: str, module: nn.Module, is_layer: bool, attributes: dict[str, Any]
+    ) -> None:
+        prefix = f"{path}." if path else ""
+        self._add_dict(f"attributes of {path or 'the layer'}", vars(module), list(attributes))
+        kinds = ("_parameters", "_buffers", "_modules", *(() if is_layer else _HOOKS))
+        for kind in kinds:
+            self._add_dict(f"{kind[1:]} of {path or 'the layer'}", getattr(module, kind), None)
+        for name, tensor in [
+            *module._parameters.items(),
+            *module._buffers.items(),
+            *attributes.items(),
+        ]:
+            if isinstance(tensor, Tensor):
+                self._add_tensor(prefix + name, tensor)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self._add_attribute(
+                    f"requires_grad of {prefix + name!r}", parameter, "requires_grad"
+                )
+
+    def _add_state(self, name: str, state: object) -> None:
+        tensors = {k: v for k, v in vars(state).items() if isinstance(v, Tensor)}
+        self._add_dict(f"tensors of {name}", vars(state), list(tensors))
+        for key, tensor in tensors.items():
+            self._add_tensor(f"{name}.{key}", tensor)
+
+
+class GradWatch(Watch):
+    """Of gradients that are added inside a graph: their addresses, and that no hook has come to the parameters."""
+
+    def __init__(self, layer: str, grads: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
+        super().__init__(layer)
+        for name, parameter, grad in grads:
+            self._add_tensor(f"gradient of {name}", grad)
+            for kind in PARAMETER_HOOKS:
+                what, hooks = f"{kind} of {name!r}", getattr(parameter, kind)
+                if hooks is None:
+                    self._add_attribute(what, parameter, kind)
+                else:
+                    self._add_dict(what, hooks, None)
+
+
+class OptimizerWatch(Watch):
+    """An optimizer's numbers, and where its state is."""
+
+    def __init__(self, layer: str, name: str, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(layer)
+        self._add_dict(name, vars(optimizer), ["state", "param_groups"])
+        for index, group in enumerate(optimizer.param_groups):
+            where = f"{name}.param_groups[{index}]"
+            self._add_entries(where, group, [key for key in group if key != "params"])
+            for number, parameter in enumerate(group["params"]):
+                if parameter in optimizer.state:
+                    state = optimizer.state[parameter]
+                    self._add_entries(f"{where} state {number}", state, list(state))
+
+    def _add_entries(self, what: str, entries: dict[str, Any], keys: list[str]) -> None:
+        self._add_dict(what, entries, keys)
+        for key in keys:
+            if isinstance(entries[key], Tensor):
+                self._add_tensor(f"{what} {key}", entries[key])
 
 
 def _change(
@@ -127,7 +194,7 @@ def _change(
     for key, value in before.items():
         if key not in now:
             return f"{key}={_short(value)}", f"no {key}"
-        if now[key] is not value and not (type(value) in _PLAIN and now[key] == value):
+        if not _unchanged(value, now[key]):
             return f"{key}={_short(value)}", f"{key}={_short(now[key])}"
     extra = [] if keys is not None else [key for key in now if key not in before]
     return f"only {list(before)}", f"also {extra}"

@@ -153,6 +153,8 @@ def test_what_would_be_frozen_is_refused(device: torch.device) -> None:
             run(x)
         with pytest.raises(CaptureError, match=message):
             run(x)
+        run(x)  # eagerly, until recapture()
+        assert run.phase == "failed"
 
 
 def test_a_failed_capture_trains_nothing_and_goes_on_eagerly(device: torch.device) -> None:
@@ -175,3 +177,79 @@ def test_a_failed_capture_trains_nothing_and_goes_on_eagerly(device: torch.devic
     assert all(map(torch.equal, before, [t for p in model.parameters() for t in (p, p.grad)]))
     run(x)
     assert not torch.equal(before[0], model.up.weight)
+
+
+def test_eager_steps_between_replays(device: torch.device) -> None:
+    """Their gradients end up where the graph has its own."""
+    model = Block().to(device)
+    twin = copy.deepcopy(model)
+    ours, theirs = Sgd(model), Sgd(twin)
+    ours.lr, theirs.lr = ours.lr.to(device), theirs.lr.to(device)
+    run = graphed(ours, device, on_new_shape="eager")
+    for step, rows in enumerate([3, 3, 3, 5, 3, 3, 3]):
+        x = torch.randn(rows, WIDTH, device=device)
+        if rows == 5:
+            with pytest.warns(RuntimeWarning, match="this call runs eagerly"):
+                found = run(x)
+        elif step == 5:
+            with run.disabled():
+                found = run(x)
+        else:
+            found = run(x)
+        assert torch.equal(found, theirs(x)), step
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
+    assert run.phase == "replaying"
+
+
+def test_autocast_is_part_of_the_call(device: torch.device) -> None:
+    run = graphed(Sgd(Block().to(device)), device)
+    run.step.lr = run.step.lr.to(device)
+    x = torch.randn(3, WIDTH, device=device)
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+        for _ in range(4):
+            run(x)
+    with pytest.raises(ReplayError, match=r"autocast: expected \(True, torch.bfloat16\)"):
+        run(x)
+
+
+class Result(dict):
+    """As transformers' ModelOutput: a dict, but not the type."""
+
+
+def test_an_output_that_a_replay_cannot_renew(device: torch.device) -> None:
+    step = Sgd(Block().to(device))
+    step.lr = step.lr.to(device)
+    wrapped = lambda x: Result(loss=step(x))  # noqa: E731
+    wrapped.model = step.model
+    run = graphed(wrapped, device, warmup_steps=1)
+    x = torch.randn(3, WIDTH, device=device)
+    run(x)
+    with pytest.raises(CaptureError, match=r"output value is a .*Result, which a replay cannot"):
+        run(x)
+
+
+CHANGES = {
+    "a learning rate": lambda o: o.param_groups[0].update(lr=torch.zeros(())),
+    "a number": lambda o: o.param_groups[0].update(weight_decay=0.5),
+    "a state": lambda o: o.state[o.param_groups[0]["params"][0]].update(step=torch.zeros(())),
+    "all of it": lambda o: o.load_state_dict(o.state_dict()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_optimizer(device: torch.device, change: Any) -> None:
+    step = Sgd(Block().to(device))
+    step.lr = step.lr.to(device)
+    optimizer = torch.optim.SGD(step.model.parameters(), lr=step.lr)
+    for p in step.model.parameters():
+        optimizer.state[p]["step"] = torch.zeros((), device=device)
+    run = graphed(step, device, optimizers=[optimizer])
+    x = torch.randn(3, WIDTH, device=device)
+    for _ in range(4):
+        run(x)
+    change(optimizer)
+    with pytest.raises(ReplayError, match=r"optimizers\[0\].*recapture\(\)"):
+        run(x)
+    run.recapture()
+    run(x)
