@@ -42,6 +42,19 @@ def slot(slot: Tensor | None, device: torch.device) -> None:
         )
 
 
+def dropped(dropped: Tensor | None, rows: int, cols: int, device: torch.device) -> None:
+    """A mask handed over is int32 [rows, words] without gaps on the tensors' device; ValueError otherwise."""
+    if dropped is None:
+        return
+    shape = (rows, -(-cols // 128) * 4)
+    fits = dropped.shape == shape and dropped.dtype == torch.int32 and dropped.is_contiguous()
+    if not fits or dropped.device != device:
+        raise ValueError(
+            f"dropped must be contiguous int32 {list(shape)} on {device}, found {dropped.dtype} "
+            f"{list(dropped.shape)} with strides {dropped.stride()} on {dropped.device}"
+        )
+
+
 def fp8_states(forward: Tensor, backward: Tensor, current: Tensor | None) -> None:
     """What `amax_and_scale_update` takes; ValueError naming the argument otherwise."""
     named = [("forward", forward), ("backward", backward)]

@@ -22,6 +22,7 @@ _TE_ONLY: Mapping[str, object] = {
     "fp8_mha": False,
     "override_linear_precision": (False, False, False),
 }
+GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         where = "DelayedScaling"
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad"):
+        for name in GEMM_FIELDS:
             if not isinstance(getattr(self, name), MMParams):
                 raise _unexpected(where, name, getattr(self, name), "an MMParams")
         _int(where, "margin", self.margin)
@@ -89,6 +90,9 @@ class DelayedScaling:
                 raise _unexpected(cls.__name__, name, found, repr(possible))
         values = {name: getattr(recipe, name) for name in fields}
         values["fp8_format"] = getattr(values["fp8_format"], "name", values["fp8_format"])
+        for name in GEMM_FIELDS:  # TE's class has none, but TE's GEMMs follow those of a subclass
+            if hasattr(recipe, name):
+                values[name] = MMParams(getattr(recipe, name).use_split_accumulator)
         return cls(**values)
 
     def to_te(self) -> Any:
@@ -98,7 +102,7 @@ class DelayedScaling:
             ValueError: a GEMM adds up otherwise than TE's always does under this recipe.
         """
         values = asdict(self)
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad"):
+        for name in GEMM_FIELDS:
             default = getattr(type(self), name)
             if getattr(self, name) != default:
                 raise _unexpected("DelayedScaling", name, getattr(self, name), f"{default}, TE's")

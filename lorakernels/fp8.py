@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.config import DelayedScaling
+from lorakernels.config import GEMM_FIELDS, DelayedScaling
 
 _CAPTURE = "a CUDA graph"
 _ENTRIES = {"names", "recipe", "in_charge", "forward", "backward"}
@@ -257,7 +257,10 @@ class FP8State:
             raise ValueError(
                 f"state must have the entries {sorted(_ENTRIES)}, found {sorted(state)}"
             )
-        found, own = state["recipe"], asdict(self.recipe)
+        own = asdict(self.recipe)
+        # states saved before these fields were there: both GEMMs added up as they do by default
+        found = {k: v for k, v in asdict(DelayedScaling()).items() if k in GEMM_FIELDS}
+        found |= state["recipe"]
         differing = sorted(k for k in found.keys() | own.keys() if found.get(k) != own.get(k))
         if differing:
             theirs, ours = ({k: recipe.get(k) for k in differing} for recipe in (found, own))

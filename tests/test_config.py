@@ -124,6 +124,9 @@ def test_from_te_takes_every_field():
     }
     found = DelayedScaling.from_te(te_recipe(fp8_format=TEFormat.E4M3, **changes))
     assert found == DelayedScaling(fp8_format="E4M3", **changes)
+    split = types.SimpleNamespace(use_split_accumulator=True)
+    found = DelayedScaling.from_te(te_recipe(fp8_gemm_fprop=split))
+    assert found == DelayedScaling(fp8_gemm_fprop=MMParams(True))
     older = te_recipe(override_linear_precision=(False, False, False))
     assert DelayedScaling.from_te(older) == DelayedScaling()
 

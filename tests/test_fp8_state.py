@@ -19,6 +19,7 @@ from lorakernels import (
     FP8State,
     LoRAConfig,
     LoRALinear,
+    MMParams,
     fp8,
 )
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -110,6 +111,18 @@ def test_a_state_that_does_not_fit_is_refused(change, expected):
     with pytest.raises(ValueError, match=expected):
         state.load_state_dict(change(other.state_dict()))
     assert torch.equal(tensors(state), before)
+
+
+def test_a_state_saved_before_recipes_had_gemms_loads():
+    """Its GEMMs added up as they do by default; a recipe that says otherwise is another one."""
+    old = small(seed=1).state_dict()
+    old["recipe"] = {k: v for k, v in old["recipe"].items() if not k.startswith("fp8_gemm_")}
+    state = small()
+    state.load_state_dict(old)
+    assert torch.equal(state.forward, old["forward"])
+    other = replace(state.recipe, fp8_gemm_fprop=MMParams(True))
+    with pytest.raises(ValueError, match=r"'fp8_gemm_fprop': \{'use_split_accumulator': False\}"):
+        FP8State(state.names, other).load_state_dict(old)
 
 
 def test_names_are_unique_and_known():

@@ -12,7 +12,7 @@ saved by reference.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import checks, ops, reference
 from lorakernels.config import DelayedScaling
-from lorakernels.kernels.ladder import GRAD_A_RANK
+from lorakernels.device import capability_of
+from lorakernels.kernels import ladder
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,107 @@ class LoRASpec:
         )
 
 
+class Needs(NamedTuple):
+    """Which gradients to compute; `ds` is that of an s which others made."""
+
+    x: bool
+    A: bool
+    B: bool
+    bias: bool
+    ds: bool = False
+
+
+def save_for_gradients(
+    ctx: Any,
+    needs: Needs,
+    x8: Tensor,
+    x_scale_inv: Tensor | None,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    s: Tensor | None,
+    slot: Tensor | None,
+    state_dy: Tensor | None,
+    spec: LoRASpec,
+) -> None:
+    """Keep what `gradients` reads. Over a plain base x8 is x and `x_scale_inv` None."""
+    ctx.save_for_backward(
+        weight if needs.x else None,
+        weight_scale_inv if needs.x else None,
+        weight_t if needs.x else None,
+        lora_A if needs.x else None,
+        lora_B if needs.x or needs.A or needs.B or needs.ds else None,
+        slot if needs.x or needs.A else None,
+        x8 if needs.A else None,
+        x_scale_inv if needs.A else None,
+        s if needs.B else None,
+    )
+    ctx.state_dy, ctx.spec = state_dy, spec
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
+
+
+def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """(dx [M, K], dA, dB, dbias, ds) from a contiguous dy [M, N]; None for what is not needed."""
+    weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
+    spec, state_dy = ctx.spec, ctx.state_dy
+    dx = dA = dbias = dropped = None
+    dy8, dy_scale_inv, ds, dB = ops.quantize_grad(
+        dy,
+        lora_B,
+        s,
+        state_dy,
+        spec.column,
+        spec.delayed,
+        spec.scaling,
+        spec.backward_dtype,
+    )
+    place = (spec.row0, spec.col0)
+    if needs.A:
+        arguments = (ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], *place)
+        if needs.x and hands_mask_over(ds, x8, x_scale_inv, slot, spec.p, weight.shape[0]):
+            dA, dropped = ops.lora_grad_a_and_mask(*arguments)
+        else:
+            dA = ops.lora_grad_a(*arguments)
+    if needs.x:
+        quantized = state_dy is not None
+        dx = ops.fp8_grad_input(
+            dy8 if quantized else dy,
+            dy_scale_inv if quantized else None,
+            spec.backward_dtype,
+            weight,
+            w_scale_inv,
+            weight_t,
+            ds if lora_A is not None else None,
+            lora_A,
+            slot,
+            spec.p,
+            spec.site,
+            dy.dtype,
+            *place,
+            spec.split_dgrad,
+            dropped,
+        )
+    if needs.bias:
+        dbias = dy.float().sum(0).to(ctx.dtypes[1])
+    return dx, dA, dB if needs.B else None, dbias, ds if needs.ds else None
+
+
 def hands_mask_over(
-    ds: Tensor, x8: Tensor, x_scale_inv: Tensor | None, slot: Tensor | None, p: float
+    ds: Tensor, x8: Tensor, x_scale_inv: Tensor | None, slot: Tensor | None, p: float, n: int
 ) -> bool:
     """Whether `lora_grad_a` leaves the mask it draws to `fp8_grad_input`, a bit an element for the length of one
-    backward: where both are one kernel."""
+    backward: where both are one kernel. A trace asks the dtypes and ranks only: on a GPU without these kernels its
+    mask is drawn twice, and dA and dx are the same."""
     if x_scale_inv is None or slot is None or not x8.is_cuda or ds.dtype == torch.float32:
         return False
-    return reference.dropout_threshold(p) > 0 and ds.shape[1] <= GRAD_A_RANK
+    if reference.dropout_threshold(p) == 0 or ds.shape[1] > ladder.GRAD_A_RANK:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return ladder.can_hand_mask_over(capability_of(x8.device), n, x8.shape[1])
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -107,75 +201,20 @@ class _LoRALinear(torch.autograd.Function):
             x.dtype,
             spec.split_fprop,
         )
-        need_x, need_a, need_b = (ctx.needs_input_grad[i] for i in (0, 5, 6))
-        ctx.save_for_backward(
-            weight if need_x else None,
-            weight_scale_inv if need_x else None,
-            weight_t if need_x else None,
-            lora_A if need_x else None,
-            lora_B if need_x or need_a or need_b else None,
-            slot if need_x or need_a else None,
-            x8 if need_a else None,
-            x_scale_inv if need_a else None,
-            s if need_b else None,
-        )
-        ctx.state_dy, ctx.spec = state_dy, spec
-        ctx.dtypes = (
-            None if lora_A is None else lora_A.dtype,
-            None if bias is None else bias.dtype,
-        )
+        needs = _needs(ctx)
+        base = (x8, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
+        save_for_gradients(ctx, needs, *base, lora_A, lora_B, s, slot, state_dy, spec)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
-        need_x, need_bias, need_a, need_b = (ctx.needs_input_grad[i] for i in (0, 4, 5, 6))
-        spec, state_dy = ctx.spec, ctx.state_dy
-        dx = dA = dB = dbias = None
-        dy = dy.contiguous()
-        dy8, dy_scale_inv, ds, grad_b = ops.quantize_grad(
-            dy,
-            lora_B,
-            s,
-            state_dy,
-            spec.column,
-            spec.delayed,
-            spec.scaling,
-            spec.backward_dtype,
-        )
-        place = (spec.row0, spec.col0)
-        dropped = None
-        if need_a:
-            arguments = (ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], *place)
-            if need_x and hands_mask_over(ds, x8, x_scale_inv, slot, spec.p):
-                dA, dropped = ops.lora_grad_a_and_mask(*arguments)
-            else:
-                dA = ops.lora_grad_a(*arguments)
-        if need_x:
-            quantized = state_dy is not None
-            dx = ops.fp8_grad_input(
-                dy8 if quantized else dy,
-                dy_scale_inv if quantized else None,
-                spec.backward_dtype,
-                weight,
-                w_scale_inv,
-                weight_t,
-                ds if lora_A is not None else None,
-                lora_A,
-                slot,
-                spec.p,
-                spec.site,
-                dy.dtype,
-                *place,
-                spec.split_dgrad,
-                dropped,
-            )
-        if need_b:
-            dB = grad_b
-        if need_bias:
-            dbias = dy.float().sum(0).to(ctx.dtypes[1])
+        dx, dA, dB, dbias, _ = gradients(ctx, _needs(ctx), dy.contiguous())
         return dx, None, None, None, dbias, dA, dB, None, None, None, None
+
+
+def _needs(ctx: Any) -> Needs:
+    return Needs(*(ctx.needs_input_grad[i] for i in (0, 5, 6, 4)))
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:

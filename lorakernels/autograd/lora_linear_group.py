@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, hands_mask_over
+from lorakernels.autograd.lora_linear import LoRASpec, Needs, gradients, save_for_gradients
 from lorakernels.kernels.ladder import DOWN_RANK
 
 
@@ -79,7 +79,7 @@ class _StackedDown(torch.autograd.Function):
         if used:
             ranks, dtypes = zip(*(ctx.shapes[i] for i in used), strict=True)
             stacked = ops.lora_grad_a(
-                torch.cat(list(used.values()), dim=1),
+                _cat(list(used.values()), 1),
                 operand,
                 x_scale_inv,
                 slot,
@@ -118,75 +118,20 @@ class _Projection(torch.autograd.Function):
     ) -> Tensor:
         base = (operand, x_scale_inv, weight, weight_scale_inv, bias)
         y = ops.fp8_linear_lora(*base, s, lora_B, spec.scaling, dtype, spec.split_fprop)
-        need_x, need_a, need_b, _, need_s = ctx.needs_input_grad[:5]
-        ctx.save_for_backward(
-            weight if need_x else None,
-            weight_scale_inv if need_x else None,
-            weight_t if need_x else None,
-            lora_A if need_x else None,
-            lora_B if need_x or need_a or need_b or need_s else None,
-            slot if need_x or need_a else None,
-            operand if need_a else None,
-            x_scale_inv if need_a else None,
-            s if need_b else None,
-        )
-        ctx.state_dy, ctx.spec = state_dy, spec
+        parts = (operand, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
+        needs = Needs(*ctx.needs_input_grad[:5])
+        save_for_gradients(ctx, needs, *parts, lora_A, lora_B, s, slot, state_dy, spec)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, w_scale_inv, weight_t, lora_A, lora_B, slot, operand, x_scale_inv, s = (
-            ctx.saved_tensors
-        )
-        need_x, need_a, need_b, need_bias, need_s = ctx.needs_input_grad[:5]
-        spec, state_dy = ctx.spec, ctx.state_dy
-        dx = dA = dbias = None
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
-        dy8, dy_scale_inv, ds, dB = ops.quantize_grad(
-            dy,
-            lora_B,
-            s,
-            state_dy,
-            spec.column,
-            spec.delayed,
-            spec.scaling,
-            spec.backward_dtype,
-        )
-        place = (spec.row0, spec.col0)
-        dropped = None
-        if need_a:
-            last = (slot, spec.p, spec.site, ctx.dtypes[0], *place)
-            if need_x and hands_mask_over(ds, operand, x_scale_inv, slot, spec.p):
-                dA, dropped = ops.lora_grad_a_and_mask(ds, operand, x_scale_inv, *last)
-            else:
-                dA = ops.lora_grad_a(ds, operand, x_scale_inv, *last)
-        if need_x:
-            quantized = state_dy is not None
-            dx = ops.fp8_grad_input(
-                dy8 if quantized else dy,
-                dy_scale_inv if quantized else None,
-                spec.backward_dtype,
-                weight,
-                w_scale_inv,
-                weight_t,
-                ds if lora_A is not None else None,
-                lora_A,
-                slot,
-                spec.p,
-                spec.site,
-                dy.dtype,
-                *place,
-                spec.split_dgrad,
-                dropped,
-            )
+        dx, *others = gradients(ctx, Needs(*ctx.needs_input_grad[:5]), dy)
+        if dx is not None:
             dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
-        if need_bias:
-            dbias = dy.float().sum(0).to(ctx.dtypes[1])
-        gradients = (dx, dA, dB if need_b else None, dbias, ds if need_s else None)
-        return gradients + (None,) * 9
+        return (dx, *others) + (None,) * 9
 
 
 def share_input(
@@ -217,8 +162,8 @@ def share_input(
     spent: list[bool] = []
     mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
     for chunk in _chunks(lora_A):
-        stacked = [a.detach() for a in chunk.values()]
-        a = torch.cat(stacked) if len(stacked) > 1 else stacked[0] if stacked else None
+        stack = [a.detach() for a in chunk.values()]
+        a = _cat(stack) if len(stack) > 1 else stack[0] if stack else None
         state = state_x if x8 is None else None
         out = ops.quantize_lora_down(rows, a, state, spec.column, spec.delayed, *mask)
         if state is not None:
@@ -233,6 +178,14 @@ def share_input(
         elif chunk:
             parts[next(iter(chunk))] = out[2]
     return SharedInput(rows, x8, x_scale_inv, parts, slot, spec, spent)
+
+
+def _cat(matrices: list[Tensor], dim: int = 0) -> Tensor:
+    kind = matrices[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return torch.cat(matrices, dim)
+    with torch.autocast(kind, enabled=False):  # whose cat refuses the other 16-bit dtype
+        return torch.cat(matrices, dim)
 
 
 def _chunks(lora_A: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:

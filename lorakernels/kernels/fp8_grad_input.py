@@ -70,10 +70,13 @@ def in_one_kernel(
 ) -> Tensor:
     """What `ladder.why_not_wgmma_gemm` has no objection to, by csrc."""
     checks.slot(slot, dy.device)
+    checks.dropped(dropped, dy.shape[0], weight.shape[1], dy.device)
     (rows, depth), cols = dy.shape, weight.shape[1]
-    threshold = 0 if slot is None or lora_A is None else reference.dropout_threshold(p)
-    rank = 0
-    if ds is not None and lora_A is not None:
+    rank = threshold = 0
+    if ds is None or lora_A is None:
+        ds = lora_A = None
+    else:
+        threshold = 0 if slot is None else reference.dropout_threshold(p)
         rank = lora_A.shape[0]
         ds = F.pad(ds, (0, -rank % 8)) if rank % 8 or ds.data_ptr() % 16 else ds
         if lora_A.dtype not in (out_dtype, torch.float32) or lora_A.data_ptr() % 16:

@@ -19,7 +19,6 @@ OPS = (
     "bias_dropout_add",
     "amax_and_scale_update",
 )
-_GEMMS = ("fp8_linear_lora", "fp8_grad_input")
 FP8_GEMM_CAPABILITY = (8, 9)
 FP8_GEMM_MULTIPLE = 16
 TMA_CAPABILITY = (9, 0)
@@ -30,6 +29,7 @@ GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
 GRAD_RANK = 128
 GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
 GRAD_A_RANK = 128
+TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 
 
 def implementations(
@@ -38,6 +38,7 @@ def implementations(
     *,
     fp8: bool = True,
     sizes: tuple[int, int] | None = None,
+    split: bool = False,
 ) -> dict[str, tuple[str, str]]:
     """{op: (implementation, reason)}.
 
@@ -46,6 +47,7 @@ def implementations(
         capability: the GPU's compute capability, e.g. (9, 0); needed for "cuda".
         fp8: whether the base weight is FP8.
         sizes: (N, K) of the layer; None asks for sizes that every implementation takes.
+        split: whether the recipe has the forward GEMM add partial sums in fp32.
 
     Raises:
         ValueError: another device type.
@@ -54,44 +56,44 @@ def implementations(
         return dict.fromkeys(OPS, ("reference", "PyTorch on the CPU; masks drawn by csrc"))
     if device_type != "cuda":
         raise ValueError(f'device_type must be "cpu" or "cuda", found {device_type!r}')
-    csrc_why_not = why_not_csrc(capability or (0, 0))
-    masks = f"masks drawn in PyTorch: {csrc_why_not}" if csrc_why_not else "masks drawn by csrc"
-    table = dict.fromkeys(OPS, ("torch", f"no fused kernel yet: PyTorch's; {masks}"))
-    gemm_why_not = (
-        takes_cublaslt(capability or (0, 0), 1, *(sizes or (FP8_GEMM_MULTIPLE,) * 2))
-        if fp8
-        else "the base is not FP8"
-    )
-    gemm_note = (
-        "torch._scaled_mm"
-        if sizes
-        else f"torch._scaled_mm; N, K in multiples of {FP8_GEMM_MULTIPLE}"
-    )
-    gemm = ("torch", gemm_why_not) if gemm_why_not else ("cublaslt", gemm_note)
+    capability = capability or (0, 0)
+    csrc_why_not = why_not_csrc(capability)
     csrc = {
         "bias_dropout_add": "one pass, forward and backward",
         "amax_and_scale_update": "one launch for all tensors",
         "transpose_fp8": "one pass",
     }
-    own = {
-        op: ("torch", csrc_why_not) if csrc_why_not else ("csrc", note) for op, note in csrc.items()
+    table = {
+        **_gemms(capability, sizes, fp8, split),
+        "quantize_lora_down": _quantize_lora_down(capability, sizes),
+        "quantize_grad": _quantize_grad(capability, sizes),
+        "lora_grad_a": _lora_grad_a(capability, sizes, fp8),
     }
-    table["quantize_lora_down"] = _quantize_lora_down(capability or (0, 0), sizes)
-    table["quantize_grad"] = _quantize_grad(capability or (0, 0), sizes)
-    table["lora_grad_a"] = _lora_grad_a(capability or (0, 0), sizes, fp8)
-    if fp8 and not _why_not_triton_gemm(
-        capability or (0, 0), 1, *(sizes or (FP8_GEMM_MULTIPLE,) * 2)
+    for op, note in csrc.items():
+        table[op] = ("torch", csrc_why_not) if csrc_why_not else ("csrc", note)
+    return {op: table[op] for op in OPS}
+
+
+def _gemms(
+    capability: tuple[int, int], sizes: tuple[int, int] | None, fp8: bool, split: bool
+) -> dict[str, tuple[str, str]]:
+    ops = ("fp8_linear_lora", "fp8_grad_input")
+    if not fp8:
+        return dict.fromkeys(ops, ("torch", "the base is not FP8"))
+    n, k = sizes or (FP8_GEMM_MULTIPLE,) * 2
+    if why_not := takes_cublaslt(capability, 1, n, k):
+        return dict.fromkeys(ops, ("torch", why_not))
+    needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
+    not_triton = _why_not_triton_gemm(capability, 1, n, k) or (TRITON_SPLIT if split else None)
+    table = {}
+    for op, implementation, ranks, why_not in (
+        ("fp8_linear_lora", "triton", f"rank ≤ {MAX_RANK}", not_triton),
+        ("fp8_grad_input", "csrc", "any rank", _why_not_wgmma_gemm(capability, n, k)),
     ):
-        needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
-        note = f"one kernel for bf16 and fp16, rank ≤ {MAX_RANK}{needs}; else torch._scaled_mm"
-        own["fp8_linear_lora"] = ("triton", note)
-    if fp8 and not _why_not_wgmma_gemm(capability or (0, 0), *(sizes or (FP8_GEMM_MULTIPLE,) * 2)):
-        needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
-        own["fp8_grad_input"] = (
-            "csrc",
-            f"one kernel for bf16 and fp16, any rank{needs}; else torch._scaled_mm",
-        )
-    return {**table, **dict.fromkeys(_GEMMS, gemm), **own}
+        note = f"one kernel for bf16 and fp16, {ranks}{needs}; else torch._scaled_mm"
+        by_cublaslt = ("cublaslt", f"torch._scaled_mm{needs}: {why_not}")
+        table[op] = by_cublaslt if why_not else (implementation, note)
+    return table
 
 
 def _quantize_grad(capability: tuple[int, int], sizes: tuple[int, int] | None) -> tuple[str, str]:
@@ -253,6 +255,12 @@ def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | No
     return "N = 0" if n == 0 else None
 
 
+def can_hand_mask_over(capability: tuple[int, int], n: int, k: int) -> bool:
+    """Whether `lora_grad_a` and `fp8_grad_input` of an FP8 base [n, k] are one kernel of csrc each, the first of which
+    can leave its mask to the second."""
+    return not (_why_not_lora_grad_a(capability, k, True) or _why_not_wgmma_gemm(capability, n, k))
+
+
 def why_not_transpose_fp8(weight: Tensor) -> str | None:
     """None if csrc's `transpose_fp8` takes this matrix; otherwise the reason why not."""
     if why_not := why_not_csrc(capability_of(weight.device)):
@@ -290,7 +298,7 @@ def why_not_triton_gemm(
         if tensor.data_ptr() % 16 or not tensor.is_contiguous():
             return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
     if split:
-        return "Triton's split accumulation takes 1.5 times as long"
+        return TRITON_SPLIT
     if out_dtype not in (torch.bfloat16, torch.float16):
         return f"out_dtype is {out_dtype}, not bfloat16 or float16"
     if s is not None and lora_B is not None:

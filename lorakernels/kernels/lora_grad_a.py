@@ -54,7 +54,8 @@ def lora_grad_a_and_mask(
     why_not = ladder.why_not_lora_grad_a(ds, x, x_scale_inv, out_dtype, col0)
     arguments = (ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
     if why_not or reference.dropout_threshold(p) == 0:
-        return reference.lora_grad_a_and_mask(*arguments)
+        keep = reference.drawn_mask(slot, p, site, x.shape[0], x.shape[1], row0, col0)
+        return lora_grad_a(*arguments), reference.dropped_bits(keep)
     words = reference.dropped_words(x.shape[1])
     dropped = torch.empty(x.shape[0], words, dtype=torch.int32, device=x.device)
     return in_one_pass(*arguments, dropped), dropped

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile sizes of the GEMMs: data, one table per compute capability, chosen by shape class and never by timing.
 
-`LORAKERNELS_PRINT_CONFIGS=1` prints every choice once to stderr.
+`LORAKERNELS_PRINT_CONFIGS=1` prints every choice of the Triton GEMM's once to stderr.
 """
 
 from __future__ import annotations

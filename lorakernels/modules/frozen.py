@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from lorakernels import reference
+from lorakernels import ops, reference
 from lorakernels.autograd import LoRASpec, check_input, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
@@ -263,7 +263,7 @@ class FrozenFP8Linear(nn.Module):
                 f"{self.name or 'this layer'}: weight_layout='both' needs the whole weight to renew its second "
                 "copy, found a sharded one; use 'single' with FSDP2"
             )
-        self.weight_t = reference.transpose_fp8(self._stored.detach())
+        self.weight_t = ops.transpose_fp8(self._stored.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
         scale_inv, base = self.weight_scale_inv, self._base

@@ -334,6 +334,11 @@ def _check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
             raise ValueError(
                 f"members of a group must have one {what}, found {dict(zip(names, values, strict=True))}"
             )
+    if any(member.fp8_state is not members[0].fp8_state for member in members):
+        raise ValueError(
+            f"members of a group must have one fp8_state, {names} have different ones: x's scale would be "
+            "updated by the first one's alone; pass the same FP8State to each, as apply_lora does"
+        )
     if shared_dropout and any(m.rng_state is not members[0].rng_state for m in members):
         raise ValueError(f"one mask for all needs one rng_state, {names} have different ones")
 

@@ -115,13 +115,14 @@ class LoRAReport:
 
 
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
-    device = module.lora_A.device
+    device, state = module.lora_A.device, module.fp8_state
     fp8 = module.weight_scale_inv is not None
     ladder = implementations(
         "cuda" if device.type == "cuda" else "cpu",
         capability_of(device) if device.type == "cuda" else None,
         fp8=fp8,
         sizes=(module.out_features, module.in_features),
+        split=state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
     )
     del ladder["bias_dropout_add"]  # not an op of this layer
     return ModuleReport(

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams, ops, reference
+from lorakernels.kernels import ladder
 from lorakernels.modules import lora as lora_module
 from tests.exact import EPS, error_in_eps, exact_lora
 
 HYBRID = DelayedScaling()
+# module `lora_linear`, which the function of that name hides
+lora_linear_module = sys.modules["lorakernels.autograd.lora_linear"]
 SLOT = (0x1234_5678_9ABC_DEF, 7)
 
 
@@ -312,4 +317,41 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
     ):
         layer(x).sum().backward()
     assert forward.call_args.args[-1] is fprop
-    assert backward.call_args.args[-2] is not fprop
+    assert backward.call_args.args[-2] is (not fprop)
+
+
+@pytest.mark.parametrize("hands", [False, True], ids=["drawn twice", "handed over"])
+def test_dx_gets_the_mask_that_dA_drew(hands, monkeypatch):
+    """What a GPU's backward does, with the reference's ops."""
+    monkeypatch.setattr(lora_linear_module, "hands_mask_over", lambda *_: hands)
+    layer = make_layer(40, 16, 4, p=0.3)
+    x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
+    with (
+        mock.patch.object(lora_module, "draw_slot", lambda *_: slot),
+        mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as op,
+    ):
+        layer(x).sum().backward()
+    dropped = op.call_args.args[-1]
+    keep = reference.dropout_keep(slot, 0.3, layer.site, 8, 40)
+    assert torch.equal(dropped, reference.dropped_bits(keep)) if hands else dropped is None
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "archs", "hands"),
+    [(32, 64, "90a", True), (32, 72, "90a", False), (40, 64, "90a", False), (32, 64, "90", False)],
+    ids=["both are kernels", "K", "N", "no wgmma"],
+)
+def test_a_mask_is_handed_over_only_to_a_kernel_that_reads_it(n, k, archs, hands, monkeypatch):
+    """Elsewhere it would be drawn, packed and thrown away."""
+    built = mock.Mock(build_info=lambda: {"cuda_archs": archs})
+    monkeypatch.setattr(ladder, "why_not_csrc", lambda _: None)
+    monkeypatch.setattr(ladder, "extension", lambda: built)
+    monkeypatch.setattr(lora_linear_module, "capability_of", lambda _: (9, 0))
+    with FakeTensorMode():
+        ds = torch.empty(8, 4, dtype=torch.bfloat16, device="cuda")
+        x8 = torch.empty(8, k, dtype=torch.uint8, device="cuda")
+        one, slot = torch.empty(1, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
+        assert lora_linear_module.hands_mask_over(ds, x8, one, slot, 0.1, n) == hands
+        assert not lora_linear_module.hands_mask_over(ds, x8, one, slot, 0.0, n)
+        wide = torch.empty(8, 129, dtype=torch.bfloat16, device="cuda")
+        assert not lora_linear_module.hands_mask_over(wide, x8, one, slot, 0.1, n)

@@ -198,6 +198,25 @@ def test_stacked_projections_differ_by_rounding_only(how, device):
         torch.testing.assert_close(found[name], value, rtol=tolerance, atol=atol)
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_autocast_takes_adapters_of_any_dtype(adapter, kind, device):
+    """Bound: as above, and A is rounded alike; outputs are rounded to `kind`."""
+    apart = make(device=device)
+    for layer in apart:
+        layer.lora_A.data, layer.lora_B.data = layer.lora_A.to(adapter), layer.lora_B.to(adapter)
+    together = copy.deepcopy(apart)
+    LoRALinearGroup(together)
+    x = torch.randn(6, 32, device=device)
+    with torch.autocast(device.type, kind):
+        for one, other in zip(apart, together, strict=True):
+            expected, found = one(x), other(x)
+            atol = EPS[kind] * expected.abs().max().item()
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+            found.float().sum().backward(retain_graph=True)
+            assert other.lora_A.grad.dtype == adapter
+
+
 def saved_bytes(members, x, call):
     """Bytes that autograd keeps, parameters and buffers excepted."""
     tensors = [t for m in members for t in (*m.parameters(), *m.buffers())]

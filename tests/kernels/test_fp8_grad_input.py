@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels import kernels, ops, reference
+from lorakernels import checks, kernels, ops, reference
 from lorakernels.device import extension
 from lorakernels.kernels import ladder, tuning
 
@@ -304,6 +304,21 @@ def test_what_it_does_not_take_goes_through_torch(change: dict, reason: str) -> 
     )  # three roundings to bf16
 
 
+def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
+    ran = mock.Mock()
+    monkeypatch.setattr(MODULE, "extension", lambda: ran)
+    monkeypatch.setattr(MODULE, "stream", lambda _: 0)
+    monkeypatch.setattr(MODULE, "multiprocessors_of", lambda _: 132)
+    dy, w, one = torch.zeros(4, 16).to(E5M2), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(1)
+    lora_A, slot = torch.zeros(4, 32, dtype=FP16), torch.tensor([1, 2])
+    weight_t = w.t().contiguous()
+    MODULE.in_one_kernel(
+        *(dy, one, E5M2, w, one, weight_t, None, lora_A, slot, 0.1, SITE, BF16, 0, 0, True, None)
+    )
+    call = dict(zip(VALID, ran.fp8_grad_input.call_args.args, strict=True))
+    assert (call["A"], call["rank"], call["threshold"], call["a_dtype"]) == (0, 0, 0, "bfloat16")
+
+
 VALID = {
     **dict.fromkeys(("dx", "dy8", "weight_t", "dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
     **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "ds_stride": 8, "factor": 1.0},
@@ -334,3 +349,20 @@ VALID = {
 def test_refusals(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         extension().fp8_grad_input(**{**VALID, **change})
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        torch.zeros(3, 4),
+        torch.zeros(3, 8, dtype=torch.int32),
+        torch.zeros(3, 8, dtype=torch.int32)[:, ::2],
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_a_mask_that_does_not_fit_is_refused(dropped: Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"dropped must be contiguous int32 \[3, 4\] on cpu, found"
+    ):
+        checks.dropped(dropped, 3, 100, torch.device("cpu"))
+    checks.dropped(torch.zeros(3, 4, dtype=torch.int32), 3, 100, torch.device("cpu"))

@@ -21,6 +21,22 @@ def test_every_op_is_named(device, capability):
     assert (table["fp8_linear_lora"][0] in ("cublaslt", "triton")) == fp8_cores
 
 
+def test_a_split_forward_gemm_is_not_triton_s():
+    """Asked for by the recipe's fp8_gemm_fprop; `why_not_triton_gemm` refuses it too."""
+    sizes = {"sizes": (32, 64)}
+    assert ladder.implementations("cuda", (9, 0), **sizes)["fp8_linear_lora"][0] == "triton"
+    table = ladder.implementations("cuda", (9, 0), **sizes, split=True)
+    assert table["fp8_linear_lora"] == ("cublaslt", f"torch._scaled_mm: {ladder.TRITON_SPLIT}")
+
+
+def test_cublaslt_s_reason_says_why_no_kernel_of_ours(monkeypatch):
+    monkeypatch.setattr(ladder, "why_not_csrc", lambda _: "built without nvcc")
+    table = ladder.implementations("cuda", (8, 9))
+    assert table["fp8_linear_lora"][0] == table["fp8_grad_input"][0] == "cublaslt"
+    assert table["fp8_linear_lora"][1].endswith("compute capability (8, 9) has no TMA")
+    assert table["fp8_grad_input"][1].endswith("built without nvcc")
+
+
 def test_unknown_device():
     with pytest.raises(ValueError, match="found 'mps'"):
         ladder.implementations("mps")

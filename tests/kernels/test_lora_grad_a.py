@@ -300,6 +300,17 @@ def test_what_it_does_not_take_goes_through_pytorch(case, reason, monkeypatch):
     assert bool(((found.double() - value).abs() <= 2.0**-6 * size).all())
 
 
+def test_dA_is_the_same_with_a_mask_left_behind_where_csrc_does_not_run(monkeypatch):
+    monkeypatch.setattr(ladder, "why_not_lora_grad_a", lambda *_: "as without nvcc")
+    ds, slot = torch.randn(33, 4).to(BF16), torch.tensor([5, 6])
+    x8 = torch.randn(33, 72).to(E4M3).view(torch.uint8)
+    arguments = (ds, x8, torch.full((1,), 0.37), slot, 0.3, SITE, FP32, 7, 40)
+    dA, dropped = MODULE.lora_grad_a_and_mask(*arguments)
+    assert torch.equal(dA, lora_grad_a(*arguments))
+    keep = reference.dropout_keep(slot, 0.3, SITE, 33, 72, 7, 40)
+    assert torch.equal(dropped, reference.dropped_bits(keep))
+
+
 @pytest.mark.parametrize(
     ("shape", "slices"),
     [((0, 16, 1), 0), ((1, 16, 1), 1), ((64, 8192, 16), 1), ((65, 16, 128), 2)],

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from lorakernels import (
+    DelayedScaling,
     LoRAConfig,
     LoRALinear,
+    MMParams,
     PhiloxState,
     apply_lora,
     disable_lora,
@@ -17,6 +19,7 @@ from lorakernels import (
     unmerge_lora,
 )
 from lorakernels.modules import lora_modules
+from lorakernels.modules import report as report_module
 
 
 class Block(nn.Module):
@@ -239,6 +242,17 @@ def test_the_report_follows_the_model():
     assert rows["0.q_proj"].base == "float32" and rows["0.q_proj"].why["fp8_linear_lora"]
     lora_modules(m)["0.q_proj"].lora_A.requires_grad_(False)
     assert report.trainable_parameters == sum(p.numel() for p in m.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_report_asks_the_ladder_about_the_recipe_s_gemm(split, monkeypatch):
+    def implementations(*_, split, **__):
+        return {"bias_dropout_add": ("", ""), "y": (str(split), "")}
+
+    monkeypatch.setattr(report_module, "implementations", implementations)
+    recipe = DelayedScaling(fp8_gemm_fprop=MMParams(split))
+    (row,) = apply_lora(model(), LoRAConfig(target_modules=["0.q_proj"], fp8=recipe)).adapted()
+    assert row.ops == {"y": str(split)}
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lorakernels import (
     DelayedScaling,
+    FP8State,
     LoRAConfig,
     LoRALinear,
     LoRALinearGroup,
@@ -538,12 +539,23 @@ def test_a_group_whose_first_member_is_switched_off_still_draws():
 
 
 def pair(**changes):
+    """Two layers, of one FP8 state unless one of them has another recipe."""
     config = {"r": 4, "lora_dropout": 0.1}
-    first = LoRALinear(32, 16, config=LoRAConfig(**config), name="first")
+    state = FP8State(["first", "second"], DelayedScaling())
+    first = LoRALinear(32, 16, config=LoRAConfig(**config), name="first", fp8_state=state)
     second = LoRALinear(
-        changes.pop("k", 32), 16, config=LoRAConfig(**config | changes), name="second"
+        changes.pop("k", 32),
+        16,
+        config=LoRAConfig(**config | changes),
+        name="second",
+        fp8_state=None if "fp8" in changes else state,
     )
     return [first, second]
+
+
+def apart():
+    """As `pair`, each with a state of its own."""
+    return [LoRALinear(32, 16, config=LoRAConfig(r=4), name=name) for name in ("first", "second")]
 
 
 @pytest.mark.parametrize(
@@ -557,11 +569,12 @@ def pair(**changes):
         ),
         (pair(fp8=None), ValueError, "one recipe, found"),
         (pair(fp8=DelayedScaling(fp8_format="E4M3")), ValueError, "one recipe, found"),
+        (apart(), ValueError, "must have one fp8_state, .* x's scale would be updated by"),
         (pair()[:1], ValueError, "two or more different members, found"),
         (pair()[:1] * 2, ValueError, "two or more different members, found"),
         ([*pair(), nn.Linear(32, 16)], TypeError, "must be a LoRALinear, found Linear"),
     ],
-    ids=["K", "p", "plain and FP8", "formats", "one", "twice the same", "not ours"],
+    ids=["K", "p", "plain and FP8", "formats", "states", "one", "twice the same", "not ours"],
 )
 def test_members_that_do_not_fit_are_refused_and_stay_as_they_are(members, error, match):
     with pytest.raises(error, match=match):

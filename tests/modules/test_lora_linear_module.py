@@ -6,12 +6,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
+from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, ops
 from lorakernels.modules import frozen
 
 E4M3 = torch.float8_e4m3fn
@@ -83,6 +84,15 @@ def test_to_dtype_never_touches_the_fp8_bytes(how):
     assert layer.weight_scale_inv.dtype == torch.float32 and layer.weight.dtype == E4M3
     assert layer.fp8_state.forward.dtype == torch.float32
     assert layer.lora_A.dtype == layer.bias.dtype != torch.float32
+
+
+def test_the_second_copy_is_made_by_the_op():
+    """Which is csrc's kernel on a GPU; also without data."""
+    with mock.patch.object(ops, "transpose_fp8", wraps=ops.transpose_fp8) as op:
+        layer = make(layout="both")
+        empty = LoRALinear(24, 10, config=LoRAConfig(weight_layout="both"), device="meta")
+    assert op.call_count == 2 and empty.weight_t.is_meta and empty.weight_t.shape == (24, 10)
+    assert torch.equal(layer.weight_t, layer._stored.t()) and layer.weight_t.is_contiguous()
 
 
 @pytest.mark.gpu
