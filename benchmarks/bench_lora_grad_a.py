@@ -15,18 +15,17 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from common import (
-    NOT_TIMED,
     Row,
+    against_floor,
     arguments,
     environment,
     finish,
     measured_floor,
     parser,
-    ratio,
-    time_of,
 )
 from torch import Tensor
 
@@ -97,28 +96,9 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str,
 def bench_case(
     case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
 ) -> list[Row]:
-    floor, timed = inputs.x.numel() * inputs.x.element_size() / bandwidth * 1e3, {}
-    for name in args.providers:
-        run = PROVIDERS[name]
-        wrong = fault(inputs, run(inputs))
-        columns = (
-            NOT_TIMED
-            if wrong
-            else time_of(lambda run=run: run(inputs), device, args.repetitions).columns()
-        )
-        timed[name] = {"check": f"WRONG: {wrong}" if wrong else "ok", **columns}
-    own = timed.get("ours", NOT_TIMED)["ms"]
-    return [
-        {
-            **case,
-            "provider": name,
-            **columns,
-            "floor ms": round(floor, 5),
-            "÷ floor": ratio(columns["ms"], floor),
-            "÷ ours": ratio(columns["ms"], own),
-        }
-        for name, columns in timed.items()
-    ]
+    runs = {name: partial(PROVIDERS[name], inputs) for name in args.providers}
+    floor_ms = inputs.x.numel() * inputs.x.element_size() / bandwidth * 1e3
+    return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
 
 
 def main() -> int:

@@ -65,20 +65,6 @@ struct Tiles {
   __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
 };
 
-template <int kStages, int kStageBytes>
-struct Ring {
-  uint32_t tiles, barriers;
-  int stage = 0, round = 0;
-
-  __device__ Ring(uint32_t tiles, uint32_t barriers) : tiles(tiles), barriers(barriers) {}
-  __device__ uint32_t tile() const { return tiles + stage * kStageBytes; }
-  __device__ uint32_t full() const { return barriers + stage * 8; }
-  __device__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
-  __device__ void advance() {
-    if (++stage == kStages) stage = 0, round ^= 1;
-  }
-};
-
 // What the helpers hand to the multiplying warpgroups: ds, A and the mask of a tile. A rank above one step takes
 // several fills, and every block of rows its own.
 template <typename Tile, int kRankStep>
@@ -210,7 +196,7 @@ struct Helper {
 template <typename Tile>
 __device__ void bring_operands(const Fp8GradInputParams& params, const CUtensorMap& dy, const CUtensorMap& weight,
                                uint32_t base) {
-  Ring<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+  TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
     const int row = tiles.row(), col = tiles.col();
     for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
@@ -262,8 +248,7 @@ struct Consumer {
   }
 
   // What follows reads the sums after the tensor cores have written them.
-  template <int kCount>
-  static __device__ void settle(float (&sums)[kCount]) {
+  static __device__ void settle(float (&sums)[kSums]) {
 #pragma unroll
     for (float& each : sums) asm volatile("" : "+f"(each)::"memory");
   }
@@ -284,7 +269,7 @@ struct Consumer {
     for (int i = 0; i < kStepDepth / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
   }
 
-  __device__ void sum_in_parts(Ring<Tile::kStages, Tile::kStageBytes>& ring) {
+  __device__ void sum_in_parts(TileRing<Tile::kStages, Tile::kStageBytes>& ring) {
     clear(part);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) clear(sum[block]);
@@ -304,7 +289,7 @@ struct Consumer {
     }
   }
 
-  __device__ void sum_at_once(Ring<Tile::kStages, Tile::kStageBytes>& ring) {
+  __device__ void sum_at_once(TileRing<Tile::kStages, Tile::kStageBytes>& ring) {
     uint32_t before = 0;
     for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
       wait_for(ring.full(), ring.round);
@@ -393,7 +378,7 @@ struct Consumer {
 
   __device__ void work(Extras<Tile, kRankStep> extras) {
     const float scale = *params.dy_scale_inv * *params.weight_scale_inv;
-    Ring<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+    TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       const int row0 = tiles.row(), col0 = tiles.col();
       if constexpr (kSplits) {
@@ -428,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t base = shared_address(shared);
   const uint32_t barriers_of_extras = base + Tile::kOffsetBarriers + 2 * Tile::kStages * 8;
   if (threadIdx.x == 0) {
-    Ring<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+    TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
     for (; ring.round == 0; ring.advance()) {
       init_barrier(ring.full(), 1);
       init_barrier(ring.empty(), kConsumers * 4);

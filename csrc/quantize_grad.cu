@@ -90,30 +90,15 @@ struct Cursor {
   }
 };
 
-// A stage of the ring of tiles, and how often the ring has gone round.
-template <int kStages>
-struct Ring {
-  uint32_t tiles, barriers;
-  int stage = 0, round = 0;
-
-  __device__ Ring(uint32_t tiles, uint32_t barriers) : tiles(tiles), barriers(barriers) {}
-  __device__ uint32_t tile() const { return tiles + stage * kStageBytes; }
-  __device__ uint32_t full() const { return barriers + stage * 8; }
-  __device__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
-  __device__ void advance() {
-    if (++stage == kStages) stage = 0, round ^= 1;
-  }
-};
-
 // Thread 0 brings the tiles of dy, a ring's length less one ahead of their use.
 template <int kRank>
 struct Producer {
   using Tile = Tiling<kRank>;
   Cursor at;
-  Ring<Tile::kStages> ring;
+  TileRing<Tile::kStages, kStageBytes> ring;
   int step = 0;
 
-  __device__ Producer(const Cursor& first, const Ring<Tile::kStages>& ring) : at(first), ring(ring) {}
+  __device__ Producer(const Cursor& first, const TileRing<Tile::kStages, kStageBytes>& ring) : at(first), ring(ring) {}
 
   // Once the stage's last tile has been used by all.
   __device__ void bring(const CUtensorMap& dy) {
@@ -226,9 +211,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   cudaTriggerProgrammaticLaunchCompletion();
   const uint32_t base = shared_address(shared);
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // in a uniform register
-  Ring<Tile::kStages> ring(base, base + Tile::kOffsetBarriers);
+  TileRing<Tile::kStages, kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   if (threadIdx.x == 0) {
-    for (Ring<Tile::kStages> each = ring; each.round == 0; each.advance()) {
+    for (TileRing<Tile::kStages, kStageBytes> each = ring; each.round == 0; each.advance()) {
       init_barrier(each.full(), 1);
       init_barrier(each.empty(), kThreads / 32);
     }

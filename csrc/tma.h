@@ -71,6 +71,22 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint4& valu
                : "memory");
 }
 
+// A ring of tiles in shared memory, a full and an empty barrier to each stage: the stage in use, and how often, modulo
+// 2, the ring has gone round.
+template <int kStages, int kStageBytes>
+struct TileRing {
+  uint32_t tiles, barriers;
+  int stage = 0, round = 0;
+
+  __device__ TileRing(uint32_t tiles, uint32_t barriers) : tiles(tiles), barriers(barriers) {}
+  __device__ uint32_t tile() const { return tiles + stage * kStageBytes; }
+  __device__ uint32_t full() const { return barriers + stage * 8; }
+  __device__ uint32_t empty() const { return barriers + (kStages + stage) * 8; }
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, round ^= 1;
+  }
+};
+
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);

@@ -42,11 +42,11 @@ def slot(slot: Tensor | None, device: torch.device) -> None:
         )
 
 
-def dropped(dropped: Tensor | None, rows: int, cols: int, device: torch.device) -> None:
+def dropped(dropped: Tensor | None, rows: int, words: int, device: torch.device) -> None:
     """A mask handed over is int32 [rows, words] without gaps on the tensors' device; ValueError otherwise."""
     if dropped is None:
         return
-    shape = (rows, -(-cols // 128) * 4)
+    shape = (rows, words)
     fits = dropped.shape == shape and dropped.dtype == torch.int32 and dropped.is_contiguous()
     if not fits or dropped.device != device:
         raise ValueError(

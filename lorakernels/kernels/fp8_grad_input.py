@@ -70,7 +70,8 @@ def in_one_kernel(
 ) -> Tensor:
     """What `ladder.why_not_wgmma_gemm` has no objection to, by csrc."""
     checks.slot(slot, dy.device)
-    checks.dropped(dropped, dy.shape[0], weight.shape[1], dy.device)
+    words = reference.dropped_words(weight.shape[1])
+    checks.dropped(dropped, dy.shape[0], words, dy.device)
     (rows, depth), cols = dy.shape, weight.shape[1]
     rank = threshold = 0
     if ds is None or lora_A is None:

@@ -68,7 +68,8 @@ def test_every_target_names_a_benchmark_and_the_provider_of_it(
         bench = load(name)
         providers = getattr(bench, "PEERS", None) or bench.PROVIDERS
         assert target.where["provider"] in providers, target
-        text = path.read_text(encoding="utf-8")
+        sources = (path, path.with_name("common.py"))
+        text = "".join(source.read_text(encoding="utf-8") for source in sources)
         for column in (target.column, *target.where):
             assert f'"{column}"' in text, (target.csv, column)
 

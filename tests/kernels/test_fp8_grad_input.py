@@ -364,5 +364,5 @@ def test_a_mask_that_does_not_fit_is_refused(dropped: Tensor) -> None:
     with pytest.raises(
         ValueError, match=r"dropped must be contiguous int32 \[3, 4\] on cpu, found"
     ):
-        checks.dropped(dropped, 3, 100, torch.device("cpu"))
-    checks.dropped(torch.zeros(3, 4, dtype=torch.int32), 3, 100, torch.device("cpu"))
+        checks.dropped(dropped, 3, 4, torch.device("cpu"))
+    checks.dropped(torch.zeros(3, 4, dtype=torch.int32), 3, 4, torch.device("cpu"))
