@@ -3,7 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "amax.h"
-#include "cuda_check.h"
+#include "launch.h"
 
 namespace lorakernels {
 namespace {
@@ -19,9 +19,7 @@ __device__ uint32_t widened(uint32_t bits, FloatType dtype) {
 __global__ void __launch_bounds__(kThreads, 2)
     amax_if_unset_kernel(const ScaleSource source, const uint4* x, int64_t groups, FloatType dtype) {
   __shared__ uint32_t of_warp[kThreads / 32];
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  begin_after_previous_kernel();
   if (source.kept != nullptr && *source.kept > 0.0f) return;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   uint32_t most = 0;
@@ -49,9 +47,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 void launch_amax_if_unset(const ScaleSource& source, const void* x, int64_t count, FloatType dtype, void* stream,
                           int device) {
   const DeviceGuard guard(device);
-  amax_if_unset_kernel<<<ScaleSource::kPartials, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      source, static_cast<const uint4*>(x), count / 8, dtype);
-  LORAKERNELS_CHECK_LAUNCH("amax_if_unset");
+  launch_kernel(amax_if_unset_kernel, ScaleSource::kPartials, kThreads, 0, static_cast<cudaStream_t>(stream), true,
+                source, static_cast<const uint4*>(x), count / 8, dtype);
 }
 
 }  // namespace lorakernels

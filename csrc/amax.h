@@ -52,9 +52,6 @@ __device__ __forceinline__ uint32_t warp_max_magnitude(uint32_t most) {
 __device__ __forceinline__ float scale_to_use(const ScaleSource& source) {
   const float kept = source.kept == nullptr ? 0.0f : *source.kept;
   if (kept > 0.0f) return kept;
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
   uint32_t amax = 0;
   for (int i = threadIdx.x % 32; i < ScaleSource::kPartials; i += 32) amax = max(amax, __ldcg(source.partials + i));
   return scale_of_amax(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, amax)), source.fp8_max);

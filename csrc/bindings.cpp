@@ -9,7 +9,7 @@ PYBIND11_MODULE(_C, m) {
   lorakernels::register_fp8(m);
   lorakernels::register_graph(m);
   lorakernels::register_graph_watch(m);
-  lorakernels::register_fp8_grad_input(m);
+  lorakernels::register_fp8_gemm(m);
   lorakernels::register_amax_and_scale_update(m);
   lorakernels::register_bias_dropout_add(m);
   lorakernels::register_quantize_grad(m);

@@ -262,9 +262,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
   constexpr int kStages = Tile::kStages, kRows = Tile::kRows, kTiles = Tile::kTiles, kElementBytes = kFp8 ? 1 : 2;
   constexpr uint32_t kRowStep = Grid::kRowWarps * 4 * kRows;
   extern __shared__ uint4 shared[];
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  begin_after_previous_kernel();
   const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const uint32_t col_warp = warp % Grid::kColWarps, row_warp = warp / Grid::kColWarps;
   const uint32_t cols = static_cast<uint32_t>(params.cols), rank = static_cast<uint32_t>(params.rank);
@@ -386,7 +384,7 @@ void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
                     static_cast<unsigned>(grid.parts));
-  launch_kernel(kernel, blocks, kThreads, kBytes, stream, false, params, static_cast<uint32_t>(grid.slice_rows));
+  launch_kernel(kernel, blocks, kThreads, kBytes, stream, true, params, static_cast<uint32_t>(grid.slice_rows));
 }
 
 template <typename T, bool kFp8, bool kDropout>

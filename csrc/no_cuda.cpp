@@ -8,7 +8,7 @@
 #include "bias_dropout_add.h"
 #include "cuda_runtime_info.h"
 #include "dropout_mask.h"
-#include "fp8_grad_input.h"
+#include "fp8_gemm.h"
 #include "graph.h"
 #include "lora_grad_a.h"
 #include "quantize_grad.h"
@@ -39,7 +39,9 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams&, void*
   not_compiled("bias_dropout_add_backward");
 }
 
-void launch_fp8_grad_input(const Fp8GradInputParams&, void*, int) { not_compiled("fp8_grad_input"); }
+void launch_fp8_linear_lora(const Fp8GemmParams&, void*, int) { not_compiled("fp8_linear_lora"); }
+
+void launch_fp8_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
 
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
 

@@ -38,9 +38,9 @@ struct Factor {
   static constexpr uint32_t kBytesOf16Rows = Rows::offset(16, 0);
 };
 
-template <int kRank>
+template <int kRank, int kTilesOfStrip>
 struct Tiling {
-  static constexpr int kSteps = Grid::steps(kRank);
+  static constexpr int kSteps = kTilesOfStrip;
   static constexpr int kStripCols = kSteps * kTileCols;
   static constexpr int kStages = kRank <= 32 ? 5 : kRank == 64 ? 4 : 3;
   static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
@@ -91,9 +91,8 @@ struct Cursor {
 };
 
 // Thread 0 brings the tiles of dy, a ring's length less one ahead of their use.
-template <int kRank>
+template <typename Tile>
 struct Producer {
-  using Tile = Tiling<kRank>;
   Cursor at;
   TileRing<Tile::kStages, kStageBytes> ring;
   int step = 0;
@@ -117,10 +116,10 @@ struct Producer {
   }
 };
 
-template <typename T, int kRank>
+template <typename T, int kRank, typename Tile>
 __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base, const Cursor& at) {
   using Rows = Factor<kRank>;
-  const uint32_t to = base + Tiling<kRank>::kOffsetS + at.count % 2 * Tiling<kRank>::kFactorBytes;
+  const uint32_t to = base + Tile::kOffsetS + at.count % 2 * Tile::kFactorBytes;
   const FactorSource source(params.s, params.rows, params.rank, params.dtype);
 #pragma unroll
   for (int i = threadIdx.x; i < kPanelRows * Rows::kChunks; i += kThreads) {
@@ -135,16 +134,16 @@ __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base,
   }
 }
 
-template <typename T, int kRank>
+template <typename T, int kRank, typename Tile>
 __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base, int strip) {
   using Rows = Factor<kRank>;
-  constexpr int kCols = Tiling<kRank>::kStripCols;
+  constexpr int kCols = Tile::kStripCols;
   const FactorSource source(params.B, params.cols, params.rank, params.b_dtype);
 #pragma unroll 4
   for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kThreads) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
     const uint4 rounded = source.rounded<T>(static_cast<int64_t>(strip) * kCols + row, chunk);
-    store_shared(base + Tiling<kRank>::kOffsetB + Rows::offset(row, chunk, kCols), rounded);
+    store_shared(base + Tile::kOffsetB + Rows::offset(row, chunk, kCols), rounded);
   }
 }
 
@@ -198,17 +197,17 @@ __device__ void store_sums(float* target, const float (&sum)[kSums]) {
   }
 }
 
-template <typename T, int kRank>
+template <typename T, int kRank, int kSteps>
 __global__ void __launch_bounds__(kThreads, 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = Tiling<kRank>;
+  using Tile = Tiling<kRank, kSteps>;
   using Rows = Factor<kRank == 0 ? 16 : kRank>;
   constexpr int kSums = kRank == 0 ? 4 : kRank / 2;  // of a thread
   constexpr int64_t kBlockFloats = kAtom * kRank;
   extern __shared__ __align__(1024) uint8_t shared[];
-  cudaTriggerProgrammaticLaunchCompletion();
+  begin_after_previous_kernel();
   const uint32_t base = shared_address(shared);
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // in a uniform register
   TileRing<Tile::kStages, kStageBytes> ring(base, base + Tile::kOffsetBarriers);
@@ -221,10 +220,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   Cursor now(grid), ahead = now;
-  Producer<kRank> producer(now, ring);
+  Producer<Tile> producer(now, ring);
   for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
   if constexpr (kRank > 0) {
-    if (ahead.left > 0) load_panel_of_s<T, kRank>(params, base, ahead);
+    if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
   }
   const bool quantizes = params.scale_inv != nullptr;
   Quantizer<T, kRank <= 32 ? 4 : 1> quantize(quantizes ? scale_to_use(params.scale) : 1.0f);
@@ -239,13 +238,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kRank > 0) {
       if (begins) {
         __syncthreads();
-        load_strip_of_B<T, kRank>(params, base, now.strip);
+        load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
       }
       wait_for_copies();
-      fence_for_wgmma();
+      fence_for_async();
       __syncthreads();
       ahead.advance();
-      if (ahead.left > 0) load_panel_of_s<T, kRank>(params, base, ahead);
+      if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
     }
     const int64_t first_row = static_cast<int64_t>(now.panel) * kPanelRows;
     const int64_t first_col = static_cast<int64_t>(now.strip) * Tile::kStripCols;
@@ -366,14 +365,19 @@ CUtensorMap map_of(const QuantizeGradParams& params) {
   return tensor_map(params.dy, type, 2, params.rows, params.cols, kPanelRows);
 }
 
+template <typename T, int kRank, int kSteps>
+void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
+  const auto kernel = quantize_grad_kernel<T, kRank, kSteps>;
+  constexpr int kBytes = Tiling<kRank, kSteps>::kBytes;
+  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreads, kBytes, stream, true, map_of(params), params,
+                grid);
+}
+
 template <typename T, int kRank>
 void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
-  const auto kernel = quantize_grad_kernel<T, kRank>;
-  constexpr int kBytes = Tiling<kRank>::kBytes;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const bool behind_amax = params.scale_inv != nullptr;
-  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreads, kBytes, stream, behind_amax, map_of(params),
-                params, grid);
+  grid.steps == 1 ? launch_strips<T, kRank, 1>(params, grid, stream)
+                  : launch_strips<T, kRank, Grid::most_steps(kRank)>(params, grid, stream);
 }
 
 template <typename T>

@@ -43,19 +43,21 @@ struct QuantizeGradGrid {
   static constexpr int64_t kBlocks = 132;  // an H200's multiprocessors
 
   int padded_rank;  // 16, 32, 64 or 128; 16 for none as well
+  int steps;        // tiles of a strip: what registers hold of dB, or one where that leaves multiprocessors idle
   int strip_cols;
   int64_t rows, cols, strips, panels, blocks;
 
   QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank) : padded_rank(16), rows(rows), cols(cols) {
     while (padded_rank < rank) padded_rank *= 2;
-    strip_cols = steps(padded_rank) * kTileCols;
-    strips = (cols + strip_cols - 1) / strip_cols;
     panels = (rows + kPanelRows - 1) / kPanelRows;
+    steps = most_steps(padded_rank);
+    if ((cols + steps * kTileCols - 1) / (steps * kTileCols) * panels < kBlocks) steps = 1;
+    strip_cols = steps * kTileCols;
+    strips = (cols + strip_cols - 1) / strip_cols;
     blocks = std::max<int64_t>(1, std::min(strips * panels, kBlocks));
   }
 
-  // Tiles of a strip: what registers hold of dB.
-  static constexpr LORAKERNELS_HD int steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }
+  static constexpr LORAKERNELS_HD int most_steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }
 
   LORAKERNELS_HD int64_t first_pair(int64_t block) const { return block * strips * panels / blocks; }
   LORAKERNELS_HD int64_t block_of(int64_t pair) const { return ((pair + 1) * blocks - 1) / (strips * panels); }

@@ -87,9 +87,7 @@ __global__ void __launch_bounds__(kThreads, kRankTiles > 4 ? 1 : 2)
     quantize_lora_down_kernel(const QuantizeLoraDownParams params, uint32_t slice) {
   extern __shared__ uint4 shared[];
   constexpr int kRank = 8 * kRankTiles;
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  begin_after_previous_kernel();
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t in_row = lane / 4, in_col = lane % 4 * 8;
   const uint32_t cols = static_cast<uint32_t>(params.cols), rows = static_cast<uint32_t>(params.rows);
@@ -227,8 +225,7 @@ void launch(const QuantizeLoraDownParams& params, const Grid& grid, cudaStream_t
   LORAKERNELS_CHECK_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   const dim3 blocks(static_cast<unsigned>(grid.slices), static_cast<unsigned>(grid.blocks_of_slice));
-  const bool behind_amax = params.x8 != nullptr;
-  launch_kernel(kernel, blocks, kThreads, bytes, stream, behind_amax, params, static_cast<uint32_t>(grid.slice));
+  launch_kernel(kernel, blocks, kThreads, bytes, stream, true, params, static_cast<uint32_t>(grid.slice));
 }
 
 template <typename T>

@@ -29,7 +29,7 @@ void register_philox(py::module_& m);
 void register_fp8(py::module_& m);
 void register_graph(py::module_& m);
 void register_graph_watch(py::module_& m);
-void register_fp8_grad_input(py::module_& m);
+void register_fp8_gemm(py::module_& m);
 void register_amax_and_scale_update(py::module_& m);
 void register_bias_dropout_add(py::module_& m);
 void register_quantize_grad(py::module_& m);

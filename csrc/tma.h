@@ -65,9 +65,38 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       : "memory");
 }
 
+// The way back; what lies outside the tensor is left out. Of one thread's committed stores the last call tells that all
+// have been read from shared memory.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int col, int row, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(col),
+               "r"(row), "r"(source)
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 __device__ __forceinline__ void store_shared(uint32_t address, const uint4& value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_float(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ float2 load_floats(uint32_t address) {
+  float2 two;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(address) : "memory");
+  return two;
+}
+
+// Four matrices of 8 × 8 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and holds in word i
+// the elements 2 (l % 4) and the next of row l / 4 of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
                : "memory");
 }
 

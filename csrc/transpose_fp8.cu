@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda_check.h"
+#include "launch.h"
 #include "transpose_fp8.h"
 
 namespace lorakernels {
@@ -54,6 +54,7 @@ __device__ void transpose_4x4(uint32_t (&word)[4]) {
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads) transpose_fp8_kernel(const TransposeFp8Params params) {
   __shared__ __align__(16) uint32_t column[kTile][kTile / 4];
+  begin_after_previous_kernel();
   const int chunk = threadIdx.x % kChunks, quad = threadIdx.x / kChunks;
   // Down a band of kBand tiles, then on to the right: blocks that run together read and write long stretches of rows.
   const auto tiles_of_row = static_cast<uint32_t>((params.cols + kTile - 1) / kTile);
@@ -99,8 +100,7 @@ void launch_transpose_fp8(const TransposeFp8Params& params, void* stream, int de
   const auto addresses = reinterpret_cast<uintptr_t>(params.out) | reinterpret_cast<uintptr_t>(params.in);
   const bool vectors = params.rows % 16 == 0 && params.cols % 16 == 0 && addresses % 16 == 0;
   const auto kernel = vectors ? transpose_fp8_kernel<true> : transpose_fp8_kernel<false>;
-  kernel<<<static_cast<unsigned>(tiles), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  LORAKERNELS_CHECK_LAUNCH("transpose_fp8");
+  launch_kernel(kernel, static_cast<unsigned>(tiles), kThreads, 0, static_cast<cudaStream_t>(stream), true, params);
 }
 
 }  // namespace lorakernels

@@ -44,8 +44,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to wgmma.
-__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread wrote to shared memory becomes visible to wgmma and to the tensor copy engine.
+__device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #define LK_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LK_NAMES_16 LK_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"

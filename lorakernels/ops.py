@@ -16,17 +16,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import kernels, reference
+from lorakernels import reference
+from lorakernels.define import define as _define
+from lorakernels.define import empty as _empty
+from lorakernels.define import fake_quantized as _fake_quantized
+from lorakernels.ops_layer import (
+    block_diagonal,
+    block_diagonal_parts,
+    rms_norm_backward,
+    rms_norm_quantize,
+    rope_qkv_,
+    rope_qkv_backward,
+    swiglu_quantize,
+    swiglu_quantize_grad,
+)
 
-
-def _without_autocast(fn: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(device_type):  # the context alone costs 6 µs
-            return fn(*args, **kwargs)
-        with torch.autocast(device_type, enabled=False):
-            return fn(*args, **kwargs)
-
-    return run
+__all__ = [
+    "amax_and_scale_update",
+    "bias_dropout_add",
+    "bias_dropout_add_",
+    "bias_dropout_add_backward",
+    "block_diagonal",
+    "block_diagonal_parts",
+    "fp8_grad_input",
+    "fp8_linear_lora",
+    "lora_grad_a",
+    "lora_grad_a_and_mask",
+    "quantize_grad",
+    "quantize_lora_down",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "rope_qkv_",
+    "rope_qkv_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_grad",
+    "transpose_fp8",
+]
 
 
 def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,44 +74,6 @@ def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _define(
-    name: str,
-    *,
-    mutates: tuple[str, ...] = (),
-    guard: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
-) -> Callable[[Callable[..., Any]], Any]:
-    """Register `lorakernels::name` with the schema of reference.`name`; the decorated function is its fake.
-
-    `guard` wraps both implementations.
-    """
-
-    def register(fake: Callable[..., Any]) -> Any:
-        truth, cuda = getattr(reference, name), getattr(kernels, name)
-        schema = torch.library.infer_schema(truth, mutates_args=mutates)
-        op = torch.library.custom_op(
-            f"lorakernels::{name}",
-            _without_autocast(guard(truth), "cpu"),
-            mutates_args=mutates,
-            device_types="cpu",
-            schema=schema,
-        )
-        op.register_kernel("cuda", _without_autocast(guard(cuda), "cuda"))
-        op.register_fake(fake)
-        return op
-
-    return register
-
-
-def _empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty(shape, dtype=dtype or like.dtype)
-
-
-def _fake_quantized(x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    if state is None:
-        return _empty(x, 0, dtype=torch.uint8), _empty(x, 0, dtype=torch.float32)
-    return _empty(x, *x.shape, dtype=torch.uint8), _empty(x, 1, dtype=torch.float32)
-
-
 @_define("quantize_lora_down", mutates=("state",))
 def quantize_lora_down(  # type: ignore[no-untyped-def]
     x, lora_A, state, column, delayed, slot, p, site, row0=0, col0=0
@@ -97,7 +84,17 @@ def quantize_lora_down(  # type: ignore[no-untyped-def]
 
 @_define("fp8_linear_lora")
 def fp8_linear_lora(  # type: ignore[no-untyped-def]
-    x, x_scale_inv, weight, weight_scale_inv, bias, s, lora_B, scaling, out_dtype, split=False
+    x,
+    x_scale_inv,
+    weight,
+    weight_scale_inv,
+    bias,
+    s,
+    lora_B,
+    scaling,
+    out_dtype,
+    split=False,
+    residual=None,
 ):
     return _empty(x, x.shape[0], weight.shape[0], dtype=out_dtype)
 
@@ -177,3 +174,8 @@ def bias_dropout_add_backward(dout, slot, p, site, bias_dtype, row0=0, col0=0): 
     )
     drops = slot is not None and reference.dropout_threshold(p) > 0
     return torch.empty_like(dout) if drops else _empty(dout, 0), dbias
+
+
+@_define("cross_entropy_", mutates=("logits",))
+def cross_entropy_(logits, labels, factor, ignore_index, gradient):  # type: ignore[no-untyped-def]
+    return _empty(labels, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -217,16 +217,25 @@ def fp8_linear_lora(
     scaling: float,
     out_dtype: torch.dtype,
     split: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """y = x Wᵀ + bias + scaling · s Bᵀ in `out_dtype`; x and W are FP8 with their scale_inv, or both plain.
+    """y = x Wᵀ + bias + scaling · s Bᵀ + residual in `out_dtype`; x and W are FP8 with their scale_inv, or both plain.
 
-    Sums are fp32's here, whatever `split` asks of the FP8 tensor cores.
+    `weight_scale_inv` is [1], or [N] for a scale of each row of W. Sums are fp32's here, whatever `split` asks of the
+    FP8 tensor cores.
+
+    Raises:
+        ValueError: `weight_scale_inv` or `residual` [M, N] does not fit.
     """
-    acc = _dequantize(x, x_scale_inv) @ _dequantize(weight, weight_scale_inv).t()
+    checks.fp8_linear_lora(x, weight, weight_scale_inv, residual)
+    by_row = None if weight_scale_inv is None else weight_scale_inv.view(-1, 1)
+    acc = _dequantize(x, x_scale_inv) @ _dequantize(weight, by_row).t()
     if s is not None and lora_B is not None:
         acc += scaling * (s.float() @ lora_B.to(s.dtype).float().t())
     if bias is not None:
         acc += bias.float()
+    if residual is not None:
+        acc += residual.float()
     return acc.to(out_dtype)
 
 
@@ -415,3 +424,28 @@ def amax_and_scale_update(
         rolled = torch.cat((history[1:], new[None]))
         rolled[0] = 0.0
         history.copy_(torch.where(live, rolled, history))
+
+
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """Losses [M] = log Σ_v exp z_v − z_label, fp32 (fp64 of fp64), 0 where the label is `ignore_index`.
+
+    `gradient`: logits become dz = factor · (softmax(z) − onehot(label)), 0 in ignored rows, whatever they held. A label
+    outside of [0, V) makes loss and gradient of its row NaN.
+    """
+    checks.cross_entropy(logits, labels, factor)
+    ignored = labels == ignore_index
+    known = (labels >= 0) & (labels < logits.shape[1])
+    target = torch.where(known, labels, 0)[:, None]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.to(wide).log_softmax(-1)
+    losses = torch.where(known, -log_p.gather(1, target)[:, 0], torch.nan)
+    if gradient:
+        dz = log_p.exp_()
+        dz.scatter_add_(1, target, torch.full_like(dz[:, :1], -1.0))
+        if factor is not None:
+            dz *= factor
+        dz.masked_fill_(~known[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
+        logits.copy_(dz)
+    return losses.masked_fill(ignored, 0.0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dx = dy W + mask ⊙ (ds A) / (1 − p) on CUDA.
 
-dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. One kernel (csrc/fp8_grad_input.cu) draws the
+dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. One kernel (csrc/fp8_gemm_kernel.h) draws the
 mask again while the FP8 product runs and rounds dx once. Hopper's FP8 GEMM reads K-major operands only, so the product
 needs Wᵀ [K, N]: `weight_t` where the layer keeps it, otherwise a transposed copy made for this call. Split
 accumulation by default, as Transformer Engine's dgrad. What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
@@ -110,7 +110,7 @@ def in_one_kernel(
         name(out_dtype if lora_A is None else lora_A.dtype),
         name(fp8_dtype).removeprefix("float8_"),
         split,
-        tuning.large_tiles(rows, cols, multiprocessors),
+        tuning.csrc_tile(rows, cols, split, multiprocessors),
         multiprocessors,
         stream(dy.device),
         dy.get_device(),

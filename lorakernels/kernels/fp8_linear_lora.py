@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y = x Wᵀ + bias + scaling · s Bᵀ on CUDA.
+"""y = x Wᵀ + bias + scaling · s Bᵀ + residual on CUDA.
 
-x [M, K] e4m3, W [N, K] e4m3, s [M, R], B [N, R], y [M, N]. One Triton kernel (fp8_linear_lora_triton.py) adds
-everything in fp32 registers and rounds y once. What it cannot take is multiplied by cuBLASLt (`torch._scaled_mm`, fast
-accumulation as Transformer Engine's forward), and the bias and the LoRA term, a second, rank-sized product added in
-fp32 inside `addmm`, come after it: y is rounded up to three times. A plain base is one product in x's dtype; FP8 sizes
-that cuBLASLt does not take are multiplied in fp32 (reference.py). `ladder.py` says which and why.
+x [M, K] e4m3, W [N, K] e4m3, s [M, R], B [N, R], residual, y [M, N]. On Hopper csrc's kernel
+(fp8_linear_lora_csrc.py), elsewhere with TMA Triton's (fp8_linear_lora_triton.py), adds everything in fp32 registers
+and rounds y once. What neither can take is multiplied by cuBLASLt (`torch._scaled_mm`,
+fast accumulation as Transformer Engine's forward), and the bias, the LoRA term, a second, rank-sized product added in
+fp32 inside `addmm`, and the residual come after it: y is rounded up to four times. A plain base is one product in x's
+dtype; FP8 sizes that cuBLASLt does not take are multiplied in fp32 (reference.py). `ladder.py` says which and why.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import reference
+from lorakernels import checks, reference
 from lorakernels.device import capability_of, multiprocessors_of
-from lorakernels.kernels import tuning
-from lorakernels.kernels.ladder import takes_cublaslt, why_not_triton_gemm
+from lorakernels.kernels import fp8_linear_lora_csrc, tuning
+from lorakernels.kernels.ladder import (
+    takes_cublaslt,
+    why_not_triton_gemm,
+    why_not_wgmma_linear,
+)
 
 
 def fp8_linear_lora(
@@ -30,15 +35,26 @@ def fp8_linear_lora(
     scaling: float,
     out_dtype: torch.dtype,
     split: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`reference.fp8_linear_lora` on the tensor cores."""
+    checks.fp8_linear_lora(x, weight, weight_scale_inv, residual)
+    if (
+        x_scale_inv is not None
+        and weight_scale_inv is not None
+        and not why_not_wgmma_linear(x, weight, bias, s, lora_B, out_dtype, residual)
+    ):
+        y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+        base = (x, x_scale_inv, weight, weight_scale_inv)
+        fp8_linear_lora_csrc.launch(y, *base, bias, s, lora_B, scaling, split, residual)
+        return y
     if (
         x_scale_inv is None
         or weight_scale_inv is None
-        or why_not_triton_gemm(x, weight, bias, s, lora_B, scaling, out_dtype, split)
+        or why_not_triton_gemm(x, weight, bias, s, lora_B, scaling, out_dtype, split, residual)
     ):
-        base = (x, x_scale_inv, weight, weight_scale_inv)
-        return _unfused(*base, bias, s, lora_B, scaling, out_dtype, split)
+        operands = (x, x_scale_inv, weight, weight_scale_inv)
+        return _unfused(*operands, bias, s, lora_B, scaling, out_dtype, split, residual)
     from lorakernels.kernels.fp8_linear_lora_triton import launch
 
     capability = capability_of(x.device)
@@ -61,6 +77,7 @@ def fp8_linear_lora(
             scaling,
             config,
             programs,
+            residual,
         )
     return y
 
@@ -76,12 +93,15 @@ def _unfused(
     scaling: float,
     out_dtype: torch.dtype,
     split: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     y = _base(x, x_scale_inv, weight, weight_scale_inv, out_dtype, split)
     if bias is not None:
         y += bias
     if s is not None and lora_B is not None:
         y.addmm_(s.to(out_dtype), lora_B.to(out_dtype).t(), alpha=scaling)
+    if residual is not None:
+        y += residual
     return y
 
 
@@ -100,11 +120,13 @@ def _base(
         return reference.fp8_linear_lora(
             x, x_scale_inv, weight, weight_scale_inv, None, None, None, 1.0, out_dtype
         )
-    return torch._scaled_mm(
+    by_column = weight_scale_inv.numel() > 1
+    y = torch._scaled_mm(
         x.view(reference.E4M3),
         weight.view(reference.E4M3).t(),
         scale_a=x_scale_inv,
-        scale_b=weight_scale_inv,
-        out_dtype=out_dtype,
+        scale_b=torch.ones_like(x_scale_inv) if by_column else weight_scale_inv,
+        out_dtype=torch.float32 if by_column else out_dtype,
         use_fast_accum=not split,
     )
+    return (y * weight_scale_inv).to(out_dtype) if by_column else y

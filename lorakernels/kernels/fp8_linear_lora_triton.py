@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel behind fp8_linear_lora.py: y = x Wᵀ · (sx sw) + bias + scaling · s Bᵀ, rounded once.
+"""The Triton kernel behind fp8_linear_lora.py: y = x Wᵀ · (sx sw) + bias + scaling · s Bᵀ + residual, rounded once.
 
-x [M, K], W [N, K] e4m3, read by TMA; s [M, R] bf16 or fp16, B [N, R], bias [N] of any floating type; y [M, N].
+x [M, K], W [N, K] e4m3, read by TMA, W with one scale or one for each row; s [M, R] bf16 or fp16, B [N, R], bias [N]
+of any floating type; residual in y's type, read by TMA; y [M, N].
 The FP8 product stays in fp32 registers. B is rounded to s's dtype on the way into shared memory; s Bᵀ is added by
 bf16 or fp16 MMAs after the FP8 steps, because Hopper's FP8 MMA drops low bits of what it adds to. So that the adapter's
 terms are not rounded again, the accumulator is multiplied by sx sw / scaling before them and by scaling after them.
@@ -62,6 +63,7 @@ def _fp8_linear_lora_kernel(
     y_tiles: tl.tensor_descriptor,
     x_tiles: tl.tensor_descriptor,
     w_tiles: tl.tensor_descriptor,
+    residual_tiles: tl.tensor_descriptor,
     s_bits: tl.tensor,
     b_bits: tl.tensor,
     bias: tl.tensor,
@@ -74,6 +76,8 @@ def _fp8_linear_lora_kernel(
     RANK: tl.constexpr,
     STEP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SCALE_PER_ROW: tl.constexpr,
     S_DTYPE: tl.constexpr,
     B_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -86,7 +90,9 @@ def _fp8_linear_lora_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps_k = tl.cdiv(K, BLOCK_K)
-    scale = tl.load(x_scale_inv) * tl.load(w_scale_inv)
+    scale = tl.load(x_scale_inv)
+    if not SCALE_PER_ROW:
+        scale *= tl.load(w_scale_inv)
     PREFETCH: tl.constexpr = RANK > 0 and RANK <= STEP
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         tiles_in_group = GROUP * tiles_n
@@ -97,6 +103,8 @@ def _fp8_linear_lora_kernel(
         column = tl.arange(0, BLOCK_N)
         if HAS_BIAS:
             bias_row = tl.load(bias + n0 + column, column < N - n0, other=0.0)
+        if SCALE_PER_ROW:
+            w_scales = tl.load(w_scale_inv + n0 + column, column < N - n0, other=0.0)
         if PREFETCH:
             s_int = _load_rows(s_bits, m0, M, 0, BLOCK_M, RANK, STEP)
             b_int = _load_rows(b_bits, n0, N, 0, BLOCK_N, RANK, STEP)
@@ -108,8 +116,13 @@ def _fp8_linear_lora_kernel(
             acc = tl.dot(x, w.T, acc)
 
         factor = scale
-        if RANK > 0:
+        if SCALE_PER_ROW:
+            acc *= (w_scales * (scale / scaling))[None, :]
+            factor = scaling
+        elif RANK > 0:
             acc *= scale / scaling
+            factor = scaling
+        if RANK > 0:
             for r0 in tl.static_range(0, RANK, STEP):
                 if not PREFETCH:
                     s_int = _load_rows(s_bits, m0, M, r0, BLOCK_M, RANK, STEP)
@@ -117,7 +130,6 @@ def _fp8_linear_lora_kernel(
                 s = s_int.to(S_DTYPE, bitcast=True).to(DOT_DTYPE)
                 b = b_int.to(B_DTYPE, bitcast=True).to(S_DTYPE).to(DOT_DTYPE)
                 acc = tl.dot(s, b.T, acc)
-            factor = scaling
         y0, y1 = _halves(acc)
         y0 *= factor
         y1 *= factor
@@ -126,7 +138,11 @@ def _fp8_linear_lora_kernel(
             bias0, bias1 = tl.split(pair)
             y0 += bias0[None, :]
             y1 += bias1[None, :]
+        if HAS_RESIDUAL:
+            y0 += residual_tiles.load([m0, n0]).to(tl.float32)
         y_tiles.store([m0, n0], y0.to(y_tiles.dtype))
+        if HAS_RESIDUAL:
+            y1 += residual_tiles.load([m0, n0 + BLOCK_N // 2]).to(tl.float32)
         y_tiles.store([m0, n0 + BLOCK_N // 2], y1.to(y_tiles.dtype))
 
 
@@ -142,6 +158,7 @@ def launch(
     scaling: float,
     config: tuning.KernelConfig,
     programs: int,
+    residual: Tensor | None = None,
 ) -> None:
     """Write y. `ladder.why_not_triton_gemm` has nothing against the operands; no more `programs` than tiles."""
     m, n = y.shape
@@ -154,6 +171,9 @@ def launch(
         TensorDescriptor.from_tensor(y, [config.block_m, config.block_n // 2]),
         _tiles(x, config.block_m, config.block_k),
         _tiles(weight, config.block_n, config.block_k),
+        TensorDescriptor.from_tensor(
+            y if residual is None else residual, [config.block_m, config.block_n // 2]
+        ),
         _bits(s, y),
         _bits(lora_B, y),
         y if bias is None else bias,
@@ -166,6 +186,8 @@ def launch(
         RANK=rank,
         STEP=tuning.rank_step(rank),
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        SCALE_PER_ROW=weight_scale_inv.numel() > 1,
         S_DTYPE=s_dtype,
         B_DTYPE=s_dtype if lora_B is None else _TRITON_DTYPE[lora_B.dtype],
         DOT_DTYPE=tl.float32 if interpreted else s_dtype,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
 from lorakernels.kernels.tuning import MAX_RANK
+from lorakernels.kernels.tuning_layer import MAX_NORM_COLUMNS
 
 OPS = (
     "quantize_lora_down",
@@ -18,7 +19,15 @@ OPS = (
     "transpose_fp8",
     "bias_dropout_add",
     "amax_and_scale_update",
+    "rms_norm_quantize",
+    "rms_norm_backward",
+    "rope_qkv",
+    "swiglu_quantize",
+    "swiglu_quantize_grad",
+    "block_diagonal",
+    "cross_entropy",
 )
+AROUND_LINEAR = ("bias_dropout_add", *OPS[8:])  # what a linear layer itself does not run
 FP8_GEMM_CAPABILITY = (8, 9)
 FP8_GEMM_MULTIPLE = 16
 TMA_CAPABILITY = (9, 0)
@@ -29,6 +38,7 @@ GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
 GRAD_RANK = 128
 GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
 GRAD_A_RANK = 128
+LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
 TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 
 
@@ -71,7 +81,53 @@ def implementations(
     }
     for op, note in csrc.items():
         table[op] = ("torch", csrc_why_not) if csrc_why_not else ("csrc", note)
+    table |= _layer(capability)
+    table["cross_entropy"] = (
+        "triton",
+        "two reads of a chunk's logits, gradient in their place; float64: PyTorch's",
+    )
     return {op: table[op] for op in OPS}
+
+
+def _layer(capability: tuple[int, int]) -> dict[str, tuple[str, str]]:
+    notes = {
+        "rms_norm_quantize": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
+        "rms_norm_backward": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
+        "rope_qkv": "one pass, forward and backward",
+        "swiglu_quantize": "one read",
+        "swiglu_quantize_grad": "one read",
+        "block_diagonal": "one launch for q, k, v or gate, up, forward and backward",
+    }
+    if why_not := _why_not_layer_kernel(capability):
+        return dict.fromkeys(notes, ("torch", why_not))
+    return {op: ("triton", note) for op, note in notes.items()}
+
+
+def _why_not_layer_kernel(capability: tuple[int, int]) -> str | None:
+    if capability < LAYER_CAPABILITY:
+        return f"compute capability {capability} has no bf16"
+    return None
+
+
+def why_not_layer_kernel(**tensors: Tensor | None) -> str | None:
+    """None if Triton's kernels between a decoder layer's GEMMs take these tensors; otherwise the reason why not."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if why_not := _why_not_layer_kernel(capability_of(tensor.device)):
+            return why_not
+        if tensor.numel() == 0:
+            return f"{name} has no elements"
+        if not tensor.is_contiguous():
+            return f"{name} must be contiguous, found strides {tensor.stride()}"
+    return None
+
+
+def why_not_norm_kernel(x: Tensor, **others: Tensor | None) -> str | None:
+    """None if Triton's RMSNorm kernels take these tensors; otherwise the reason why not."""
+    if x.shape[1] > MAX_NORM_COLUMNS:
+        return f"K = {x.shape[1]} is above {MAX_NORM_COLUMNS}"
+    return why_not_layer_kernel(x=x, **others)
 
 
 def _gemms(
@@ -84,11 +140,13 @@ def _gemms(
     if why_not := takes_cublaslt(capability, 1, n, k):
         return dict.fromkeys(ops, ("torch", why_not))
     needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
+    not_csrc = _why_not_wgmma_gemm(capability, n, k)
     not_triton = _why_not_triton_gemm(capability, 1, n, k) or (TRITON_SPLIT if split else None)
+    forward = ("triton", f"rank ≤ {MAX_RANK}", not_triton)
     table = {}
     for op, implementation, ranks, why_not in (
-        ("fp8_linear_lora", "triton", f"rank ≤ {MAX_RANK}", not_triton),
-        ("fp8_grad_input", "csrc", "any rank", _why_not_wgmma_gemm(capability, n, k)),
+        ("fp8_linear_lora", *(forward if not_csrc else ("csrc", "any rank", None))),
+        ("fp8_grad_input", "csrc", "any rank", not_csrc),
     ):
         note = f"one kernel for bf16 and fp16, {ranks}{needs}; else torch._scaled_mm"
         by_cublaslt = ("cublaslt", f"torch._scaled_mm{needs}: {why_not}")
@@ -247,6 +305,37 @@ def why_not_wgmma_gemm(
     return None
 
 
+def why_not_wgmma_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    s: Tensor | None,
+    lora_B: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+) -> str | None:
+    """None if csrc's `fp8_linear_lora` takes these FP8 operands; otherwise the reason why not."""
+    if why_not := _why_not_wgmma_gemm(capability_of(x.device), *weight.shape):
+        return why_not
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        return f"x is empty, {tuple(x.shape)}"
+    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    if residual is not None and residual.dtype != out_dtype:
+        return f"residual is {residual.dtype}, out_dtype {out_dtype}"
+    if s is not None and lora_B is not None and s.dtype != out_dtype:
+        return f"s is {s.dtype}, out_dtype {out_dtype}"
+    for name, optional in (("bias", bias), ("s", s), ("lora_B", lora_B)):
+        if optional is not None and not optional.is_contiguous():
+            return f"{name} must be contiguous, found strides {optional.stride()}"
+        if optional is not None and optional.dtype not in FLOATS:
+            return f"{name} is {optional.dtype}"
+    return None
+
+
 def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | None:
     if why_not := why_not_wgmma(capability):
         return why_not
@@ -290,6 +379,7 @@ def why_not_triton_gemm(
     scaling: float,
     out_dtype: torch.dtype,
     split: bool = False,
+    residual: Tensor | None = None,
 ) -> str | None:
     """None if the Triton kernel of `fp8_linear_lora` takes these FP8 operands; otherwise the reason why not."""
     if why_not := _why_not_triton_gemm(capability_of(x.device), x.shape[0], *weight.shape):
@@ -308,7 +398,9 @@ def why_not_triton_gemm(
             return f"rank {s.shape[1]} is above {MAX_RANK}"
         if scaling and not 2.0**-64 <= abs(scaling) <= 2.0**64:
             return f"scaling = {scaling}: the accumulator divided by it may leave fp32's range"
-    for name, optional in (("bias", bias), ("s", s), ("lora_B", lora_B)):
+    if residual is not None and (residual.dtype != out_dtype or residual.data_ptr() % 16):
+        return f"residual must be {out_dtype} and 16-byte aligned, found {residual.dtype}"
+    for name, optional in (("bias", bias), ("s", s), ("lora_B", lora_B), ("residual", residual)):
         if optional is not None and not optional.is_contiguous():
             return f"{name} must be contiguous, found strides {optional.stride()}"
         if optional is not None and optional.dtype not in FLOATS:

@@ -63,6 +63,13 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
     return fits and problem.rank <= MAX_RANK and (config.block_m <= 64 or problem.m > 64)
 
 
+# {splits: {tile: its time over that of 128 × 128}}, H200, 8192 and 4096 in every direction
+CSRC_TILES = {
+    True: {(192, 128): 1.21, (256, 128): 1.71, (128, 128): 1.0},
+    False: {(128, 256): 1.9, (128, 128): 1.0},
+}
+
+
 @lru_cache(4096)
 def choose(problem: Problem, capability: tuple[int, int], multiprocessors: int) -> KernelConfig:
     """The largest valid tiles of which there are enough; else the smallest.
@@ -92,11 +99,14 @@ def programs(config: KernelConfig, problem: Problem, multiprocessors: int) -> in
     return min(tiles(config, problem), multiprocessors * config.resident)
 
 
-def large_tiles(rows: int, cols: int, multiprocessors: int) -> bool:
-    """Whether csrc's fp8_grad_input takes tiles of 256 × 128 for dx [rows, cols] rather than 128 × 128.
+def csrc_tile(rows: int, cols: int, split: bool, multiprocessors: int) -> tuple[int, int]:
+    """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols].
 
-    The fewer rounds, weighted by what a tile costs; a large one took 1.85 times a small one's time on an H200.
+    The shape whose rounds over the multiprocessors take least, weighted by what one tile takes.
     """
-    small = -(-rows // 128) * -(-cols // 128)
-    large = -(-rows // 256) * -(-cols // 128)
-    return -(-large // multiprocessors) * 1.85 <= -(-small // multiprocessors)
+
+    def cost(tile: tuple[int, int]) -> float:
+        rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // multiprocessors)
+        return rounds * CSRC_TILES[split][tile]
+
+    return min(CSRC_TILES[split], key=cost)

@@ -21,7 +21,7 @@ REGISTERS = {
     "lora_grad_a_kernel": 255,  # one block of 256 threads at 64 ranks, else two
     "sum_row_slices_kernel": 64,
     "transpose_fp8_kernel": 64,
-    "fp8_grad_input_kernel": 168,  # one block of 384 threads; setmaxnreg shares them out anew
+    "fp8_gemm_kernel": 168,  # one block of 384 threads (or 512: 128); setmaxnreg shares them out anew
     "quantize_grad_kernel": 255,  # one block of 256 threads
     "sum_shares_kernel": 64,
     "amax_and_scale_update_kernel": 64,
@@ -30,10 +30,10 @@ REGISTERS = {
     "bias_dropout_add_backward_kernel": 128,
     "bias_grad_kernel": 64,
 }
-SPILLED_BYTES = {"fp8_grad_input_kernel": 24}  # written and read once a tile, outside of the loops
+SPILLED_BYTES = {"fp8_gemm_kernel": 28}  # written and read once a tile, outside of the loops
 # what the kernel is written for: products of FP8 and of 16-bit operands by warpgroups, and the tensor copy engine
 INSTRUCTIONS = {
-    "fp8_grad_input_kernel": {"QGMMA", "HGMMA", "UTMALDG"},
+    "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},
 }
@@ -49,7 +49,11 @@ def disassembler() -> str | None:
 
 
 def kernels_in(source: Path) -> list[str]:
-    text = re.sub(r"//.*", "", source.read_text())
+    """Of the file and of the `…_kernel.h` it includes."""
+    text = source.read_text()
+    for header in re.findall(r'#include "(\w+_kernel\.h)"', text):
+        text += (CSRC / header).read_text()
+    text = re.sub(r"//.*", "", text)
     return re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", text)
 
 

@@ -184,10 +184,21 @@ def test_bits_of_a_mask() -> None:
     assert bits[1].eq(0).all()
 
 
-def test_large_tiles_where_they_fill_the_multiprocessors() -> None:
-    assert not tuning.large_tiles(4000, 512, 132)
-    assert tuning.large_tiles(4000, 4096, 132)
-    assert not tuning.large_tiles(1, 1, 132)
+@pytest.mark.parametrize(
+    ("rows", "cols", "split", "tile"),
+    [
+        (1, 1, True, (128, 128)),
+        (4000, 512, True, (128, 128)),
+        (4096, 4096, True, (256, 128)),
+        (8192, 8192, True, (192, 128)),
+        (1, 1, False, (128, 128)),
+        (8192, 8192, False, (128, 256)),
+    ],
+)
+def test_tiles_that_fill_the_multiprocessors(
+    rows: int, cols: int, split: bool, tile: tuple[int, int]
+) -> None:
+    assert tuning.csrc_tile(rows, cols, split, 132) == tile
 
 
 @pytest.mark.gpu
@@ -207,8 +218,9 @@ def test_sums_in_parts_keep_what_the_tensor_cores_drop() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(60))
-def test_random_shapes(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(200))
+def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of any shape, whether or not they would be chosen."""
     draw = random.Random(seed)
     case = Case(
         rows=draw.choice([1, 3, 64, 127, 128, 200, 513, draw.randint(1, 3000)]),
@@ -222,6 +234,8 @@ def test_random_shapes(seed: int) -> None:
         keeps_weight_t=draw.random() < 0.5,
         split=draw.random() < 0.7,
     )
+    tile = draw.choice(list(tuning.CSRC_TILES[case.split]))
+    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: tile)
     tensors = case.inputs()
     if case.dtype == FP16:
         tensors["dy_scale_inv"] *= 0.1  # 65504 is not far
@@ -321,10 +335,10 @@ def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
 
 VALID = {
     **dict.fromkeys(("dx", "dy8", "weight_t", "dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
-    **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "ds_stride": 8, "factor": 1.0},
+    **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "stride": 8, "factor": 1.0},
     **{"slot": 0, "site": 0, "threshold": 0, "first_row": 0, "first_col": 0, "dropped": 0},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
-    **{"large_tiles": False, "multiprocessors": 132, "stream": 0, "device": -1},
+    **{"tile": (128, 128), "multiprocessors": 132, "stream": 0, "device": -1},
 }
 
 
@@ -335,14 +349,16 @@ VALID = {
         ({"depth": 24}, "depth a positive one of 16"),
         ({"depth": 0}, "depth a positive one of 16"),
         ({"rows": -1}, "rows must not be negative"),
-        ({"ds_stride": 2}, "ds_stride must be a multiple of 8 and at least rank 3, got 2"),
+        ({"stride": 2}, "stride must be a multiple of 8 and at least rank 3, got 2"),
         ({"dy8": 8}, "must be 16-byte aligned"),
         ({"first_col": 4}, "first_col must be a multiple of 8, got 4"),
         ({"dtype": "float32"}, "dtype must be 'bfloat16' or 'float16'"),
-        ({"a_dtype": "float16"}, "a_dtype must be dtype bfloat16 or 'float32', got 'float16'"),
+        ({"a_dtype": "float16"}, "a_dtype must be dtype or 'float32'"),
         ({"format": "e3m4"}, "format must be 'e5m2' or 'e4m3fn', got 'e3m4'"),
         ({"threshold": 9}, "slot must be given where threshold > 0"),
         ({"rows": 2**30, "cols": 2**30}, "tiles of 128 × 128"),
+        ({"tile": (128, 256)}, "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting"),
+        ({"tile": (192, 128), "splits": False}, "128 × 256 otherwise; got 192 × 128"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

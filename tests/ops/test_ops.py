@@ -26,11 +26,28 @@ def arguments(device):
     ds = torch.randn(m, r, device=device, dtype=torch.bfloat16)
     x8, w8, dy8 = (t.view(torch.uint8) for t in (x.to(E4M3), w.to(E4M3), dy.to(E5M2)))
     bf16 = torch.bfloat16
+    labels = torch.arange(m, device=device)
+    two, three = torch.rand(2, device=device), torch.rand(3, device=device)
+    heads = [torch.randn(1, 2, m, 4, device=device, dtype=bf16) for _ in range(3)]
+    angles = torch.randn(2, m, 4, device=device)
     return {
         "quantize_lora_down-fp8": (x, a, state, 1, True, slot, 0.1, 3),
         "quantize_lora_down-base only": (x, None, state, 0, False, None, 0.0, 0),
         "quantize_lora_down-plain": (x, a, None, 0, False, None, 0.0, 0),
         "fp8_linear_lora-fp8": (x8, one, w8, one, torch.randn(n, device=device), s, b, 2.0, bf16),
+        "fp8_linear_lora-scales, residual": (
+            x8,
+            one,
+            w8,
+            torch.rand(n, device=device),
+            None,
+            None,
+            None,
+            1.0,
+            bf16,
+            False,
+            dy,
+        ),
         "fp8_linear_lora-plain": (x, None, w, None, None, None, None, 1.0, torch.float32),
         "quantize_grad-fp8": (dy, b, ds, state, 0, True, 0.5, E5M2),
         "quantize_grad-base only": (dy, None, None, state, 0, True, 0.5, E5M2),
@@ -79,6 +96,33 @@ def arguments(device):
         "bias_dropout_add-bare": (x, None, None, None, 0.0, 0),
         "bias_dropout_add_backward": (x, slot, 0.3, 1, bf16),
         "bias_dropout_add_backward-no mask": (x, None, 0.0, 1, torch.float32),
+        "cross_entropy_": (torch.randn(m, k, device=device), labels, one, 3, True),
+        "cross_entropy_-losses only": (dy, labels, None, 3, False),
+        "block_diagonal": ([a, b], [r, n], [k, r], two),
+        "block_diagonal_parts": (torch.randn(r + n, 4, device=device), [r, n], [4, 0], two),
+        "rms_norm_quantize": (x, x[0], 1e-5, state, 1, True, True),
+        "rms_norm_quantize-x8 only": (dy, dy[0], 1e-5, state, 1, False, False),
+        "rms_norm_quantize-plain": (dy, dy[0], 1e-5, None, 0, False, True),
+        "rms_norm_backward": (x, 2 * x, x[0], s.new_ones(m), x, True),
+        "rms_norm_backward-frozen": (dy, 2 * dy, dy[0], s.new_ones(m), None, False),
+        "rope_qkv_": (torch.randn(2 * m, 16, device=device), *angles, 2, 1),
+        "rope_qkv_backward": (*heads, *angles, three),
+        "swiglu_quantize": (x, None, state, 0, True, True),
+        "swiglu_quantize-bytes": (x8, two, state, 0, True, False, bf16),
+        "swiglu_quantize-plain": (dy, None, None, 0, False, True),
+        "swiglu_quantize_grad": (dy, torch.cat((dy, dy), 1), None, two, state, 0, True, E5M2, True),
+        "swiglu_quantize_grad-bytes": (
+            x[:, :12].clone(),
+            x8,
+            two,
+            two,
+            state,
+            0,
+            True,
+            E5M2,
+            False,
+        ),
+        "swiglu_quantize_grad-plain": (x[:, :12].clone(), x, None, two, None, 0, False, E5M2, True),
     }
 
 
@@ -92,11 +136,7 @@ def test_opcheck(case, device):
 
 
 def test_every_op_has_a_case():
-    defined = {
-        name
-        for name in vars(ops)
-        if isinstance(getattr(ops, name), torch._library.custom_ops.CustomOpDef)
-    }
+    defined = {name for name in vars(ops) if isinstance(getattr(ops, name), torch._ops.OpOverload)}
     assert defined == {case.split("-")[0] for case in CASES}
 
 

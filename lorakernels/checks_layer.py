@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decoder layer's ops take, asked before anything is changed: TypeError or ValueError naming the argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.checks import COMPUTE_DTYPES
+
+
+def rms_norm(x: Tensor, weight: Tensor, state: Tensor | None) -> None:
+    """x [M, K] and weight [K] of a compute dtype on one device; state float32 there."""
+    _matrix("x", x)
+    _floats("x", x)
+    _vector("weight", weight, x.shape[1], x.device)
+    _state("state", state, x.device)
+
+
+def rms_norm_backward(
+    dnormed: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None
+) -> None:
+    """dnormed, dresidual like x [M, K]; weight [K]; rstd float32 [M]."""
+    rms_norm(x, weight, None)
+    for name, tensor in (("dnormed", dnormed), ("dresidual", dresidual)):
+        if tensor is not None:
+            _like(name, tensor, "x", x)
+    _vector("rstd", rstd, x.shape[0], x.device, torch.float32)
+
+
+def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    """qkv [M, (H + 2 Hk) D]; cos, sin [T, D] for a T that divides M."""
+    _matrix("qkv", qkv)
+    _floats("qkv", qkv)
+    heads = num_heads + 2 * num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % heads:
+        raise ValueError(
+            f"qkv must have (num_heads + 2 num_kv_heads) D columns, found {qkv.shape[1]} for "
+            f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
+        )
+    _angles(cos, sin, qkv.shape[0], qkv.shape[1] // heads, qkv.device)
+
+
+def rope_qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> None:
+    """dq [B, H, T, D], dk and dv [B, Hk, T, D] of one dtype, last dimension contiguous; multiplier float32 [3]."""
+    for name, tensor in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be [B, heads, T, D], found {tuple(tensor.shape)}")
+        _floats(name, tensor)
+        if tensor.dtype != dq.dtype or tensor.device != dq.device:
+            raise TypeError(
+                f"{name} must be {dq.dtype} on {dq.device} like dq, found {tensor.dtype} on {tensor.device}"
+            )
+        if tensor.numel() and tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            raise ValueError(
+                f"{name} must have a contiguous last dimension, found strides {tensor.stride()}"
+            )
+    batch, _, tokens, dim = dq.shape
+    expected = (batch, dk.shape[1], tokens, dim)
+    for name, tensor in (("dk", dk), ("dv", dv)):
+        if tensor.shape != expected:
+            raise ValueError(f"{name} must be {expected}, found {tuple(tensor.shape)}")
+    _angles(cos, sin, batch * tokens, dim, dq.device)
+    _vector("multiplier", multiplier, 3, dq.device, torch.float32)
+
+
+def swiglu(
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    state: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.dtype:
+    """gate_up [M, 2F] of a compute dtype, or e4m3 bytes with float32 [2] and an out_dtype. The dtype of the result."""
+    _matrix("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must have 2 F columns, found {gate_up.shape[1]}")
+    _state("state", state, gate_up.device)
+    if gate_up_scale_inv is None:
+        _floats("gate_up", gate_up)
+        if out_dtype not in (None, gate_up.dtype):
+            raise TypeError(f"out_dtype must be gate_up's {gate_up.dtype}, found {out_dtype}")
+        return gate_up.dtype
+    if gate_up.dtype != torch.uint8:
+        raise TypeError(
+            f"gate_up must be uint8, e4m3 bytes, where it has a scale_inv, found {gate_up.dtype}"
+        )
+    _vector("gate_up_scale_inv", gate_up_scale_inv, 2, gate_up.device, torch.float32)
+    if out_dtype is None or out_dtype not in COMPUTE_DTYPES:
+        raise TypeError(
+            f"out_dtype must be float32, bfloat16 or float16 for e4m3 bytes, found {out_dtype}"
+        )
+    return out_dtype
+
+
+def swiglu_grad(
+    dact: Tensor,
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    multiplier: Tensor,
+    state_dy: Tensor | None,
+) -> None:
+    """dact [M, F] beside what `swiglu` takes; multiplier float32 [2]."""
+    _floats("dact", dact)
+    if gate_up_scale_inv is None and dact.dtype != gate_up.dtype:
+        raise TypeError(f"dact must be gate_up's {gate_up.dtype}, found {dact.dtype}")
+    swiglu(gate_up, gate_up_scale_inv, None, dact.dtype)
+    expected = (gate_up.shape[0], gate_up.shape[1] // 2)
+    if dact.shape != expected or dact.device != gate_up.device:
+        raise ValueError(
+            f"dact must be {expected} on {gate_up.device}, found {tuple(dact.shape)} on {dact.device}"
+        )
+    _vector("multiplier", multiplier, 2, dact.device, torch.float32)
+    _state("state_dy", state_dy, dact.device)
+
+
+def _matrix(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be a matrix, found {tuple(tensor.shape)}")
+
+
+def _floats(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in COMPUTE_DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, found {tensor.dtype}")
+
+
+def _vector(
+    name: str,
+    tensor: Tensor,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    if tensor.shape != (length,) or tensor.device != device:
+        raise ValueError(
+            f"{name} must be [{length}] on {device}, found {list(tensor.shape)} on {tensor.device}"
+        )
+    if dtype is None:
+        _floats(name, tensor)
+    elif tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, found {tensor.dtype}")
+
+
+def _like(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    found = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    if found != (tuple(other.shape), other.dtype, other.device):
+        raise ValueError(
+            f"{name} must be like {other_name}, {tuple(other.shape)} {other.dtype} on {other.device}, "
+            f"found {found[0]} {found[1]} on {found[2]}"
+        )
+
+
+def _state(name: str, state: Tensor | None, device: torch.device) -> None:
+    if state is not None and (
+        state.dim() != 2 or state.dtype != torch.float32 or state.device != device
+    ):
+        raise ValueError(
+            f"{name} must be float32 [history length + 1, tensors] on {device}, "
+            f"found {state.dtype} {tuple(state.shape)} on {state.device}"
+        )
+
+
+def _angles(cos: Tensor, sin: Tensor, rows: int, dim: int, device: torch.device) -> None:
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        _matrix(name, tensor)
+        _floats(name, tensor)
+        fits = tensor.shape[1] == dim and tensor.shape[0] > 0 and rows % tensor.shape[0] == 0
+        if not fits or tensor.device != device:
+            raise ValueError(
+                f"{name} must be [T, {dim}] on {device} for a T that divides the {rows} tokens, "
+                f"found {list(tensor.shape)} on {tensor.device}"
+            )
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"sin must be like cos, {cos.dtype} {tuple(cos.shape)}, found {sin.dtype} {tuple(sin.shape)}"
+        )
+    if dim % 2:
+        raise ValueError(f"D must be even, found {dim}")

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR] of n adapters B_i [N_i, R_i], and back.
+
+One launch each, where torch takes one or two per block. B_i and the result are of one floating dtype, f fp32 [n]; each
+element is read once, multiplied in fp32 and rounded once at the store. A projection without an adapter has R_i = 0 and
+no block; its rows are zeros. n ≤ 4; more go through PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakernels import reference_blocks
+from lorakernels.kernels.ladder import why_not_layer_kernel
+
+MAX_BLOCKS = 4
+TILE = 64  # rows of a program
+
+
+@triton.jit
+def _places(row, column, n0, n1, r0, r1):  # type: ignore[no-untyped-def]
+    """Offsets in a contiguous block at rows n0 … n1, columns r0 … r1, and which of them are inside."""
+    inside = ((row >= n0) & (row < n1))[:, None] & ((column >= r0) & (column < r1))[None, :]
+    offset = (row - n0).to(tl.int64)[:, None] * (r1 - r0) + (column - r0)[None, :]
+    return offset, inside
+
+
+@triton.jit
+def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
+    out,
+    b0, b1, b2, b3, factors,
+    n1, n2, n3, n4, r1, r2, r3, r4,
+    COUNT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """SPLIT: the blocks are written, from `out`; else read."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, COLUMNS)
+    rows, ranks = n1, r1
+    if COUNT > 1:
+        rows, ranks = n2, r2
+    if COUNT > 2:
+        rows, ranks = n3, r3
+    if COUNT > 3:
+        rows, ranks = n4, r4
+    whole = row.to(tl.int64)[:, None] * ranks + column[None, :]
+    valid = (row < rows)[:, None] & (column < ranks)[None, :]
+    total = tl.zeros((TILE, COLUMNS), tl.float32)
+    if SPLIT:
+        total = tl.load(out + whole, valid, other=0).to(tl.float32)
+    at, inside = _places(row, column, 0, n1, 0, r1)
+    factor = tl.load(factors)
+    if SPLIT:
+        tl.store(b0 + at, (total * factor).to(b0.dtype.element_ty), inside)
+    else:
+        total += tl.load(b0 + at, inside, other=0).to(tl.float32) * factor
+    if COUNT > 1:
+        at, inside = _places(row, column, n1, n2, r1, r2)
+        factor = tl.load(factors + 1)
+        if SPLIT:
+            tl.store(b1 + at, (total * factor).to(b1.dtype.element_ty), inside)
+        else:
+            total += tl.load(b1 + at, inside, other=0).to(tl.float32) * factor
+    if COUNT > 2:
+        at, inside = _places(row, column, n2, n3, r2, r3)
+        factor = tl.load(factors + 2)
+        if SPLIT:
+            tl.store(b2 + at, (total * factor).to(b2.dtype.element_ty), inside)
+        else:
+            total += tl.load(b2 + at, inside, other=0).to(tl.float32) * factor
+    if COUNT > 3:
+        at, inside = _places(row, column, n3, n4, r3, r4)
+        factor = tl.load(factors + 3)
+        if SPLIT:
+            tl.store(b3 + at, (total * factor).to(b3.dtype.element_ty), inside)
+        else:
+            total += tl.load(b3 + at, inside, other=0).to(tl.float32) * factor
+    if not SPLIT:
+        tl.store(out + whole, total.to(out.dtype.element_ty), valid)
+
+
+def block_diagonal(
+    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> Tensor:
+    """`reference_blocks.block_diagonal`."""
+    reference_blocks.check_blocks(blocks, rows, ranks, factors)
+    if _why_not(blocks, rows):
+        return reference_blocks.block_diagonal(blocks, rows, ranks, factors)
+    return stacked(blocks, rows, ranks, factors)
+
+
+def block_diagonal_parts(
+    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> list[Tensor]:
+    """`reference_blocks.block_diagonal_parts`."""
+    reference_blocks.check_matrix(matrix, rows, ranks, factors)
+    if _why_not([matrix], rows):
+        return reference_blocks.block_diagonal_parts(matrix, rows, ranks, factors)
+    return parted(matrix, rows, ranks, factors)
+
+
+def _why_not(tensors: Sequence[Tensor], rows: Sequence[int]) -> str | None:
+    if len(rows) > MAX_BLOCKS:
+        return f"{len(rows)} projections are more than {MAX_BLOCKS}"
+    return why_not_layer_kernel(**{f"block {i}": tensor for i, tensor in enumerate(tensors)})
+
+
+def stacked(
+    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> Tensor:
+    out = blocks[0].new_empty(sum(rows), sum(ranks))
+    _launch(out, blocks, rows, ranks, factors, split=False)
+    return out
+
+
+def parted(
+    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> list[Tensor]:
+    blocks = [matrix.new_empty(n, r) for n, r in zip(rows, ranks, strict=True) if r]
+    _launch(matrix, blocks, rows, ranks, factors, split=True)
+    return blocks
+
+
+def _launch(
+    whole: Tensor,
+    blocks: Sequence[Tensor],
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    *,
+    split: bool,
+) -> None:
+    n, r = ([*accumulate(sizes)] for sizes in (rows, ranks))
+    ends = [sizes + sizes[-1:] * (MAX_BLOCKS - len(rows)) for sizes in (n, r)]
+    held = iter(blocks)
+    pointers = [next(held) if rank else whole for rank in ranks]  # no rank: nothing is accessed
+    pointers += [whole] * (MAX_BLOCKS - len(rows))
+    _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
+        whole,
+        *pointers,
+        factors,
+        *ends[0],
+        *ends[1],
+        COUNT=len(rows),
+        COLUMNS=triton.next_power_of_2(r[-1]),
+        TILE=TILE,
+        SPLIT=split,
+    )

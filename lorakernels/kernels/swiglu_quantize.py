@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""act = silu(gate) ⊙ up, a8 = sat(act · scale) on CUDA.
+
+gate_up [M, 2F] in bf16, fp16 or fp32, or as e4m3 bytes with gate's and up's scale_inv [2]; act [M, F], a8 [M, F] e4m3
+bytes. One kernel (swiglu_triton.py) reads gate_up once and writes what is asked for: 5MF bytes for a8 alone in bf16,
+3MF from bytes, where an activation, a product and a quantization apart move 13MF. A second kernel in front takes the
+amax where the state has no scale yet, and in eval.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels import checks_layer as checks
+from lorakernels import reference_layer
+from lorakernels.kernels.ladder import why_not_layer_kernel
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference_layer.swiglu_quantize`; act within fp32's rounding, a8 that of act bit for bit."""
+    dtype = checks.swiglu(gate_up, gate_up_scale_inv, state, out_dtype)
+    arguments = (gate_up, gate_up_scale_inv, state, column, delayed, keep, dtype)
+    if why_not_layer_kernel(gate_up=gate_up, gate_up_scale_inv=gate_up_scale_inv):
+        return reference_layer.swiglu_quantize(*arguments)
+    from lorakernels.kernels import swiglu_triton
+
+    with torch.cuda.device(gate_up.device):
+        return swiglu_triton.swiglu_quantize(*arguments)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels behind swiglu_quantize.py and swiglu_quantize_grad.py: one read, one write, element by element.
+
+A tile is BLOCK columns of one row. A program takes every so many-th tile and keeps its amax until the end, so that few
+atomics meet at one address.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakernels.kernels import quantizing
+from lorakernels.kernels import tuning_layer as tuning
+from lorakernels.kernels.quantizing import (
+    Quantized,
+    decode_e4m3,
+    encode,
+    kept_scale,
+    let_next_start,
+    magnitude,
+    magnitude_bits,
+    narrowed,
+    quantized,
+    raise_amax,
+    scale_to_use,
+)
+from lorakernels.reference import E4M3
+
+_TRITON_DTYPE = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@triton.jit
+def _widened(
+    value: tl.tensor, factor: tl.tensor, BYTES: tl.constexpr, NATIVE: tl.constexpr
+) -> tl.tensor:
+    if BYTES:
+        return decode_e4m3(value, NATIVE) * factor
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """1 / (1 + e^−x). NATIVE: four instructions and 0 below 2⁻¹²⁶, where care for subnormal numbers takes eleven."""
+    if NATIVE:
+        asm: tl.constexpr = """{
+            .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t;
+        }"""
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["M", "amax_at", "kept_at", "measured"])
+def _swiglu_kernel(
+    out: tl.tensor,
+    out8: tl.tensor,
+    scale_inv: tl.tensor,
+    state: tl.tensor,
+    partials: tl.tensor,
+    dact: tl.tensor,
+    gate_up: tl.tensor,
+    gate_up_scale_inv: tl.tensor,
+    multiplier: tl.tensor,
+    M: tl.tensor,
+    F: tl.tensor,
+    amax_at: tl.tensor,
+    kept_at: tl.tensor,
+    measured: tl.tensor,
+    GRAD: tl.constexpr,
+    BYTES: tl.constexpr,
+    MEASURE: tl.constexpr,
+    KEEP: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """act [M, F] from gate_up [M, 2F]; GRAD: dgate_up [M, 2F] from dact [M, F] as well."""
+    VECTOR: tl.constexpr = 16 if BYTES else 128 // DTYPE.primitive_bitwidth
+    blocks = tl.cdiv(F, BLOCK)
+    tiles = M * blocks
+    first = tl.program_id(0)
+    kept = kept_scale(state, kept_at, DELAYED)
+    scale = 1.0
+    if MEASURE:
+        let_next_start(OVERLAP)
+        if kept > 0.0:
+            first = tiles
+    elif QUANTIZE:
+        scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
+        if first == 0:
+            tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    gate_factor = 1.0
+    up_factor = 1.0
+    if BYTES:
+        gate_factor = tl.load(gate_up_scale_inv)
+        up_factor = tl.load(gate_up_scale_inv + 1)
+    if GRAD:
+        gate_multiplier = tl.load(multiplier)
+        up_multiplier = tl.load(multiplier + 1)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for tile in tl.range(first, tiles, tl.num_programs(0)):
+        row = tl.cast(tile // blocks, tl.int64)
+        column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = column < F
+        narrow = row * F + column
+        at = row * (2 * F) + column
+        gate_in = tl.load(gate_up + at, inside, other=0)
+        up_in = tl.load(gate_up + F + at, inside, other=0)
+        if GRAD:
+            d = tl.load(dact + narrow, inside, other=0.0).to(tl.float32)
+        gate = _widened(gate_in, gate_factor, BYTES, NATIVE)
+        up = _widened(up_in, up_factor, BYTES, NATIVE)
+        sigmoid = _sigmoid(gate, NATIVE)
+        silu = gate * sigmoid
+        if GRAD:
+            dsilu = sigmoid + silu * (1.0 - sigmoid)
+            a = narrowed(d * gate_multiplier * up * dsilu, DTYPE, NATIVE)
+            b = narrowed(d * up_multiplier * silu, DTYPE, NATIVE)
+            if QUANTIZE:
+                most = magnitude(magnitude(most, a), b)
+            if KEEP:
+                tl.store(out + at, a, inside)
+                tl.store(out + F + at, b, inside)
+            if QUANTIZE and not MEASURE:
+                at = tl.max_contiguous(at, VECTOR)
+                tl.store(out8 + at, encode(a.to(tl.float32) * scale, E5M2, NATIVE), inside)
+                tl.store(out8 + F + at, encode(b.to(tl.float32) * scale, E5M2, NATIVE), inside)
+        else:
+            act = narrowed(silu * up, DTYPE, NATIVE)
+            if QUANTIZE:
+                most = magnitude(most, act)
+            if KEEP:
+                tl.store(out + narrow, act, inside)
+            if QUANTIZE and not MEASURE:
+                narrow = tl.max_contiguous(narrow, VECTOR)
+                tl.store(out8 + narrow, encode(act.to(tl.float32) * scale, E5M2, NATIVE), inside)
+    if MEASURE:
+        if not kept > 0.0:
+            tl.store(partials + tl.program_id(0), magnitude_bits(most))
+    elif DELAYED:
+        raise_amax(state + amax_at, magnitude_bits(most))
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    keep: bool,
+    dtype: torch.dtype,
+    config: tuning.TileConfig = tuning.SWIGLU,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference_layer.swiglu_quantize` of what the ladder has nothing against; gate_up has elements."""
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    act = torch.empty(shape if keep else 0, dtype=dtype, device=gate_up.device)
+    target = quantized(shape, gate_up.device, state, column, delayed, E4M3)
+    if keep or target.quantizes:
+        _launch(act, target, None, gate_up, gate_up_scale_inv, None, dtype, config)
+    return act, target.x8, target.scale_inv
+
+
+def swiglu_quantize_grad(
+    dact: Tensor,
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    multiplier: Tensor,
+    state_dy: Tensor | None,
+    column: int,
+    delayed: bool,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+    config: tuning.TileConfig = tuning.SWIGLU_GRAD,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference_layer.swiglu_quantize_grad` of what the ladder has nothing against; dact has elements."""
+    shape = (gate_up.shape[0], gate_up.shape[1])
+    dgate_up = torch.empty(shape if keep else 0, dtype=dact.dtype, device=dact.device)
+    target = quantized(shape, dact.device, state_dy, column, delayed, fp8_dtype)
+    if keep or target.quantizes:
+        operands = (dact, gate_up, gate_up_scale_inv, multiplier)
+        _launch(dgate_up, target, *operands, dact.dtype, config)
+    return dgate_up, target.x8, target.scale_inv
+
+
+def _launch(
+    out: Tensor,
+    target: Quantized,
+    dact: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    multiplier: Tensor | None,
+    dtype: torch.dtype,
+    config: tuning.TileConfig,
+) -> None:
+    rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
+    tiles = rows * triton.cdiv(cols, config.block)
+    measured = quantizing.measuring(tiles, gate_up.device)
+    programs = min(tiles, quantizing.multiprocessors(gate_up.device) * config.resident)
+    for measure in (True, False) if target.quantizes else (False,):
+        _swiglu_kernel[(measured if measure else programs,)](
+            out,
+            target.x8,
+            target.scale_inv,
+            target.state,
+            target.partials,
+            out if dact is None else dact,
+            gate_up,
+            out if gate_up_scale_inv is None else gate_up_scale_inv,
+            out if multiplier is None else multiplier,
+            rows,
+            cols,
+            target.amax_at,
+            target.kept_at,
+            measured,
+            GRAD=dact is not None,
+            BYTES=gate_up_scale_inv is not None,
+            MEASURE=measure,
+            KEEP=out.numel() > 0 and not measure,
+            DTYPE=_TRITON_DTYPE[dtype],
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            **target.constants,
+            **target.options(measure),
+        )

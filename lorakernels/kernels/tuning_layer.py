@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of the decoder layer's kernels between its GEMMs, all bound by bytes: data, chosen by shape alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_NORM_COLUMNS = 1 << 15  # a row is held in registers
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A program holds whole rows; `resident` programs per multiprocessor share the rows.
+
+    `prefetch`: it loads its next row while it sums this one.
+    """
+
+    num_warps: int
+    resident: int
+    prefetch: bool
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile is `block` columns of one row; `resident` programs per multiprocessor share the tiles."""
+
+    block: int
+    num_warps: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A program takes `heads` heads of a token, a power of two."""
+
+    heads: int
+    num_warps: int
+
+
+def norm_config(block: int) -> RowConfig:
+    """Of rms_norm_quantize for rows of up to `block` columns."""
+    if block > 4096:
+        warps = min(32, block // 1024)
+        return RowConfig(num_warps=warps, resident=max(1, 16 // warps), prefetch=True)
+    warps = max(2, block // 512)
+    return RowConfig(num_warps=warps, resident=32 // warps, prefetch=False)
+
+
+def norm_backward_config(block: int) -> RowConfig:
+    """Of rms_norm_backward for rows of up to `block` columns."""
+    warps = min(32, max(2, block // 512))
+    return RowConfig(num_warps=warps, resident=max(1, 32 // warps), prefetch=False)
+
+
+SWIGLU = TileConfig(block=1024, num_warps=4, resident=12)
+SWIGLU_GRAD = TileConfig(block=1024, num_warps=4, resident=10)
+ROPE_HEADS = 16
+
+
+def rope_config(block: int, most: int) -> HeadConfig:
+    """For half heads of up to `block` columns and `most` heads, both powers of two: 16 bytes a thread of each half."""
+    heads = min(ROPE_HEADS, most)
+    return HeadConfig(heads=heads, num_warps=min(8, max(1, heads * block // 256)))

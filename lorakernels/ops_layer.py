@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder layer's ops between its GEMMs, as ops.py's: reference_layer.py on the CPU, kernels/ on CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+from lorakernels.define import define, empty, fake_quantized
+
+_FP32 = torch.float32
+
+
+@define("rms_norm_quantize", mutates=("state",))
+def rms_norm_quantize(x, weight, eps, state, column, delayed, keep):  # type: ignore[no-untyped-def]
+    normed = empty(x, *(x.shape if keep else (0,)))
+    rstd = empty(x, x.shape[0], dtype=_FP32)
+    return normed, *fake_quantized(x, state), rstd
+
+
+@define("rms_norm_backward")
+def rms_norm_backward(dnormed, x, weight, rstd, dresidual, weight_grad):  # type: ignore[no-untyped-def]
+    return empty(x, *x.shape), empty(x, x.shape[1] if weight_grad else 0, dtype=_FP32)
+
+
+@define("rope_qkv_", mutates=("qkv",))
+def rope_qkv_(qkv, cos, sin, num_heads, num_kv_heads):  # type: ignore[no-untyped-def]
+    return None
+
+
+@define("rope_qkv_backward")
+def rope_qkv_backward(dq, dk, dv, cos, sin, multiplier):  # type: ignore[no-untyped-def]
+    batch, heads, tokens, dim = dq.shape
+    return empty(dq, batch * tokens, (heads + 2 * dk.shape[1]) * dim)
+
+
+@define("swiglu_quantize", mutates=("state",))
+def swiglu_quantize(  # type: ignore[no-untyped-def]
+    gate_up, gate_up_scale_inv, state, column, delayed, keep, out_dtype=None
+):
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    act = empty(gate_up, *shape, dtype=gate_up.dtype if gate_up_scale_inv is None else out_dtype)
+    return act if keep else empty(act, 0), *fake_quantized(act, state)
+
+
+@define("swiglu_quantize_grad", mutates=("state_dy",))
+def swiglu_quantize_grad(  # type: ignore[no-untyped-def]
+    dact, gate_up, gate_up_scale_inv, multiplier, state_dy, column, delayed, fp8_dtype, keep
+):
+    dgate_up = empty(dact, *gate_up.shape)
+    return dgate_up if keep else empty(dact, 0), *fake_quantized(dgate_up, state_dy)
+
+
+@define("block_diagonal")
+def block_diagonal(blocks, rows, ranks, factors):  # type: ignore[no-untyped-def]
+    return empty(blocks[0], sum(rows), sum(ranks))
+
+
+@define("block_diagonal_parts")
+def block_diagonal_parts(matrix, rows, ranks, factors):  # type: ignore[no-untyped-def]
+    return [empty(matrix, n, r) for n, r in zip(rows, ranks, strict=True) if r]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of projections that are one matrix, in plain PyTorch (autograd/fused_linear.py has the formulas).
+
+block_diagonal         diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR]
+block_diagonal_parts   of D [ΣN, ΣR]: f_i D[rows of i, columns of i]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def block_diagonal(
+    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> Tensor:
+    """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype.
+
+    `rows` N_i and `ranks` R_i are those of n projections; the `blocks`, [N_i, R_i] of one dtype, are those of the ones
+    with R_i > 0; `factors` is fp32 [n].
+
+    Raises:
+        ValueError, TypeError: they do not fit together.
+    """
+    check_blocks(blocks, rows, ranks, factors)
+    out = blocks[0].new_zeros(sum(rows), sum(ranks))
+    for block, (i, place) in zip(blocks, _places(rows, ranks), strict=True):
+        out[place] = (block.float() * factors[i]).to(out.dtype)
+    return out
+
+
+def block_diagonal_parts(
+    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> list[Tensor]:
+    """f_i D_i of each R_i > 0, contiguous, in the matrix's dtype.
+
+    Raises:
+        ValueError: the sizes do not sum to the matrix's.
+    """
+    check_matrix(matrix, rows, ranks, factors)
+    return [
+        (matrix[place].float() * factors[i]).to(matrix.dtype) for i, place in _places(rows, ranks)
+    ]
+
+
+def check_matrix(
+    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> None:
+    """ValueError where `block_diagonal_parts` cannot take these."""
+    if matrix.shape != (sum(rows), sum(ranks)) or factors.shape != (len(rows),):
+        raise ValueError(
+            f"matrix {tuple(matrix.shape)} and factors {tuple(factors.shape)} do not fit rows {list(rows)}, "
+            f"ranks {list(ranks)}"
+        )
+
+
+def check_blocks(
+    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+) -> None:
+    """ValueError or TypeError where `block_diagonal` cannot take these."""
+    expected = [(n, r) for n, r in zip(rows, ranks, strict=True) if r]
+    found = [tuple(block.shape) for block in blocks]
+    if found != expected or not blocks:
+        raise ValueError(f"blocks must be {expected}, found {found}")
+    if len({block.dtype for block in blocks}) > 1:
+        raise TypeError(f"blocks must have one dtype, found {[block.dtype for block in blocks]}")
+    if factors.shape != (len(rows),) or factors.dtype != torch.float32:
+        raise ValueError(
+            f"factors must be float32 [{len(rows)}], found {factors.dtype} {tuple(factors.shape)}"
+        )
+
+
+def _places(rows: Sequence[int], ranks: Sequence[int]) -> Iterator[tuple[int, tuple[slice, slice]]]:
+    row = rank = 0
+    for i, (n, r) in enumerate(zip(rows, ranks, strict=True)):
+        if r:
+            yield i, (slice(row, row + n), slice(rank, rank + r))
+        row, rank = row + n, rank + r

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder layer's ops between its GEMMs, in plain PyTorch; the conventions are reference.py's.
+
+    RMSNorm   rstd = 1 / √(mean(x²) + ε)        normed = weight ⊙ (x · rstd)
+              dx = dresidual + rstd · (g − h · mean(g ⊙ h)),   g = dnormed ⊙ weight,   h = x · rstd
+              dweight = Σ_rows dnormed ⊙ h
+    RoPE      out₁ = x₁ cos₁ − x₂ sin₁      out₂ = x₂ cos₂ + x₁ sin₂      a head's halves: Transformers' `rotate_half`
+              dx₁ = d₁ cos₁ + d₂ sin₂       dx₂ = d₂ cos₂ − d₁ sin₁
+    SwiGLU    act = silu(gate) ⊙ up         silu(g) = g σ(g)
+              dup = dact ⊙ silu(gate)       dgate = dact ⊙ up ⊙ σ (1 + gate (1 − σ))
+
+    x, normed [M, K]   qkv [M, (H + 2 Hk) D]   cos, sin [T, D]   gate_up [M, 2F] = gate | up   act [M, F]
+
+fp32 arithmetic, one rounding when a result is stored; RMSNorm rounds h as well before it multiplies by the weight, as
+Transformers' LlamaRMSNorm does. What is quantized is the result as stored: x8 is `reference.quantize` of normed, a8 of
+act, d8 of dgate_up, bit for bit, whether that is kept or not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels import checks_layer as checks
+from lorakernels.reference import E4M3, quantize
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(normed [M, K] or empty unless `keep`, x8 [M, K] and scale_inv [1] or empty without a state, rstd fp32 [M]).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    checks.rms_norm(x, weight, state)
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
+    h = (wide * rstd).to(x.dtype)
+    normed = (weight.float() * h.float()).to(x.dtype)
+    x8, scale_inv = quantize(normed, state, column, delayed, E4M3)
+    return normed if keep else x.new_empty(0), x8, scale_inv, rstd.view(-1)
+
+
+def rms_norm_backward(
+    dnormed: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dx [M, K] in x's dtype, dweight fp32 [K] or empty).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    checks.rms_norm_backward(dnormed, x, weight, rstd, dresidual)
+    wide = dnormed.float()
+    h = x.float() * rstd.view(-1, 1)
+    g = wide * weight.float()
+    dx = rstd.view(-1, 1) * (g - h * (g * h).mean(1, keepdim=True))
+    if dresidual is not None:
+        dx = dx + dresidual.float()
+    dweight = (wide * h).sum(0) if weight_grad else torch.empty(0, device=x.device)
+    return dx.to(x.dtype), dweight
+
+
+def rope_qkv_(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    """q's and k's columns of qkv turned in place; row m by cos and sin of row m mod T.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    checks.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
+    turned = num_heads + num_kv_heads
+    heads = qkv.view(qkv.shape[0], turned + num_kv_heads, cos.shape[1])[:, :turned]
+    c1, c2, s1, s2 = _angles(cos, sin, qkv.shape[0])
+    x1, x2 = heads.float().chunk(2, -1)
+    heads.copy_(torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1))
+
+
+def rope_qkv_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> Tensor:
+    """dqkv [M, (H + 2 Hk) D], M = B T, of dq [B, H, T, D], dk and dv [B, Hk, T, D]: turned back, times multiplier [3].
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device does not fit.
+    """
+    checks.rope_qkv_backward(dq, dk, dv, cos, sin, multiplier)
+    rows, dim = dq.shape[0] * dq.shape[2], dq.shape[3]
+    c1, c2, s1, s2 = _angles(cos, sin, rows)
+    parts = [d.transpose(1, 2).reshape(rows, d.shape[1], dim).float() for d in (dq, dk, dv)]
+    for i in range(2):
+        d1, d2 = parts[i].chunk(2, -1)
+        parts[i] = torch.cat((d1 * c1 + d2 * s2, d2 * c2 - d1 * s1), -1)
+    scaled = [part * factor for part, factor in zip(parts, multiplier, strict=True)]
+    return torch.cat(scaled, 1).flatten(1).to(dq.dtype)
+
+
+def _angles(cos: Tensor, sin: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """cos₁, cos₂, sin₁, sin₂: fp32 [rows, 1, D / 2]."""
+    row = torch.arange(rows, device=cos.device) % cos.shape[0]
+    halves = (*cos.float().chunk(2, -1), *sin.float().chunk(2, -1))
+    return tuple(half[row].unsqueeze(1) for half in halves)
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(act [M, F] or empty unless `keep`, a8 [M, F] and scale_inv [1] or empty without a state).
+
+    gate_up is in act's dtype, or e4m3 bytes with scale_inv fp32 [2], gate's and up's: act is in `out_dtype` then.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    dtype = checks.swiglu(gate_up, gate_up_scale_inv, state, out_dtype)
+    gate, up = _gate_up(gate_up, gate_up_scale_inv)
+    act = (torch.nn.functional.silu(gate) * up).to(dtype)
+    a8, scale_inv = quantize(act, state, column, delayed, E4M3)
+    return act if keep else act.new_empty(0), a8, scale_inv
+
+
+def swiglu_quantize_grad(
+    dact: Tensor,
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor | None,
+    multiplier: Tensor,
+    state_dy: Tensor | None,
+    column: int,
+    delayed: bool,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dgate_up [M, 2F] or empty unless `keep`, d8 [M, 2F] and scale_inv [1] or empty without a state).
+
+    dgate_up, in dact's dtype, is dgate · multiplier[0] | dup · multiplier[1].
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    checks.swiglu_grad(dact, gate_up, gate_up_scale_inv, multiplier, state_dy)
+    gate, up = _gate_up(gate_up, gate_up_scale_inv)
+    wide, sigmoid = dact.float(), torch.sigmoid(gate)
+    dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dup = wide * (gate * sigmoid)
+    dgate_up = torch.cat((dgate * multiplier[0], dup * multiplier[1]), 1).to(dact.dtype)
+    d8, scale_inv = quantize(dgate_up, state_dy, column, delayed, fp8_dtype)
+    return dgate_up if keep else dact.new_empty(0), d8, scale_inv
+
+
+def _gate_up(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]:
+    """gate and up in fp32 [M, F]."""
+    if scale_inv is None:
+        gate, up = gate_up.float().chunk(2, 1)
+        return gate, up
+    gate, up = gate_up.view(E4M3).float().chunk(2, 1)
+    return gate * scale_inv[0], up * scale_inv[1]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""block_diagonal's Triton kernel equals the reference bit for bit: on the GPU, and interpreted on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorakernels import ops, reference_blocks
+
+ROOT = Path(__file__).parents[2]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+CASES = [  # rows, ranks: one block, gaps, rows that end inside of a tile
+    ([33], [7]),
+    ([70, 70], [16, 16]),
+    ([100, 30, 70], [3, 0, 5]),
+    ([70, 10, 3], [0, 4, 0]),
+    ([5, 6, 7, 8], [1, 2, 3, 4]),
+    ([3, 2, 1, 2, 4], [1, 1, 1, 0, 2]),  # more blocks than the kernel takes
+]
+
+
+def blocks_of(rows, ranks, dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(sum(rows))
+    blocks = [
+        torch.randn(n, r, generator=generator).to(device, dtype)
+        for n, r in zip(rows, ranks, strict=True)
+        if r
+    ]
+    return blocks, (torch.rand(len(rows), generator=generator) + 0.5).to(device)
+
+
+def check(stack, part, rows, ranks, dtype, device) -> None:
+    blocks, factors = blocks_of(rows, ranks, dtype, device)
+    expected = reference_blocks.block_diagonal(blocks, rows, ranks, factors)
+    found = stack(blocks, rows, ranks, factors)
+    assert torch.equal(found, expected)
+    parts = part(found, rows, ranks, factors)
+    theirs = reference_blocks.block_diagonal_parts(expected, rows, ranks, factors)
+    assert len(parts) == len(blocks)
+    for part, other in zip(parts, theirs, strict=True):
+        assert part.is_contiguous() and torch.equal(part, other)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), CASES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_op_equals_reference(rows, ranks, dtype, device) -> None:
+    check(ops.block_diagonal, ops.block_diagonal_parts, rows, ranks, dtype, device)
+
+
+def test_interpreted_kernel_equals_reference() -> None:
+    """The interpreter must be chosen before triton is first imported; its bf16 casts cut bits off, so not with bf16."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    blocks, factors = blocks_of([4, 4], [2, 2], FP32)
+    with pytest.raises(ValueError, match=r"blocks must be \[\(4, 2\), \(5, 2\)\]"):
+        ops.block_diagonal(blocks, [4, 5], [2, 2], factors)
+    with pytest.raises(TypeError, match="one dtype"):
+        ops.block_diagonal([blocks[0], blocks[1].half()], [4, 4], [2, 2], factors)
+    with pytest.raises(ValueError, match=r"factors must be float32 \[2\]"):
+        ops.block_diagonal(blocks, [4, 4], [2, 2], factors[:1])
+    with pytest.raises(ValueError, match="do not fit rows"):
+        ops.block_diagonal_parts(torch.ones(8, 5), [4, 4], [2, 2], factors)
+
+
+if __name__ == "__main__":
+    kernel = importlib.import_module("lorakernels.kernels.block_diagonal")
+    for rows, ranks in CASES[:-1]:
+        for dtype in (FP32, FP16):
+            check(kernel.stacked, kernel.parted, rows, ranks, dtype, "cpu")

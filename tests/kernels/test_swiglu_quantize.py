@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swiglu_quantize: act against float64, a8 and the amax given act bit for bit."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from lorakernels import ops, reference
+from lorakernels.kernels import quantizing, swiglu_triton, tuning_layer
+from tests.exact import EPS as ULP
+from tests.kernels.by_triton import STATES, interpret, same_bytes, sm90, spills, state_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = reference.E4M3
+SHAPES = [(1, 8), (3, 257), (300, 640), (33, 2048), (5, 11008)]
+CASES = [  # every shape, dtype and state; a combination is compiled for itself
+    *((m, f, BF16, as_bytes, "unset") for m, f in SHAPES for as_bytes in (False, True)),
+    *((300, 640, dtype, as_bytes, "kept") for dtype in (FP16, FP32) for as_bytes in (False, True)),
+    *((33, 2048, BF16, False, kind) for kind in STATES if kind != "unset"),
+]
+INTERPRETED = [
+    (m, f, dtype, kind, as_bytes)
+    for m, f in ((1, 8), (5, 1100))
+    for dtype in (FP16, FP32)
+    for kind in STATES
+    for as_bytes in (False, True)
+]
+
+
+def inputs(m, f, dtype, as_bytes, device):
+    """gate_up, its scale_inv, and both halves in float64."""
+    generator = torch.Generator().manual_seed(m + f)
+    gate_up = (4 * torch.randn(m, 2 * f, generator=generator)).to(dtype)
+    if not as_bytes:
+        return gate_up.to(device), None, gate_up.double().to(device)
+    scale_inv = torch.tensor([0.031, 0.047])
+    columns = scale_inv.repeat_interleave(f)
+    bytes_ = (gate_up.float() / columns).clamp(-448, 448).to(E4M3)
+    wide = bytes_.float() * columns  # in fp32, as the op scales them
+    return bytes_.view(torch.uint8).to(device), scale_inv.to(device), wide.double().to(device)
+
+
+def assert_right(wide, dtype, kind, keep, before, state, results, act):
+    found, a8, scale_inv = results
+    gate, up = wide.chunk(2, 1)
+    exact = gate / (1 + (-gate).exp()) * up
+    # one rounding at the store; e^−g is off by |g| ulp of fp32, from rounding its argument
+    bound = (0.5 * ULP[dtype] + (4 + gate.abs()) * 2.0**-23) * exact.abs() + 2.0**-25
+    assert act.dtype == dtype and bool(((act.double() - exact).abs() <= bound).all())
+    assert torch.equal(found, act) if keep else found.numel() == 0
+    want8, want_inv = reference.quantize(act, before, 1, kind != "eval", E4M3)
+    assert same_bytes(a8, want8) and torch.equal(scale_inv, want_inv)
+    assert kind == "none" or torch.equal(state, before), "amax in row 0 of its column, nothing else"
+
+
+@pytest.mark.parametrize(("m", "f", "dtype", "as_bytes", "kind"), CASES, ids=str)
+def test_equals_its_definition(m, f, dtype, as_bytes, kind, device):
+    gate_up, scale_inv, wide = inputs(m, f, dtype, as_bytes, device)
+    act = None
+    for keep in (True, False) if f == 2048 else (True,):
+        state, delayed = state_of(kind, device)
+        before = None if state is None else state.clone()
+        out_dtype = dtype if as_bytes else None
+        results = ops.swiglu_quantize(gate_up, scale_inv, state, 1, delayed, keep, out_dtype)
+        act = results[0] if keep else act
+        assert_right(wide, dtype, kind, keep, before, state, results, act)
+
+
+def run_interpreted(m, f, dtype, kind, as_bytes):
+    gate_up, scale_inv, _ = inputs(m, f, dtype, as_bytes, "cpu")
+    state, delayed = state_of(kind, "cpu")
+    results = swiglu_triton.swiglu_quantize(gate_up, scale_inv, state, 1, delayed, True, dtype)
+    return results, state
+
+
+def test_interpreted(tmp_path):
+    found = interpret(__file__, tmp_path / "act.pt")
+    for case in INTERPRETED:
+        m, f, dtype, kind, as_bytes = case
+        results, state = found[str(case)]
+        wide = inputs(m, f, dtype, as_bytes, "cpu")[2]
+        before = state_of(kind, "cpu")[0]
+        assert_right(wide, dtype, kind, True, before, state, results, results[0])
+
+
+@pytest.mark.parametrize("kind", ["kept", "unset"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_nan_and_inf_reach_the_amax(bad, kind, device):
+    """silu(−inf) is NaN, as PyTorch's; fp16 overflows to inf, whose byte is the largest number."""
+    gate_up = torch.ones(70, 2 * 2100, dtype=FP16, device=device)
+    gate_up[60, 2000] = bad
+    gate_up[61, 3], gate_up[61, 2103] = 300.0, 300.0
+    state, _ = state_of(kind, device)
+    act, a8, scale_inv = ops.swiglu_quantize(gate_up, None, state, 1, True, True)
+    assert state[0, 0] == state[0, 2] == 0.25
+    amax = float(state[0, 1])
+    assert amax == torch.inf if bad == torch.inf else amax != amax
+    expected = reference.quantize(act, state_of(kind, device)[0], 1, True, E4M3)
+    assert same_bytes(a8, expected[0]) and torch.equal(scale_inv, expected[1])
+    assert act[61, 3].isinf() and a8[61, 3] == 0x7E
+
+
+@pytest.mark.parametrize("gate", [-1e4, -100.0, -88.5, 0.0, 100.0, 1e4])
+def test_far_gates(gate, device):
+    """Where e^−g overflows, silu is −0; already where σ is subnormal, below 2⁻¹²⁶, on the GPU."""
+    gate_up = torch.full((1, 16), gate, device=device)
+    gate_up[:, 8:] = 2.0
+    act = ops.swiglu_quantize(gate_up, None, None, 0, False, True)[0]
+    wide = torch.tensor(gate, dtype=torch.float64)
+    expected = 2 * float(wide * torch.sigmoid(wide))
+    assert act.tolist() == [pytest.approx([expected] * 8, rel=1e-5, abs=2 * 89 * 2.0**-126)]
+
+
+def test_what_no_kernel_takes_is_right_all_the_same(device):
+    for gate_up in (torch.randn(12, 6, device=device).t(), torch.randn(0, 8, device=device)):
+        before, _ = state_of("unset", device)
+        state = before.clone()
+        results = ops.swiglu_quantize(gate_up, None, state, 1, True, True)
+        assert_right(gate_up.double(), FP32, "unset", True, before, state, results, results[0])
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_an_unset_and_a_set_scale():
+    gate_up = torch.randn(300, 1280, dtype=BF16, device="cuda")
+    state, _ = state_of("unset", "cuda")
+    ops.swiglu_quantize(gate_up, None, state, 1, True, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = ops.swiglu_quantize(gate_up, None, state, 1, True, True)
+    for scale in (0.0, 30.0, 0.0):
+        gate_up.normal_()
+        state[0], state[-1] = 0.0, scale
+        before = state.clone()
+        graph.replay()
+        wide = gate_up.double()
+        assert_right(wide, BF16, "kept", True, before, state, results, results[0])
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count():
+    gate_up = torch.zeros(65536 + 1, 2 * 28672, dtype=BF16, device="cuda")
+    gate_up[-1].normal_()
+    state, _ = state_of("kept", "cuda")
+    _, a8, _ = ops.swiglu_quantize(gate_up, None, state, 1, True, False)
+    act, few8, _ = ops.swiglu_quantize(gate_up[-1:], None, state.clone(), 1, True, True)
+    assert torch.equal(a8[-1:], few8) and not a8[:-1].any()
+    assert state[0, 1] == act.abs().max().float()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"gate_up": torch.ones(4, 7)}, ValueError, "gate_up must have 2 F columns, found 7"),
+        ({"gate_up_scale_inv": torch.ones(2)}, TypeError, "gate_up must be uint8, .*float32"),
+        ({"gate_up": torch.ones(4, 8).byte()}, TypeError, "gate_up must be .*, found torch.uint8"),
+        ({"out_dtype": BF16}, TypeError, "out_dtype must be gate_up's torch.float32, found"),
+        (
+            {"gate_up": torch.ones(4, 8).byte(), "gate_up_scale_inv": torch.ones(2)},
+            TypeError,
+            "out_dtype must be float32, .* for e4m3 bytes, found None",
+        ),
+        (
+            {"gate_up": torch.ones(4, 8).byte(), "gate_up_scale_inv": torch.ones(1)},
+            ValueError,
+            r"gate_up_scale_inv must be \[2\]",
+        ),
+    ],
+    ids=lambda v: str(v)[:40] if isinstance(v, str) else None,
+)
+def test_refuses(change, error, message, device):
+    arguments = {"gate_up": torch.ones(4, 8), "gate_up_scale_inv": None, "state": None}
+    arguments |= {"column": 0, "delayed": False, "keep": True, **change}
+    arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
+    with pytest.raises(error, match=message):
+        ops.swiglu_quantize(**arguments)
+
+
+def hopper_s_code(grad, as_bytes, config, tmp_path):
+    import triton.language as tl
+
+    fp8_dtype = torch.float8_e5m2 if grad else E4M3
+    target = quantizing.quantized((1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, fp8_dtype)
+    constants = {**target.constants, "NATIVE": True, "GRAD": grad, "BYTES": as_bytes}
+    constants |= {"MEASURE": False, "KEEP": True, "DTYPE": tl.bfloat16, "BLOCK": config.block}
+    types = dict.fromkeys(("out", "dact"), "*bf16") | {"out8": "*u8", "partials": "*i32"}
+    types |= dict.fromkeys(("scale_inv", "state", "gate_up_scale_inv", "multiplier"), "*fp32")
+    types |= {"gate_up": "*u8" if as_bytes else "*bf16"}
+    types |= dict.fromkeys(("M", "F", "amax_at", "kept_at", "measured"), "i32")
+    return sm90(swiglu_triton._swiglu_kernel, types, constants, config.num_warps, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
+def test_hopper_s_code(as_bytes, tmp_path):
+    """Wide loads, FP8 by instructions, one reduction to the amax, nothing spilled."""
+    config = tuning_layer.SWIGLU
+    found = hopper_s_code(False, as_bytes, config, tmp_path)
+    threads = 32 * config.num_warps
+    assert not spills(found)
+    assert found["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"] * 2 * threads == config.block
+    assert sum(n for name, n in found.items() if name.startswith("REDG")) == 1
+    assert not any(name.startswith("F2F.") for name in found), "rounded to bf16 one by one"
+    if not as_bytes:
+        assert found["LDG.E.128"] * 8 * threads == 2 * config.block
+
+
+if __name__ == "__main__":
+    torch.save({str(case): run_interpreted(*case) for case in INTERPRETED}, sys.argv[1])
