@@ -4,7 +4,7 @@
 from .backend import CudaBackend
 from .errors import CaptureError, GraphError, ReplayError
 from .manager import GraphManager
-from .order import Direction, Order, OrderCursor, OrderError, ReplayOrderError, Step
+from .order import Direction, Order, OrderError, ReplayOrderError, Step
 from .recorder import OrderRecorder
 from .report import GraphReport, Report
 from .schedule import gpipe, interleaved_one_forward_one_backward, one_forward_one_backward
@@ -19,7 +19,6 @@ __all__ = [
     "ReplayError",
     "Direction",
     "Order",
-    "OrderCursor",
     "OrderError",
     "OrderRecorder",
     "ReplayOrderError",

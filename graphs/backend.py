@@ -34,9 +34,11 @@ class Graph(Protocol):
 
 @dataclass
 class Captured:
-    """What `Backend.capture` fills in when its context ends without an error."""
+    """What `Backend.capture` fills in when its context ends without an error. `made`: "instantiated", "updated", or
+    "instantiated: …" with what kept the replaced graph from taking over the new addresses."""
 
     graph: Any = None
+    made: str = "instantiated"
 
 
 class Backend(Protocol):
@@ -46,7 +48,7 @@ class Backend(Protocol):
 
     def session(self) -> AbstractContextManager[None]: ...
     def aside(self) -> AbstractContextManager[None]: ...
-    def capture(self) -> AbstractContextManager[Captured]: ...
+    def capture(self, replaced: Any = None) -> AbstractContextManager[Captured]: ...
     def allocate(self, spec: TensorSpec) -> Tensor: ...
     def alias(self, x: Tensor) -> Tensor: ...
     def stream(self) -> int: ...
@@ -57,27 +59,36 @@ class Backend(Protocol):
 
 
 class CudaGraph:
-    """A `_C.Graph`, instantiated, with the census taken."""
+    """A `_C.Graph`, instantiated, with the census taken. Its template, which updates and `write_dot` read, takes host
+    memory only."""
 
-    def __init__(self, graph: Any, stream: int, keep_template: bool) -> None:
+    def __init__(self, graph: Any, stream: int) -> None:
         self.graph = graph
+        graph.instantiate()
+        graph.upload(stream)
+        self.launch = graph.launch
+        self._take_census()
+
+    def _take_census(self) -> None:
         self.nodes: dict[str, int] = {}
         self.kernels: dict[str, int] = {}
-        for kind, name, count in graph.census():
+        for kind, name, count in self.graph.census():
             label = kind if kind == "kernel" or not name else f"{kind} {name}"
             self.nodes[label] = self.nodes.get(label, 0) + count
             if kind == "kernel":
                 self.kernels[name] = count
-        self.programmatic_edges = graph.programmatic_edges()
-        graph.instantiate()
-        graph.upload(stream)
-        if not keep_template:
-            graph.drop_template()
-        self.launch = graph.launch
+        self.programmatic_edges = self.graph.programmatic_edges()
 
     def update(self, other: CudaGraph) -> str:
         """Take over the addresses in `other`, of the same shape; why not, if CUDA would not."""
-        return self.graph.update(other.graph)
+        return self.take_over(other.graph)
+
+    def take_over(self, captured: Any) -> str:
+        """`update` with a `_C.Graph` that need not be instantiated."""
+        why_not: str = self.graph.update(captured)
+        if not why_not:
+            self._take_census()
+        return why_not
 
     def destroy(self) -> None:
         self.graph.destroy()
@@ -112,12 +123,10 @@ class CudaBackend:
         device: the GPU.
         mode: "relaxed" lets every thread use CUDA meanwhile, a data loader that pins memory for one;
             "thread_local" forbids this thread what CUDA calls unsafe. The autograd engine's threads work in both.
-        keep_templates: keep what `write_dot` and exec-updates read; host memory.
     """
 
     device: torch.device
     mode: str = "relaxed"
-    keep_templates: bool = False
     _side: Any = field(init=False)
     _pool: Pool = field(init=False)
     _index: int = field(init=False)
@@ -156,7 +165,7 @@ class CudaBackend:
         current.wait_stream(self._side)
 
     @contextmanager
-    def capture(self) -> Iterator[Captured]:
+    def capture(self, replaced: CudaGraph | None = None) -> Iterator[Captured]:
         captured, stream = Captured(), self._side.cuda_stream
         with self._pool.routing():
             extension().graph_begin_capture(stream, self.mode)
@@ -166,7 +175,15 @@ class CudaBackend:
                 extension().graph_abort_capture(stream)
                 raise
             graph = extension().graph_end_capture(stream)
-        captured.graph = CudaGraph(graph, stream, self.keep_templates)
+        if replaced is not None:
+            why_not = replaced.take_over(graph)
+            if not why_not:
+                replaced.graph.upload(stream)
+                captured.graph, captured.made = replaced, "updated"
+                return
+            replaced.destroy()
+            captured.made = f"instantiated: {why_not}"
+        captured.graph = CudaGraph(graph, stream)
 
     def allocate(self, spec: TensorSpec) -> Tensor:
         """Uninitialized, in the pool."""

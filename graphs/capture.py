@@ -12,7 +12,7 @@ parameters remember the stream they were made on, and would pull work there that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +21,16 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from .backend import Backend
+from .backend import Backend, Captured, Graph
 from .errors import CaptureError, hint_for
 from .grads import GradTargets, LayerGrads
+from .graphset import GraphSet, Progress
+from .handed import Group, Handed, Input
 from .order import Direction, Step
 from .plan import Buffer, CallPlan, Key, Plan
-from .replay import Call, GraphSet, Group, Handed, Input
+from .replay import Call
 from .signature import Signature, distinct
-from .states import repeats_nothing
+from .states import no_device_rng_in_checkpoints, repeats_nothing
 from .tracer import Recorded, Seen
 
 
@@ -96,18 +98,6 @@ class Layer:
             torch.autograd.backward(list(outputs), list(grads))
 
 
-@contextmanager
-def no_device_rng_in_checkpoints() -> Iterator[None]:
-    """torch.utils.checkpoint saves the CUDA generator, which a stream under capture cannot read. Nor can anything draw
-    from it there, so that there is nothing to restore; the CPU generator is saved and restored as ever."""
-    original = torch_checkpoint.get_device_states
-    torch_checkpoint.get_device_states = lambda *args: ([], [])
-    try:
-        yield
-    finally:
-        torch_checkpoint.get_device_states = original
-
-
 @dataclass(eq=False)
 class _Running:
     """A call between the captures of its forward and of its backward."""
@@ -118,7 +108,11 @@ class _Running:
 
 
 class Capturer:
-    """One attempt at capturing a plan. On an error everything is destroyed, the pool's memory included."""
+    """One attempt at capturing a plan. On an error everything is destroyed, the pool's memory included.
+
+    `replaced`: executable graphs of an earlier capture of the same steps, which take over the new addresses where CUDA
+    can do that; the others are destroyed. `made` says for each step which it was.
+    """
 
     def __init__(
         self,
@@ -127,15 +121,19 @@ class Capturer:
         plan: Plan,
         backend: Backend,
         grads: GradTargets | None,
+        progress: Progress,
         states: Sequence[Any] = (),
+        replaced: Mapping[Step, Graph] | None = None,
     ) -> None:
         self.layers, self.recorded, self.plan = layers, recorded, plan
         self.backend, self.grads, self._states = backend, grads, states
         device = backend.device
         anchor = torch.zeros((), device=device, requires_grad=True)
-        self.graphs = GraphSet(plan.order, plan.repeats, backend, anchor)
+        self.graphs = GraphSet(plan.order, progress, backend, anchor)
         self.calls: dict[Key, Call] = {}
         self.seconds: dict[Step, float] = {}
+        self.made: dict[Step, str] = {}
+        self._replaced = dict(replaced or {})
         self._real: dict[int, Tensor] = {}  # by the buffer's index
         self._handed: dict[int, Handed] = {}
         self._groups: dict[int, Group] = {}
@@ -170,10 +168,24 @@ class Capturer:
             self._give_up()
             reason = f"{type(error).__name__}: {error}"
             raise CaptureError(*self._phase, reason, hint_for(reason)) from error
+        self._destroy_replaced()
         self.graphs.calls = list(self.calls.values())
         return self.graphs
 
+    def _destroy_replaced(self) -> None:
+        for graph in self._replaced.values():
+            graph.destroy()
+        self._replaced.clear()
+
+    @contextmanager
+    def _capture(self, step: Step) -> Iterator[Captured]:
+        with self.backend.capture(self._replaced.get(step)) as captured:
+            yield captured
+        self._replaced.pop(step, None)
+        self.made[step] = captured.made
+
     def _give_up(self) -> None:
+        self._destroy_replaced()
         for call in self.calls.values():
             for graph in (
                 getattr(call, "forward_graph", None),
@@ -260,7 +272,7 @@ class Capturer:
         call.spec, call.autocast = seen.inputs.spec, seen.autocast
         inputs = [self._input(call, key, plan, seen, i) for i in range(len(plan.inputs))]
         leaves = layer.leaves()
-        with repeats_nothing(layer.name, self._states), self.backend.capture() as captured:
+        with repeats_nothing(layer.name, self._states), self._capture(step) as captured:
             outputs = layer.run(seen, inputs, leaves)
         call.forward_graph = captured.graph
         self._check_outputs(layer.name, outputs, seen)
@@ -294,8 +306,8 @@ class Capturer:
             self._real[buffer.index] = real
             way.static = distinct(self.backend.alias(real))
             way.repeats = way.static.shape != real.shape
-            group = self._groups[buffer.index] = Group()
-            group.first = f"input {way.path} of layer {call.name!r}"
+            first = f"input {way.path} of layer {call.name!r}"
+            group = self._groups[buffer.index] = Group(first)
             if (
                 sum(buffer in p.inputs for p in self.plan.calls.values()) > 1
                 or plan.inputs.count(buffer) > 1
@@ -303,8 +315,8 @@ class Capturer:
                 way.group = group
         elif sample is not None:
             way.group = self._groups[buffer.index]
-            first = plan.inputs.index(buffer)
-            way.same_as = first if first < i and plan.copies[first] else -1
+            k = plan.inputs.index(buffer)
+            way.same_as = k if k < i and plan.copies[k] else -1
             way.given = way.group if way.same_as < 0 else None
         else:
             way.origin = way.given = self._handed[buffer.index]
@@ -325,7 +337,7 @@ class Capturer:
             grad = self._grad_output(call, k, buffer, x)
             outputs.append(x)
             grads.append(grad)
-        with self.backend.capture() as captured:
+        with self._capture(step) as captured:
             layer.backward(outputs, grads, running.leaves)
             found = [running.leaves[id(p)].grad for _, p in layer.trained]
             if self.grads is not None:
@@ -338,9 +350,7 @@ class Capturer:
 
     def _grad_output(self, call: Call, k: int, buffer: Buffer, x: Tensor) -> Tensor:
         real = self._real.get(buffer.index)
-        if (
-            real is None
-        ):  # not what a later layer's backward wrote: eager code's gradient is copied in
+        if real is None:  # not what a later layer's backward wrote: eager code's is copied in
             real = self.backend.allocate(buffer.spec)
             real.zero_()
         handed = self._handed.get(buffer.index)
@@ -375,4 +385,5 @@ class Capturer:
             call.parameter_grads = [self.backend.alias(g) for _, _, g in reached]
         elif reached:
             targets = self.grads.of([p for _, p, _ in reached])
-            call.grads = LayerGrads(layer.name, [n for n, _, _ in reached], targets)
+            names = [n for n, _, _ in reached]
+            call.grads = LayerGrads(layer.name, names, targets, self.grads)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .backend import Backend
-from .capture import Layer, no_device_rng_in_checkpoints
+from .capture import Layer
 from .errors import CaptureError, hint_for
-from .signature import Signature, TensorSpec, distinct
-from .states import Snapshot
+from .signature import Signature, TensorSpec, distinct, typed
+from .states import Snapshot, no_device_rng_in_checkpoints
 from .tracer import autocast_state
 from .watch import LayerWatch, check_hooks, plain_attributes, steady
 
@@ -54,8 +54,7 @@ class EvalGraphs:
             raise CaptureError(
                 layer.name, "eval", f"argument {argument}, a constant nobody can watch"
             )
-        constants = tuple((type(value), value) for value in signature.spec)
-        key = (layer.name, specs, constants, autocast_state(self.backend.device.type))
+        key = (layer.name, specs, typed(signature.spec), autocast_state(self.backend.device.type))
         found = self._graphs.get(key)
         if found is None:
             found = self._graphs[key] = self._capture(layer, signature, specs)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CaptureError, ReplayError
+from .signature import extension
 from .watch import PARAMETER_HOOKS, GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -32,11 +33,14 @@ class Target:
     kind: str
     references: int = 0
     uses: int = 0
+    reached: bool = False  # by a captured backward
 
-    def calibrate(self) -> None:
-        """Note how many hold the tensor and its memory while nobody outside does."""
-        self.references = sys.getrefcount(self.grad)
-        self.uses = _uses(self.grad)
+    def calibrate(self, before: tuple[int, int] | None) -> None:
+        """Note how many hold the tensor and its memory while nobody outside does: now, if it is new; else with those
+        that have come since `before`, when somebody outside perhaps did."""
+        references, uses = before or (self.references, self.uses)
+        self.references += sys.getrefcount(self.grad) - references
+        self.uses += _uses(self.grad) - uses
 
     def held(self) -> bool:
         """Whether somebody outside has this gradient, as an object or as a view, while `.grad` is None."""
@@ -69,10 +73,18 @@ class GradTargets:
     def __init__(self) -> None:
         self._by_id: dict[int, Target] = {}
         self._slabs: list[Tensor] = []
+        self._before: dict[int, tuple[int, int]] = {}
+        self._reached: list[Target] = []  # that are pieces of slabs
+        self._one_of_each_slab: list[Target] = []
         self.bytes = 0
 
     def prepare(self, parameters: NamedParameters) -> None:
-        """Targets for one layer's parameters: what they have, else a slab for each dtype."""
+        """Before a capture: targets for all parameters, what they have, else a slab for each dtype."""
+        self._before = {  # who holds what the sets of graphs before this one add to
+            key: (sys.getrefcount(target.grad), _uses(target.grad))
+            for key, target in self._by_id.items()
+            if target.references
+        }
         new = list({id(p): p for _, p in parameters if id(p) not in self._by_id}.values())
         for parameter in new:
             main = getattr(parameter, "main_grad", None)
@@ -92,31 +104,62 @@ class GradTargets:
 
     def adopt(self) -> None:
         """The capture has succeeded: from now on the slabs are the gradients."""
-        own = [t for t in self._by_id.values() if t.kind == "own"]
-        for target in own:
-            target.calibrate()
-        for target in own:
+        for key, target in self._by_id.items():
+            if target.kind == "own":
+                target.calibrate(self._before.get(key))
+        for key, target in self._by_id.items():
             grad = target.parameter.grad
-            if grad is not None and grad is not target.grad:
+            new = target.kind == "own" and key not in self._before
+            if new and grad is not None and grad is not target.grad:
                 target.grad.copy_(grad)
                 target.parameter.grad = target.grad
+        self._reached = [t for t in self._by_id.values() if t.reached and t.kind == "own"]
+        by_slab = {t.grad.untyped_storage().data_ptr(): t for t in self._reached}
+        self._one_of_each_slab = list(by_slab.values())
 
     def of(self, parameters: Sequence[nn.Parameter]) -> list[Target]:
-        return [self._by_id[id(p)] for p in parameters]
+        """The targets of parameters that a backward reaches."""
+        found = [self._by_id[id(p)] for p in parameters]
+        for target in found:
+            target.reached = True
+        return found
+
+    def install(self) -> None:
+        """Zero and install all slabs at once, if that is what all of them need: every `.grad` is None (a usual
+        `zero_grad`), and nobody holds an old one."""
+        for target in self._reached:
+            if (
+                target.parameter.grad is not None
+                or sys.getrefcount(target.grad) > target.references
+            ):
+                return
+        if any(_uses(target.grad) > target.uses for target in self._one_of_each_slab):
+            return
+        for slab in self._slabs:
+            slab.zero_()
+        for target in self._reached:
+            target.parameter.grad = target.grad
 
     def release(self) -> None:
         """Drop the memory; gradients that are installed stay with their parameters."""
         self._by_id.clear()
         self._slabs.clear()
+        self._reached, self._one_of_each_slab = [], []
         self.bytes = 0
 
 
 class LayerGrads:
     """The targets of the parameters that one layer's backward reaches."""
 
-    def __init__(self, layer: str, names: Sequence[str], targets: Sequence[Target]) -> None:
+    def __init__(
+        self, layer: str, names: Sequence[str], targets: Sequence[Target], of_all: GradTargets
+    ) -> None:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
-        self._pairs = [(t.parameter, t.grad) for t in targets if t.kind != "main"]
+        self._of_all = of_all
+        self._installed = extension().Watch()
+        for target in targets:
+            if target.kind != "main":
+                self._installed.add_attribute(target.parameter, "grad", target.grad)
         self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
         self._detour: list[tuple[Target, Tensor]] = []
         named = zip(self.names, self.targets, strict=True)
@@ -134,11 +177,10 @@ class LayerGrads:
         for parameter, grad in self._main:
             if getattr(parameter, "main_grad", None) is not grad:
                 self._refuse_main(parameter)
-        for parameter, grad in self._pairs:
-            if parameter.grad is not grad:
-                del parameter, grad  # `held` counts references
+        if self._installed.check() >= 0:
+            self._of_all.install()
+            if self._installed.check() >= 0:
                 self._install()
-                return
 
     def after_launch(self) -> None:
         if self._detour:

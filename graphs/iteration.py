@@ -13,16 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from .backend import Backend, CudaBackend
-from .capture import no_device_rng_in_checkpoints
-from .errors import CaptureError, ReplayError, explain, hint_for
+from .errors import CaptureError, ReplayError, explain
 from .order import check_count
 from .report import GraphReport, Report
-from .signature import Signature, TensorSpec, difference, distinct, flatten
-from .states import Pins, Snapshot, advance_all, named_states, repeats_nothing
-from .tracer import autocast_state
-from .watch import LayerWatch, OptimizerWatch, Watch, plain_attributes, steady
-
-_NAME = "iteration"
+from .signature import Signature, flatten
+from .states import Pins, Snapshot, named_states
+from .stepgraph import NAME, StepGraph, key_of
+from .watch import Attributes, plain_attributes
 
 
 class IterationGraph:
@@ -50,8 +47,10 @@ class IterationGraph:
         fp8_state, rng_states: as for layers. The end of the graph advances the random states.
         modules: whose parameters, buffers, gradients and attributes are watched. All that the step uses.
         optimizers: checked for what would be frozen: a learning rate that is a number, `capturable=False`; and watched.
-        on_new_shape: "error", or "eager", saying so once.
-        mode, debug, backend: as for layers.
+        on_new_shape: what a call does that is not like a captured one: "error"; run "eager", saying so once; or
+            "capture": the first such call runs eagerly, the second captures another graph, with a pool of its own.
+        max_shapes: how many graphs that makes; calls beyond run eagerly, saying so once.
+        mode, backend: as for layers.
     """
 
     def __init__(
@@ -65,40 +64,38 @@ class IterationGraph:
         modules: Sequence[nn.Module] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
         on_new_shape: str = "error",
+        max_shapes: int = 8,
         mode: str = "relaxed",
-        debug: bool = False,
         backend: Callable[[], Backend] | None = None,
     ) -> None:
         if not callable(step):
             raise TypeError(f"step must be callable, got {type(step).__name__}")
-        if on_new_shape not in ("error", "eager"):
-            raise ValueError(f"on_new_shape must be 'error' or 'eager', got {on_new_shape!r}")
+        if on_new_shape not in ("error", "eager", "capture"):
+            choices = "'error', 'eager' or 'capture'"
+            raise ValueError(f"on_new_shape must be {choices}, got {on_new_shape!r}")
         check_count("num_microbatches", num_microbatches)
         self.step, self.warmup_steps = step, check_count("warmup_steps", warmup_steps)
         self.modules, self.optimizers = list(modules), list(optimizers)
         self.fp8_state, self.rng_states = fp8_state, list(rng_states)
-        self.on_new_shape = on_new_shape
-        self._make_backend = backend or (lambda: CudaBackend(self._device(), mode, debug))
-        self._backend: Backend | None = None
-        self._suspended = self._warned = False
-        self._debug = debug
+        self.on_new_shape, self.max_shapes = on_new_shape, check_count("max_shapes", max_shapes)
+        self._make_backend = backend or (lambda: CudaBackend(self._device(), mode))
+        self._aside: Backend | None = None  # for eager calls on the capture's stream
+        self._replaced: dict[Any, Any] = {}  # executable graphs that recapture() has kept
+        self._suspended = False
+        self._warned: set[str] = set()
         self._start()
 
     def _start(self) -> None:
         self.phase, self.calls = "recording", 0
-        self._graph: Any = None
-        self._inputs: list[Tensor] = []
-        self._specs: list[TensorSpec] = []
-        self._spec: list[Any] = []
-        self._paths: list[str] = []
-        self._outputs: list[Tensor] = []
-        self._rebuild: Callable[[Sequence[Tensor]], Any] = tuple
-        self._grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
-        self._watches: list[Watch] = []
-        self._autocast: tuple[bool, torch.dtype | None] = (False, None)
-        self._pins: Pins | None = None
-        self._attributes = [plain_attributes(m) for m in self.modules]
-        self._report = Report("recording")
+        self._steps: list[StepGraph] = []  # the one that ran last comes first
+        self._reports: list[Report] = []
+        self._pins: list[Pins] = []
+        self._seen: dict[Any, list[Attributes]] = {}  # new shapes that ran once, to be captured
+        self._failed: set[Any] = set()
+        self._attributes = self._attributes_now()
+
+    def _attributes_now(self) -> list[Attributes]:
+        return [plain_attributes(m) for m in self.modules]
 
     def _device(self) -> torch.device:
         for module in self.modules:
@@ -117,29 +114,64 @@ class IterationGraph:
             return self._eagerly(args, kwargs)
         if self.phase == "recording":
             if self.calls < self.warmup_steps:
+                self.calls += 1
                 return self._eagerly_aside(args, kwargs)
             self.capture(*args, **kwargs)
         tensors, spec = flatten((args, kwargs))
-        try:
-            self._check(tensors, spec)
-        except ReplayError as error:
-            if self.on_new_shape == "error" or error.recapture:
-                raise
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"{error}: this call runs eagerly", RuntimeWarning, stacklevel=2)
+        error: ReplayError | None = None
+        for one in self._steps:
+            mismatch = one.mismatch(tensors, spec)
+            if mismatch is None:
+                return self._replay(one, tensors)
+            error = error or mismatch
+        assert error is not None
+        return self._new(error, tensors, spec, args, kwargs)
+
+    def _replay(self, one: StepGraph, tensors: Sequence[Tensor]) -> Any:
+        self._steps[0].check_grads()
+        one.check_state()
+        if one is not self._steps[0]:
+            one.install_grads()
+            self._steps.remove(one)
+            self._steps.insert(0, one)
+        return one.replay(tensors)
+
+    def _new(
+        self, error: ReplayError, tensors: Sequence[Tensor], spec: list[Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A call that no graph is for."""
+        if self.on_new_shape == "error":
+            raise error
+        key = key_of(tensors, spec, self._steps[0].backend)
+        if self.on_new_shape == "eager" or key in self._failed:
+            self._warn_once("new shape", f"{error}: this call runs eagerly")
             return self._eagerly(args, kwargs)
-        for static, x in zip(self._inputs, tensors, strict=True):
-            distinct(static).copy_(distinct(x))
-        assert self._backend is not None
-        self._graph.launch(self._backend.stream())
-        return self._rebuild([x.clone() for x in self._outputs])
+        if len(self._steps) >= self.max_shapes:
+            text = f"max_shapes={self.max_shapes} graphs are captured: further shapes run eagerly"
+            self._warn_once("max_shapes", text)
+            return self._eagerly(args, kwargs)
+        if key not in self._seen:
+            text = f"{error}: this call runs eagerly, the next one like it captures another graph"
+            self._warn_once("new shape", text)
+            self._seen[key] = self._attributes_now()
+            return self._eagerly_aside(args, kwargs)
+        try:
+            self._capture(Signature((args, kwargs)), self._seen[key])
+        except Exception:
+            self._failed.add(key)
+            raise
+        return self._replay(self._steps[0], tensors)
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _eagerly(self, args: Any, kwargs: Any) -> Any:
-        """The step itself; new gradients move to where the graph has them."""
+        """The step itself; new gradients move to where the graph that ran last has them."""
         output = self.step(*args, **kwargs)
         with torch.no_grad():
-            for _, parameter, grad in self._grads:
+            for _, parameter, grad in self._steps[0].grads if self._steps else ():
                 if grad is not None and parameter.grad is not None and parameter.grad is not grad:
                     grad.copy_(parameter.grad)
                     parameter.grad = grad
@@ -147,144 +179,100 @@ class IterationGraph:
 
     def _eagerly_aside(self, args: Any, kwargs: Any) -> Any:
         """On the stream of the capture, where autograd's nodes for the parameters then belong."""
-        if self._backend is None:
-            self._backend = self._make_backend()
-        with self._backend.aside():
-            output = self.step(*args, **kwargs)
-        self.calls += 1
-        return output
+        if self._aside is None:
+            self._aside = self._make_backend()
+        with self._aside.aside():
+            return self._eagerly(args, kwargs)
 
     # capture
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture the step for calls like this one, without training."""
         self.phase = "failed"
-        signature = Signature((args, kwargs))
+        self._capture(Signature((args, kwargs)), self._attributes)
+        self.phase = "replaying"
+
+    def _capture(self, signature: Signature, attributes: Sequence[Attributes]) -> None:
+        """One more graph; on an error everything is as before."""
         if (found := signature.unsupported()) is not None:
-            raise CaptureError(
-                _NAME, "check", f"argument {found}, a constant that cannot be watched"
-            )
+            reason = f"argument {found}, a constant that cannot be watched"
+            raise CaptureError(NAME, "check", reason)
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)
-        if self._backend is None:
-            self._backend = self._make_backend()
-        started, free = time.perf_counter(), self._backend.free_bytes()
+        backend, self._aside = self._aside or self._make_backend(), None
+        started, free = time.perf_counter(), backend.free_bytes()
         states = named_states(self.fp8_state, self.rng_states)
-        snapshot, pins = (
-            Snapshot(self.modules, self.fp8_state, states.values()),
-            Pins(self.fp8_state),
-        )
+        snapshot = Snapshot(self.modules, self.fp8_state, states.values())
+        pins = Pins(self.fp8_state)
         before = [(p, p.grad) for m in self.modules for p in m.parameters()]
+        replaced = self._replaced.pop(key_of(signature.tensors, signature.spec, backend), None)
+        one: StepGraph | None = None
         try:
-            self._capture(self._backend, signature, list(states.values()))
-        except Exception as error:
+            one = StepGraph(self.step, signature, backend, list(states.values()), replaced)
+            snapshot.restore()
+            one.watch(self.modules, self.optimizers, states, attributes)
+            report = self._report_of(one, free, time.perf_counter() - started)
+            pins.add()
+        except BaseException:
+            if one is not None:
+                one.drop()
             for parameter, grad in before:
                 parameter.grad = grad
             pins.remove()
             snapshot.restore()
-            self._outputs, self._inputs = [], []
-            self._backend.release()
-            self._backend = None
-            if isinstance(error, CaptureError):
-                raise
-            reason = f"{type(error).__name__}: {error}"
-            raise CaptureError(_NAME, "capture", reason, hint_for(reason)) from error
-        snapshot.restore()
-        pins.add()
-        self._pins = pins
-        self._watch(states)
-        nodes = GraphReport(
-            _NAME, 0, "step", self._graph.nodes, self._graph.kernels, time.perf_counter() - started
+            raise
+        self._pins.append(pins)
+        self._steps.insert(0, one)
+        self._reports.append(report)
+
+    def _report_of(self, one: StepGraph, free: int, seconds: float) -> Report:
+        shape, pool = len(self._reports), one.backend.reserved_bytes()
+        graph = GraphReport(
+            NAME, 0, "step", one.graph.nodes, one.graph.kernels, seconds, one.made, shape
         )
-        pool = self._backend.reserved_bytes()
-        self._report = Report(
+        return Report(
             "replaying",
-            (nodes,),
+            (graph,),
             1,
             pool_bytes=pool,
-            driver_bytes=max(0, free - self._backend.free_bytes() - pool),
-            capture_s=time.perf_counter() - started,
+            driver_bytes=max(0, free - one.backend.free_bytes() - pool),
+            capture_s=seconds,
+            shapes=(", ".join(map(str, one.key[0])),),
         )
-        self.phase = "replaying"
-
-    def _capture(self, backend: Backend, signature: Signature, states: Sequence[Any]) -> None:
-        specs = [TensorSpec.of(x) for x in signature.tensors]
-        with backend.session(), no_device_rng_in_checkpoints():
-            inputs = []
-            for x, spec in zip(signature.tensors, specs, strict=True):
-                if spec.requires_grad:
-                    raise ValueError(
-                        "an input that requires grad: its gradient would leave the graph"
-                    )
-                inputs.append(backend.allocate(spec))
-                distinct(inputs[-1]).copy_(distinct(x))
-            args, kwargs = signature.rebuild(inputs)
-            with repeats_nothing(_NAME, states), backend.capture() as captured:
-                output = self.step(*args, **kwargs)
-                advance_all(states)()
-        outputs = Signature(output)
-        if (found := outputs.unsupported()) is not None:
-            raise ValueError(f"the step's output {found}, which a replay cannot renew")
-        if any(x.requires_grad for x in outputs.tensors):
-            raise ValueError("the step returns a tensor with an autograd graph: return it detached")
-        self._graph, self._inputs, self._outputs = captured.graph, inputs, outputs.tensors
-        self._rebuild, self._spec, self._specs = outputs.rebuild, signature.spec, specs
-        self._paths, self._autocast = signature.paths, autocast_state(backend.device.type)
-
-    def _watch(self, states: dict[str, Any]) -> None:
-        self._watches = []
-        for index, module in enumerate(self.modules):
-            attributes = steady(self._attributes[index], plain_attributes(module))
-            name = f"modules[{index}]"
-            self._watches.append(LayerWatch(name, module, attributes, states if not index else {}))
-            self._grads += [(f"{name}.{n}", p, p.grad) for n, p in module.named_parameters()]
-        for index, optimizer in enumerate(self.optimizers):
-            self._watches.append(OptimizerWatch(_NAME, f"optimizers[{index}]", optimizer))
-
-    def _check(self, tensors: Sequence[Tensor], spec: list[Any]) -> None:
-        if spec != self._spec and (found := difference(self._spec, spec)):
-            raise ReplayError(_NAME, "arguments", *found)
-        for path, x, expected in zip(self._paths, tensors, self._specs, strict=True):
-            if (now := TensorSpec.of(x)) != expected:
-                raise ReplayError(_NAME, f"input {path}", expected, now)
-        assert self._backend is not None
-        if (autocast := autocast_state(self._backend.device.type)) != self._autocast:
-            raise ReplayError(_NAME, "autocast", self._autocast, autocast)
-        for watch in self._watches:
-            if (changed := watch.check()) >= 0:
-                watch.refuse(changed)
-        for name, parameter, grad in self._grads:
-            if parameter.grad is not grad:
-                expected_grad, found_grad = (
-                    "None" if g is None else f"the tensor at {g.data_ptr():#x}"
-                    for g in (grad, parameter.grad)
-                )
-                what = f"gradient of {name} (zero it inside the step)"
-                raise ReplayError(_NAME, what, expected_grad, found_grad, True)
 
     # use
 
     def recapture(self) -> None:
-        """Capture anew at the next call, with parameters, gradients and attributes as they are then."""
-        self._drop()
+        """Capture anew at the next call, with parameters, gradients and attributes as they are then.
+
+        Executable graphs stay and take the new addresses where the new capture has the same nodes; `report()` says so.
+        """
+        self._replaced = {one.key: one.graph for one in self._steps}
+        seen = [*self._seen, *self._replaced]
+        self._drop(keep_graphs=True)
         self.calls = self.warmup_steps
+        self._seen = {key: self._attributes for key in seen}
 
     def reset(self) -> None:
-        """Drop the graph and its memory and warm up anew."""
+        """Drop the graphs and their memory and warm up anew."""
         self._drop()
 
-    def _drop(self) -> None:
-        for _, parameter, grad in self._grads:
+    def _drop(self, keep_graphs: bool = False) -> None:
+        for _, parameter, grad in self._steps[0].grads if self._steps else ():
             if grad is not None and parameter.grad is grad:
                 parameter.grad = grad.clone()  # out of the pool
-        if self._graph is not None:
-            self._graph.destroy()
-        if self._pins is not None:
-            self._pins.remove()
+        for one in self._steps:
+            one.drop(keep_graphs)
+        for pins in reversed(self._pins):
+            pins.remove()
+        if not keep_graphs:
+            for graph in self._replaced.values():
+                graph.destroy()
+            self._replaced.clear()
+        if self._aside is not None:
+            self._aside.release()
+            self._aside = None
         self._start()
-        if self._backend is not None:
-            self._backend.release()
-            self._backend = None
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -297,17 +285,17 @@ class IterationGraph:
 
     def report(self) -> Report:
         """What is captured, and what it takes."""
-        return self._report
+        return Report.of_sets(self._reports) if self._reports else Report(self.phase)
 
     def explain(self, error: BaseException) -> str:
         """What an error of this package means here and what to do about it."""
         return explain(error)
 
     def write_dot(self, path: str) -> None:
-        """The graph as DOT; needs `debug=True`."""
-        if not self._debug or self._graph is None:
-            raise RuntimeError("write_dot needs debug=True and a captured step")
-        self._graph.write_dot(path)
+        """The graph that ran last as DOT."""
+        if not self._steps:
+            raise RuntimeError("write_dot needs a captured step")
+        self._steps[0].graph.write_dot(path)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -317,8 +305,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(group["lr"], Tensor):
             reason = f"{where}['lr'] is the number {group['lr']!r}, which the graph would freeze"
             hint = "Make it a tensor on the device, and change it in place: lr.fill_(value)"
-            raise CaptureError(_NAME, "check", reason, hint)
+            raise CaptureError(NAME, "check", reason, hint)
         if group.get("capturable") is False:
             raise CaptureError(
-                _NAME, "check", f"{where} has capturable=False", "Set capturable=True"
+                NAME, "check", f"{where} has capturable=False", "Set capturable=True"
             )

@@ -131,10 +131,6 @@ class Order:
         except KeyError:
             raise ValueError(f"{describe(step, self.layers)} is not in the order") from None
 
-    def last_use(self, layer: int, microbatch: int) -> int:
-        """Position of the last step that needs what this forward saved: its backward."""
-        return self.index(Step(layer, microbatch, Direction.BACKWARD))
-
     def max_in_flight(self) -> tuple[int, ...]:
         """For each layer, the most microbatches that are at any time forward-done, backward-not."""
         alive, most = [0] * len(self.layers), [0] * len(self.layers)
@@ -188,37 +184,3 @@ class Order:
         if missing is not None:
             reason = "the iteration is incomplete"
             raise OrderError(reason, len(self.steps), missing, None, self.layers)
-
-
-class OrderCursor:
-    """Follows an order during replay, iteration after iteration.
-
-    Call `advance(step)` before each launch: it returns the step's position, or raises
-    `ReplayOrderError` and stays where it was. After the last step the next iteration begins.
-    """
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.position = 0
-
-    @property
-    def expected(self) -> Step:
-        return self.order.steps[self.position]
-
-    def advance(self, step: Step) -> int:
-        position, expected = self.position, self.order.steps[self.position]
-        if step != expected:
-            reason = "replay out of order"
-            raise ReplayOrderError(reason, position, expected, step, self.order.layers)
-        self.position = (position + 1) % len(self.order.steps)
-        return position
-
-    def end_iteration(self) -> None:
-        """Refuse an iteration that stopped half-way."""
-        if self.position:
-            reason = "replay ended early"
-            raise ReplayOrderError(reason, self.position, self.expected, None, self.order.layers)
-
-    def rewind(self) -> None:
-        """Give up the current iteration, whatever has run of it; the next one starts anew."""
-        self.position = 0

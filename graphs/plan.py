@@ -10,7 +10,7 @@ So a replay is right only in the captured order, and whoever else still holds a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,19 +78,19 @@ def block_length(order: Order, calls: Mapping[Key, CallTrace]) -> int:
         ):
             return count
     alike = all(
-        calls[layer, m].like(calls[layer, 0], m, 0) and _same_groups(calls, layers, m)
+        all(calls[layer, m].like(calls[layer, 0], m, 0) for layer in layers)
+        and same_groups([(calls[layer, 0], calls[layer, m]) for layer in layers])
         for m in range(1, count)
-        for layer in layers
     )
     return 1 if alike else count
 
 
-def _same_groups(calls: Mapping[Key, CallTrace], layers: Iterable[int], m: int) -> bool:
-    """Whether the inputs from outside are shared among the layers as in microbatch 0."""
+def same_groups(calls: Sequence[tuple[CallTrace, CallTrace]]) -> bool:
+    """Whether the inputs from outside are shared among the first of each pair as among the second."""
     pairs = [
         (a.group, b.group)
-        for layer in layers
-        for a, b in zip(calls[layer, 0].sources, calls[layer, m].sources, strict=True)
+        for one, other in calls
+        for a, b in zip(one.sources, other.sources, strict=True)
         if isinstance(a, FromOutside) and isinstance(b, FromOutside)
     ]
     return len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(set(pairs))

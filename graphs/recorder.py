@@ -108,7 +108,7 @@ class OrderRecorder:
             for step in range(3):
                 train_step()
                 recorder.end_iteration()
-        cursor = OrderCursor(recorder.order)
+        print(recorder.order.steps)
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class OrderRecorder:
             raise RuntimeError("the recorder is already attached: call detach() first")
         self._check_modules(modules)
         for layer, module in enumerate(modules):
-            hook = Hook(partial(self._on_forward, layer))
+            hook = Hook(partial(self.after_forward, layer))
             self._handles.append(module.register_forward_hook(hook))
             if self._observer is not None:
-                before = Hook(partial(self._before_forward, layer))
+                before = Hook(partial(self.before_forward, layer))
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 self._handles.append(handle)
         return self
@@ -182,6 +182,22 @@ class OrderRecorder:
         """Forget what this iteration has recorded so far, e.g. after a step that was skipped."""
         self._next_iteration(ended=False)
 
+    def forwards_seen(self, layer: int) -> int:
+        """How often the layer has run forward in this iteration."""
+        return sum(
+            call.layer == layer and call.trains and direction is Direction.FORWARD
+            for call, direction in self._iteration.events
+        )
+
+    def begins_anew(self, layer: int) -> bool:
+        """Whether `layer` is the one that ran first in this iteration, all layers have run as often, and as many
+        backwards as forwards: a forward of it, coming now, begins as the iteration began."""
+        events = self._iteration.events
+        if not events or events[0][0].layer != layer or _in_backward():
+            return False
+        counts = {self.forwards_seen(index) for index in range(len(self.layers))}
+        return len(counts) == 1 and len(events) == 2 * len(self.layers) * counts.pop()
+
     def _next_iteration(self, ended: bool) -> None:
         self._iteration.close(ended)
         self._iteration = _Iteration()
@@ -201,13 +217,13 @@ class OrderRecorder:
                 if inner is not module and inner in seen:
                     raise ValueError(f"layer {seen[inner]!r} lies inside layer {name!r}")
 
-    def _before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and self._observer is not None and not self.paused:
             if _in_backward():  # here, as a recomputation may stop before the layer returns
                 self._observer.recomputation(layer)
             self._observer.before(layer, args, kwargs)
 
-    def _on_forward(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_forward(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
         if not module.training or self.paused:
             return None
         call = self._identify(layer)

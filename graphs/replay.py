@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays captured calls in their order. Everything in a `launch_` method runs at every step: it is kept short.
+"""Replays captured calls. Everything in a `launch_` method runs at every step: it is kept short.
 
 A forward checks the call, copies what comes from outside, launches, and hands its outputs on as aliases of the graph's
 memory, or as copies where they leave the layers. Autograd then calls the backward, which does the same for gradients.
@@ -9,100 +9,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd import Function
 
-from .backend import Backend
 from .errors import ReplayError
 from .grads import LayerGrads
-from .order import Direction, Order, ReplayOrderError, Step
-from .signature import TensorSpec, distinct
+from .handed import Group, Handed, Input
+from .order import Step
+from .signature import distinct, number_types
 from .watch import LayerWatch
 
-_uses = torch._C._storage_Use_Count
-
-
-def _nothing() -> None:
-    return None
-
-
-class Handed:
-    """A buffer that eager code gets to see: an output, or the gradient of an input.
-
-    `chained`: the next layer's graph reads the same memory. Such a buffer is handed out as an alias, which must be gone
-    when the memory is used again, or, if somebody was seen to keep it longer, as a copy.
-    """
-
-    def __init__(self, name: str, layer: str, alias: Tensor, chained: bool) -> None:
-        self.name, self.layer, self.alias, self.chained = name, layer, alias, chained
-        self.copy = True
-        self.kept = False
-        self.ref: Callable[[], Tensor | None] = _nothing
-        self.version = -1  # of what the caller got; gradients may be changed in place
-        self._storage: StorageWeakRef | None = None
-        self._held = alias.untyped_storage()
-        self.cdata = self._held._cdata
-        self.base = _uses(self.cdata)
-
-    def hand(self) -> Tensor:
-        return self.alias.clone() if self.copy else self.alias.detach()
-
-    def given(self, x: Tensor) -> None:
-        """Note what the caller got, to know it again."""
-        self.ref, self.version = weakref.ref(x), x._version
-        if self.copy:
-            self._storage = StorageWeakRef(x.untyped_storage())
-
-    def probe(self) -> None:
-        """In a trial, at the end of the buffer's life: does anybody still have it?"""
-        if self._storage is not None and not self._storage.expired():
-            self.kept = True
-
-
-class Input:
-    """How one tensor of a call reaches its buffer: copied by this call, copied by an earlier call of its group, or
-    there already as the output of another call."""
-
-    def __init__(self, path: str, spec: TensorSpec) -> None:
-        self.path, self.spec = path, spec
-        self.static: Tensor | None = None  # set: this call copies
-        self.repeats = False  # it has expanded dimensions, which `static` lacks
-        self.group: Group | None = None
-        self.same_as = -1  # an earlier input of this call that is the same object
-        self.origin: Handed | None = None
-        self.given: Handed | Group | None = None  # whose object it has to be
-
-    def like(self, x: Tensor) -> bool:
-        spec = self.spec
-        return (
-            x.shape == spec.shape
-            and x.stride() == spec.stride
-            and x.dtype is spec.dtype
-            and x.requires_grad is spec.requires_grad
-            and x.device == spec.device
-        )
-
-
-class Group:
-    """Inputs of several calls that are one object."""
-
-    def __init__(self) -> None:
-        self.ref: Callable[[], Tensor | None] = _nothing
-        self.version = 0
-        self.first = ""
+if TYPE_CHECKING:
+    from .graphset import GraphSet
 
 
 class Call:
-    """One captured (layer, microbatch): its two graphs and the ways in and out of them."""
+    """One captured (layer, microbatch): its two graphs and the ways in and out of them. `seal` it before a replay."""
 
     forward_graph: Any
     backward_graph: Any
+    watch: LayerWatch
 
     def __init__(self, graphs: GraphSet, name: str, forward: Step, backward: Step) -> None:
-        self.graphs, self.name = graphs, name
+        self.graphs, self.name, self.layer = graphs, name, forward.layer
         self.forward_step, self.backward_step = forward, backward
         self.forward_at = graphs.order.index(forward)
         self.backward_at = graphs.order.index(backward)
@@ -118,26 +50,45 @@ class Call:
         self.parameters: list[nn.Parameter] = []  # whose gradients go back through autograd
         self.parameter_grads: list[Tensor] = []
         self.grads: LayerGrads | None = None
-        self.watch: LayerWatch
         self.generation = 0
-        self.pending: list[Tensor] = []
+        self._given: list[Any] = []
+        self._same: list[Any] = []
+        self._like: list[Any] = []
+        self._copies: list[Any] = []
+        self._chained: list[Any] = []
+
+    def seal(self, watch: LayerWatch) -> None:
+        """Sort out, once, what each replay asks of which tensor."""
+        self.watch, self._changed = watch, watch.check
+        self._numbers = number_types(self.spec)
+        places = list(enumerate(self.inputs))
+        self._given = [(i, x.given) for i, x in places if x.given is not None]
+        self._same = [(i, x.same_as) for i, x in places if x.given is None and x.same_as >= 0]
+        self._like = [(i, x.like) for i, x in places if x.given is None and x.same_as < 0]
+        self._copies = [
+            (i, x.static, x.repeats, x.group) for i, x in places if x.static is not None
+        ]
+        self._chained = [(k, x) for k, x in enumerate(self.outputs) if x.chained]
 
     # forward
 
-    def known(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether each tensor is an object that was handed out or copied before, unmodified, or like the captured one
-        where this call copies. In a training loop that goes on as it began this is all that is ever asked."""
-        for x, expected in zip(tensors, self.inputs, strict=True):
-            given = expected.given
-            if given is not None:
-                if given.ref() is not x or x._version != given.version:
-                    return False
-            elif expected.same_as >= 0:
-                if tensors[expected.same_as] is not x:
-                    return False
-            elif not expected.like(x):
+    def takes(self, spec: list[Any], tensors: Sequence[Tensor]) -> bool:
+        """Whether this is the captured call: equal constants of the same types, and of the tensors each an object that
+        was handed out or copied before, unmodified, or like the captured one where this call copies. In a training
+        loop that goes on as it began this is all that is ever asked."""
+        if spec != self.spec:
+            return False
+        for i, kind in self._numbers:  # 1 == 1.0 == True
+            if type(spec[i]) is not kind:
                 return False
-        return True
+        for i, given in self._given:
+            x = tensors[i]
+            if given.ref() is not x or x._version != given.version:
+                return False
+        for i, j in self._same:
+            if tensors[i] is not tensors[j]:
+                return False
+        return all([like(tensors[i]) for i, like in self._like])
 
     def differing(self, tensors: Sequence[Tensor]) -> int:
         """The first tensor that is not like the captured one; -1 if all are."""
@@ -163,42 +114,40 @@ class Call:
                     self._refuse_group(expected, group)
         raise AssertionError("refuse_stranger without a stranger")
 
-    def run(self, tensors: list[Tensor]) -> Any:
-        """The layer's output for `tensors`, which are `known`."""
-        if (changed := self.watch.check()) >= 0:
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """The layer's output for `tensors`, which it `takes`."""
+        if (changed := self._changed()) >= 0:
             self.watch.refuse(changed)
-        self.pending = tensors
-        differentiable = [tensors[i] for i in self.differentiable] or [self.graphs.anchor]
-        outputs = _Replay.apply(self, *differentiable, *self.parameters)
-        for handed, x in zip(self.outputs, outputs, strict=True):
-            if handed.chained:
-                handed.given(x)
+        edges = [tensors[i] for i in self.differentiable] or [self.graphs.anchor]
+        outputs = _apply(self, tensors, *edges, *self.parameters)
+        for k, handed in self._chained:
+            handed.given(outputs[k])
         return self.rebuild(outputs)
 
-    def launch_forward(self) -> tuple[Tensor, ...]:
-        graphs = self.graphs
-        graphs.check_dead(self.forward_at)
-        tensors, self.pending = self.pending, []
-        for x, expected in zip(tensors, self.inputs, strict=True):
-            if expected.static is not None:
-                expected.static.copy_(distinct(x) if expected.repeats else x)
-                if expected.group is not None:
-                    group = expected.group
-                    group.ref, group.version = weakref.ref(x), x._version
+    def launch_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        graphs, at = self.graphs, self.forward_at
+        if checks := graphs.checks[at]:
+            graphs.check_dead(checks)
+        for i, static, repeats, group in self._copies:
+            x = tensors[i]
+            static.copy_(distinct(x) if repeats else x)
+            if group is not None:
+                group.ref, group.version = weakref.ref(x), x._version
         self.forward_graph.launch(graphs.stream())
         self.generation += 1
-        graphs.advance()
-        return tuple([handed.hand() for handed in self.outputs])
+        graphs.passed(at)
+        return tuple([x.alias.clone() if x.copy else x.alias.detach() for x in self.outputs])
 
     # backward
 
     def launch_backward(
         self, generation: int, grads: tuple[Tensor | None, ...]
-    ) -> list[Tensor | None]:
-        graphs = self.graphs
-        if graphs.position != self.backward_at or generation != self.generation:
+    ) -> tuple[Tensor | None, ...]:
+        graphs, at = self.graphs, self.backward_at
+        if graphs.position != at or generation != self.generation:
             graphs.refuse_order(self.backward_step, generation != self.generation)
-        graphs.check_dead(self.backward_at)
+        if checks := graphs.checks[at]:
+            graphs.check_dead(checks)
         for k, buffer in self.grad_outputs:
             grad = grads[k]
             if grad is None:
@@ -211,8 +160,8 @@ class Call:
         self.backward_graph.launch(graphs.stream())
         if self.grads is not None:
             self.grads.after_launch()
-        graphs.advance()
-        found: list[Tensor | None] = []
+        graphs.passed(at)
+        found: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
         for handed in self.grad_inputs:
             if handed is None:
                 found.append(None)
@@ -221,8 +170,22 @@ class Call:
             if handed.copy and handed.chained:
                 handed.given(grad)
             found.append(grad)
-        found += [grad.clone() for grad in self.parameter_grads]
-        return found
+        if self.parameter_grads:
+            found += [grad.clone() for grad in self.parameter_grads]
+        return tuple(found)
+
+    def drop(self, graphs: bool) -> None:
+        """Free everything, although the caller's autograd graphs may still hold this call."""
+        if graphs:
+            self.forward_graph.destroy()
+            self.backward_graph.destroy()
+        self.forward_graph = self.backward_graph = None
+        self.generation, self.grads = -1, None
+        for held in (self.inputs, self.outputs, self.grad_outputs, self.grad_inputs):
+            held.clear()
+        for sealed in (self._given, self._same, self._like, self._copies, self._chained):
+            sealed.clear()
+        self.parameters, self.parameter_grads = [], []
 
     # refusals
 
@@ -245,12 +208,14 @@ class Call:
         )
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(Function):
     """A captured layer as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = call.launch_forward()
+    def forward(
+        ctx: Any, call: Call, tensors: Sequence[Tensor], *edges: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = call.launch_forward(tensors)
         ctx.call, ctx.generation = call, call.generation
         ctx.set_materialize_grads(False)
         if call.constants:
@@ -258,128 +223,20 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        call = ctx.call
         if torch.is_grad_enabled():
-            raise ReplayError(ctx.call.name, "create_graph", "False", "True: no second derivative")
-        return None, *ctx.call.launch_backward(ctx.generation, grads)
+            raise ReplayError(call.name, "create_graph", "False", "True: no second derivative")
+        return call.launch_backward(ctx.generation, grads)
 
 
-class GraphSet:
-    """The captured block of steps, and where in it the replay stands."""
+# What `Function.apply` and `BackwardCFunction.apply` do in Python before they come to these is for functions that
+# functorch may transform: 5 of a replay's microseconds.
+_bare_apply = super(Function, _Replay).apply
+_Replay._backward_cls.apply = _Replay.backward  # type: ignore[attr-defined]
 
-    def __init__(self, order: Order, repeats: int, backend: Backend, anchor: Tensor) -> None:
-        self.order, self.repeats, self.backend, self.anchor = order, repeats, backend, anchor
-        self.position = self.blocks = 0
-        self.eager_calls = False  # in this iteration, in place of a block
-        self.calls: list[Call] = []
-        self.forwards: list[Call | None] = [None] * len(order)
-        self.handed: list[
-            tuple[int, Handed]
-        ] = []  # chained, with the step after which nobody may have them
-        self.checks: list[list[Handed]] = [[] for _ in order]
-        self.trial = True
-        self._stream: int | None = None
 
-    def start(self) -> None:
-        """The first iteration hands out copies only, and finds out who keeps them."""
-        for death, handed in self.handed:
-            self.checks[(death + 1) % len(self.order)].append(handed)
-
-    def stream(self) -> int:
-        found = self.backend.stream()
-        if found != self._stream:
-            if self._stream is not None and (self.position or self.blocks % self.repeats):
-                name = self.order.layers[self.order[self.position].layer]
-                raise ReplayError(name, "stream", hex(self._stream), hex(found))
-            self._stream = found
-        return found
-
-    def advance(self) -> None:
-        self.position += 1
-        if self.position == len(self.order):
-            self.position = 0
-            self.blocks += 1
-            if self.trial and self.blocks > self.repeats:
-                self.end_trial()
-
-    def end_trial(self) -> None:
-        """From now on, what nobody kept is handed out without a copy."""
-        self.trial = False
-        for _, handed in self.handed:
-            handed.copy, handed.version = handed.kept, -1
-        self.checks = [[h for h in handed if not h.copy] for handed in self.checks]
-
-    def check_dead(self, position: int) -> None:
-        """Refuse to launch while somebody has what this launch may overwrite."""
-        for handed in self.checks[position]:
-            if handed.copy:
-                if self.trial:
-                    handed.probe()
-            elif _uses(handed.cdata) > handed.base:
-                self._refuse_kept(handed)
-            elif handed.version >= 0 and handed.alias._version != handed.version:
-                raise ReplayError(
-                    handed.layer,
-                    handed.name,
-                    "the values that its graph wrote, which a backward may need",
-                    "modified in place since (README, rule 6): discard_iteration()",
-                )
-
-    def _refuse_kept(self, handed: Handed) -> NoReturn:
-        handed.copy = True
-        raise ReplayError(
-            handed.layer,
-            handed.name,
-            "nobody to hold it once the next layer has read it, as in the iteration after capture",
-            "something that does (a variable, a list, an autograd graph of eager code); it is handed out as a copy "
-            "from now on: discard_iteration() and repeat this one",
-        )
-
-    def refuse_order(self, step: Step, stale: bool = False) -> NoReturn:
-        if not self.calls:
-            name = self.order.layers[step.layer]
-            raise ReplayError(name, "graphs", "captured ones", "graphs that reset() has dropped")
-        expected = self.order[self.position]
-        reason = "replay of a forward that is over" if stale else "replay out of order"
-        raise ReplayOrderError(reason, self.position, expected, step, self.order.layers)
-
-    def refuse_forward(self, layer: int) -> NoReturn:
-        done = sum(
-            s.layer == layer and s.direction is Direction.FORWARD
-            for s in self.order.steps[: self.position]
-        )
-        self.refuse_order(Step(layer, done, Direction.FORWARD))
-
-    def end_iteration(self) -> None:
-        if self.position or (self.blocks % self.repeats and not self.eager_calls):
-            found, expected = None, self.order[self.position]
-            reason = "replay ended early"
-            raise ReplayOrderError(reason, self.position, expected, found, self.order.layers)
-        self._align()
-
-    def _align(self) -> None:
-        """To the beginning of an iteration."""
-        self.blocks -= self.blocks % self.repeats
-        self.eager_calls = False
-
-    def rewind(self) -> None:
-        """Give up the iteration that is running."""
-        self.position, self._stream = 0, None
-        self._align()
-        for call in self.calls:
-            call.generation += 1
-
-    def destroy(self) -> None:
-        """Free everything, although the caller's autograd graphs may still hold these calls."""
-        for call in self.calls:
-            call.forward_graph.destroy()
-            call.backward_graph.destroy()
-            call.generation, call.grads = -1, None
-            for held in (call.inputs, call.outputs, call.grad_outputs, call.grad_inputs):
-                held.clear()
-            call.parameters, call.parameter_grads = [], []
-        self.calls.clear()
-        self.forwards.clear()
-        self.handed.clear()
-        self.checks.clear()
-        self.backend.release()
+def _apply(*args: Any) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        return _Replay.apply(*args)  # which says that it cannot
+    return _bare_apply(*args)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph. `capture_s` is wall time in seconds, instantiation and upload included."""
+    """One graph. `capture_s`: wall time in seconds, instantiation and upload included. `made`: "instantiated";
+    "updated" where recapture() gave an executable graph new addresses; or "instantiated: …", why it could not. `shape`:
+    the number of its set of graphs."""
 
     layer: str
     microbatch: int
@@ -16,13 +20,17 @@ class GraphReport:
     nodes: dict[str, int]
     kernels: dict[str, int]
     capture_s: float
+    made: str = "instantiated"
+    shape: int = 0
 
 
 @dataclass(frozen=True)
 class Report:
     """`pool_bytes`: what the graphs' pool holds, activations included; `driver_bytes`: what the driver took for the
     graphs beside it; `grad_bytes`: the slabs for gradients. `buffers` and `buffer_bytes` are the inputs, outputs and
-    gradients that layers hand on, `unshared_*` what they were if every call had its own."""
+    gradients that layers hand on, `unshared_*` what they were if every call had its own. All of it together for all
+    sets of graphs, whose first call's inputs are in `shapes`; `microbatches_captured` is of the longest block.
+    `eval_graphs`: those of `eval="capture"`, whose memory is not counted."""
 
     phase: str
     graphs: tuple[GraphReport, ...] = ()
@@ -36,6 +44,19 @@ class Report:
     driver_bytes: int = 0
     grad_bytes: int = 0
     capture_s: float = 0.0
+    shapes: tuple[str, ...] = ()
+    eval_graphs: int = 0
+
+    @classmethod
+    def of_sets(cls, reports: Sequence[Report], **more: Any) -> Report:
+        """The report of several sets of graphs; `more`: what belongs to none of them."""
+        summed = "graphs shapes buffers buffer_bytes unshared_buffers unshared_bytes pool_bytes"
+        values: dict[str, Any] = {
+            name: sum((getattr(r, name) for r in reports[1:]), getattr(reports[0], name))
+            for name in f"{summed} driver_bytes capture_s".split()
+        }
+        longest = max(r.microbatches_captured for r in reports)
+        return cls(reports[0].phase, microbatches_captured=longest, **values, **more)
 
     @property
     def saved_bytes(self) -> int:
@@ -56,8 +77,17 @@ class Report:
             f"pool {self.pool_bytes / 1e6:.1f} MB, driver {self.driver_bytes / 1e6:.1f} MB, "
             f"gradients {self.grad_bytes / 1e6:.1f} MB",
         ]
+        if len(self.shapes) > 1:
+            lines += [f"shape {i}: {shape}" for i, shape in enumerate(self.shapes)]
+        if updated := sum(g.made == "updated" for g in self.graphs):
+            lines.append(f"recaptured: {updated} of {len(self.graphs)} graphs by an update")
+        lines += [f"{self.eval_graphs} graphs for eval()"] if self.eval_graphs else []
         lines += [f"handed out as copies: {', '.join(self.copied)}"] if self.copied else []
         for g in self.graphs:
             nodes = ", ".join(f"{count} {kind}" for kind, count in sorted(g.nodes.items()))
-            lines.append(f"  {g.layer} microbatch {g.microbatch} {g.direction}: {nodes}")
+            shape = f"shape {g.shape} " if len(self.shapes) > 1 else ""
+            why_not = f" ({g.made})" if g.made.startswith("instantiated:") else ""
+            lines.append(
+                f"  {shape}{g.layer} microbatch {g.microbatch} {g.direction}: {nodes}{why_not}"
+            )
         return "\n".join(lines)

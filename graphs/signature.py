@@ -74,6 +74,21 @@ def distinct(x: Tensor) -> Tensor:
     return x
 
 
+def number_types(spec: list[Any]) -> list[tuple[int, type]]:
+    """Where `spec` has numbers, and their types: 1, 1.0 and True are equal, but do not compute the same."""
+    containers = (tuple, list, dict)
+    return [
+        (i, type(value))
+        for i, value in enumerate(spec)
+        if isinstance(value, (int, float, complex)) and not (i and spec[i - 1] in containers)
+    ]
+
+
+def typed(spec: list[Any]) -> tuple[tuple[type, Any], ...]:
+    """`spec` as a key: equal if the constants are, and their types."""
+    return tuple((type(value), value) for value in spec)
+
+
 class Signature:
     """A nesting of tuples, lists and dicts, taken apart: `spec` has everything but the tensors.
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from .capture import Layer
 from .errors import ReplayError
+from .graphset import GraphSet
 from .signature import TensorSpec, difference, flatten
 from .tracer import autocast_state
 
@@ -24,11 +24,9 @@ class Slot:
 
     def __init__(self, manager: GraphManager, index: int, layer: Layer) -> None:
         self.manager, self.index, self.layer, self.module = manager, index, layer, layer.module
+        self.turns = manager.turns
         self.eager = self.__wrapped__ = layer.forward
-        self._autocast = partial(autocast_state, manager.device.type)
-        assert manager.graphs is not None
-        self.graphs = manager.graphs
-        self.call = next(c for c in self.graphs.calls if c.forward_step.layer == index)
+        self._device = manager.device.type
         self._had = vars(self.module).get("forward")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -45,47 +43,58 @@ class Slot:
             self.module.__dict__["forward"] = self._had
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.manager._suspended:
+        if self.manager.suspended:
             return self.eager(*args, **kwargs)
         if not (self.module.training and torch.is_grad_enabled()):
             return self._without_grad(args, kwargs)
         tensors, spec = flatten((args, kwargs))
-        graphs = self.graphs
+        graphs = self.turns.graphs
         call = graphs.forwards[graphs.position]
-        if (
-            call is not None
-            and call.forward_step.layer == self.index
-            and spec == call.spec
-            and self._autocast() == call.autocast
-            and call.known(tensors)
-        ):
-            return call.run(tensors)
-        return self._unlike(call, tensors, spec, args, kwargs)
+        if call is not None and call.layer == self.index and call.takes(spec, tensors):
+            enabled, dtype = call.autocast
+            if torch.is_autocast_enabled(self._device) is enabled and (
+                not enabled or torch.get_autocast_dtype(self._device) is dtype
+            ):
+                return call.run(tensors)
+        return self._unlike(tensors, spec, args, kwargs)
 
-    def _unlike(self, call: Any, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse the call, or run it eagerly where only its shapes, constants or types are new."""
-        out_of_turn = call is None or call.forward_step.layer != self.index
-        call = self.call if out_of_turn else call
+    def _unlike(self, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
+        """Find another set of graphs for the call, refuse it, or run it eagerly where it is a new one."""
+        manager, turns = self.manager, self.turns
+        if turns.recording_goes_on(self.index):
+            return turns.record(self.index, self.eager, args, kwargs)
+        graphs, between = turns.graphs, turns.graphs.position == 0
+        if between and (other := turns.switch(self.index, spec, tensors)) is not None:
+            return other.run(tensors)
+        call = graphs.forwards[graphs.position]
+        in_turn = call is not None and call.layer == self.index
+        call = call if in_turn else _first_call(graphs, self.index)
         error = self._mismatch(call, tensors, spec)
-        if self.manager.on_new_shape == "error" or error is None:
-            if out_of_turn:
-                self.graphs.refuse_forward(self.index)
-            if error is not None:
-                raise error
-            call.refuse_stranger(tensors)
-        self.graphs.eager_calls = True
-        self.manager.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
-        return self.eager(*args, **kwargs)
+        if manager.on_new_shape == "eager" and error is not None:
+            manager.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
+            graphs.progress.eager = True
+            return self.eager(*args, **kwargs)
+        if manager.on_new_shape == "capture" and between and in_turn:
+            what = error or f"replay of layer {self.layer.name!r}: other arguments are one object"
+            text = f"{what}: its block runs eagerly, and end_iteration() captures graphs for it"
+            manager.warn_once("new shape", text)
+            turns.begin_block()
+            return turns.record(self.index, self.eager, args, kwargs)
+        if not in_turn:
+            graphs.refuse_forward(self.index)
+        if error is not None:
+            raise error
+        call.refuse_stranger(tensors)
 
     def _mismatch(self, call: Any, tensors: Any, spec: Any) -> ReplayError | None:
-        name = self.layer.name
+        name, autocast = self.layer.name, autocast_state(self._device)
         if found := difference(call.spec, spec):
             return ReplayError(name, "arguments", *found)
         if (index := call.differing(tensors)) >= 0:
             path, expected = call.inputs[index].path, call.inputs[index].spec
             return ReplayError(name, f"input {path}", expected, TensorSpec.of(tensors[index]))
-        if self._autocast() != call.autocast:
-            return ReplayError(name, "autocast", call.autocast, self._autocast())
+        if autocast != call.autocast:
+            return ReplayError(name, "autocast", call.autocast, autocast)
         return None
 
     def _without_grad(self, args: Any, kwargs: Any) -> Any:
@@ -96,6 +105,10 @@ class Slot:
         ):
             return self.manager.evaluate(self, args, kwargs)
         return self.eager(*args, **kwargs)
+
+
+def _first_call(graphs: GraphSet, layer: int) -> Any:
+    return next(call for call in graphs.calls if call.layer == layer)
 
 
 class Eager:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from .errors import CaptureError
@@ -80,6 +81,18 @@ class Pins:
     def remove(self) -> None:
         for pin in self._now() - self._before:
             self._state.unpin(pin)
+
+
+@contextmanager
+def no_device_rng_in_checkpoints() -> Iterator[None]:
+    """torch.utils.checkpoint saves the CUDA generator, which a stream under capture cannot read. Nor can anything draw
+    from it there, so that there is nothing to restore; the CPU generator is saved and restored as ever."""
+    original = torch_checkpoint.get_device_states
+    torch_checkpoint.get_device_states = lambda *args: ([], [])
+    try:
+        yield
+    finally:
+        torch_checkpoint.get_device_states = original
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import CaptureError
 from .plan import CallTrace, FromOutput, FromOutside, Key
-from .signature import Signature, TensorSpec
+from .signature import Signature, TensorSpec, typed
 
 
 @dataclass(eq=False)
@@ -37,6 +37,12 @@ class Recorded:
     seen: dict[Key, Seen]
     recomputed: set[int]  # layers that something outside of them checkpoints
     reentrant: set[int]  # those among them where it is a reentrant checkpoint
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Drop the samples of all calls but these: their block is another one's replay."""
+        for key, seen in self.seen.items():
+            if key not in keys:
+                seen.samples = []
 
 
 @dataclass
@@ -124,7 +130,7 @@ class Tracer:
                 FromOutside(s) if isinstance(s, int) else FromOutput(key_of[s[0]], s[1])
                 for s in seen.sources
             )
-            constants = (seen.inputs.spec, seen.outputs.spec, seen.autocast)
+            constants = (typed(seen.inputs.spec), typed(seen.outputs.spec), seen.autocast)
             calls[key_of[call]] = CallTrace(seen.input_specs, sources, seen.output_specs, constants)
             kept[key_of[call]] = seen
         return Recorded(calls, kept, set(self._recomputed), set(self._reentrant))

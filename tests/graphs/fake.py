@@ -80,7 +80,11 @@ class FakeGraph:
         assert self.alive, "launch of a destroyed graph"
         self.launches += 1
         for func, args, kwargs, outputs in self.ops:
-            found = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+            leaves = tree_leaves(func(*args, **kwargs))
+            for x in leaves:
+                if hasattr(x, "wait"):  # a collective's, which gloo runs in the background
+                    x.wait()
+            found = [x for x in leaves if isinstance(x, Tensor)]
             for target, value in zip(outputs, found, strict=True):
                 if target is not None:
                     target.copy_(value)
@@ -115,7 +119,10 @@ class Recorder(TorchDispatchMode):
         hosts = {h.data_ptr() for h in self.host}
         if func in SYNC and not any(x.data_ptr() in hosts for x in given):
             raise RuntimeError("cudaErrorStreamCaptureUnsupported (imitated): .item()")
-        if torch.Tag.nondeterministic_seeded in func.tags or func in SYNC:
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if (
+            seeded and "scaled_dot_product" not in str(func)
+        ) or func in SYNC:  # that without dropout
             found = func(*args, **kwargs)
             if isinstance(found, Tensor):
                 if found.numel() > 1:  # a single number is the host's: PhiloxState's nonce
@@ -188,7 +195,7 @@ class FakeBackend:
         yield
 
     @contextmanager
-    def capture(self) -> Iterator[Captured]:
+    def capture(self, replaced: FakeGraph | None = None) -> Iterator[Captured]:
         captured = Captured()
         recorder = Recorder(self.arena)
         try:
@@ -200,6 +207,13 @@ class FakeBackend:
         if self.captures - 1 == self.fail_at:
             raise RuntimeError("cudaStreamEndCapture failed: cudaErrorStreamCaptureInvalidated")
         captured.graph = FakeGraph(recorder.ops)
+        if replaced is not None:
+            why_not = replaced.update(captured.graph)
+            captured.made = f"instantiated: {why_not}" if why_not else "updated"
+            if why_not:
+                replaced.destroy()
+            else:
+                captured.graph = replaced
         self.graphs.append(weakref.ref(captured.graph))
 
     def allocate(self, spec: TensorSpec) -> Tensor:

@@ -41,7 +41,7 @@ class TorchBackend(CudaBackend):
     """The same captures made by torch.cuda.CUDAGraph: the reference."""
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[Captured]:
+    def capture(self, replaced: TorchGraph | None = None) -> Iterator[Captured]:
         captured, graph = Captured(), torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool.id, capture_error_mode=self.mode)
         try:
@@ -81,7 +81,7 @@ def test_torchs_graphs_give_the_same_bits() -> None:
 def test_census_of_a_linear_layer(tmp_path) -> None:
     """What the graphs hold: kernels by name, no copy to the host, no host function, no event."""
     layer = nn.Linear(64, 64, device=CUDA)
-    manager = GraphManager([layer], warmup_steps=1, debug=True)
+    manager = GraphManager([layer], warmup_steps=1)
     x = torch.randn(16, 64, device=CUDA, requires_grad=True)
     layer(x).sum().backward()
     manager.end_iteration()
@@ -100,7 +100,7 @@ def test_a_graph_takes_over_addresses_by_an_update() -> None:
     """cudaGraphExecUpdate: the executable graph stays, with the addresses of a second capture."""
     xs = [torch.full((4,), float(i), device=CUDA) for i in (1, 2)]
     out = torch.zeros(4, device=CUDA)
-    backend = CudaBackend(CUDA, keep_templates=True)
+    backend = CudaBackend(CUDA)
     graphs = []
     with backend.session():
         for x in xs:

@@ -159,7 +159,7 @@ def test_under_ddp_gradients_go_through_its_hooks(tmp_path) -> None:
                 assert torch.equal(p.grad, 2 * q.grad), step
             ours.zero_grad(), theirs.zero_grad()
             manager.end_iteration()
-        assert sum(reduced) == 4 * len(list(ours.parameters())) and manager._targets is None
+        assert sum(reduced) == 4 * len(list(ours.parameters())) and manager._sets.targets is None
         manager.close()
         manager = managed(list(ours), CPU, grads="add")
         model(x).sum().backward()
@@ -169,3 +169,29 @@ def test_under_ddp_gradients_go_through_its_hooks(tmp_path) -> None:
             manager.end_iteration()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_all_gradients_are_installed_at_once_where_nobody_holds_one(device: torch.device) -> None:
+    """After zero_grad one launch zeroes the memory of all; with one gradient or one `.grad` kept, each goes its way."""
+    ours, theirs = twins(device, 3)
+    manager = managed(ours, device)
+    warm(manager, ours, device)
+    kept: list[torch.Tensor] = []
+    for step, keep in enumerate(["", "", "grad", "held", "view", "", ""]):
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            run(layers, x).square().sum().backward()
+        same(ours, theirs, step)
+        manager.end_iteration()
+        weight = ours[1].up.weight
+        if keep in ("held", "view"):
+            kept = [weight.grad if keep == "held" else weight.grad[0], weight.grad.clone()]
+            kept[1] = kept[1] if keep == "held" else kept[1][0]
+        elif kept:
+            assert torch.equal(*kept), step
+            kept.clear()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            if not (keep == "grad" and p is weight):
+                p.grad = q.grad = None
+        if keep == "grad":
+            assert ours[0].up.weight.grad is None and weight.grad is not None

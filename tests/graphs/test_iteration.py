@@ -253,3 +253,87 @@ def test_a_changed_optimizer(device: torch.device, change: Any) -> None:
         run(x)
     run.recapture()
     run(x)
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zero"])
+def test_another_graph_for_each_new_shape(device: torch.device, to_none: bool) -> None:
+    """The first call of a shape runs eagerly, the second captures; gradients are those of the call that ran last."""
+
+    class Either(Sgd):
+        def __call__(self, x: Tensor, half: bool = False) -> Tensor:
+            self.model.zero_grad(set_to_none=to_none)
+            loss = self.model(x).square().sum() * (0.5 if half else 1)
+            loss.backward()
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p -= 1e-2 * p.grad
+            return loss.detach()
+
+    model = Block().to(device)
+    twin = copy.deepcopy(model)
+    theirs = Either(twin)
+    run = graphed(Either(model), device, on_new_shape="capture", max_shapes=3)
+    with pytest.warns(RuntimeWarning) as found:
+        for step, (rows, half) in enumerate(
+            [(3, 0), (3, 0), (3, 0), (5, 0), (5, 0), (3, 0), (3, 1), (3, 1), (5, 0), (7, 0), (3, 0)]
+        ):
+            x = torch.randn(rows, WIDTH, device=device)
+            assert torch.equal(run(x, half=bool(half)), theirs(x, bool(half))), step
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
+    said = [
+        str(w.message) for w in found if "iteration" in str(w.message) or "max" in str(w.message)
+    ]
+    assert len(said) == 2 and "captures another graph" in said[0] and "max_shapes=3" in said[1]
+    report = run.report()
+    assert [g.shape for g in report.graphs] == [0, 1, 2] and len(report.shapes) == 3
+    run.recapture()
+    for rows in (5, 3):
+        x = torch.randn(rows, WIDTH, device=device)
+        assert torch.equal(run(x, half=False), theirs(x, False)), rows
+    assert [g.made for g in run.report().graphs] == ["updated", "updated"]
+    model.up.weight.grad = None
+    with pytest.raises(ReplayError, match=r"gradient of modules\[0\].up.weight"):
+        run(x, half=False)
+    run.reset()
+    assert run.phase == "recording" and not run.report().graphs
+
+
+def test_a_new_shape_that_cannot_be_captured_runs_eagerly(device: torch.device) -> None:
+    class Waits(Sgd):
+        def __call__(self, x: Tensor, half: bool = False) -> Tensor:
+            loss = super().__call__(x)
+            return loss * loss.item() if len(x) == 5 else loss
+
+    model = Block().to(device)
+    step, theirs = Waits(model), Waits(copy.deepcopy(model))
+    step.lr, theirs.lr = step.lr.to(device) / 10, theirs.lr.to(device) / 10
+    run = graphed(step, device, on_new_shape="capture")
+
+    def same_step(rows: int) -> None:
+        x = torch.randn(rows, WIDTH, device=device)
+        assert torch.equal(run(x), theirs(x))
+        for p, q in zip(model.parameters(), theirs.model.parameters(), strict=True):
+            assert torch.equal(p, q) and torch.equal(p.grad, q.grad)
+
+    for _ in range(4):
+        same_step(3)
+    with pytest.warns(RuntimeWarning, match="captures another graph"):
+        same_step(5)
+    with pytest.raises(CaptureError, match="waits for the device"):
+        run(torch.randn(5, WIDTH, device=device))
+    for rows in (3, 5, 3):
+        same_step(rows)
+    assert len(run.report().graphs) == 1
+
+
+def test_constants_of_equal_value_and_another_type(device: torch.device) -> None:
+    """F16."""
+    step = Sgd(Block().to(device))
+    step.lr = step.lr.to(device)
+    run = graphed(step, device)
+    x = torch.randn(3, WIDTH, device=device)
+    for _ in range(4):
+        run(x, half=1)
+    with pytest.raises(ReplayError, match="arguments: expected 1, found True"):
+        run(x, half=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and OrderCursor against declarative models of what a valid iteration and a replay are."""
+"""Order against a declarative model of what a valid iteration is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import Direction, Order, OrderCursor, OrderError, ReplayOrderError, Step
+from lorakernels.graphs import Direction, Order, OrderError, ReplayOrderError, Step
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 # One layer, three microbatches, two in flight.
@@ -104,7 +104,7 @@ def test_an_order_is_refused_exactly_when_the_model_refuses_it(
 
 
 @given(valid_orders())
-def test_in_flight_and_last_use_against_a_count_over_intervals(
+def test_in_flight_and_positions_against_a_count_over_intervals(
     case: tuple[list[Step], int, int],
 ) -> None:
     steps, layers, microbatches = case
@@ -117,52 +117,16 @@ def test_in_flight_and_last_use_against_a_count_over_intervals(
         assert order.max_in_flight()[layer] == max(
             sum(t in span for span in spans) for t in range(len(steps))
         )
-        assert [order.last_use(layer, m) for m in range(microbatches)] == [s.stop for s in spans]
+        ends = [order.index(Step(layer, m, B)) for m in range(microbatches)]
+        assert ends == [s.stop for s in spans]
 
 
 def test_in_flight_closed_form() -> None:
     order = Order(ALTERNATING, 1, 3)
     assert order.max_in_flight() == (2,)
-    assert [order.last_use(0, m) for m in range(3)] == [2, 4, 5]
+    assert [order.index(Step(0, m, B)) for m in range(3)] == [2, 4, 5]
     with pytest.raises(ValueError, match="backward of layer '0', microbatch 3 is not in the order"):
-        order.last_use(0, 3)
-
-
-@settings(max_examples=50)
-@given(valid_orders(), st.data())
-def test_the_cursor_accepts_the_next_step_and_nothing_else(
-    case: tuple[list[Step], int, int], data: st.DataObject
-) -> None:
-    steps, layers, microbatches = case
-    cursor = OrderCursor(Order(steps, layers, microbatches))
-    for expected in steps * 2:
-        position = cursor.position
-        wrong = data.draw(st.sampled_from(all_steps(layers, microbatches + 1)))
-        if wrong != expected:
-            with pytest.raises(ReplayOrderError) as error:
-                cursor.advance(wrong)
-            found = error.value.position, error.value.expected, error.value.found
-            assert found == (position, expected, wrong)
-            assert cursor.position == position
-        assert cursor.expected == expected
-        assert cursor.advance(expected) == position
-    cursor.end_iteration()
-
-
-def test_the_cursor_names_layer_position_expected_and_found() -> None:
-    steps = [Step(0, 0, F), Step(1, 0, F), Step(1, 0, B), Step(0, 0, B)]
-    cursor = OrderCursor(Order(steps, ["embed", "head"], 1))
-    cursor.advance(steps[0])
-    with pytest.raises(ReplayOrderError) as error:
-        cursor.advance(steps[2])
-    assert str(error.value) == (
-        "replay out of order at position 1: expected forward of layer 'head', microbatch 0, "
-        "found backward of layer 'head', microbatch 0"
-    )
-    with pytest.raises(ReplayOrderError, match=r"position 1: .* found the end of the iteration"):
-        cursor.end_iteration()
-    cursor.rewind()
-    assert [cursor.advance(step) for step in steps] == [0, 1, 2, 3]
+        order.index(Step(0, 3, B))
 
 
 @pytest.mark.parametrize(
@@ -249,14 +213,13 @@ def test_a_bad_step_names_field_and_value(values: tuple, message: str) -> None:
 
 def test_order_and_errors_survive_copy_and_pickle_and_cannot_be_changed() -> None:
     order = Order(ALTERNATING, ["a"], 3)
-    order.last_use(0, 0)  # fills the cache, which must not travel
+    order.index(ALTERNATING[0])  # fills the cache, which must not travel
     for twin in (copy.copy(order), copy.deepcopy(order), pickle.loads(pickle.dumps(order))):
-        assert twin == order and hash(twin) == hash(order) and twin.last_use(0, 2) == 5
+        assert twin == order and hash(twin) == hash(order) and twin.index(Step(0, 2, B)) == 5
     assert order != Order(ALTERNATING, ["b"], 3)
     with pytest.raises(AttributeError):
         order.steps = ()  # type: ignore[misc]
-    with pytest.raises(ReplayOrderError) as error:
-        OrderCursor(order).advance(ALTERNATING[1])
-    twin_error = pickle.loads(pickle.dumps(error.value))
-    assert type(twin_error) is ReplayOrderError and str(twin_error) == str(error.value)
+    error = ReplayOrderError("replay out of order", 0, ALTERNATING[0], ALTERNATING[1], ("a",))
+    twin_error = pickle.loads(pickle.dumps(error))
+    assert type(twin_error) is ReplayOrderError and str(twin_error) == str(error)
     assert twin_error.found == ALTERNATING[1]

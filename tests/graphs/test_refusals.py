@@ -365,7 +365,7 @@ def test_hooks_on_the_layer_and_on_parameters_fire(device: torch.device) -> None
         run(layers, next(batches(device, 1)).requires_grad_()).sum().backward()
         assert sorted(fired) == ["backward", "forward", "grad"]
         manager.end_iteration()
-    assert manager.phase == "replaying" and manager._targets is None
+    assert manager.phase == "replaying" and manager._sets.targets is None
 
 
 def test_a_state_that_moves(device: torch.device) -> None:
@@ -411,3 +411,16 @@ def test_autocast_is_part_of_the_call(device: torch.device) -> None:
             same(ours, theirs)
             manager.end_iteration()
         run(ours, x)
+
+
+def test_functorch_transforms(device: torch.device) -> None:
+    """A replay skips what autograd.Function asks for their sake, but not when one is active."""
+    layers = stack(device, 1)
+    manager = managed(layers, device)
+    run(layers, torch.randn(3, WIDTH, device=device).requires_grad_()).sum().backward()
+    manager.end_iteration()
+    x = torch.randn(3, WIDTH, device=device)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: run(layers, x).sum())(x)
+    manager.discard_iteration()
+    run(layers, x.requires_grad_()).sum().backward()

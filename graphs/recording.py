@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a set of graphs is captured from: a block of steps as it was recorded, taken apart where shapes may differ.
+
+`BlockRecorder` records a block among replayed ones, while graphs exist: a call that no set has begins it, the first
+call after its last backward ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .order import Order, Step
+from .plan import FromOutput, FromOutside, same_groups
+from .recorder import OrderRecorder
+from .tracer import Recorded, Tracer
+from .watch import Attributes, plain_attributes
+
+
+@dataclass(eq=False)
+class Recording:
+    """`attributes`: the layers', before it ran."""
+
+    order: Order
+    recorded: Recorded
+    attributes: Sequence[Attributes]
+
+    def blocks(self) -> list[Recording]:
+        """Its microbatches, if each runs alone: one of each kind, as every one of them could come in any turn. Else
+        itself, whole."""
+        count, size = self.order.num_microbatches, len(self.order) // self.order.num_microbatches
+        parts = [self.order.steps[m * size : (m + 1) * size] for m in range(count)]
+        if any(step.microbatch != m for m, part in enumerate(parts) for step in part):
+            return [self]
+        found: list[Recording] = []
+        for m, part in enumerate(parts):
+            one = self._alone(m, part)
+            if one is None:
+                return [self]
+            if not any(one.like(other) for other in found):
+                found.append(one)
+        return found
+
+    def _alone(self, m: int, steps: Sequence[Step]) -> Recording | None:
+        """Microbatch `m` as the only one; None if it reads another's outputs."""
+        calls = {}
+        for layer in range(len(self.order.layers)):
+            call = self.recorded.calls[layer, m]
+            sources: list[FromOutput | FromOutside] = []
+            for source in call.sources:
+                if isinstance(source, FromOutput):
+                    if source.call[1] != m:
+                        return None
+                    source = FromOutput((source.call[0], 0), source.index)
+                sources.append(source)
+            calls[layer, 0] = replace(call, sources=tuple(sources))
+        order = Order([replace(s, microbatch=0) for s in steps], self.order.layers, 1)
+        seen = {(layer, 0): self.recorded.seen[layer, m] for layer, _ in calls}
+        recorded = Recorded(calls, seen, self.recorded.recomputed, self.recorded.reentrant)
+        return Recording(order, recorded, self.attributes)
+
+    def like(self, other: Recording) -> bool:
+        """Whether both could be replays of one set of graphs."""
+        mine, theirs = self.recorded.calls, other.recorded.calls
+        return (
+            self.order == other.order
+            and all(call.like(theirs[key], key[1], key[1]) for key, call in mine.items())
+            and same_groups([(call, theirs[key]) for key, call in mine.items()])
+        )
+
+
+class BlockRecorder:
+    """Records one block at a time; the layers' slots tell it of every call, in place of hooks."""
+
+    def __init__(self, names: Sequence[str], modules: Sequence[nn.Module], device: str) -> None:
+        self._names, self._modules, self._device = tuple(names), list(modules), device
+        self._recorder: OrderRecorder | None = None
+        self._attributes: list[Attributes] = []
+
+    @property
+    def active(self) -> bool:
+        return self._recorder is not None
+
+    def begin(self) -> None:
+        self._tracer = Tracer(self._names, self._device)
+        self._recorder = OrderRecorder(self._names, 1, self._tracer)
+        self._attributes = [plain_attributes(m) for m in self._modules]
+
+    def run(self, layer: int, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The layer's eager output; the call is recorded."""
+        recorder, module = self._recorder, self._modules[layer]
+        assert recorder is not None
+        recorder.before_forward(layer, module, args, kwargs)
+        output = eager(*args, **kwargs)
+        marked = recorder.after_forward(layer, module, args, output)
+        return output if marked is None else marked
+
+    def complete(self, layer: int) -> bool:
+        """Whether a call of `layer`, coming now, does not belong to the block: it is over, every backward has run."""
+        recorder = self._recorder
+        return recorder is not None and recorder.begins_anew(layer)
+
+    def end(self) -> Recording:
+        """What was recorded. OrderError if the block is incomplete; it is forgotten then."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        recorder.num_microbatches = max(1, recorder.forwards_seen(0))
+        order = recorder.end_iteration()
+        layers = {call: call.layer for call in recorder.microbatches}
+        recorded = self._tracer.finish(recorder.microbatches, layers)
+        return Recording(order, recorded, self._attributes)
+
+    def discard(self) -> None:
+        if self._recorder is not None:
+            self._recorder.discard_iteration()
+        self._recorder = None

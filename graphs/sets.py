@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sets of graphs of a manager, one for each kind of block that was recorded, and the attempts to capture them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import grads as grads_module
+from . import watch as watch_module
+from .backend import Backend, Graph
+from .capture import Capturer, Layer
+from .errors import CaptureError
+from .grads import GradTargets
+from .graphset import GraphSet, Progress
+from .order import Step
+from .plan import Plan, make_plan
+from .recording import Recording
+from .report import GraphReport, Report
+from .states import Pins, Snapshot, advance_all, named_states
+from .watch import LayerWatch
+
+
+@dataclass(eq=False)
+class CapturedSet:
+    """`cpu_rng`: the CPU generator's state from which its captures drew."""
+
+    recording: Recording
+    graphs: GraphSet
+    plan: Plan
+    report: Report
+    cpu_rng: Tensor
+
+
+@dataclass(eq=False)
+class Loop:
+    """What is captured: a training loop's layers, and what else a capture has to know of the loop."""
+
+    names: Sequence[str]
+    modules: Sequence[nn.Module]
+    fp8_state: Any
+    rng_states: Sequence[Any]
+    grads: str
+    make_backend: Callable[[], Backend]
+    ddp: bool = False  # seen to run inside DistributedDataParallel
+
+    def look_for_ddp(self, *_: Any) -> None:
+        self.ddp = self.ddp or DistributedDataParallel._active_ddp_module is not None
+
+    def check(self, layers: Sequence[Layer], reentrant: set[int], grads: str) -> bool:
+        """Whether gradients are added inside the graphs. CaptureError for what cannot be captured."""
+        for index in reentrant:
+            reason = (
+                "a reentrant checkpoint around it runs its forward twice, without and with grad"
+            )
+            raise CaptureError(self.names[index], "check", reason, "Use use_reentrant=False")
+        hooked = None
+        for layer in layers:
+            watch_module.check_hooks(layer.name, layer.module)
+            try:
+                grads_module.check_hooks(layer.name, layer.trained)
+            except CaptureError as error:
+                hooked = hooked or error
+        if grads == "add" and hooked is not None:
+            raise hooked
+        if grads == "add" and self.ddp:
+            reason = (
+                "the layers run inside DistributedDataParallel, whose hooks on parameters would not "
+                "fire"
+            )
+            raise CaptureError(self.names[0], "check", reason, "Use grads='autograd'")
+        if getattr(self.fp8_state, "in_charge", None) == "auto":
+            reason = "fp8_state updates itself inside the layers (in_charge='auto')"
+            hint = "Call fp8_state.reduce_and_update() once per iteration, from the first one on"
+            raise CaptureError(self.names[0], "check", reason, hint)
+        return grads == "add" or (grads == "auto" and hooked is None and not self.ddp)
+
+
+class Sets:
+    """All that is captured of a loop. Each set has a pool of its own; gradients' memory and pins are common."""
+
+    def __init__(self, loop: Loop, progress: Progress) -> None:
+        self.loop, self.progress = loop, progress
+        self.captured: list[CapturedSet] = []
+        self.forwards: list[Callable[..., Any]] = []
+        self.layers: list[Layer] = []
+        self.targets: GradTargets | None = None
+        self._pins: list[Pins] = []
+        self._grads = loop.grads
+
+    def capture(
+        self, recording: Recording, replaced: Mapping[Step, Graph] | None = None
+    ) -> CapturedSet:
+        """One more set; on an error everything is as before."""
+        started, loop, recorded = time.perf_counter(), self.loop, recording.recorded
+        if not self.captured:
+            self.forwards = [module.forward for module in loop.modules]
+        layers = self._layers(recorded.recomputed)
+        adds = loop.check(layers, recorded.reentrant, self._grads)
+        plan = make_plan(recording.order, recorded.calls)
+        recorded.keep(plan.calls)
+        states = named_states(loop.fp8_state, loop.rng_states)
+        snapshot = Snapshot(loop.modules, loop.fp8_state, states.values())
+        pins, graphs = Pins(loop.fp8_state), None
+        targets = (self.targets or GradTargets()) if adds else None
+        try:
+            if targets is not None:
+                targets.prepare([named for layer in layers for named in layer.trained])
+            backend = loop.make_backend()
+            free = backend.free_bytes()
+            capturer = Capturer(
+                layers,
+                recorded,
+                plan,
+                backend,
+                targets,
+                self.progress,
+                list(states.values()),
+                replaced,
+            )
+            graphs = capturer.run(snapshot.restore, advance_all(states.values()))
+            snapshot.restore()
+            self._seal(graphs, layers, recording, states)
+            pins.add()
+            report = _report(capturer, len(self.captured), free, time.perf_counter() - started)
+        except BaseException as error:
+            self._roll_back(graphs, pins, snapshot)
+            if graphs is None or not isinstance(error, Exception):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise CaptureError(loop.names[0], "install", reason) from error
+        if targets is not None:
+            targets.adopt()
+        self.targets, self._grads = targets, "add" if adds else "autograd"
+        self.layers = self.layers or layers
+        self._pins.append(pins)
+        graphs.start()
+        found = CapturedSet(recording, graphs, plan, report, snapshot.cpu_rng)
+        self.captured.append(found)
+        return found
+
+    def _layers(self, recomputed: set[int]) -> list[Layer]:
+        named = zip(self.loop.names, self.loop.modules, self.forwards, strict=True)
+        return [
+            Layer(name, module, forward, index in recomputed)
+            for index, (name, module, forward) in enumerate(named)
+        ]
+
+    def _seal(
+        self,
+        graphs: GraphSet,
+        layers: Sequence[Layer],
+        recording: Recording,
+        states: Mapping[str, Any],
+    ) -> None:
+        for index, layer in enumerate(layers):
+            now = watch_module.plain_attributes(layer.module)
+            attributes = watch_module.steady(recording.attributes[index], now)
+            watch = LayerWatch(layer.name, layer.module, attributes, states)
+            for call in graphs.calls:
+                if call.layer == index:
+                    call.seal(watch)
+
+    def _roll_back(self, graphs: GraphSet | None, pins: Pins, snapshot: Snapshot) -> None:
+        if graphs is not None:
+            graphs.destroy()
+        pins.remove()
+        snapshot.restore()
+
+    def choose(
+        self, layer: int, spec: list[Any], tensors: Sequence[Tensor], autocast: Any
+    ) -> GraphSet | None:
+        """The set whose block begins with this call and fits into the iteration."""
+        left = self.progress.num_microbatches - self.progress.done % self.progress.num_microbatches
+        for one in self.captured:
+            call = one.graphs.forwards[0]
+            assert call is not None
+            if (
+                call.layer == layer
+                and call.autocast == autocast
+                and one.graphs.microbatches <= left
+                and call.takes(spec, tensors)
+            ):
+                return one.graphs
+        return None
+
+    def rewind(self) -> None:
+        for one in self.captured:
+            one.graphs.rewind()
+
+    def drop(self, keep_graphs: bool = False) -> dict[Recording, dict[Step, Graph]]:
+        """Free everything but, if asked, the executable graphs, which it returns."""
+        found = {}
+        for one in self.captured:
+            if keep_graphs:
+                found[one.recording] = one.graphs.take_graphs()
+            else:
+                one.graphs.destroy()
+        for pins in reversed(self._pins):
+            pins.remove()
+        if self.targets is not None:
+            self.targets.release()
+        self.captured, self.layers, self._pins = [], [], []
+        self.targets, self._grads = None, self.loop.grads
+        return found
+
+
+def _report(capturer: Capturer, shape: int, free: int, seconds: float) -> Report:
+    graphs = []
+    for step in capturer.plan.order:
+        call = capturer.calls[step.layer, step.microbatch]
+        graph = getattr(call, f"{step.direction.value}_graph")
+        graphs.append(
+            GraphReport(
+                call.name,
+                step.microbatch,
+                step.direction.value,
+                graph.nodes,
+                graph.kernels,
+                capturer.seconds[step],
+                capturer.made[step],
+                shape,
+            )
+        )
+    plan, backend = capturer.plan, capturer.backend
+    pool, first = backend.reserved_bytes(), capturer.graphs.forwards[0]
+    assert first is not None
+    return Report(
+        "replaying",
+        tuple(graphs),
+        plan.order.num_microbatches,
+        len(plan.buffers),
+        plan.bytes,
+        plan.unshared_buffers,
+        plan.unshared_bytes,
+        pool_bytes=pool,
+        driver_bytes=max(0, free - backend.free_bytes() - pool),
+        capture_s=seconds,
+        shapes=(", ".join(str(x.spec) for x in first.inputs),),
+    )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose turn it is among the sets of graphs, and the blocks that none of them has: recorded, then captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .graphset import GraphSet, Idle
+from .recording import BlockRecorder, Recording
+from .replay import Call
+from .sets import Sets
+from .tracer import autocast_state
+
+
+class Turns:
+    """Args: the sets, how many there may be, the layers' device type, and how to warn once (key, text)."""
+
+    def __init__(
+        self, sets: Sets, max_shapes: int, device: str, warn_once: Callable[[str, str], None]
+    ) -> None:
+        self.sets, self.max_shapes = sets, max_shapes
+        self._device, self._warn_once = device, warn_once
+        self.graphs: Any = None  # the set whose turn it is; `Idle` while a block is recorded
+        self._before: GraphSet | None = None  # whose turn it was then
+        self._blocks = BlockRecorder(sets.loop.names, sets.loop.modules, device)
+        self.recordings: list[Recording] = []  # of the captured sets, or of those to capture first
+        self._waiting: list[Recording] = []  # recorded among replays, to be captured
+        self.failed: list[Recording] = []  # of those, the ones that could not be
+
+    @property
+    def current(self) -> GraphSet | None:
+        """The set whose turn it is, or was before the block that is recorded."""
+        return self._before or self.graphs
+
+    # the layers' slots call these
+
+    def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> Call | None:
+        """Between blocks: the first call of a set that takes this one; it is that set's turn then."""
+        found = self.sets.choose(layer, spec, tensors, autocast_state(self._device))
+        if found is None:
+            return None
+        self.graphs = found
+        return found.forwards[0]
+
+    def begin_block(self) -> None:
+        self._before, self.graphs = self.graphs, Idle
+        self._blocks.begin()
+
+    def recording_goes_on(self, layer: int) -> bool:
+        """Whether a call of `layer` that comes now belongs to a block that is being recorded; one that is over ends."""
+        if self._blocks.active and self._blocks.complete(layer):
+            self._end_block()
+        return self._blocks.active
+
+    def record(self, layer: int, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The eager output of a call in a block that is being recorded."""
+        self.sets.loop.look_for_ddp()
+        return self._blocks.run(layer, eager, args, kwargs)
+
+    # and the manager these
+
+    @property
+    def between_iterations(self) -> bool:
+        return not self._blocks.active
+
+    def _end_block(self) -> None:
+        self.graphs, self._before = self._before, None
+        recording = self._blocks.end()
+        self.sets.progress.done += recording.order.num_microbatches
+        for block in recording.blocks():
+            if any(block.like(o) for o in (*self.recordings, *self._waiting, *self.failed)):
+                continue
+            if len(self.recordings) + len(self._waiting) >= self.max_shapes:
+                text = f"max_shapes={self.max_shapes} sets of graphs are captured: further shapes run eagerly"
+                self._warn_once("max_shapes", text)
+                continue
+            self._waiting.append(block)
+
+    def end_iteration(self) -> None:
+        """Check that the iteration is complete, and capture what it recorded."""
+        if self._blocks.active:
+            self._end_block()
+        self.graphs.end_iteration()
+        self._capture_waiting()
+
+    def _capture_waiting(self) -> None:
+        while self._waiting:
+            recording = self._waiting.pop(0)
+            try:
+                self.sets.capture(recording)
+            except Exception:
+                self.failed.append(recording)
+                raise
+            self.recordings.append(recording)
+
+    def retry(self) -> None:
+        """Capture what failed."""
+        self._waiting, self.failed = self.failed + self._waiting, []
+        self._capture_waiting()
+
+    def discard_iteration(self) -> None:
+        self._blocks.discard()
+        if self._before is not None:
+            self.graphs, self._before = self._before, None
+        self.sets.rewind()
+
+    def begin(self) -> None:
+        """The sets are captured: it is the first one's turn."""
+        self.graphs = self.sets.captured[0].graphs
+        self.sets.progress.restart()
+
+    def stop(self) -> None:
+        """The sets are dropped."""
+        self._blocks.discard()
+        self._waiting, self.failed = [], []
+        self.graphs = self._before = None
