@@ -2,18 +2,22 @@
 """LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
 
 from lorakernels.adapters import load_adapter, save_adapter
-from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add
+from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add, linear_cross_entropy
 from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fp8 import FP8State
+from lorakernels.loading import Loaded, load_quantized
 from lorakernels.modules import (
     FrozenFP8Linear,
+    FuseReport,
     LoRALinear,
     LoRALinearGroup,
     LoRAReport,
     apply_lora,
     disable_lora,
+    fuse,
     group_projections,
     merge_lora,
+    unfuse,
     unmerge_lora,
 )
 from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
@@ -24,7 +28,9 @@ __all__ = [
     "DelayedScaling",
     "FP8State",
     "FrozenFP8Linear",
+    "FuseReport",
     "LoRAConfig",
+    "Loaded",
     "LoRALinear",
     "LoRALinearGroup",
     "LoRAReport",
@@ -34,11 +40,15 @@ __all__ = [
     "apply_lora",
     "bias_dropout_add",
     "disable_lora",
+    "fuse",
     "get_bias_dropout_add",
     "group_projections",
+    "linear_cross_entropy",
     "load_adapter",
+    "load_quantized",
     "merge_lora",
     "model_parallel_states",
     "save_adapter",
+    "unfuse",
     "unmerge_lora",
 ]

@@ -7,6 +7,8 @@
                                              # embeddings are frozen, so nothing else would ask
     Trainer(model, ..., callbacks=[AdapterCallback()]).train()
 
+Fused layers and CUDA graphs under Trainer: `LoRAKernelsCallback`, examples/trainer.py.
+
 FP8Linear holds W in e4m3 with one scale_inv per block (128×128). We hold one scale per tensor:
 bytes are kept where all blocks agree, else W is requantized from its exact amax. One layer at a
 time is in fp32, never the model.
@@ -15,9 +17,12 @@ time is in fp32, never the model.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -26,6 +31,8 @@ from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.modules.convert import check_fp8_linear, per_tensor_weight
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.report import LoRAReport
+from lorakernels.philox import PhiloxState
 from lorakernels.targets import is_fp8_linear
 
 
@@ -106,6 +113,115 @@ class AdapterCallback(TrainerCallback):
         if state.is_world_process_zero or sharded:  # gathering takes every rank; rank 0 writes
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             save_adapter(kwargs["model"], os.fspath(folder / "adapter"))
+
+
+class LoRAKernelsCallback(TrainerCallback):
+    """What a loop with FP8 scales, dropout states and CUDA graphs does once per step, for Trainer.
+
+        report = apply_lora(model, config, rng_state=philox)
+        fuse(model)
+        Trainer(model, ..., callbacks=[LoRAKernelsCallback(model, report, rng_state=philox)]).train()
+
+    The scales are updated once per optimizer step, over all ranks. On a GPU the decoder layers are replayed as CUDA
+    graphs after `warmup_steps` steps, forward and backward; `why_not` is the reason where they are not, and a
+    capture that fails is a warning. For that every batch has one shape (pad to a fixed length,
+    `dataloader_drop_last=True`), and an epoch's number of batches is a multiple of `gradient_accumulation_steps`: once
+    replaying, what is not like the captured steps is refused. Eager stay: embedding, last norm, head and loss,
+    clipping, the optimizer, and evaluation. A run that Trainer resumes draws other masks than one that went on.
+
+    Args:
+        model: with adapters; its decoder layers are `model.model.layers`, or `layers`.
+        report: what `apply_lora` returned.
+        rng_state: the layers' `PhiloxState`. Without one, dropout rules graphs out.
+        graphs: False leaves the layers eager.
+        layers: modules to replay, where they are not the model's decoder layers.
+        options: for GraphManager.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        report: LoRAReport,
+        *,
+        rng_state: PhiloxState | None = None,
+        graphs: bool = True,
+        warmup_steps: int = 3,
+        layers: Sequence[nn.Module] | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.report, self.rng_state = model, report, rng_state
+        self.graphs, self.warmup_steps, self.layers = graphs, warmup_steps, layers
+        self.manager: Any = None
+        self.why_not: str | None = None
+        self._options = options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """ValueError where Trainer would run copies of the model in threads."""
+        if (gpus := getattr(args, "n_gpu", 1)) > 1:
+            raise ValueError(
+                f"Trainer would split each batch over {gpus} GPUs in threads (DataParallel), which copy FP8 and random "
+                "states: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
+            )
+        if self.report.fp8_state is not None:
+            self.report.fp8_state.reduce_and_update()  # takes charge
+        layers = self.layers
+        if layers is None:
+            layers = getattr(getattr(self.model, "model", None), "layers", None)
+        device = next(self.model.parameters()).device
+        self.why_not = self._why_not(layers, device)
+        if self.why_not is None:
+            from lorakernels.graphs import GraphManager
+
+            self.manager = GraphManager(
+                layers,
+                warmup_steps=self.warmup_steps,
+                num_microbatches=args.gradient_accumulation_steps,
+                fp8_state=self.report.fp8_state,
+                rng_states=[] if self.rng_state is None else [self.rng_state],
+                **self._options,
+            )
+
+    def _why_not(self, layers: Any, device: torch.device) -> str | None:
+        if not self.graphs:
+            return "graphs=False"
+        if device.type != "cuda" and "backend" not in self._options:
+            return f"the model is on {device}: CUDA graphs need a GPU"
+        if layers is None:
+            return f"{type(self.model).__name__} has no model.layers: give layers"
+        if self.rng_state is None and any(m.dropout > 0 for m in self.report.adapted()):
+            return "dropout draws from torch's generator: give apply_lora and this callback a PhiloxState"
+        return None
+
+    @property
+    def replaying(self) -> bool:
+        return self.manager is not None and self.manager.phase == "replaying"
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.rng_state is not None and not self.replaying:
+            self.rng_state.advance()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_substep_end(args, state, control)
+        if self.report.fp8_state is not None:
+            self.report.fp8_state.reduce_and_update()
+        if self.manager is not None:
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        from lorakernels.graphs import CaptureError, OrderError
+
+        try:
+            self.manager.end_iteration()
+        except (CaptureError, OrderError) as error:
+            self.why_not = f"{error}. {self.manager.explain(error)}"
+            self.manager.close()
+            self.manager = None
+            warnings.warn(f"layers run eagerly: {self.why_not}", RuntimeWarning, stacklevel=2)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
 
 
 def _check_module(path: str, module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.fuse import FuseReport, fuse, unfuse
 from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup, group_projections
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report import LoRAReport, ModuleReport
@@ -10,6 +11,7 @@ from lorakernels.modules.use import disable_lora, lora_modules, merge_lora, unme
 
 __all__ = [
     "FrozenFP8Linear",
+    "FuseReport",
     "GroupedLoRALinear",
     "LoRALinear",
     "LoRALinearGroup",
@@ -17,8 +19,10 @@ __all__ = [
     "ModuleReport",
     "apply_lora",
     "disable_lora",
+    "fuse",
     "group_projections",
     "lora_modules",
     "merge_lora",
+    "unfuse",
     "unmerge_lora",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.fp8 import FP8State
-from lorakernels.kernels.ladder import implementations
+from lorakernels.kernels.ladder import AROUND_LINEAR, implementations
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 
@@ -124,7 +124,7 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         sizes=(module.out_features, module.in_features),
         split=state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
     )
-    del ladder["bias_dropout_add"]  # not an op of this layer
+    ladder = {op: taken for op, taken in ladder.items() if op not in AROUND_LINEAR}
     return ModuleReport(
         path,
         "lora",

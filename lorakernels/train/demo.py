@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lorakernels.train.errors import FinetuneError
+from lorakernels.train.errors import FinetuneError, OptionError
 
 if TYPE_CHECKING:
     from lorakernels.train.job import Result
@@ -58,8 +58,11 @@ def run_demo(options: FinetuneOptions) -> None:
     """Base, adapter, table, reload check, last line."""
     from lorakernels.train.job import adapt, locked
     from lorakernels.train.model import reproducible
+    from lorakernels.train.ranks import ranks_of_environment
     from lorakernels.train.reporter import Reporter
 
+    if ranks_of_environment().size > 1:
+        raise OptionError("the demo runs on one process: start it without torchrun")
     output = Path(str(options.output))
     with locked(output), reproducible(options.deterministic):
         _clear(output, options.resume)
@@ -211,6 +214,7 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
 
     from lorakernels import DelayedScaling, load_adapter
     from lorakernels.train.model import load_model, pick_dtype
+    from lorakernels.train.runtime import fuse_layers
 
     session = result.session
     assert session.held is not None and session.checkpoints is not None
@@ -222,6 +226,8 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
     if report.fp8_state is not None:
         saved = session.checkpoints.load(session.checkpoints.steps()[-1], device)
         report.fp8_state.load_state_dict(saved.state["fp8"])
+    if result.fused:
+        fuse_layers(fresh, options, device, lambda text: None)
     trained: Any = result.model
     ids = session.held.batch(range(min(4, len(session.held)))).to(device).input_ids
     fresh.eval(), trained.eval()

@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, LoRAConfig, LoRAReport, apply_lora
+from lorakernels import (
+    DelayedScaling,
+    LoRAConfig,
+    LoRAReport,
+    PhiloxState,
+    apply_lora,
+    load_quantized,
+)
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.data import TokenFile, hold_out, tokenize_files
 from lorakernels.train.errors import DataError, FinetuneError, ModelError, OptionError, require
@@ -37,12 +44,16 @@ from lorakernels.train.model import (
     load_tokenizer,
     pick_device,
     pick_dtype,
+    quiet_transformers,
     reproducible,
     save_activations,
 )
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
+from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
+from lorakernels.train.runtime import describe as describe_runtime
 from lorakernels.train.session import Session
 
 
@@ -54,6 +65,7 @@ class Result:
     report: LoRAReport
     session: Session
     adapter: Path
+    fused: bool = False
 
     def last_line(self) -> str:
         first, last = self.session.first_eval, self.session.last_eval
@@ -63,12 +75,16 @@ class Result:
 
 
 def finetune(options: FinetuneOptions) -> None:
-    """The whole of ``lorakernels finetune --model``."""
+    """The whole of ``lorakernels finetune --model``, on one process or on each of those that torchrun started."""
     output = Path(str(options.output))
-    with locked(output), reproducible(options.deterministic):
-        reporter = Reporter("finetune", options.log_every)
-        result = adapt(options, reporter)
-        print(result.last_line(), flush=True)
+    device = pick_device(options.device, ranks_of_environment())
+    with joined(device) as ranks, contextlib.ExitStack() as held:
+        ranks.on_first(lambda: held.enter_context(locked(output)))
+        held.enter_context(reproducible(options.deterministic))
+        reporter = Reporter("finetune", options.log_every, quiet=not ranks.first)
+        result = adapt(options, reporter, ranks)
+        if ranks.first:
+            print(result.last_line(), flush=True)
 
 
 @contextlib.contextmanager
@@ -85,8 +101,12 @@ def locked(output: Path) -> Iterator[None]:
         yield
 
 
-def adapt(options: FinetuneOptions, reporter: Reporter) -> Result:
-    """Load, tokenize, apply LoRA, train, write the adapter."""
+def adapt(
+    options: FinetuneOptions,
+    reporter: Reporter,
+    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+) -> Result:
+    """Load, tokenize, apply LoRA, fuse, train, write the adapter."""
     require("matplotlib")  # needed at the end: better missed now
     output, directory = Path(str(options.output)), Path(str(options.model))
     checkpoints = Checkpoints(output / "checkpoints", options.keep)
@@ -94,37 +114,92 @@ def adapt(options: FinetuneOptions, reporter: Reporter) -> Result:
         raise FinetuneError(
             f"{output} already holds checkpoints: go on with --resume or take another directory"
         )
-    device = pick_device(options.device)
+    device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
     check_directory(directory)
     tokenizer = load_tokenizer(directory)
-    tokens = tokenize_files([Path(p) for p in options.data], tokenizer, output / "tokens")
+    paths = [Path(p) for p in options.data]
+    ranks.on_first(lambda: tokenize_files(paths, tokenizer, output / "tokens"))
+    tokens = tokenize_files(paths, tokenizer, output / "tokens")
     # Padding is masked, so its id does not matter; a tokenizer's own may lie outside the embedding.
     train, held = pack_data(tokens, options, 0, reporter)
-    model = load_model(directory, dtype, device)
+    random = make_random_state(options.seed, ranks.rank, device)
+    torch.manual_seed(options.seed)
+    model, report = load_adapted(directory, options, dtype, device, random, reporter)
     check_model(model, options.seq_len, tokens.max_token)
+    check_head(model, options)
     if options.gradient_checkpointing:
         save_activations(model)
-    torch.manual_seed(options.seed)
-    report = add_adapters(model, options)
     reporter.say(str(report).split("\n")[0])
+    fused = fuse_layers(model, options, device, reporter.say)
+    runtime = Runtime(model, options, report.fp8_state, random, say=reporter.say)
+    reporter.say(describe_runtime(report, runtime, fused))
     identity = {
         "tokens": tokens.path.name,
         "base": fingerprint(directory),
         "dtype": str(dtype),
         "on": device.type,
+        "fused": fused,
     }
-    session = make_session(model, options, train, held, reporter, output / "metrics.jsonl", report)
+    metrics = output / "metrics.jsonl"
+    session = make_session(model, options, train, held, reporter, metrics, report, runtime, ranks)
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
         session.resume()
-    replace_file(output / "options.json", json.dumps(asdict(options), indent=1).encode())
+    written = json.dumps(asdict(options), indent=1).encode()
+    ranks.on_first(lambda: replace_file(output / "options.json", written))
     session.run()
-    adapter = save_adapter_files(model, output / "adapter", directory)
-    plot_losses(
-        output / "metrics.jsonl", output / "loss.png", f"LoRA, rank {options.r}, {directory.name}"
-    )
-    return Result(model, report, session, adapter)
+    adapter = output / "adapter"
+
+    def finish() -> None:
+        save_adapter_files(model, adapter, directory)
+        title = f"LoRA, rank {options.r}, {directory.name}"
+        plot_losses(metrics, output / "loss.png", title)
+
+    ranks.on_first(finish)
+    return Result(model, report, session, adapter, fused)
+
+
+def load_adapted(
+    directory: Path,
+    options: FinetuneOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    random: PhiloxState,
+    reporter: Reporter,
+) -> tuple[nn.Module, LoRAReport]:
+    """The base with its adapters. With fp8 the weights go tensor by tensor into FP8, those of layers without an adapter
+    too; a checkpoint that only transformers can read is loaded by transformers first."""
+    if options.fp8:
+        quiet_transformers()
+        try:
+            loaded = load_quantized(
+                directory,
+                device=device,
+                dtype=dtype,
+                lora=lora_config(options, targets(options)),
+                rng_state=random,
+                progress=reporter.console.is_terminal and not reporter.console.quiet,
+            )
+        except (ValueError, TypeError, OSError) as error:
+            reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
+        else:
+            assert loaded.report is not None
+            loaded.model.config.use_cache = False  # type: ignore[union-attr]
+            return loaded.model, loaded.report
+    torch.manual_seed(options.seed)
+    model = load_model(directory, dtype, device)
+    torch.manual_seed(options.seed)
+    return model, add_adapters(model, options, random)
+
+
+def check_head(model: Any, options: FinetuneOptions) -> None:
+    """OptionError if fp8_head meets a head that is adapted or trained."""
+    head = model.get_output_embeddings()
+    if options.fp8_head and (type(head) is not nn.Linear or head.weight.requires_grad):
+        raise OptionError(
+            f"fp8_head multiplies by a plain frozen head, found {type(head).__name__}: drop one of them"
+        )
 
 
 def pack_data(
@@ -151,11 +226,16 @@ def pack_data(
     return train, held
 
 
-def add_adapters(model: nn.Module, options: FinetuneOptions) -> LoRAReport:
+def targets(options: FinetuneOptions) -> str | list[str]:
     names = options.target_modules
-    config = lora_config(options, names[0] if names == ["all-linear"] else names)
+    return names[0] if names == ["all-linear"] else names
+
+
+def add_adapters(
+    model: nn.Module, options: FinetuneOptions, random: PhiloxState | None = None
+) -> LoRAReport:
     try:
-        return apply_lora(model, config)
+        return apply_lora(model, lora_config(options, targets(options)), rng_state=random)
     except (ValueError, TypeError) as error:
         raise ModelError(str(error)) from error
 
@@ -183,12 +263,16 @@ def make_session(
     reporter: Reporter,
     metrics: Path,
     report: LoRAReport | None,
+    runtime: Runtime | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
 ) -> Session:
     """A Session without checkpoints; ``report=None`` trains whatever parameters require gradients."""
-    trainer = Trainer(model, options, train, None if report is None else report.fp8_state)
+    fp8_state = None if report is None else report.fp8_state
+    trainer = Trainer(model, options, train, fp8_state, runtime, ranks)
     device = trainer.device
     peak = find_peak(device, next(model.parameters()).dtype, options.fp8)
-    reporter.say(f"{trainer.steps} steps on {describe(device)}; {_mfu_line(peak)}")
+    where = f"{ranks.size} × {describe(device)}" if ranks.size > 1 else describe(device)
+    reporter.say(f"{trainer.steps} steps on {where}; {_mfu_line(peak)}")
     flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
     return Session(trainer, held, options, reporter, metrics, flops, peak)
 

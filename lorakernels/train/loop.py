@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: S002's seven stages, once per optimizer step.
 
-    1 data        the step's rows, prepared by a thread while the step before runs
+    1 data        the step's rows, prepared by a thread while the step before runs; each rank takes its own
     2–4           per microbatch: forward, loss in fp32, backward of (sum of token losses) / (tokens of the whole step)
-    5 clipping    a norm that is not finite: the step is skipped and counted
-    6 optimizer   fused AdamW on whatever trains, then FP8State.reduce_and_update()
+    5 clipping    after one all-reduce of gradients and loss
+    6 optimizer   fused AdamW on whatever trains, which skips a step, on the device, where loss or norm is not finite;
+                  then FP8State.reduce_and_update(), and the graphs' end of an iteration
     7 schedule    a function of the step number
 
-Dividing by the tokens of the whole step makes 1 × 4 and 4 × 1 microbatches the same step, however the padding falls.
+Dividing by the tokens of the whole step makes 1 × 4 and 4 × 1 microbatches, on one rank or four, the same step,
+however the padding falls.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -25,9 +28,11 @@ from torch import Tensor, nn
 from lorakernels import FP8State
 from lorakernels.train.checkpoint import Checkpoint, rng_state, set_rng_state
 from lorakernels.train.errors import CheckpointError, Diverged
-from lorakernels.train.model import summed_loss
+from lorakernels.train.model import mean_loss, summed_loss
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
+from lorakernels.train.ranks import Ranks
+from lorakernels.train.runtime import Runtime
 from lorakernels.train.schedule import learning_rate, warmup_steps
 
 
@@ -50,6 +55,8 @@ class StepResult:
     tokens: int
     seconds: float
     skipped: bool
+    replayed: bool = False
+    stop: bool = False  # a rank was asked to stop
 
 
 def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> torch.optim.AdamW:
@@ -68,7 +75,10 @@ def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> 
 
 
 class Trainer:
-    """Model, optimizer, data order and counters of one run; ``step()`` and ``evaluate()`` do the work."""
+    """Model, optimizer, data order and counters of one run; ``step()`` and ``evaluate()`` do the work.
+
+    Without a ``runtime`` the layers run eagerly and dropout draws from torch's generator.
+    """
 
     def __init__(
         self,
@@ -76,33 +86,39 @@ class Trainer:
         options: FinetuneOptions,
         rows: PackedRows,
         fp8_state: FP8State | None,
+        runtime: Runtime | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
+        self.runtime, self.ranks = runtime, ranks
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.trainable.values())).device
         self.optimizer = make_optimizer(list(self.trainable.values()), options)
         self.order = RowOrder(len(rows), options.seed)
-        per_step = options.batch_size * options.grad_accum
-        self.steps = options.steps or max(1, math.ceil(options.epochs * len(rows) / per_step))
+        self.rows_per_step = options.batch_size * options.grad_accum * ranks.size
+        self.steps = options.steps or max(
+            1, math.ceil(options.epochs * len(rows) / self.rows_per_step)
+        )
         self.warmup = warmup_steps(options.warmup, self.steps)
         self.counters = Counters()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[list[Batch]]] | None = None
+        self._next: tuple[int, Future[tuple[list[Batch], int]]] | None = None
+        self._ready: tuple[int, list[Batch], int] | None = None
         if fp8_state is not None:
             fp8_state.reduce_and_update()  # takes charge of the scales; without an amax seen it changes nothing
 
-    def step(self) -> StepResult:
-        """One optimizer step over batch_size · grad_accum rows."""
+    def step(self, stop: bool = False) -> StepResult:
+        """One optimizer step over batch_size · grad_accum rows of each rank; ``stop`` reaches all ranks with the
+        loss."""
         began = time.perf_counter()
-        batches = self._take_batches()
-        tokens = sum(batch.targets for batch in batches)
+        batches, tokens = self._take_batches()
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=self.device)
-        for batch in batches:
-            micro = summed_loss(self.model, batch.to(self.device), self.options.loss_chunk) / tokens
-            micro.backward()
-            loss += micro.detach()
+        replayed = self.runtime is not None and self.runtime.replaying
+        loss = self._forward_and_backward(batches, tokens)
+        asked = torch.full((), float(stop), device=self.device)
+        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+        self.ranks.add_up([*gradients, loss, asked])
         lr = learning_rate(
             self.counters.step,
             peak=self.options.lr,
@@ -110,31 +126,53 @@ class Trainer:
             warmup=self.warmup,
             floor=self.options.min_lr_ratio,
         )
-        value, norm = self._clip(loss)
-        skipped = not (math.isfinite(value) and math.isfinite(norm))
-        if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+        norm = self._clip(gradients)
+        self._update(lr, loss, norm)
         if self.fp8_state is not None:
             self.fp8_state.reduce_and_update()
+        if self.runtime is not None:
+            self.runtime.end_step(self.counters.step + 1)
+        self._fetch(self.counters.rows + self.rows_per_step)
+        # The only wait of a step, with everything launched and the next step's rows on their way
+        value, norm_value, stops = torch.stack([loss, norm, asked]).tolist()
+        skipped = not (math.isfinite(value) and math.isfinite(norm_value))
         self._count(tokens, skipped)
-        return StepResult(value, norm, lr, tokens, time.perf_counter() - began, skipped)
+        seconds = time.perf_counter() - began
+        return StepResult(value, norm_value, lr, tokens, seconds, skipped, replayed, stops > 0)
 
-    def _clip(self, loss: Tensor) -> tuple[float, float]:
-        """Clip the gradients; loss and norm come to the host in one transfer, the only one of a step."""
-        parameters = list(self.trainable.values())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def _forward_and_backward(self, batches: list[Batch], tokens: int) -> Tensor:
+        """This rank's part of the step's loss, fp32 scalar."""
+        loss = torch.zeros((), device=self.device)
+        for batch in batches:
+            if self.runtime is not None:
+                self.runtime.begin_microbatch()
+            micro = mean_loss(self.model, batch, self.options, tokens)
+            micro.backward()
+            if self.runtime is not None:
+                self.runtime.end_microbatch()
+            loss += micro.detach()
+        return loss
+
+    def _clip(self, gradients: list[Tensor]) -> Tensor:
+        """Clip the gradients; their norm before that, fp32 scalar."""
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.options.max_grad_norm > 0:
+            parameters = list(self.trainable.values())
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
-        value, norm_value = torch.stack([loss, norm.to(loss)]).tolist()
-        return value, norm_value
+        return norm.float()
+
+    def _update(self, lr: float, loss: Tensor, norm: Tensor) -> None:
+        """The optimizer's step, which the fused kernel leaves out where loss or norm is not finite: nobody waits."""
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
 
     def _count(self, tokens: int, skipped: bool) -> None:
         counters = self.counters
         counters.step += 1
-        counters.rows += self.options.batch_size * self.options.grad_accum
+        counters.rows += self.rows_per_step
         counters.tokens += tokens
         counters.skipped += skipped
         counters.bad_in_a_row = counters.bad_in_a_row + 1 if skipped else 0
@@ -145,25 +183,36 @@ class Trainer:
                 "Look at the data there, or start in another output directory with a lower lr"
             )
 
-    def _take_batches(self) -> list[Batch]:
-        position = self.counters.rows
+    def _take_batches(self) -> tuple[list[Batch], int]:
+        """This rank's microbatches of the next step, and the tokens of all ranks' together."""
+        if self._ready is None or self._ready[0] != self.counters.rows:
+            self._fetch(self.counters.rows)
+        assert self._ready is not None
+        return self._ready[1], self._ready[2]
+
+    def _fetch(self, position: int) -> None:
+        """Rows from `position` on to the device, and the thread to those after them."""
         if self._next is None or self._next[0] != position:
             self._next = (position, self._thread.submit(self._prepare, position))
-        batches = self._next[1].result()
-        following = position + self.options.batch_size * self.options.grad_accum
+        batches, tokens = self._next[1].result()
+        self._ready = (position, [batch.to(self.device) for batch in batches], tokens)
+        following = position + self.rows_per_step
         self._next = (following, self._thread.submit(self._prepare, following))
-        return batches
 
-    def _prepare(self, position: int) -> list[Batch]:
-        size = self.options.batch_size
-        batches = [
-            self.rows.batch(self.order.take(position + micro * size, size))
-            for micro in range(self.options.grad_accum)
-        ]
-        return [batch.pin() for batch in batches] if self.device.type == "cuda" else batches
+    def _prepare(self, position: int) -> tuple[list[Batch], int]:
+        size, ranks = self.options.batch_size, self.ranks
+        batches = []
+        for micro in range(self.options.grad_accum):
+            first = position + (micro * ranks.size + ranks.rank) * size
+            batch = self.rows.batch(self.order.take(first, size))
+            batches.append(batch.pin() if self.device.type == "cuda" else batch)
+        everywhere = self.order.take(position, self.rows_per_step)
+        return batches, sum(map(self.rows.targets_of, everywhere))
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self.runtime is not None:
+            self.runtime.close()
 
     def checkpoint(self, extra: dict[str, Any]) -> Checkpoint:
         fp8 = None if self.fp8_state is None else self.fp8_state.state_dict()
@@ -171,6 +220,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "rng": rng_state(self.device),
             "fp8": fp8,
+            "runtime": {} if self.runtime is None else self.runtime.state_dict(),
         }
         trainer = {"counters": asdict(self.counters), **extra}
         return Checkpoint(self.counters.step, dict(self.trainable), state, trainer)
@@ -187,6 +237,8 @@ class Trainer:
         if self.fp8_state is not None:
             self.fp8_state.load_state_dict(checkpoint.state["fp8"])
         set_rng_state(checkpoint.state["rng"], self.device)
+        if self.runtime is not None:
+            self.runtime.load_state_dict(checkpoint.state["runtime"])
         self.counters = Counters(**checkpoint.trainer["counters"])
 
     def _check_fits(self, tensors: dict[str, Tensor]) -> None:
@@ -212,14 +264,25 @@ def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batc
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, rows: PackedRows, options: FinetuneOptions) -> float:
-    """Mean token loss on held-out rows; draws no random number and changes no state."""
+def evaluate(
+    model: nn.Module,
+    rows: PackedRows,
+    options: FinetuneOptions,
+    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+) -> float:
+    """Mean token loss on held-out rows, each rank's share of the batches; draws no random number and changes no
+    state."""
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-    for batch in evaluation_batches(rows, options.eval_rows, options.batch_size):
-        total += summed_loss(model, batch.to(device), options.loss_chunk)
-        tokens += batch.targets
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
+    for batch in itertools.islice(batches, ranks.rank, None, ranks.size):
+        total[0] += summed_loss(
+            model, batch.to(device), options.loss_chunk, options.isolate_documents
+        )
+        total[1] += batch.targets
     model.train(training)
-    return float(total) / max(tokens, 1)
+    ranks.add_up([total])
+    loss, tokens = total.tolist()
+    return loss / max(tokens, 1.0)

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lorakernels.train.errors import require
 from lorakernels.train.files import replace_file
@@ -29,10 +29,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl. A resumed run first drops the lines after the step it goes on from."""
+    """Appends to metrics.jsonl. A resumed run first drops the lines after the step it goes on from.
 
-    def __init__(self, path: Path, from_step: int) -> None:
+    Without a path nothing is written: one rank of several does.
+    """
+
+    def __init__(self, path: Path | None, from_step: int) -> None:
         self.path = path
+        self._file: TextIO | None = None
+        if path is None:
+            return
         kept = (
             [record for record in read_metrics(path) if record["step"] <= from_step]
             if from_step
@@ -43,6 +49,8 @@ class MetricsLog:
 
     def write(self, **values: Any) -> None:
         """Numbers that are not finite become null: JSON has no word for them."""
+        if self._file is None:
+            return
         clean = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in values.items()
@@ -51,7 +59,8 @@ class MetricsLog:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def plot_losses(metrics: Path, target: Path, title: str) -> None:

@@ -16,14 +16,19 @@ from torch import Tensor, nn
 
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loss import chunked_cross_entropy
+from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, attention_mask
+from lorakernels.train.ranks import Ranks
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008  (frozen)
+    """``name``'s device; on several ranks, auto and cuda are the GPU of this one."""
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks.size > 1 and name == "cuda":
+        name = f"cuda:{ranks.local}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -186,24 +191,55 @@ def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
     return decoder, head
 
 
-def hidden_states(model: Any, batch: Batch) -> Tensor:
-    """[B, T, H] of a packed batch; documents in a row do not see each other."""
+def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
+    """[B, T, H] of a packed batch. Documents in a row do not see each other, unless ``isolate`` is False: then a row
+    is one causal sequence, its padding at the end."""
     decoder, _ = decoder_and_head(model)
-    output = decoder(
-        input_ids=batch.input_ids,
-        position_ids=batch.positions,
-        attention_mask=attention_mask(batch.segments),
-        use_cache=False,
-    )
+    places: dict[str, Any] = {}
+    if isolate:
+        places["position_ids"] = batch.positions
+        places |= _packed(decoder, batch)
+    output = decoder(input_ids=batch.input_ids, use_cache=False, **places)
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
-def summed_loss(model: Any, batch: Batch, chunk: int) -> Tensor:
+def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
+    """What keeps packed documents apart: where each begins, for fused layers, whose attention then computes nothing
+    between them; else a mask [B, 1, T, T]."""
+    if batch.starts is None or not _takes_starts(decoder, batch):
+        return {"attention_mask": attention_mask(batch.segments)}
+    # A 4-D mask, read by nobody, keeps transformers from looking for documents, for which it waits for the device
+    unread = batch.starts.new_ones(1, 1, 1, 1, dtype=torch.bool)
+    return {
+        "attention_mask": unread,
+        "cu_seq_lens_q": batch.starts,
+        "max_length_q": batch.input_ids.shape[1],
+    }
+
+
+def _takes_starts(decoder: Any, batch: Batch) -> bool:
+    """Where fused layers have flash attention of variable lengths; elsewhere they would make a mask of all rows."""
+    layers = getattr(decoder, "layers", None) or [decoder]
+    fused = "FusedDecoderLayer" in {kind.__name__ for kind in type(layers[0]).__mro__}
+    halves = (torch.bfloat16, torch.float16)
+    return fused and batch.input_ids.is_cuda and decoder.embed_tokens.weight.dtype in halves
+
+
+def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:
     """Sum of the token losses of a batch, fp32."""
     _, head = decoder_and_head(model)
+    hidden = hidden_states(model, batch, isolate).flatten(0, 1)
+    return chunked_cross_entropy(hidden, head, batch.labels.flatten(), chunk)
+
+
+def mean_loss(model: Any, batch: Batch, options: FinetuneOptions, items: int) -> Tensor:
+    """What a microbatch trains on: the sum of its token losses over the ``items`` tokens of the whole step."""
+    _, head = decoder_and_head(model)
+    hidden = hidden_states(model, batch, options.isolate_documents).flatten(0, 1)
+    labels = batch.labels.flatten()
     return chunked_cross_entropy(
-        hidden_states(model, batch).flatten(0, 1), head, batch.labels.flatten(), chunk
+        hidden, head, labels, options.loss_chunk, items, fp8=options.fp8_head
     )
 
 
@@ -211,9 +247,10 @@ def summed_loss(model: Any, batch: Batch, chunk: int) -> Tensor:
 def check_model(model: Any, seq_len: int, max_token: int) -> None:
     """Refuse a model this job would train wrongly.
 
-    Compares, on 12 tokens, (1) the model's own logits with its head applied to its hidden states, which differ if
-    it scales or caps logits, and (2) a document in a packed row with the same document alone, which differ if the
-    architecture does not follow position_ids and a 4-D attention mask (recurrent models, ALiBi).
+    Compares, on two documents of 6 tokens, (1) the model's own logits with its head applied to its hidden states, which
+    differ if it scales or caps logits, and (2) the documents packed in one row with each in a row of its own, which
+    differ if the architecture does not follow position_ids and a 4-D attention mask (recurrent models, ALiBi). Both
+    hold the same tokens, so that an FP8 base scales them alike.
     """
     config = model.config.get_text_config()
     if max_token >= config.vocab_size:
@@ -238,16 +275,13 @@ def check_model(model: Any, seq_len: int, max_token: int) -> None:
     packed = Batch(
         ids, ids, torch.cat([alone, alone], 1), torch.tensor([[0] * 6 + [1] * 6], device=device), 12
     )
-    single = Batch(ids[:, 6:], ids[:, 6:], alone, torch.zeros_like(alone), 6)
+    apart, zeros = ids.view(2, 6), torch.zeros(2, 6, dtype=torch.long, device=device)
+    single = Batch(apart, apart, alone.expand(2, 6), zeros, 12)
     _, head = decoder_and_head(model)
     reference = head(hidden_states(model, single))
-    _same(
-        model(input_ids=ids[:, 6:], use_cache=False).logits,
-        reference,
-        model,
-        "changes logits after its output head",
-    )
-    together = head(hidden_states(model, packed))[:, 6:]
+    logits = model(input_ids=apart, use_cache=False).logits
+    _same(logits, reference, model, "changes logits after its output head")
+    together = head(hidden_states(model, packed)).view_as(reference)
     _same(together, reference, model, "lets packed documents see each other")
     model.train(training)
 

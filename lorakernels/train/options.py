@@ -18,6 +18,7 @@ from typing import Any
 from lorakernels.train.errors import OptionError, require
 
 DTYPES = ("auto", "float32", "bfloat16")
+SAVE = ("full", "recompute", "fp8", "checkpoint")
 
 
 def about(group: str, text: str, metavar: str | None = None) -> dict[str, str | None]:
@@ -88,6 +89,12 @@ class FinetuneOptions:
     seq_len: int = option(
         1024, "optimisation", "tokens per packed sequence; longer documents are split"
     )
+    isolate_documents: bool = option(
+        True,
+        "optimisation",
+        "attention does not cross documents packed into one row; without it a row is causal as a whole, which "
+        "faster attention kernels take",
+    )
     batch_size: int = option(4, "optimisation", "packed sequences per microbatch")
     grad_accum: int = option(1, "optimisation", "microbatches per optimizer step")
     steps: int | None = option(None, "optimisation", "optimizer steps; instead of epochs")
@@ -115,7 +122,7 @@ class FinetuneOptions:
     loss_chunk: int = option(
         2048,
         "optimisation",
-        "tokens whose logits exist at the same time (2048 x 128256 fp32 logits are 1 GB)",
+        "tokens whose logits exist at the same time (2048 x 128256 bf16 logits are 0.5 GB)",
     )
 
     eval_fraction: float = option(
@@ -136,6 +143,35 @@ class FinetuneOptions:
         10, "checkpoints and logs", "steps between log lines when there is no terminal"
     )
 
+    fuse: bool | None = option(
+        None,
+        "runtime",
+        "rewire decoder layers into fused kernels where the model allows it; default: on a GPU",
+    )
+    eager: bool = option(
+        False, "runtime", "run the layers eagerly instead of replaying them as CUDA graphs on a GPU"
+    )
+    save: str = option(
+        "recompute",
+        "runtime",
+        f"what a fused layer keeps for backward, from fastest to smallest: {', '.join(SAVE)}",
+    )
+    memory_budget: float | None = option(
+        None,
+        "runtime",
+        "GiB that fused layers may keep for backward together; chooses save layer by layer",
+    )
+    attention: str = option(
+        "auto",
+        "runtime",
+        "attention backend of fused layers: auto, cudnn, flash, efficient or math",
+    )
+    shared_dropout: bool = option(
+        True,
+        "runtime",
+        "one dropout mask for the adapters of q, k, v and one for those of gate, up in fused layers",
+    )
+    fp8_head: bool = option(False, "runtime", "multiply by the output head in FP8 while training")
     seed: int = option(
         0, "machine", "seed of adapter values, dropout, data order and held-out split"
     )
@@ -197,6 +233,10 @@ class FinetuneOptions:
         for name in ("lr", "epochs", "lora_alpha"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise OptionError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if self.memory_budget is not None and not self.memory_budget > 0:
+            raise OptionError(f"memory_budget must be positive, got {self.memory_budget}")
+        if self.save not in SAVE:
+            raise OptionError(f"save must be one of {', '.join(SAVE)}, got {self.save!r}")
         if self.dtype not in DTYPES:
             raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -26,13 +26,15 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Int64 tensors [B, T]; ``targets`` counts the labels that are not padding."""
+    """Int64 tensors [B, T]; ``targets`` counts the labels that are not padding. ``starts`` int32 [N + 1] says where in
+    the flattened rows each document begins, a row's padding being one, with B T at the end as often as it takes."""
 
     input_ids: Tensor
     labels: Tensor
     positions: Tensor
     segments: Tensor
     targets: int
+    starts: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -47,6 +49,7 @@ class Batch:
             change(self.positions),
             change(self.segments),
             self.targets,
+            None if self.starts is None else change(self.starts),
         )
 
 
@@ -95,6 +98,9 @@ class PackedRows:
         self.starts, self.lengths, self.split_documents = cut(spans, seq_len)
         self.rows = pack(self.lengths, seq_len)
         self.targets = int(self.lengths.sum())
+        self.most = (
+            max(map(len, self.rows), default=0) + 1
+        )  # documents in a row, its padding one of them
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -104,12 +110,18 @@ class PackedRows:
         """Share of the packed positions that hold tokens."""
         return self.targets / max(1, len(self) * self.seq_len)
 
+    def targets_of(self, number: int) -> int:
+        """Labels of one row that are not padding."""
+        return int(self.lengths[self.rows[number]].sum())
+
     def batch(self, numbers: Sequence[int]) -> Batch:
         shape = (len(numbers), self.seq_len)
         input_ids = np.full(shape, self.pad_token, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
         segments = np.full(shape, PADDING, dtype=np.int64)
+        starts = np.full(len(numbers) * self.most + 1, input_ids.size, dtype=np.int32)
+        sequences = 0
         for i, number in enumerate(numbers):
             at = 0
             for segment, piece in enumerate(self.rows[number]):
@@ -118,7 +130,10 @@ class PackedRows:
                 place = slice(at, at + length)
                 input_ids[i, place], labels[i, place] = window[:-1], window[1:]
                 positions[i, place], segments[i, place] = np.arange(length), segment
+                starts[sequences], sequences = i * self.seq_len + at, sequences + 1
                 at += length
+            if at < self.seq_len:
+                starts[sequences], sequences = i * self.seq_len + at, sequences + 1
         targets = int((labels != IGNORE).sum())
         return Batch(
             torch.from_numpy(input_ids),
@@ -126,6 +141,7 @@ class PackedRows:
             torch.from_numpy(positions),
             torch.from_numpy(segments),
             targets,
+            torch.from_numpy(starts),
         )
 
 

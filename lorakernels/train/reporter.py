@@ -14,9 +14,9 @@ from lorakernels.train.loop import StepResult
 class Reporter:
     """Use as a context manager around the steps; ``say`` works inside and outside of it."""
 
-    def __init__(self, label: str, log_every: int) -> None:
+    def __init__(self, label: str, log_every: int, quiet: bool = False) -> None:
         self.label, self.log_every = label, log_every
-        self.console = require("rich.console").Console()
+        self.console = require("rich.console").Console(quiet=quiet)
         self._bar: Any = None
         self._task: Any = None
 
@@ -33,7 +33,7 @@ class Reporter:
         self.console.print(table)
 
     def start(self, done: int, total: int) -> None:
-        if not self.console.is_terminal:
+        if not self.console.is_terminal or self.console.quiet:
             return
         rich = require("rich.progress")
         self._bar = rich.Progress(

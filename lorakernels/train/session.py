@@ -24,7 +24,8 @@ from lorakernels.train.reporter import Reporter
 # What may change when a run goes on; everything else would make it another run.
 FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
-    "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic",
+    "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
+    "batch_size", "grad_accum",  # their product and the number of ranks is part of the identity
 }  # fmt: skip
 
 
@@ -79,7 +80,7 @@ class Session:
         """Go on from the newest good checkpoint, if there is one."""
         if self.checkpoints is None:
             return
-        checkpoint = self.checkpoints.load_newest(self.reporter.say, self.trainer.device)
+        checkpoint = self._load_newest(self.checkpoints)
         if checkpoint is None:
             self.reporter.say(
                 f"no usable checkpoint in {self.checkpoints.directory}: starting at step 0"
@@ -99,20 +100,38 @@ class Session:
                 "the learning rate follows the new length from here on"
             )
 
+    def _load_newest(self, checkpoints: Checkpoints) -> Checkpoint | None:
+        """Rank 0 looks which one is good; the others load the same."""
+        ranks, device = self.trainer.ranks, self.trainer.device
+        found: list[Checkpoint | None] = [None]
+
+        def look() -> None:
+            found[0] = checkpoints.load_newest(self.reporter.say, device)
+
+        ranks.on_first(look)
+        step = ranks.from_first(-1 if found[0] is None else found[0].step)
+        if step >= 0 and not ranks.first:
+            found[0] = checkpoints.load(step, device)
+        return found[0]
+
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         now = self._description()
         for kind in ("identity", "options"):
             before = checkpoint.trainer[kind]
             for name in sorted(set(before) | set(now[kind])):
                 if before.get(name) != now[kind].get(name):
+                    hint = "restore it"
+                    if name == "rows_per_step":
+                        hint = "it is batch_size · grad_accum · ranks: restore it by one of them"
                     raise CheckpointError(
                         f"cannot resume step {checkpoint.step}: {name} was {before.get(name)!r}, "
-                        f"now it is {now[kind].get(name)!r}; restore it or start in another output directory"
+                        f"now it is {now[kind].get(name)!r}; {hint} or start in another output directory"
                     )
 
     def _description(self) -> dict[str, Any]:
         options = {k: v for k, v in vars(self.options).items() if k not in FREE_ON_RESUME}
-        return {"identity": self.identity, "options": options}
+        identity = {**self.identity, "rows_per_step": self.trainer.rows_per_step}
+        return {"identity": identity, "options": options}
 
     def save(self) -> None:
         if self.checkpoints is None:
@@ -123,24 +142,33 @@ class Session:
             "last_eval": self.last_eval,
             **self._description(),
         }
-        self.checkpoints.save(self.trainer.checkpoint(extra))
+        checkpoints, checkpoint = self.checkpoints, self.trainer.checkpoint(extra)
+
+        def write() -> None:
+            checkpoints.save(checkpoint)
+
+        self.trainer.ranks.on_first(write)
         self.saved_step = self.trainer.counters.step
 
     def run(self) -> None:
         """Train to the last step. Interrupted is raised after the state is saved."""
         trainer, total = self.trainer, self.trainer.steps
-        log = MetricsLog(self.metrics, trainer.counters.step)
+        log = MetricsLog(self.metrics if trainer.ranks.first else None, trainer.counters.step)
+        alone = trainer.ranks.size == 1
         self.reporter.start(trainer.counters.step, total)
         try:
             with StopSignal() as stop:
                 if self.first_eval is None:
                     self.first_eval = self._evaluate(log)
-                while trainer.counters.step < total and stop.signum is None:
-                    result = trainer.step()
+                asked = stop.signum is not None and alone
+                while trainer.counters.step < total and not asked:
+                    result = trainer.step(stop.signum is not None)
                     self._log(log, result)
                     self._every(log, total)
-                if stop.signum is not None:
-                    self._stop(stop.signum)
+                    # several ranks stop after the same step, which the loss's all-reduce tells them
+                    asked = stop.signum is not None if alone else result.stop
+                if asked:
+                    self._stop(stop.signum or signal.SIGTERM)
         finally:
             self.reporter.stop()
             log.close()
@@ -167,7 +195,7 @@ class Session:
     def _evaluate(self, log: MetricsLog) -> float | None:
         if self.held is None or not len(self.held):
             return None
-        loss = evaluate(self.trainer.model, self.held, self.options)
+        loss = evaluate(self.trainer.model, self.held, self.options, self.trainer.ranks)
         log.write(step=self.trainer.counters.step, eval_loss=loss)
         self.reporter.say(
             f"{self.reporter.label} step {self.trainer.counters.step}  validation loss {loss:.4f}"
@@ -179,7 +207,7 @@ class Session:
         rate = result.tokens / result.seconds
         rates = {"tokens_per_s": rate, "tflops": rate * self.flops_per_token / 1e12}
         if isinstance(self.peak, Peak):
-            rates["mfu"] = rates["tflops"] / self.peak.tflops
+            rates["mfu"] = rates["tflops"] / (self.peak.tflops * self.trainer.ranks.size)
         if self.trainer.device.type == "cuda":
             rates["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**30
         log.write(
@@ -192,6 +220,7 @@ class Session:
             tokens=counters.tokens,
             epoch=counters.rows / len(self.trainer.rows),
             step_s=result.seconds,
+            replayed=result.replayed,
             **rates,
         )
         self.reporter.step(counters.step, self.trainer.steps, result, rates)

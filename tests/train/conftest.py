@@ -7,6 +7,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,4 +92,35 @@ def base_args(model_dir: Path, data_file: Path) -> list[str]:
         ),
         *("--lora-dropout", "0.1", "--seq-len", "48", "--batch-size", "2", "--grad-accum", "2"),
         *("--eval-fraction", "0.2", "--eval-every", "0", "--log-every", "1"),
+    ]
+
+
+@pytest.fixture
+def gpu_model(tmp_path: Path) -> Path:
+    """Sizes that every kernel takes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lorakernels.train.bytes import VOCABULARY, byte_tokenizer
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def gpu_run(gpu_model: Path, data_file: Path) -> list[Any]:
+    return [
+        *("--model", gpu_model, "--data", data_file, "--device", "cuda", "--r", 8, "--lr", "1e-2"),
+        *("--lora-dropout", "0.1", "--seq-len", 128, "--batch-size", 2, "--grad-accum", 2),
+        *("--eval-fraction", "0.2", "--eval-every", 0, "--log-every", 1, "--save-every", 4),
     ]

@@ -44,6 +44,26 @@ def test_every_prediction_is_trained_exactly_once(lengths: list[int], seq_len: i
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(2, 40), min_size=2, max_size=30), st.integers(1, 16))
+def test_starts_say_what_segments_say(lengths: list[int], seq_len: int) -> None:
+    """The mask built from them is the segments' mask, across rows too; as many numbers for every batch of a size."""
+    rows = rows_of(lengths, seq_len)
+    sizes = set()
+    for first in range(len(rows) - 1):
+        batch = rows.batch([first, first + 1])
+        assert batch.starts is not None and batch.starts.dtype == torch.int32
+        sizes.add(len(batch.starts))
+        starts = batch.starts.long()
+        assert starts[0] == 0 and starts[-1] == 2 * seq_len and bool((starts.diff() >= 0).all())
+        document = torch.searchsorted(starts, torch.arange(2 * seq_len), right=True)
+        same = document[:, None] == document[None, :]
+        apart = torch.block_diag(*(attention_mask(batch.segments)[:, 0].float())) > 0
+        assert torch.equal(same.tril(), apart)
+    assert len(sizes) <= 1
+    assert all(rows.targets_of(n) == rows.batch([n]).targets for n in range(len(rows)))
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 16), max_size=60))
 def test_pack_places_each_piece_and_leaves_no_two_half_empty_rows(lengths: list[int]) -> None:
     rows = pack(lengths, 16)

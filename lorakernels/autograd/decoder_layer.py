@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder layer as three autograd nodes around scaled dot product attention, in evaluation order:
+
+    norm_qkv     x8 = RMSNorm(h)                   qkv = RoPE([q, k, v](x8))                → q, k, v: views of qkv; h
+    (attention)                                                                             → out
+    output       h2 = h + o(out)
+    mlp          x8 = RMSNorm(h2)   g, u = [gate, up](x8)   a8 = silu(g) ⊙ u                → h2 + down(a8)
+
+    mlp'         dact = down'(dy)   dg, du = SwiGLU'(dact)   dh2 = dy + RMSNorm'([gate, up]'(dg, du))
+    output'      dout = o'(dh2)     the residual's gradient is dh2
+    norm_qkv'    dqkv = RoPE'(dq, dk, dv)                     dh = dh2 + RMSNorm'([q, k, v]'(dqkv))
+
+`norm_qkv` returns h again, for `output` to add to: so h's gradient comes back to where RMSNorm's backward adds it. The
+projections are `fused_linear`'s, with their adapters; a frozen one without adapters keeps nothing.
+
+Kept for backward: h, qkv and out (by attention, with its logsumexp), h2, gate and up; a rstd per norm, s of each
+adapted input. "full" keeps x8 of each adapted input as well; "recompute" makes it again, unquantized, from h, out, h2,
+gate and up. "fp8" is "recompute" with gate and up in e4m3, scaled by the amax of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorakernels import ops
+from lorakernels.autograd.fused_linear import (
+    Operand,
+    Projections,
+    bias_gradients,
+    gradients,
+    lora_down,
+    project,
+    quantize_down,
+)
+from lorakernels.autograd.fused_node import (
+    Kept,
+    Trained,
+    Wanted,
+    adapter_tensors,
+    adapters,
+    flat,
+    keep,
+    kept,
+    no_gradients,
+    rms_norm,
+    rms_norm_backward,
+)
+
+
+@dataclass(frozen=True)
+class QKVCall:
+    """What `norm_qkv` needs besides autograd's tensors; cos, sin [T, D] for a T that divides the number of tokens."""
+
+    to: Projections
+    eps: float
+    heads: int
+    kv_heads: int
+    cos: Tensor
+    sin: Tensor
+    save: str
+
+
+@dataclass(frozen=True)
+class OutputCall:
+    to: Projections
+    save: str
+
+
+@dataclass(frozen=True)
+class MLPCall:
+    """`any_state` is an FP8 state [L + 1, n] on the device, neither read nor written. `output` False: nobody reads what
+    `mlp` returns, and it is not computed."""
+
+    gate_up: Projections
+    down: Projections
+    eps: float
+    any_state: Tensor
+    save: str
+    output: bool = True
+
+
+class _NormQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        norm: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        call: QKVCall,
+        *params: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        to, trained, rows = call.to, Trained.of(call.to, params), flat(h)
+        state = (to.state_x, to.spec.column, to.spec.delayed)
+        unquantized = to.adapted or not to.quantized
+        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
+        operand: Operand = (x8[0], x8[1]) if to.quantized else (normed, None)
+        s = lora_down(normed, to)
+        qkv = project(operand, s, to, trained.B, h.dtype)
+        heads = _norm_heads_(qkv, call, q_norm, k_norm)
+        ops.rope_qkv_(qkv, call.cos, call.sin, call.heads, call.kv_heads)
+        need_norm = any(ctx.needs_input_grad[:2])
+        wanted = Wanted.of(need_norm, ctx.needs_input_grad[5:], trained)
+        again = wanted.needs.A and call.save != "full"
+        ctx.call, ctx.wanted, ctx.shape = call, wanted, h.shape
+        keep(
+            ctx,
+            h=rows if need_norm or again else None,
+            norm=norm,
+            rstd=rstd if need_norm else None,
+            **adapter_tensors("", trained, s, operand if call.save == "full" else None, wanted),
+            **heads if wanted or any(ctx.needs_input_grad[2:4]) else {},
+        )
+        return *_heads(qkv, h.shape, call), h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dh: Tensor) -> tuple[Any, ...]:
+        call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
+        dqkv, dnorms = _heads_backward(call, saved, need[2:4], dq, dk, dv)
+
+        def operand() -> Operand:
+            if call.save == "full":
+                return saved["x8"], saved["x_scale_inv"]
+            return rms_norm(saved["h"], saved["norm"], call.eps), None
+
+        found, dbias = no_gradients(call.to)
+        if ctx.wanted:
+            tensors = adapters("", saved, call.to)
+            found = gradients(call.to, dqkv, None, operand, *tensors, ctx.wanted.needs)
+            dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
+        dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
+        return (
+            dx.view(ctx.shape) if need[0] else None,
+            dweight,
+            *dnorms,
+            None,
+            *found.A,
+            *found.B,
+            *dbias,
+        )
+
+
+def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
+    """q [B, H, T, D], k and v [B, Hk, T, D]: views of qkv [M, (H + 2 Hk) D]."""
+    counts = [call.heads, call.kv_heads, call.kv_heads]
+    split = qkv.view(*shape[:-1], sum(counts), qkv.shape[1] // sum(counts))
+    return tuple(part.transpose(1, 2) for part in split.split(counts, 2))
+
+
+def _normed_heads(
+    qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
+) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, weight, columns of qkv) of the heads that have an RMSNorm of their own."""
+    parts = zip(("q", "k"), (q_norm, k_norm), qkv.split(list(call.to.rows), 1)[:2], strict=True)
+    return [(name, weight, part) for name, weight, part in parts if weight is not None]
+
+
+def _norm_heads_(
+    qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
+) -> dict[str, Tensor]:
+    """Each head's RMSNorm in place; what its backward needs."""
+    saved: dict[str, Tensor] = {}
+    for name, weight, columns in _normed_heads(qkv, call, q_norm, k_norm):
+        x = columns.reshape(-1, weight.shape[0])
+        normed, _, _, rstd = ops.rms_norm_quantize(x, weight, call.eps, None, 0, False, True)
+        columns.copy_(normed.view_as(columns))
+        saved |= {f"{name}_h": x, f"{name}_norm": weight, f"{name}_rstd": rstd}
+    return saved
+
+
+def _heads_backward(
+    call: QKVCall, saved: Kept, need: tuple[bool, ...], *grads: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(dqkv [M, ΣN] times the multiplier, [dq_norm, dk_norm])."""
+    dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in grads)
+    norms = (saved.get("q_norm"), saved.get("k_norm"))
+    multiplier, dnorms = call.to.multiplier, [None, None]
+    if norms == (None, None):
+        return ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, multiplier), [*dnorms]
+    ones = torch.ones_like(multiplier)
+    dqkv = ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, ones)
+    found: dict[str, Tensor] = {}
+    for name, weight, columns in _normed_heads(dqkv, call, *norms):
+        d, x, rstd = columns.reshape(-1, weight.shape[0]), saved[f"{name}_h"], saved[f"{name}_rstd"]
+        dx, dweight = ops.rms_norm_backward(d, x, weight, rstd, None, need["qk".index(name)])
+        columns.copy_(dx.view_as(columns))
+        found[name] = dweight.to(weight.dtype)
+    for part, factor in zip(dqkv.split(list(call.to.rows), 1), multiplier, strict=True):
+        part.mul_(factor)
+    return dqkv, [found[name] if flag else None for name, flag in zip("qk", need, strict=True)]
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, residual: Tensor, call: OutputCall, *params: Tensor | None
+    ) -> Tensor:
+        to, trained = call.to, Trained.of(call.to, params)
+        operand, s = quantize_down(_joined(out), to)
+        y = project(operand, s, to, trained.B, residual.dtype, flat(residual))
+        wanted = Wanted.of(ctx.needs_input_grad[0], ctx.needs_input_grad[3:], trained)
+        full = call.save == "full" and to.quantized  # over a plain base x8 would be out itself
+        ctx.call, ctx.wanted, ctx.full, ctx.heads = call, wanted, full, (out.shape[1], out.shape[3])
+        keep(
+            ctx,
+            out=out if wanted.needs.A and not full else None,
+            **adapter_tensors("", trained, s, operand if full else None, wanted),
+        )
+        return y.view(residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
+        call, saved = ctx.call, kept(ctx)
+
+        def operand() -> Operand:
+            return (
+                (saved["x8"], saved["x_scale_inv"]) if ctx.full else (_joined(saved["out"]), None)
+            )
+
+        found, dbias = no_gradients(call.to)
+        if ctx.wanted:
+            dy, tensors = flat(dh), adapters("", saved, call.to)
+            found = gradients(call.to, dy, None, operand, *tensors, ctx.wanted.needs)
+            dbias = bias_gradients(call.to, dy, ctx.wanted.bias)
+        dx = found.x
+        if dx is not None:
+            dx = dx.view(*dh.shape[:-1], *ctx.heads).transpose(1, 2)
+        return dx, dh, None, *found.A, *found.B, *dbias
+
+
+def _joined(out: Tensor) -> Tensor:
+    """[M, H D] of [B, H, T, D], contiguous; no copy of what attention wrote token by token."""
+    joined = out.transpose(1, 2)
+    return joined.reshape(joined.shape[:2].numel(), joined.shape[2:].numel()).contiguous()
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, norm: Tensor, call: MLPCall, *params: Tensor | None) -> Tensor:
+        gate_up, down, rows = call.gate_up, call.down, flat(h)
+        ours = Trained.of(gate_up, params)
+        theirs = Trained.of(down, params[ours.length :])
+        state = (gate_up.state_x, gate_up.spec.column, gate_up.spec.delayed)
+        unquantized = gate_up.adapted or not gate_up.quantized
+        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
+        x: Operand = (x8[0], x8[1]) if gate_up.quantized else (normed, None)
+        s = lora_down(normed, gate_up)
+        g_u = project(x, s, gate_up, ours.B, h.dtype)
+        y, a, s_down = _down(g_u, rows, call, theirs)
+        flags, full = ctx.needs_input_grad, call.save == "full"
+        mine = Wanted.of(any(flags[:2]), flags[3:], ours)
+        last = Wanted.of(bool(mine), flags[3 + ours.length :], theirs)
+        again = mine.needs.A and not full
+        kept_g_u, g_u_scale_inv = _kept_gate_up(
+            g_u, call, bool(mine) or (last.needs.A and not full)
+        )
+        ctx.call, ctx.wanted, ctx.shape = call, (mine, last), h.shape
+        keep(
+            ctx,
+            h=rows if any(flags[:2]) or again else None,
+            norm=norm,
+            rstd=rstd if any(flags[:2]) else None,
+            gate_up=kept_g_u,
+            gate_up_scale_inv=g_u_scale_inv,
+            **adapter_tensors("", ours, s, x if full else None, mine),
+            **adapter_tensors("down_", theirs, s_down, a if full else None, last),
+        )
+        return y.view(h.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
+        gate_up, (mine, last) = call.gate_up, ctx.wanted
+        g_u, dy = (saved["gate_up"], saved["gate_up_scale_inv"]), flat(dout)
+
+        def act() -> Operand:
+            if call.save == "full":
+                return saved["down_x8"], saved["down_x_scale_inv"]
+            return ops.swiglu_quantize(*g_u, None, 0, False, True, dout.dtype)[0], None
+
+        def operand() -> Operand:
+            if call.save == "full":
+                return saved["x8"], saved["x_scale_inv"]
+            return rms_norm(saved["h"], saved["norm"], call.eps), None
+
+        after, dbias_down = no_gradients(call.down)
+        if last:
+            tensors = adapters("down_", saved, call.down)
+            after = gradients(call.down, dy, None, act, *tensors, last.needs)
+            dbias_down = bias_gradients(call.down, dy, last.bias)
+        found, dbias = no_gradients(gate_up)
+        if mine:
+            d, d8 = _swiglu_backward(after.x, g_u, gate_up, any(mine.bias))
+            after = after._replace(x=None)  # as large as act
+            tensors = adapters("", saved, gate_up)
+            found = gradients(gate_up, d, d8, operand, *tensors, mine.needs, dout.dtype)
+            dbias = bias_gradients(gate_up, d, mine.bias)
+        dx, dweight = rms_norm_backward(saved, found.x, dy, need[1])
+        ours = (*found.A, *found.B, *dbias, *after.A, *after.B, *dbias_down)
+        return dx.view(ctx.shape) if need[0] else None, dweight, None, *ours
+
+
+def _down(
+    g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained
+) -> tuple[Tensor, Operand | None, Tensor | None]:
+    """(residual + down(silu(gate) ⊙ up), its operand, its s)."""
+    to = call.down
+    if not (call.output or to.adapted):
+        return torch.empty_like(residual), None, None
+    state = (to.state_x, to.spec.column, to.spec.delayed)
+    act, *a8 = ops.swiglu_quantize(g_u, None, *state, to.adapted or not to.quantized)
+    operand: Operand = (a8[0], a8[1]) if to.quantized else (act, None)
+    s = lora_down(act, to)
+    if not call.output:
+        return torch.empty_like(residual), operand, s
+    return project(operand, s, to, trained.B, residual.dtype, residual), operand, s
+
+
+def _kept_gate_up(g_u: Tensor, call: MLPCall, needed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """gate and up as they are kept: themselves, or e4m3 bytes and scale_inv fp32 [2]."""
+    if not needed:
+        return None, None
+    if call.save != "fp8":
+        return g_u, None
+    bytes_, scale_inv, _ = ops.quantize_lora_down(g_u, None, call.any_state, 0, False, None, 0.0, 0)
+    return bytes_, scale_inv.expand(2).contiguous()
+
+
+def _swiglu_backward(
+    dact: Tensor | None, g_u: tuple[Tensor, Tensor | None], to: Projections, biases: bool
+) -> tuple[Tensor, Operand | None]:
+    """(dgate_up [M, 2F] times the multiplier, empty where nobody reads it; its bytes and scale_inv)."""
+    assert dact is not None
+    unquantized = to.adapted or biases or not to.quantized
+    state = (to.state_dy, to.spec.column, to.spec.delayed, to.spec.backward_dtype)
+    d, d8, scale_inv = ops.swiglu_quantize_grad(dact, *g_u, to.multiplier, *state, unquantized)
+    return d, (d8, scale_inv) if to.quantized else None
+
+
+def norm_qkv(
+    h: Tensor,
+    norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    call: QKVCall,
+    params: list[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] again. `params`: see `Trained`."""
+    q, k, v, h = _NormQKV.apply(h, norm, q_norm, k_norm, call, *params)
+    return q, k, v, h
+
+
+def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
+    """residual [B, T, K] + o(out [B, H, T, D])."""
+    y: Tensor = _Output.apply(out, residual, call, *params)
+    return y
+
+
+def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
+    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: gate's and up's, then down's."""
+    y: Tensor = _MLP.apply(h, norm, call, *params)
+    return y

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections of one x held as one matrix, adapters included: the pieces that `decoder_layer` is made of.
+
+W = [W_1; …; W_n] [ΣN, K], A = [A_1; …; A_n] [ΣR, K] and B = diag(B_1, …, B_n) [ΣN, ΣR]: with one mask for all, n
+projections are one, of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by their own scale_inv [ΣN];
+backward takes dy' = m_i dy_i, m_i = scale_inv_i / max_j scale_inv_j, so that one scale_inv [1], the maximum, serves:
+
+    ds = scaling · dy' B',   B'_i = (ρ_i / m_i) B_i      dB_i = (ρ_i / m_i) scaling · dy'_iᵀ s_i      dx = dy' W + ds A
+
+ρ_i = scaling_i / scaling. Masks that differ by projection leave one GEMM over W; s, dA and what ds A adds to dx are
+then computed one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd.lora_linear import LoRASpec, hands_mask_over
+
+
+class Mask(NamedTuple):
+    """A dropout mask; no slot, no mask."""
+
+    slot: Tensor | None
+    p: float
+    site: int
+
+
+class Projections(NamedTuple):
+    """n projections of one x.
+
+    Attributes:
+        weight: [ΣN, K], e4m3 bytes or plain.
+        scale_inv: fp32 [ΣN] or [1]; None over a plain base.
+        grad_scale_inv: fp32 [1], the largest; None over a plain base.
+        weight_t: [K, ΣN] or None.
+        bias: [ΣN] or None.
+        multiplier: fp32 [n], what comes in with dy; ones where nothing does.
+        rows: N_i.
+        ranks: R_i; 0 without an adapter.
+        lora_A: [ΣR, K] or None.
+        factors: fp32 [2, n], ρ_i and ρ_i / m_i; None for n = 1.
+        masks: one for all adapters, or one for each.
+        state_x, state_dy: `FP8State.forward` and `.backward`, or None.
+        spec: scaling, and x's and dy's place in the state.
+    """
+
+    weight: Tensor
+    scale_inv: Tensor | None
+    grad_scale_inv: Tensor | None
+    weight_t: Tensor | None
+    bias: Tensor | None
+    multiplier: Tensor
+    rows: tuple[int, ...]
+    ranks: tuple[int, ...]
+    lora_A: Tensor | None
+    factors: Tensor | None
+    masks: tuple[Mask, ...]
+    state_x: Tensor | None
+    state_dy: Tensor | None
+    spec: LoRASpec
+
+    @property
+    def adapted(self) -> bool:
+        return self.lora_A is not None
+
+    @property
+    def adapters(self) -> int:
+        return sum(1 for rank in self.ranks if rank)
+
+    @property
+    def quantized(self) -> bool:
+        return self.state_x is not None
+
+    def parts(self, matrix: Tensor, dim: int = 0) -> list[Tensor]:
+        """Of each adapter, its share of the ΣR rows (or columns)."""
+        return list(matrix.split([r for r in self.ranks if r], dim))
+
+
+Operand = tuple[Tensor, Tensor | None]
+
+
+def lora_down(x: Tensor, to: Projections) -> Tensor | None:
+    """s = D(x) Aᵀ [M, ΣR]; None without adapters."""
+    if to.lora_A is None:
+        return None
+    if len(to.masks) == 1:
+        return ops.quantize_lora_down(x, to.lora_A, None, 0, False, *to.masks[0])[2]
+    parts = zip(to.parts(to.lora_A), to.masks, strict=True)
+    return torch.cat(
+        [ops.quantize_lora_down(x, a, None, 0, False, *mask)[2] for a, mask in parts], 1
+    )
+
+
+def quantize_down(x: Tensor, to: Projections) -> tuple[Operand, Tensor | None]:
+    """(x8 and scale_inv, or x itself over a plain base; s), x read once where one mask serves."""
+    one = len(to.masks) <= 1
+    mask = to.masks[0] if to.masks and one else Mask(None, 0.0, 0)
+    state = (to.state_x, to.spec.column, to.spec.delayed)
+    operand: Operand = (x, None)
+    s = None
+    if to.quantized or (to.adapted and one):
+        lora_A = to.lora_A if one else None
+        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, *state, *mask)
+        operand = (x8, scale_inv) if to.quantized else operand
+    return operand, s if one and to.adapted else lora_down(x, to)
+
+
+def project(
+    operand: Operand,
+    s: Tensor | None,
+    to: Projections,
+    lora_B: Sequence[Tensor],
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual."""
+    x, x_scale_inv = operand
+    return ops.fp8_linear_lora(
+        x,
+        x_scale_inv,
+        to.weight,
+        to.scale_inv,
+        to.bias,
+        s,
+        _stacked_B(to, lora_B, 0) if s is not None else None,
+        to.spec.scaling,
+        out_dtype,
+        to.spec.split_fprop,
+        residual,
+    )
+
+
+class Needs(NamedTuple):
+    """Which gradients to compute."""
+
+    x: bool
+    A: bool
+    B: bool
+
+
+class Gradients(NamedTuple):
+    x: Tensor | None
+    A: list[Tensor | None]
+    B: list[Tensor | None]
+
+
+def gradients(
+    to: Projections,
+    dy: Tensor,
+    dy8: Operand | None,
+    operand: Callable[[], Operand],
+    s: Tensor | None,
+    lora_A: Sequence[Tensor],
+    lora_B: Sequence[Tensor],
+    needs: Needs,
+    dtype: torch.dtype | None = None,
+) -> Gradients:
+    """Gradients of `project` from dy' [M, ΣN], its segments multiplied by `to.multiplier` already.
+
+    `dy8` are its bytes and scale_inv where they are there already: dy may be empty then, unless there are adapters.
+    `operand` makes x, or x8 and its scale_inv, for dA. dx is in `dtype`, or dy's.
+    """
+    spec = to.spec
+    block = _stacked_B(to, lora_B, 1) if to.adapted else None
+    ds = dB = None
+    if dy8 is None or block is not None:
+        state = to.state_dy if dy8 is None else None
+        saved_s = s if needs.B else None
+        found8, scale_inv, ds, dB = ops.quantize_grad(
+            dy,
+            block,
+            saved_s,
+            state,
+            spec.column,
+            spec.delayed,
+            spec.scaling,
+            spec.backward_dtype,
+        )
+        if dy8 is None:
+            dy8 = (found8, scale_inv) if to.quantized else (dy, None)
+    dA, dropped = _grad_A(to, ds, operand, lora_A, needs)
+    dx = _grad_x(to, dy8, ds, dropped, dtype or dy.dtype) if needs.x else None
+    unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
+    return Gradients(dx, dA, unstacked or [None] * len(lora_B))
+
+
+def _grad_A(
+    to: Projections,
+    ds: Tensor | None,
+    operand: Callable[[], Operand],
+    lora_A: Sequence[Tensor],
+    needs: Needs,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """([dA_i], the mask's bits where `lora_grad_a` left them)."""
+    if not (needs.A and to.adapted) or ds is None:
+        return [None] * len(lora_A), None
+    x, x_scale_inv = operand()
+    dtype = lora_A[0].dtype
+    if len(to.masks) > 1:
+        pieces = zip(to.parts(ds, 1), to.masks, strict=True)
+        return [
+            ops.lora_grad_a(d.contiguous(), x, x_scale_inv, *mask, dtype) for d, mask in pieces
+        ], None
+    slot, p, site = to.masks[0]
+    arguments = (ds, x, x_scale_inv, slot, p, site, dtype)
+    fp8 = to.grad_scale_inv  # which GEMM reads the mask; x may be unquantized
+    if needs.x and hands_mask_over(ds, x, fp8, slot, p, to.weight.shape[0]):
+        dA, dropped = ops.lora_grad_a_and_mask(*arguments)
+        return [*to.parts(dA)], dropped
+    return [*to.parts(ops.lora_grad_a(*arguments))], None
+
+
+def _grad_x(
+    to: Projections, dy8: Operand, ds: Tensor | None, dropped: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    several = len(to.masks) > 1
+    mask = to.masks[0] if to.masks else Mask(None, 0.0, 0)
+    lora_A = to.lora_A
+    d, a = ds if lora_A is not None else None, lora_A
+    if several and ds is not None and lora_A is not None:
+        d, a = to.parts(ds, 1)[0].contiguous(), to.parts(lora_A)[0]
+    dx = ops.fp8_grad_input(
+        dy8[0],
+        dy8[1],
+        to.spec.backward_dtype,
+        to.weight,
+        to.grad_scale_inv,
+        to.weight_t,
+        d,
+        a,
+        *mask,
+        dtype,
+        0,
+        0,
+        to.spec.split_dgrad,
+        dropped,
+    )
+    if several and ds is not None and lora_A is not None:
+        rest = zip(to.parts(ds, 1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
+        for d, a, (slot, p, site) in rest:
+            dx = ops.bias_dropout_add(d @ a.to(d.dtype), None, dx, slot, p, site)
+    return dx
+
+
+def _stacked_B(to: Projections, lora_B: Sequence[Tensor], which: int) -> Tensor:
+    """diag(f_i B_i) [ΣN, ΣR] with the forward's (0) or the backward's (1) factors; B itself for one projection."""
+    if to.factors is None:
+        return lora_B[0]
+    return ops.block_diagonal(list(lora_B), list(to.rows), list(to.ranks), to.factors[which])
+
+
+def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
+    if to.factors is None:
+        return [dB]
+    assert count == sum(1 for rank in to.ranks if rank)
+    return [*ops.block_diagonal_parts(dB, list(to.rows), list(to.ranks), to.factors[1])]
+
+
+def bias_gradients(
+    to: Projections, dy: Tensor, dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor | None]:
+    """Σ_rows dy_i of each projection whose bias has a dtype here."""
+    found: list[Tensor | None] = [None] * len(dtypes)
+    for i, dtype in enumerate(dtypes):
+        if dtype is not None:
+            part = dy.split(list(to.rows), 1)[i]
+            found[i] = (part.float().sum(0) / to.multiplier[i]).to(dtype)
+    return found

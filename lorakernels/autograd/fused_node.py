@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the nodes of a decoder layer share: their parameters, what they keep for backward, what they owe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd.fused_linear import Gradients, Needs, Operand, Projections
+
+Kept = dict[str, Any]
+
+
+class Trained(NamedTuple):
+    """What may be trained of `Projections`: A and B of each adapter, a bias of each projection, None where frozen."""
+
+    A: list[Any]
+    B: list[Any]
+    bias: list[Any]
+
+    @classmethod
+    def of(cls, to: Projections, flat: Sequence[Any]) -> Trained:
+        """From autograd's flat arguments: all A, all B, all biases."""
+        n = to.adapters
+        return cls(list(flat[:n]), list(flat[n : 2 * n]), list(flat[2 * n : 2 * n + len(to.rows)]))
+
+    @property
+    def length(self) -> int:
+        return len(self.A) + len(self.B) + len(self.bias)
+
+
+class Wanted(NamedTuple):
+    """Which gradients a node owes for one `Projections`: x, A, B, and the biases with a dtype."""
+
+    needs: Needs
+    bias: tuple[torch.dtype | None, ...]
+
+    @classmethod
+    def of(cls, x: bool, flags: Sequence[bool], trained: Trained) -> Wanted:
+        """From autograd's `needs_input_grad` of the flat arguments."""
+        n = len(trained.A)
+        biases = zip(trained.bias, flags[2 * n : trained.length], strict=True)
+        dtypes = tuple(bias.dtype if flag else None for bias, flag in biases)
+        return cls(Needs(x, any(flags[:n]), any(flags[n : 2 * n])), dtypes)
+
+    @property
+    def adapters(self) -> bool:
+        return self.needs.A or self.needs.B
+
+    def __bool__(self) -> bool:
+        return any(self.needs) or any(dtype is not None for dtype in self.bias)
+
+
+def keep(ctx: Any, **tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward`, by name."""
+    ctx.kept_names = tuple(tensors)
+    ctx.save_for_backward(*tensors.values())
+
+
+def kept(ctx: Any) -> Kept:
+    return dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True))
+
+
+def adapter_tensors(
+    prefix: str, trained: Trained, s: Tensor | None, operand: Operand | None, wanted: Wanted
+) -> Kept:
+    """What backward reads of adapters: s [M, ΣR], x8 if kept; the parameters by reference, which notices changes."""
+    by_name: Kept = {f"{prefix}s": s if wanted.needs.B else None}
+    for i, (a, b) in enumerate(zip(trained.A, trained.B, strict=True)):
+        by_name |= {f"{prefix}A{i}": a, f"{prefix}B{i}": b} if wanted else {}
+    x8, scale_inv = operand if operand is not None and wanted.needs.A else (None, None)
+    return {**by_name, f"{prefix}x8": x8, f"{prefix}x_scale_inv": scale_inv}
+
+
+def adapters(prefix: str, saved: Kept, to: Projections) -> tuple[Any, list[Any], list[Any]]:
+    """(s, all A, all B) that `adapter_tensors` kept."""
+    numbers = range(to.adapters)
+    a, b = ([saved[f"{prefix}{name}{i}"] for i in numbers] for name in "AB")
+    return saved[f"{prefix}s"], a, b
+
+
+def no_gradients(to: Projections) -> tuple[Gradients, list[Tensor | None]]:
+    n = to.adapters
+    return Gradients(None, [None] * n, [None] * n), [None] * len(to.rows)
+
+
+def flat(x: Tensor) -> Tensor:
+    """[M, N], contiguous."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+
+
+def rms_norm(h: Tensor, norm: Tensor, eps: float) -> Tensor:
+    return ops.rms_norm_quantize(h, norm, eps, None, 0, False, True)[0]
+
+
+def rms_norm_backward(
+    saved: Kept, dnormed: Tensor | None, dresidual: Tensor, need_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(the residual stream's gradient [M, K], dweight) from the `h`, `norm` and `rstd` kept."""
+    if dnormed is None:
+        return dresidual, None
+    norm = saved["norm"]
+    dx, dweight = ops.rms_norm_backward(
+        dnormed, saved["h"], norm, saved["rstd"], dresidual, need_weight
+    )
+    return dx, dweight.to(norm.dtype) if need_weight else None

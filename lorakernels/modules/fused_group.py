@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedGroup: projections of one x that stay modules of their own, over memory that is one matrix.
+
+The members' weights are rows of one [ΣN, K], their A rows of one [ΣR, K]: the same Parameter objects under the same
+names, at new addresses. What is derived (scales by column, a joined bias) is renewed when a member's weight or scale
+has been written; memory that somebody moved (`.to`, deepcopy, `load_state_dict(assign=True)`) is joined again at the
+next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd.fused_linear import Mask, Projections
+from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.kernels.ladder import DOWN_RANK
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.philox import draw_slot
+
+
+class _Derived(NamedTuple):
+    """Of the members' weights and frozen biases; `Projections` says what each is."""
+
+    scale_inv: Tensor | None
+    grad_scale_inv: Tensor | None
+    multiplier: Tensor
+    weight_t: Tensor | None
+    bias: Tensor | None
+
+
+class _Variant(NamedTuple):
+    """Of the mode and the adapters that take part; `masks` names the adapter that each mask belongs to."""
+
+    spec: LoRASpec
+    ranks: tuple[int, ...]
+    factors: Tensor | None
+    drops: bool
+    masks: tuple[int, ...]
+
+
+class FusedGroup:
+    """One or more LoRALinears and FrozenFP8Linears of one x.
+
+    x and dy have one scale each, in the first member's columns of the FP8 state.
+
+    Args:
+        members: of equal in_features, FP8 state, recipe and dropout.
+        shared_dropout: one mask for all adapters instead of one each.
+    """
+
+    def __init__(self, members: Sequence[FrozenFP8Linear], shared_dropout: bool) -> None:
+        self.members = tuple(members)
+        self.shared_dropout = shared_dropout
+        self.rows = tuple(member.out_features for member in self.members)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._weight: Tensor | None = None
+        self._lora_A: dict[tuple[int, ...], Tensor] = {}
+        self._seen: tuple[list[Any], list[int]] = ([], [])
+        self._derived: _Derived | None = None
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
+
+    @property
+    def first(self) -> FrozenFP8Linear:
+        return self.members[0]
+
+    @property
+    def adapted(self) -> list[LoRALinear]:
+        """Members whose adapter takes part: neither merged nor switched off."""
+        return [m for m in self.members if is_active(m)]
+
+    def call(self) -> tuple[Projections, list[Tensor | None]]:
+        """What one forward runs with, its masks' slots drawn, and what autograd gets for it (`fused_node.Trained`)."""
+        derived = self.join()
+        first, adapted = self.first, self.adapted
+        state, training = first.fp8_state, first.training
+        if state is not None and training:
+            state.on_training_forward(first._column)
+        variant = self._variant(training, adapted)
+        bias, biases = self._biases(derived)
+        lora_A: list[Tensor | None] = [m._parameters["lora_A"] for m in adapted]
+        call = Projections(
+            first._stored if self._weight is None else self._weight,
+            derived.scale_inv,
+            derived.grad_scale_inv,
+            derived.weight_t,
+            bias,
+            derived.multiplier,
+            self.rows,
+            variant.ranks,
+            self._stacked_A(adapted, lora_A),
+            variant.factors,
+            self._masks(variant, adapted),
+            None if state is None else state.forward,
+            None if state is None else state.backward,
+            variant.spec,
+        )
+        return call, [*lora_A, *(m._parameters["lora_B"] for m in adapted), *biases]
+
+    def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
+        """What depends on the mode and on which adapters take part, made once."""
+        state = self.first.fp8_state
+        place = (state, self.first._column)
+        key = (training, place, *((id(m), m.scaling, m.lora_dropout) for m in adapted))
+        if key not in self._variants:
+            spec = LoRASpec(scaling=adapted[0].scaling if adapted else 1.0)
+            if state is not None:
+                spec = spec.following(state.recipe, self.first._column, training)
+            ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
+            drop = training and any(m.lora_dropout for m in adapted)
+            masks = [
+                min(i, 0 if self.shared_dropout or not drop else i) for i in range(len(adapted))
+            ]
+            if sum(ranks) <= DOWN_RANK and not any(masks):
+                del masks[1:]
+            factors = self._factors(adapted)
+            self._variants[key] = _Variant(spec, ranks, factors, drop, tuple(masks))
+        return self._variants[key]
+
+    def _masks(self, variant: _Variant, adapted: Sequence[LoRALinear]) -> tuple[Mask, ...]:
+        """Of each adapter, or one for all."""
+        drawn: dict[int, Mask] = {}
+        for index in variant.masks:
+            if index not in drawn:
+                m = adapted[index]
+                device = m.lora_A.device
+                slot = draw_slot(m.rng_state, device) if variant.drops and m.lora_dropout else None
+                drawn[index] = Mask(slot, m.lora_dropout, m.site)
+        return tuple(drawn[index] for index in variant.masks)
+
+    def _biases(self, derived: _Derived) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(the bias of all, each that is trained)."""
+        biases = [m._parameters.get("bias") for m in self.members]
+        trained: list[Tensor | None] = [
+            b if b is not None and b.requires_grad else None for b in biases
+        ]
+        if len(self.members) == 1:
+            return biases[0], trained
+        now = any(b is not None for b in trained)
+        return self._joined_bias() if now else derived.bias, trained
+
+    def _joined_bias(self) -> Tensor | None:
+        found = [m.bias for m in self.members if m.bias is not None]
+        if not found:
+            return None
+        like = found[0].detach()
+        parts = [
+            like.new_zeros(m.out_features) if m.bias is None else m.bias.detach()
+            for m in self.members
+        ]
+        return torch.cat(parts)
+
+    def _stacked_A(
+        self, adapted: Sequence[LoRALinear], lora_A: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        parts = [a.detach() for a in lora_A if a is not None]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        whole = self._lora_A.get(tuple(id(m) for m in adapted))
+        return torch.cat(parts) if whole is None else whole  # some adapters are switched off
+
+    def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
+        """fp32 [2, n]: ρ_i and ρ_i / m_i."""
+        if len(self.members) == 1 or not adapted or self._derived is None:
+            return None
+        scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]
+        ratios = torch.tensor([scaling / adapted[0].scaling for scaling in scalings])
+        ratios = ratios.float().to(self._derived.multiplier.device)
+        return torch.stack((ratios, ratios / self._derived.multiplier))
+
+    # memory
+
+    def join(self) -> _Derived:
+        """Make the members' weights and A's rows of one matrix, and what is derived of them current."""
+        if len(self.members) > 1 and not self._is_joined():
+            self._refuse_in_capture()
+            self._forget()
+            self._join_weights()
+            self._join_A()
+        seen = self._state_of_members()
+        if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
+            self._refuse_in_capture()
+            self._derived, self._variants = self._derive(), {}
+            self._seen = seen
+        assert self._derived is not None
+        return self._derived
+
+    def _is_joined(self) -> bool:
+        weight = self._weight
+        if weight is None:
+            return False
+        at = weight.data_ptr()
+        for member in self.members:
+            parameter = member._parameters["weight"]
+            if parameter is None or parameter.data_ptr() != at:
+                return False
+            at += parameter.numel() * parameter.element_size()
+        for whole in self._lora_A.values():
+            at = whole.data_ptr()
+            for member in self.members:
+                lora_A = member._parameters.get("lora_A")
+                if lora_A is not None:
+                    if lora_A.data_ptr() != at:
+                        return False
+                    at += lora_A.numel() * lora_A.element_size()
+        return True
+
+    def _join_weights(self) -> None:
+        parts = [m._parameters["weight"] for m in self.members]
+        assert all(p is not None for p in parts)
+        self._weight = _join([p for p in parts if p is not None])
+        if self.first.weight_scale_inv is not None:
+            self._weight = self._weight.view(torch.uint8)
+
+    def _join_A(self) -> None:
+        adapted = [m for m in self.members if isinstance(m, LoRALinear)]
+        if len(adapted) > 1:
+            self._lora_A = {tuple(id(m) for m in adapted): _join([m.lora_A for m in adapted])}
+
+    def separate(self) -> None:
+        """Give every member memory of its own again."""
+        if len(self.members) > 1:
+            for member in self.members:
+                own = [member._parameters["weight"], getattr(member, "lora_A", None)]
+                for parameter in own:
+                    if parameter is not None:
+                        parameter.data = parameter.data.clone()
+                member._renew_weight_t()
+        self._forget()
+
+    def _state_of_members(self) -> tuple[list[Any], list[int]]:
+        """Changes whenever a weight, scale or bias has been written or replaced; its first part not by a scale being
+        written alone, as when a graph's capture puts buffers back."""
+        found: list[Any] = []
+        scales: list[int] = []
+        for m in self.members:
+            weight, bias = m._parameters["weight"], m._parameters.get("bias")
+            scale = m._buffers["weight_scale_inv"]
+            assert weight is not None
+            found += (weight.data_ptr(), weight._version, m._buffers["weight_t"] is None)
+            if scale is not None:
+                found.append(scale.data_ptr())
+                scales.append(scale._version)
+            if bias is not None and not bias.requires_grad:
+                found += (bias.data_ptr(), bias._version)
+        return found, scales
+
+    @torch.no_grad()
+    def _derive(self) -> _Derived:
+        """Scales by column, their largest, the multipliers of dy, Wᵀ and the joined bias."""
+        scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
+        bias = self._joined_bias() if len(self.members) > 1 else None
+        if len(self.members) == 1 or not scales:
+            scale = scales[0] if scales else None
+            ones = torch.ones(len(self.members), device=self.first._stored.device)
+            return _Derived(scale, scale, ones, self._weight_t(), bias)
+        each = torch.cat(scales)
+        largest = each.max().view(1)
+        counts = torch.tensor(self.rows, device=each.device)
+        by_column = each.repeat_interleave(counts, output_size=sum(self.rows))
+        return _Derived(by_column, largest, each / largest, self._weight_t(), bias)
+
+    def _weight_t(self) -> Tensor | None:
+        if len(self.members) == 1:
+            return self.first.weight_t
+        if self.first.weight_layout != "both" or self._weight is None:
+            return None
+        if self.first.weight_scale_inv is None:
+            return None
+        whole = ops.transpose_fp8(self._weight)
+        for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
+            member.weight_t = part
+        return whole
+
+    def _capturing(self) -> bool:
+        weight = self.first._parameters["weight"]
+        return weight is not None and weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_in_capture(self) -> None:
+        if self._capturing():
+            raise RuntimeError(
+                f"{self.first.name}: its memory was moved or written since the last forward; run one "
+                "forward before capturing a graph"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and deepcopy take: the members; their memory is joined again."""
+        return {"members": self.members, "shared_dropout": self.shared_dropout, "rows": self.rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
+    return isinstance(member, LoRALinear) and not (member.merged or member.disable_adapters)
+
+
+@torch.no_grad()
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """One contiguous matrix whose rows the parameters become."""
+    counts = [p.shape[0] for p in parameters]
+    whole = parameters[0].data.new_empty(sum(counts), parameters[0].shape[1])
+    for parameter, part in zip(parameters, whole.split(counts), strict=True):
+        part.copy_(parameter.data)
+        parameter.data = part
+    return whole

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallel processes as torchrun starts them: each takes its rows of a step, gradients are added up in one flat
+tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lorakernels.train.errors import FinetuneError, OptionError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size`; alone by default, when nothing here communicates."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over the ranks, in place: one all-reduce of all of them, in fp32 (fp64 where one is)."""
+        if self.size == 1:
+            return
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+        flat = torch.cat([t.reshape(-1).to(dtype) for t in tensors])
+        dist.all_reduce(flat)
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_(
+            list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)]
+        )
+
+    def on_first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 while the others wait; where it fails, all of them fail."""
+        error: Exception | None = None
+        if self.first:
+            try:
+                work()
+            except (FinetuneError, OSError) as found:
+                error = found
+        if self.size > 1:
+            said = [None if error is None else str(error)]
+            dist.broadcast_object_list(said, src=0)
+            if said[0] is not None and error is None:
+                error = FinetuneError(f"rank 0 stopped: {said[0]}")
+        if error is not None:
+            raise error
+
+    def from_first(self, value: int) -> int:
+        """Rank 0's value, on all."""
+        if self.size == 1:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+
+@contextlib.contextmanager
+def joined(device: torch.device) -> Iterator[Ranks]:
+    """The process group that torchrun's variables describe, NCCL on GPUs and gloo on CPUs, left again at the end."""
+    ranks = ranks_of_environment()
+    if ranks.size == 1:
+        yield ranks
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks_of_environment() -> Ranks:
+    """OptionError if only some of torchrun's variables are there, or one is no number."""
+    found = {name: os.environ.get(name) for name in VARIABLES}
+    if found["WORLD_SIZE"] in (None, "1"):
+        return Ranks()
+    try:
+        rank, size, local = (int(str(found[name])) for name in VARIABLES)
+    except ValueError as error:
+        raise OptionError(f"torchrun sets {', '.join(VARIABLES)}, found {found}") from error
+    return Ranks(rank, size, local)

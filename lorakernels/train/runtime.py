@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the layers of a run are executed: fused or as transformers wrote them, replayed as CUDA graphs or eagerly.
+
+On a GPU both are the default. What a model or a machine does not allow is left out with its reason, which the run says.
+
+Masks do not depend on it. Every microbatch starts from one state of torch's CPU generator, which the layers' nonces
+come from, and one offset of a `PhiloxState`, which moves on after each: eager, warmed up, captured, replayed and
+resumed microbatches draw the same masks, so that a run is the same to the bit wherever replay began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakernels import FP8State, LoRAReport, PhiloxState, fuse, model_parallel_states
+from lorakernels.graphs import CaptureError, GraphManager, OrderError
+from lorakernels.train.model import decoder_and_head
+from lorakernels.train.options import FinetuneOptions
+
+Say = Callable[[str], None]
+WARMUP = 3  # steps on real data before the capture
+
+
+def make_random_state(seed: int, rank: int, device: torch.device) -> PhiloxState:
+    """This rank's dropout: other masks than on the other ranks."""
+    states = model_parallel_states(seed, data_parallel_rank=rank, device=device)
+    return states.get_states()["data-parallel-rng"]
+
+
+def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device, say: Say) -> bool:
+    """Fuse the decoder layers if the options and the model allow it, and say so or why not."""
+    wanted = device.type == "cuda" if options.fuse is None else options.fuse
+    if not wanted:
+        return False
+    if options.gradient_checkpointing:
+        say(
+            "layers not fused: gradient_checkpointing recomputes whole layers; --save checkpoint does so fused"
+        )
+        return False
+    tokens = options.batch_size * options.seq_len
+    budget = None if options.memory_budget is None else int(options.memory_budget * 2**30)
+    try:
+        report = fuse(
+            model,
+            save=options.save,
+            memory_budget=budget,
+            tokens=tokens,
+            attention=options.attention,
+            shared_dropout=options.shared_dropout,
+        )
+    except (ValueError, TypeError) as error:
+        say(f"layers not fused: {error}")
+        return False
+    say(str(report).split("\n")[0])
+    return True
+
+
+class Runtime:
+    """Runs a step's microbatches' random states, and the graphs of a model's layers.
+
+    Args:
+        model: with adapters, fused or not, on its device.
+        random: where its dropout draws from; None leaves torch's generators alone.
+        replay: whether layers are to be captured after `warmup` steps; `why_not` is the reason if not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: FinetuneOptions,
+        fp8_state: FP8State | None,
+        random: PhiloxState | None,
+        *,
+        warmup: int = WARMUP,
+        backend: Callable[[], Any] | None = None,
+        say: Say = lambda text: None,
+    ) -> None:
+        self.random, self._say = random, say
+        self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
+        self.manager: GraphManager | None = None
+        self.replay_from: int | None = None
+        device = next(model.parameters()).device
+        self.why_not = _why_not(model, options, device, random, backend)
+        if self.why_not is None:
+            self.manager = GraphManager(
+                decoder_and_head(model)[0].layers,
+                warmup_steps=warmup,
+                num_microbatches=options.grad_accum,
+                fp8_state=fp8_state,
+                rng_states=[] if random is None else [random],
+                backend=backend,
+            )
+
+    @property
+    def replaying(self) -> bool:
+        return self.manager is not None and self.manager.phase == "replaying"
+
+    def begin_microbatch(self) -> None:
+        if self.random is not None:
+            torch.set_rng_state(self._block_rng)
+
+    def end_microbatch(self) -> None:
+        """After its backward: the next one draws other masks. Graphs do it themselves."""
+        if self.random is not None and not self.replaying:
+            self.random.advance()
+
+    def end_step(self, step: int) -> None:
+        """After step number `step`, the optimizer's included: record, capture or check. A capture that fails leaves the
+        run eager, and says why."""
+        if self.manager is None:
+            return
+        before = self.manager.phase
+        if self.random is not None:
+            torch.set_rng_state(self._block_rng)  # a capture's nonces are those of every microbatch
+        try:
+            self.manager.end_iteration()
+        except (CaptureError, OrderError) as error:
+            self._give_up(f"{error}. {self.manager.explain(error)}")
+        else:
+            if before != "replaying" and self.replaying:
+                self.replay_from = step + 1
+                self._say(f"layers replayed as CUDA graphs from step {step + 1} on")
+                self._say(str(self.manager.report()).split("\n")[0])
+
+    def _give_up(self, reason: str) -> None:
+        assert self.manager is not None
+        self.why_not = reason
+        self._say(f"layers run eagerly: {reason}")
+        self.manager.close()
+        self.manager = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.random is None else self.random.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The offset of the run; the seed stays this rank's."""
+        if self.random is not None:
+            with torch.no_grad():
+                self.random.tensor[1].copy_(state["philox"][1])
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
+
+
+def _why_not(
+    model: nn.Module,
+    options: FinetuneOptions,
+    device: torch.device,
+    random: PhiloxState | None,
+    backend: object,
+) -> str | None:
+    """Why the layers are not captured; None if they are."""
+    if options.eager:
+        return "eager was asked for"
+    if device.type != "cuda" and backend is None:
+        return "CUDA graphs need a GPU"
+    if options.lora_dropout > 0 and random is None:
+        return "dropout does not draw from a state in device memory"
+    layers = getattr(decoder_and_head(model)[0], "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        return f"{type(model).__name__} has no list of decoder layers named layers"
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout = {config.attention_dropout} draws from torch's generator"
+    return None
+
+
+def describe(report: LoRAReport, runtime: Runtime, fused: bool) -> str:
+    how = "fused" if fused else "as transformers has them"
+    when = (
+        "eager"
+        if runtime.manager is None
+        else f"captured after {runtime.manager.warmup_steps} steps"
+    )
+    why = f" ({runtime.why_not})" if runtime.why_not else ""
+    return f"{len(report.adapted())} adapters; layers {how}, {when}{why}"

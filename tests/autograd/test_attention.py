@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention backend is taken, and that each computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels.autograd import attention
+
+BF16 = torch.bfloat16
+
+
+def heads(device, dtype=torch.float32, batch=2, tokens=64, q_heads=4, kv_heads=2, dim=64):
+    """q, k, v as views of one qkv, as a fused layer has them."""
+    counts = [q_heads, kv_heads, kv_heads]
+    qkv = torch.randn(batch, tokens, sum(counts), dim, device=device, dtype=dtype)
+    return [t.transpose(1, 2).requires_grad_() for t in qkv.split(counts, 2)]
+
+
+def test_the_table() -> None:
+    assert attention.preference((9, 0), False) == ("cudnn", "flash", "efficient", "math")
+    assert attention.preference((8, 0), False)[0] == "flash"
+    assert attention.preference((9, 0), True)[0] == "efficient"
+    assert attention.preference(None, False) == ("torch",)
+
+
+def test_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="attention must be one of"):
+        attention.choose("quick", *heads("cpu"), None, True)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+def test_math_and_the_default_agree(masked: bool) -> None:
+    q, k, v = heads("cpu")
+    mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None] if masked else None
+    found = [attention.attend(name, q, k, v, mask, not masked, 0.125) for name in ("torch", "math")]
+    # fp32 sums of 64 products in another order
+    assert (found[0] - found[1]).norm() < 2.0**-18 * found[1].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize("name", ["auto", *attention.BACKENDS])
+def test_backends_agree_with_float64(name: str, masked: bool) -> None:
+    """Forward and backward in bf16: within 2^-6 of float64's math, P and dP being rounded to bf16 in every backend."""
+    q, k, v = heads("cuda", BF16)
+    mask = None
+    if masked:
+        mask = torch.ones(2, 1, 64, 64, dtype=torch.bool, device="cuda").tril()
+        mask[1, :, :, :5] = False
+        mask |= torch.eye(64, dtype=torch.bool, device="cuda")
+    try:
+        taken = attention.choose(name, q, k, v, mask, not masked)
+    except ValueError:
+        assert (masked and name in ("flash", "cudnn")) or name == "cudnn"
+        pytest.skip(f"{name} does not take this on this GPU")
+    print(name, taken)
+    dout = torch.randn(2, 4, 64, 64, device="cuda", dtype=BF16)
+    out = attention.attend(taken, q, k, v, mask, not masked, 0.125)
+    found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = [attention.attend("math", *wide, mask, not masked, 0.125)]
+    expected += torch.autograd.grad(expected[0], wide, dout.double())
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b).norm() < 2.0**-6 * b.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["auto", "efficient", "math"])
+def test_packed_sequences_agree_with_float64(name: str) -> None:
+    """Variable lengths, a mask of them, and float64's math: within 2^-6 as above; an empty sequence is none."""
+    q, k, v = heads("cuda", BF16)
+    starts = torch.tensor([0, 50, 50, 64, 65, 128, 128], dtype=torch.int32, device="cuda")
+    taken = attention.choose_packed(name, q, k, v)
+    assert taken == ("packed" if name == "auto" else name)
+    dout = torch.randn(2, 4, 64, 64, device="cuda", dtype=BF16)
+    out = attention.attend_packed(taken, q, k, v, starts, 64, 0.125)
+    found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = [attention.attend_packed("math", *wide, starts, 64, 0.125)]
+    expected += torch.autograd.grad(expected[0], wide, dout.double())
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b).norm() < 2.0**-6 * b.norm()
+
+
+def test_starts_become_a_mask() -> None:
+    starts = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    expected = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]], dtype=torch.bool)
+    assert torch.equal(attention.packed_mask(starts, 3)[0, 0], expected)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of transformers with adapters, and what they compute in float64, for the tests of `fuse`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lorakernels import FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+VOCABULARY = 64
+
+
+def model_of(family: str, **options: Any) -> nn.Module:
+    """Two layers, grouped key heads, biases and norms that are not zero and one."""
+    if family == "Qwen3":
+        options.setdefault("head_dim", 8)
+    config = getattr(transformers, f"{family}Config")(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "attn_implementation": "sdpa",
+            "sliding_window": None,
+            **options,
+        }
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            nn.init.normal_(parameter, float("norm" in name), std=0.1)
+    return model.train()
+
+
+def adapted(
+    family: str = "Llama",
+    targets: Sequence[str] = ATTENTION,
+    *,
+    model: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> nn.Module:
+    """With adapters on `targets` whose B is not zero."""
+    plain = model_of(family, **(model or {})).to(device, dtype)
+    options = {"r": 4, "lora_alpha": 8, "fp8": None, **options}
+    adapter_dtype = options.pop("adapter_dtype", torch.float32)
+    rng_state = options.pop("rng_state", None)
+    config = LoRAConfig(target_modules=list(targets), **options)
+    apply_lora(plain, config, adapter_dtype=adapter_dtype, rng_state=rng_state)
+    for module in plain.modules():
+        if isinstance(module, LoRALinear):
+            nn.init.normal_(module.lora_B, std=0.1)
+    return plain
+
+
+def run(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str, Tensor]:
+    """{name: value} of the logits, the embedded input's gradient and every trained parameter's, of one backward."""
+    model.zero_grad()
+    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    labels = options.pop("labels", tokens)
+    found = model(inputs_embeds=embedded, labels=labels, use_cache=False, **options)
+    found.loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": found.logits.detach(), "dx": embedded.grad, **grads}
+
+
+def difference(found: Tensor, exact: Tensor) -> float:
+    """‖found − exact‖ ÷ ‖exact‖."""
+    assert found.shape == exact.shape
+    exact = exact.double().cpu()
+    return float((found.double().cpu() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def same_within(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> float:
+    """The largest difference, which must not exceed `bound`."""
+    assert found.keys() == expected.keys()
+    errors = {name: difference(found[name], expected[name]) for name in expected}
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= bound, (worst, errors[worst], bound)
+    return errors[worst]
+
+
+class _Exact(nn.Module):
+    """A projection in float64: the weight as it is held, no dropout."""
+
+    def __init__(self, module: FrozenFP8Linear) -> None:
+        super().__init__()
+        self.weight = module.dequantized_weight().double()
+        self.bias_value = None if module.bias is None else module.bias.detach().double()
+        self.scaling = getattr(module, "scaling", 0.0)
+        for name in ("lora_A", "lora_B"):
+            if hasattr(module, name):
+                setattr(self, name, nn.Parameter(getattr(module, name).detach().double()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight, self.bias_value)
+        if self.scaling:
+            y = y + self.scaling * (x @ self.lora_A.t()) @ self.lora_B.t()
+        return y
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """The same model in float64; it must not be fused."""
+    double = copy.deepcopy(model).cpu()
+    for module in list(double.modules()):
+        for name, child in list(module._modules.items()):
+            if isinstance(child, FrozenFP8Linear):
+                module._modules[name] = _Exact(child)
+    return double.double()

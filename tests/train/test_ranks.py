@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks: equal to one with their rows together, the same adapters and scales on all, resumed on any number."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lorakernels.train.errors import OptionError
+from lorakernels.train.ranks import Ranks, ranks_of_environment
+from tests.train.test_resume import adapter, steps_logged
+from tests.train.test_runtime import assert_same, records
+
+Cli = Callable[..., int]
+
+
+def test_ranks_of_environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_of_environment() == Ranks()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(OptionError, match="torchrun sets"):
+        ranks_of_environment()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ranks_of_environment() == Ranks(3, 4, 1)
+
+
+DRIVER = """
+import argparse, json, os, shutil, sys, torch
+torch.set_num_threads(1)
+from lorakernels.cli.finetune import add_arguments, run
+from lorakernels.train import job
+
+real = job.adapt
+
+def adapt(options, *rest):
+    result = real(options, *rest)
+    trainer = result.session.trainer
+    state = trainer.fp8_state
+    kept = {"scales": torch.zeros(0) if state is None else torch.stack((state.forward, state.backward)),
+            **{n: p.detach() for n, p in trainer.trainable.items()}}
+    torch.save(kept, f"{options.output}/rank{os.environ['RANK']}.pt")
+    return result
+
+job.adapt = adapt
+for i, arguments in enumerate(json.loads(sys.argv[1])):
+    os.environ["MASTER_PORT"] = str(int(sys.argv[2]) + i)
+    if arguments[0] == "copy":
+        if os.environ["RANK"] == "0":
+            shutil.copytree(*arguments[1:3])
+            shutil.rmtree(f"{arguments[2]}/checkpoints/{arguments[3]}")
+        continue
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    if code := run(parser.parse_args(arguments)):
+        sys.exit(code)
+"""
+
+
+def on_ranks(runs: list[list[Any]], size: int = 2) -> None:
+    """The runs one after the other, on processes with the variables that torchrun gives them."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    words = json.dumps([[str(word) for word in run] for run in runs])
+    processes = []
+    for rank in range(size):
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        command = [sys.executable, "-c", DRIVER, words, str(port)]
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        processes.append(process)
+    said = [p.communicate(timeout=300)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0] * size, said
+
+
+def losses(output: Path) -> list[float]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [r.get("loss", r.get("eval_loss")) for r in lines]
+
+
+@pytest.fixture(scope="module")
+def run(base_args: list[str]) -> list[Any]:
+    """No dropout: ranks draw other masks than one process with their rows."""
+    return [*base_args, "--lora-dropout", "0", "--steps", 6, "--save-every", 3, "--keep", 9]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """whole: 6 steps. parts: as if stopped after 3, then resumed. plain: without FP8. dropout: with it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    plain = ["--no-fp8", "--eval-fraction", "0", "--grad-accum", 2]
+    on_ranks(
+        [
+            [*run, "--output", folder / "whole"],
+            ["copy", folder / "whole", folder / "parts", "step-00000006"],
+            [*run, "--output", folder / "parts", "--resume"],
+            [*run, "--output", folder / "plain", *plain],
+            [*run, "--output", folder / "dropout", "--lora-dropout", "0.5", "--steps", 2],
+        ]
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", ["whole", "parts", "plain", "dropout"])
+def test_ranks_end_with_the_same_adapters_and_scales(two_ranks: Path, name: str) -> None:
+    one, other = (torch.load(two_ranks / name / f"rank{rank}.pt") for rank in range(2))
+    assert_same(one, other)
+    assert name == "plain" or bool((one["scales"][0, -1] > 0).all())
+    assert steps_logged(two_ranks / name) == list(range(1, 3 if name == "dropout" else 7))
+
+
+def test_two_ranks_are_one_with_the_doubled_batch(
+    cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    """Up to the order of fp32 sums and, in the first step, activations scaled by their own rows' amax instead of
+    delayed scales. Without FP8 up to sums alone, through six steps of Adam."""
+    assert cli(*run, "--output", tmp_path / "fp8", "--batch-size", 4) == 0
+    np.testing.assert_allclose(losses(two_ranks / "whole"), losses(tmp_path / "fp8"), rtol=2e-3)
+    plain = ["--no-fp8", "--eval-fraction", "0", "--grad-accum", 4]
+    assert cli(*run, *plain, "--output", tmp_path / "plain") == 0
+    np.testing.assert_allclose(losses(two_ranks / "plain"), losses(tmp_path / "plain"), rtol=1e-5)
+
+
+def test_two_ranks_resumed_are_the_whole_run_and_one_rank_can_go_on(
+    cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, whole = two_ranks / "parts", two_ranks / "whole"
+    assert losses(parts) == losses(whole) and adapter(parts) == adapter(whole)
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    assert cli(*run, "--output", copy, "--resume") == 1
+    said = capsys.readouterr().err
+    assert "rows_per_step was 8, now it is 4; it is batch_size · grad_accum · ranks" in said
+    assert cli(*run, "--output", copy, "--grad-accum", 4, "--resume") == 0
+    np.testing.assert_allclose(losses(copy), losses(whole), rtol=2e-3)
+    assert adapter(copy) != adapter(whole), "other sums: the comparison was of two runs"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_are_one_with_the_doubled_batch(
+    cli: Cli, gpu_run: list[Any], tmp_path: Path
+) -> None:
+    """NCCL, graphs and FP8 on: bf16 and FP8 rounding of the first step's own scales."""
+    run = [*gpu_run, "--lora-dropout", "0", "--steps", 12]
+    assert cli(*run, "--output", tmp_path / "one", "--grad-accum", 4) == 0
+    on_ranks([[*run, "--output", tmp_path / "two"]])
+    found, expected = ([r["loss"] for r in records(tmp_path / n)] for n in ("two", "one"))
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
