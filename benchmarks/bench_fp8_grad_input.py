@@ -11,6 +11,9 @@ it. Every dx is compared with float64's on 64 rows, under reference.py's mask, b
 relative, in the Frobenius norm, and more than twice that of "cublaslt, split" is WRONG and exit code 1 (cuBLASLt's
 fast accumulation is shown, not judged). An H200 under load lowers its clock within a second: "÷ cublaslt" divides by
 the mean of two runs of "cublaslt, split", one before and one after the provider.
+
+"mask given" is what a layer's backward does: `lora_grad_a_and_mask` has drawn the mask already and hands it over, a bit
+an element, which is read here. "ours, single" and "ours, both" draw it themselves, as where dA is not wanted.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Inputs:
     lora_A: Tensor
     slot: Tensor | None
     p: float
+    dropped: Tensor | None = None
     out_dtype: torch.dtype = torch.bfloat16
 
 
@@ -62,7 +66,7 @@ def make_inputs(shape: str, rank: int, p: float, device: torch.device) -> Inputs
 
     one = torch.ones(1, device=device)
     weight = normal(n, k).to(reference.E4M3).view(torch.uint8)
-    return Inputs(
+    i = Inputs(
         dy=(normal(m, n) * 1024).to(E5M2).view(torch.uint8),
         dy_scale_inv=one / 1024,
         weight=weight,
@@ -73,6 +77,11 @@ def make_inputs(shape: str, rank: int, p: float, device: torch.device) -> Inputs
         slot=torch.tensor([12345, 678], device=device) if p > 0 else None,
         p=p,
     )
+    if p > 0:
+        x8 = torch.zeros(m, k, dtype=torch.uint8, device=device)
+        arguments = (i.ds, x8, one, i.slot, p, SITE, torch.float32)
+        i.dropped = ops.lora_grad_a_and_mask(*arguments)[1]
+    return i
 
 
 def cublaslt(i: Inputs, fast: bool) -> Tensor:
@@ -98,7 +107,7 @@ def pytorch(i: Inputs) -> Tensor:
     return dx.add_(branch)
 
 
-def through_op(i: Inputs, both: bool, lora: bool = True) -> Tensor:
+def through_op(i: Inputs, both: bool, lora: bool = True, given: bool = False) -> Tensor:
     return ops.fp8_grad_input(
         i.dy,
         i.dy_scale_inv,
@@ -112,6 +121,7 @@ def through_op(i: Inputs, both: bool, lora: bool = True) -> Tensor:
         i.p if lora else 0.0,
         SITE,
         i.out_dtype,
+        dropped=i.dropped if given else None,
     )
 
 
@@ -120,9 +130,12 @@ PROVIDERS: dict[str, tuple[Callable[[Inputs], Tensor], bool]] = {  # and whether
     "cublaslt, fast": (lambda i: cublaslt(i, True), False),
     "ours, single": (lambda i: through_op(i, False), True),
     "ours, both": (lambda i: through_op(i, True), True),
+    "ours, single, mask given": (lambda i: through_op(i, False, given=True), True),
+    "ours, both, mask given": (lambda i: through_op(i, True, given=True), True),
     "pytorch": (pytorch, True),
 }
 NEEDS_GPU, NOT_JUDGED = ("cublaslt, fast",), ("cublaslt, fast",)
+NEEDS_MASK = ("ours, single, mask given", "ours, both, mask given")
 
 
 def exact(i: Inputs, rows: int, lora: bool) -> Tensor:
@@ -155,7 +168,7 @@ def bench_case(case: Row, i: Inputs, args: argparse.Namespace, device: torch.dev
     before = base_ms()
     for name in args.providers:
         run, lora = PROVIDERS[name]
-        if name in NEEDS_GPU and device.type != "cuda":
+        if (name in NEEDS_GPU and device.type != "cuda") or (name in NEEDS_MASK and case["p"] == 0):
             continue
         found = error(run(i), truth[lora])
         ok = found <= allowed or (name in NOT_JUDGED and found < 0.1)

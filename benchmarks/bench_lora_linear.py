@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRALinear, forward and forward + backward, against its peers on whatever is here.
 
-    python benchmarks/bench_lora_linear.py --output DIR [--full] [--shapes 8192x8192x8192 …] [--ranks 16 …]
+    python benchmarks/bench_lora_linear.py --output DIR [--shapes 8192x8192x8192 …] [--ranks 16 …]
+    python benchmarks/bench_lora_linear.py --output DIR --full [--budget-s 150]
 
 The layers are those of `peers/`; all see the same x, dy, W, bias, adapter and dropout probability. Each is checked
 against float64 before it is timed: y, dx, dA and dB without dropout, and with dropout over W = 0, where the zeros of dx
@@ -17,6 +18,11 @@ the ratios. A graphed peer's x is the graph's own. FLOPs are the algorithm's (no
 "saved MB" is what a forward leaves allocated besides y, a fresh x included if it is kept; "peak MB" is the largest
 during forward and backward, that x and the gradients included. Neither counts parameters; graphs own their memory and
 have none. "÷ gemms" divides by cuBLASLt's two FP8 products alone, on ready operands and without LoRA.
+
+`--full` times every shape and rank, by default with the providers of `SWEEP` only. A layer is built and checked once
+for a weight and a rank, at the fewest rows, and then given the other x and dy. What is left of `--budget-s` is spread
+over the timings that are left, three samples each at least, so that a slow GPU exceeds it; all peers are timed
+in order only.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from itertools import product
 
@@ -60,6 +67,14 @@ FULL_WEIGHTS = [
 ]
 FULL_ROWS, FULL_RANKS = (1024, 2048, 4096, 8192), (8, 16, 64, 128)
 SECONDS = 0.1  # for one of the four timings of a peer
+SWEEP = (
+    "cublaslt fp8, gemms only",
+    "te fp8, no lora",
+    "te fp8 + lora",
+    "peft bf16",
+    "ours fp8",
+)
+SHARE = 0.3  # of a timing's time that its samples are, beside warm-up, host samples and overwriting the L2 cache
 RATIOS = {
     "÷ gemms": "cublaslt fp8, gemms only",
     "÷ te base": "te fp8, no lora",
@@ -71,15 +86,35 @@ RATIOS = {
 Calls = dict[str, list[tuple[list[float], list[float]]]]
 
 
-def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int]]:
+Group = tuple[str, list[int], int]  # N x K, rows, rank
+
+
+class Budget:
+    """Seconds for the samples of one timing, so that `timings` of them end by `seconds` from now."""
+
+    def __init__(self, seconds: float, timings: int) -> None:
+        self.end, self.timings = time.perf_counter() + seconds, timings
+
+    def share(self) -> float:
+        left = max(0.0, self.end - time.perf_counter())
+        share = min(SECONDS, SHARE * left / max(self.timings, 1))
+        self.timings -= 1
+        return share
+
+
+def groups(args: argparse.Namespace, device: torch.device) -> Iterator[Group]:
+    """The problems, those of one weight and rank together."""
     if args.full:
-        for (n, k), m, rank in product(FULL_WEIGHTS, FULL_ROWS, FULL_RANKS):
-            yield f"{m}x{n}x{k}", rank
-    elif args.shapes or args.ranks or device.type == "cpu":
+        for (n, k), rank in product(FULL_WEIGHTS, FULL_RANKS):
+            yield f"{n}x{k}", list(FULL_ROWS), rank
+        return
+    chosen = SHORT
+    if args.shapes or args.ranks or device.type == "cpu":
         shapes = args.shapes or (CPU_SHAPES if device.type == "cpu" else ["8192x8192x8192"])
-        yield from product(shapes, args.ranks or [16])
-    else:
-        yield from SHORT
+        chosen = list(product(shapes, args.ranks or [16]))
+    for shape, rank in chosen:
+        m, _, weight = shape.partition("x")
+        yield weight, [int(m)], rank
 
 
 def checked(
@@ -126,13 +161,19 @@ def memory(peer: Peer) -> Row:
     return {"saved MB": round(saved / 1e6, 3), "peak MB": round(peak / 1e6, 3)}
 
 
-def timed(peers: dict[str, Peer], args: argparse.Namespace, device: torch.device) -> dict[str, Row]:
-    """Columns of the peers, each timed once on the way there and once on the way back."""
+def timed(
+    peers: dict[str, Peer],
+    args: argparse.Namespace,
+    device: torch.device,
+    budget: Budget | None = None,
+) -> dict[str, Row]:
+    """Columns of the peers, each timed once on the way there and, without a budget, once on the way back."""
     runs: dict[str, Calls] = {name: {"forward": [], "step": []} for name in peers}
-    heat(device)
-    for name in [*peers, *reversed(peers)]:
+    heat(device, 0.5 if budget is None else 0.02)
+    for name in [*peers, *([] if budget else reversed(peers))]:
         for what, call in (("forward", peers[name].forward_only), ("step", peers[name].step)):
-            often = repetitions_within(SECONDS, call, device, args.repetitions)
+            seconds = budget.share() if budget else SECONDS
+            often = repetitions_within(seconds, call, device, args.repetitions)
             runs[name][what].append(samples_of(call, device, often))
     result = {}
     for name, run in runs.items():
@@ -142,34 +183,53 @@ def timed(peers: dict[str, Peer], args: argparse.Namespace, device: torch.device
     return result
 
 
-def bench_case(shape: str, rank: int, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    case = make_case(shape, rank, args.dropout, device)
+def bench_group(
+    group: Group, args: argparse.Namespace, device: torch.device, budget: Budget | None = None
+) -> list[Row]:
+    """The rows of all problems of one weight and rank; the layers are made and checked for the first."""
+    weight, many_rows, rank = group
+    case = make_case(f"{many_rows[0]}x{weight}", rank, args.dropout, device)
     truths: dict[bool, tuple[torch.Tensor, ...]] = {}
-    peers, heads, used = {}, {}, {}
+    peers, heads = {}, {}
     for name in args.providers:
         peer, heads[name] = checked(name, case, truths)
-        used[name] = {"adapter": "" if peer is None else peer.adapter_dtype, "rank": rank}
         if peer is not None:
             peers[name] = peer
     truths.clear()
-    columns = timed(peers, args, device)
+    rows: list[Row] = []
+    for m in many_rows:
+        if m != many_rows[0]:
+            case = case.with_rows(m)
+            for peer in peers.values():
+                peer.take(case)
+        rows += bench_case(case, peers, heads, args, timed(peers, args, device, budget))
+    return rows
+
+
+def bench_case(
+    case: Case,
+    peers: dict[str, Peer],
+    heads: dict[str, Row],
+    args: argparse.Namespace,
+    columns: dict[str, Row],
+) -> list[Row]:
     untimed = {**{f"fwd {key}": "" for key in NOT_TIMED}, **NOT_TIMED}
     by_name = {name: columns.get(name, untimed) for name in args.providers}
-    m, n, k = case.shape
+    (m, n, k), rank = case.shape, case.rank
     rows: list[Row] = []
     for name in args.providers:
-        ms, lora = by_name[name]["ms"], name not in peers or peers[name].has_lora
-        flops = 4 * m * n * k + (6 * m * rank * (k + n) if lora else 0)
-        has = memory(peers[name]) if name in peers else {"saved MB": "", "peak MB": ""}
+        peer, ms = peers.get(name), by_name[name]["ms"]
+        flops = 4 * m * n * k + (6 * m * rank * (k + n) if not peer or peer.has_lora else 0)
         rows.append(
             {
-                "shape MxNxK": shape,
+                "shape MxNxK": f"{m}x{n}x{k}",
                 "provider": name,
-                **used[name],
+                "adapter": peer.adapter_dtype if peer else "",
+                "rank": rank,
                 "dropout": args.dropout,
                 **heads[name],
                 **by_name[name],
-                **has,
+                **(memory(peer) if peer else {"saved MB": "", "peak MB": ""}),
                 "TFLOP/s": ratio(flops / 1e9, ms),
                 **{key: ratio(ms, by_name.get(of, NOT_TIMED)["ms"]) for key, of in RATIOS.items()},
             }
@@ -182,16 +242,27 @@ def main() -> int:
     options.add_argument("--shapes", nargs="+", metavar="MxNxK")
     options.add_argument("--ranks", nargs="+", type=int)
     options.add_argument("--dropout", type=float, default=0.1)
-    options.add_argument("--providers", nargs="+", choices=list(PEERS), default=list(PEERS))
-    options.add_argument("--full", action="store_true", help="every shape and rank: half an hour")
+    options.add_argument("--providers", nargs="+", choices=list(PEERS), help="default: all")
+    options.add_argument("--full", action="store_true", help="every shape and rank, those of SWEEP")
+    options.add_argument("--budget-s", type=float, default=150.0, help="of --full, about")
     args, device = arguments(options, on_gpu=20)
+    args.providers = args.providers or list(SWEEP if args.full else PEERS)
+    if args.full and (graphs := [name for name in args.providers if "graphed" in name]):
+        options.error(f"--full gives a layer other rows, which no graph takes, found {graphs[0]}")
+    started, chosen = time.perf_counter(), list(groups(args, device))
     rows: list[Row] = []
-    for shape, rank in cases(args, device):
-        rows += bench_case(shape, rank, args, device)
+    for index, group in enumerate(chosen):
+        budget = None
+        if args.full:
+            ahead = sum(len(rows_of) for _, rows_of, _ in chosen[index:])
+            left = args.budget_s - (time.perf_counter() - started)
+            budget = Budget(left, 2 * len(args.providers) * ahead)
+        rows += bench_group(group, args, device, budget)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return finish("lora_linear", rows, environment(device), args.output)
+    name = "lora_linear_full" if args.full else "lora_linear"
+    return finish(name, rows, environment(device), args.output)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is training as good over an FP8 base? The same LoRA steps over ours, TE's FP8 base and a bf16 base.
+"""Is training as good over an FP8 base? The same LoRA steps over ours, TE's FP8 base and a bf16 base by PEFT.
 
-    python benchmarks/quality.py --output DIR [--models demo random] [--steps 300]
+    python benchmarks/quality.py --output DIR [--models demo random] [--steps N]
 
 Two Llamas, all linear layers adapted. "demo" has the demo's shape and learns the standard library's sources byte by
-byte, then is adapted to pydoc's help texts; "random" is wider and does the same with two random Markov chains over
-bytes. Each base is trained once, rounded to bf16 and given to every variant, with the same A, B = 0, rows in the same
-order and optimizer; fp32 adapters. Dropout masks differ between variants, since each draws its own way.
+byte, then is adapted to pydoc's help texts in 500 steps; "random" is wider and does the same with two random Markov
+chains over bytes in 300. Each base is trained once, rounded to bf16 and given to every variant, with the same A, B = 0,
+rows in the same order and optimizer; fp32 adapters. Dropout masks differ, since each variant draws its own way.
+"ours, fused + graphs" is `fuse` and a GraphManager over the layers, which replays from the third step on.
 
 "held-out loss" is the mean over the same held-out rows after the last step, nats per byte. More than 0.5 % above the
 bf16 base's is WRONG if it is ours, exit code 1; the curves are in quality_curves.csv and quality.png. On a GPU the
@@ -18,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
-import functools
 import gc
 import hashlib
 import json
@@ -27,8 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,14 @@ import torch
 import torch.nn.functional as F
 from common import Row, arguments, environment, finish, parser, write_csv
 from peers.base import Unavailable
-from peers.plain import PlainLora
-from peers.te import autocast, frozen_linear, te_or_unavailable
+from peers.te import te_or_unavailable
+from quality_variants import REFERENCE, VARIANTS, Context, Run, te
 from torch import Tensor, nn
 
-from lorakernels import LoRAConfig, apply_lora
-from lorakernels.modules.use import lora_modules
 from lorakernels.train.bytes import VOCABULARY
 from lorakernels.train.demo import SHAPE, write_texts
 from lorakernels.train.model import quiet_transformers, reproducible
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TOLERANCE = 0.005
 SUMMARY = (
     "model",
@@ -61,8 +57,6 @@ SUMMARY = (
     "seconds",
 )
 EVERY = 10  # steps between two points of a curve
-Context = Callable[[], AbstractContextManager[Any]]
-Variant = Callable[[Any, "Plan"], Context]
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ def _chain(after: Tensor, rows: int, length: int, generator: torch.Generator) ->
 
 
 PLANS = {
-    "demo": Plan(SHAPE, demo_texts, base_lr=4e-3, lr=4e-3),
+    "demo": Plan(SHAPE, demo_texts, base_lr=4e-3, lr=4e-3, steps=500),
     "random": Plan(
         {
             "hidden_size": 1024,
@@ -150,7 +144,7 @@ def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
         **plan.shape,
     )
     model = transformers.LlamaForCausalLM(config).to(device)
-    train(model, rows, plan, plan.base_steps, plan.base_lr, contextlib.nullcontext)
+    train(model, rows, plan, plan.base_steps, plan.base_lr, Run())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return model.to(dtype).requires_grad_(False)
 
@@ -160,9 +154,7 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train(
-    model: Any, rows: Tensor, plan: Plan, steps: int, lr: float, context: Context
-) -> list[float]:
+def train(model: Any, rows: Tensor, plan: Plan, steps: int, lr: float, run: Run) -> list[float]:
     """AdamW, 5 % warm-up, then a cosine; the loss of every step. `rows` on the model's device."""
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -172,12 +164,13 @@ def train(
     for step in range(steps):
         ramp = min(1.0, (step + 1) / max(1, 0.05 * steps))
         optimizer.param_groups[0]["lr"] = lr * ramp * 0.5 * (1 + math.cos(math.pi * step / steps))
-        with context():
+        with run.context():
             loss = loss_of(model, rows[order[step]])
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        run.after_step()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
 
@@ -188,51 +181,6 @@ def held_out(model: Any, held: Tensor, plan: Plan, context: Context) -> float:
     with context():
         losses = [loss_of(model, ids) for ids in held.split(plan.batch)]
     return float(torch.stack(losses).mean())
-
-
-def adapters(model: nn.Module, rank: int) -> Iterator[tuple[str, nn.Linear, Tensor, Tensor]]:
-    """(path, layer, A, B) of all that is adapted; A is the same for every variant, B is zero."""
-    generator = torch.Generator().manual_seed(2)
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in TARGETS:
-            a = torch.randn(rank, layer.in_features, generator=generator)
-            a *= layer.in_features**-0.5
-            b = torch.zeros(layer.out_features, rank)
-            yield name, layer, a.to(layer.weight.device), b.to(layer.weight.device)
-
-
-def plain(
-    model: Any, plan: Plan, make: Callable[[nn.Linear], nn.Module] = lambda base: base
-) -> Context:
-    """LoRA in torch ops over what `make` makes of each frozen layer."""
-    for name, layer, a, b in adapters(model, plan.rank):
-        parent = model.get_submodule(name.rpartition(".")[0])
-        module = PlainLora(make(layer), a, b, scaling=2, p=plan.p)
-        setattr(parent, name.rpartition(".")[2], module)
-    return contextlib.nullcontext
-
-
-def te(model: Any, plan: Plan) -> Context:
-    library = te_or_unavailable()
-    if next(model.parameters()).device.type != "cuda":
-        raise Unavailable("needs a GPU")
-    plain(model, plan, functools.partial(frozen_linear, library))
-    return functools.partial(autocast, library)
-
-
-def ours(model: Any, plan: Plan) -> Context:
-    initial = {name: a for name, _, a, _ in adapters(model, plan.rank)}
-    config = LoRAConfig(
-        r=plan.rank, lora_alpha=2 * plan.rank, lora_dropout=plan.p, target_modules=list(TARGETS)
-    )
-    apply_lora(model, config)
-    with torch.no_grad():
-        for name, layer in lora_modules(model).items():
-            layer.lora_A.copy_(initial[name])
-    return contextlib.nullcontext
-
-
-VARIANTS: dict[str, Variant] = {"bf16 lora": plain, "ours fp8 + lora": ours, "te fp8 + lora": te}
 
 
 def bench_model(
@@ -254,9 +202,9 @@ def bench_model(
         torch.manual_seed(3)
         model, start, loss, check = copy.deepcopy(base), time.perf_counter(), math.nan, "ok"
         try:
-            context = VARIANTS[variant](model, plan)
-            points = train(model, data, plan, plan.steps, plan.lr, context)
-            loss = held_out(model, held, plan, context)
+            run = VARIANTS[variant](model, plan)
+            points = train(model, data, plan, plan.steps, plan.lr, run)
+            loss = held_out(model, held, plan, run.context)
             check = "WRONG: the loss is nan" if math.isnan(loss) else "ok"
             for step in range(0, plan.steps, EVERY):
                 part = points[step : step + EVERY]
@@ -300,7 +248,7 @@ def judged(rows: list[Row]) -> list[Row]:
     """The rows with their loss ÷ that of the bf16 base of the same model; too high a ratio is WRONG if it is ours."""
     for row in rows:
         bf16 = next(
-            (r for r in rows if (r["model"], r["variant"]) == (row["model"], "bf16 lora")), None
+            (r for r in rows if (r["model"], r["variant"]) == (row["model"], REFERENCE)), None
         )
         if row["check"] != "ok" or bf16 is None or not bf16["held-out loss"]:
             continue
@@ -376,7 +324,7 @@ def main() -> int:
     options = parser("training over FP8 bases against a bf16 base")
     options.add_argument("--models", nargs="+", choices=list(PLANS), default=list(PLANS))
     options.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    options.add_argument("--steps", type=int, help="default: 300")
+    options.add_argument("--steps", type=int, help="default: the model's own")
     args, device = arguments(options)
     rows: list[Row] = []
     curves: list[Row] = []

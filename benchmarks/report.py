@@ -12,85 +12,24 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+
+from targets import targets, times
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, README = ROOT / "benchmarks" / "results" / "h200", ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
 # Dense, from the vendor's data sheet: FP8 and bf16 TFLOP/s
 PEAKS = {"NVIDIA H200": (1979.0, 989.0)}
+SHAPES = {
+    "small": "hidden 2048, ffn 8192, 1024 tokens",
+    "medium": "hidden 4096, ffn 14336, 2048 tokens",
+    "large": "hidden 8192, ffn 28672, 8192 tokens",
+}
 Row = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Target:
-    """One measured ratio and the bound it is held to: the CSV's first row that has the values of `where`."""
-
-    what: str
-    csv: str
-    where: dict[str, object]
-    column: str
-    bound: float
-
-
-def _gemm(op: str, what: str, shape: str, bound: float, **where: object) -> Target:
-    return Target(what, op, {"M x N x K": shape, **where}, "÷ cublaslt", bound)
-
-
-def _layer(what: str, shape: str, provider: str, column: str, bound: float) -> Target:
-    where = {"shape MxNxK": shape, "rank": 16, "dropout": 0.1, "provider": provider}
-    return Target(what, "lora_linear", where, column, bound)
-
-
-def _times(shape: str) -> str:
-    return shape.replace("x", "×")
-
-
-def targets() -> Iterator[Target]:
-    """The ratios that count, in the order of the README's table."""
-    square, forward = "8192x8192x8192", "`fp8_linear_lora` with bias ÷ cuBLASLt's GEMM without LoRA"
-    for rank in (16, 64):
-        for shape, bound in (
-            (square, 0.98),
-            ("8192x10240x8192", 0.98),
-            ("4096x4096x4096", 0.98),
-            ("2048x8192x8192", 1.0),
-            ("8192x8192x28672", 1.0),
-        ):
-            what = f"{forward}, {_times(shape)}, R = {rank}"
-            yield _gemm("fp8_linear_lora", what, shape, bound, rank=rank, provider="ours")
-    for layout, bound in (("both", 1.03), ("single", 1.06)):
-        what = (
-            f"`fp8_grad_input` with mask ÷ cuBLASLt's GEMM on a ready Wᵀ, {_times(square)}, "
-            f"R = 16, {layout}"
-        )
-        provider = f"ours, {layout}"
-        yield _gemm("fp8_grad_input", what, square, bound, rank=16, p=0.1, provider=provider)
-    for op, bound, where in (
-        ("quantize_lora_down", 1.3, {"p": 0.1, "mode": "delayed"}),
-        ("quantize_grad", 1.4, {"mode": "delayed"}),
-        ("lora_grad_a", 1.5, {"p": 0.1, "reads": "x8"}),
-    ):
-        where = {"shape": "8192x8192", "rank": 16, "provider": "ours", **where}
-        yield Target(f"`{op}` ÷ its bytes, 8192×8192, R = 16", op, where, "÷ floor", bound)
-    for direction in ("forward", "backward"):
-        where = {"shape": "8192x8192", "p": 0.1, "bias": "yes", "direction": direction}
-        what = f"`bias_dropout_add` {direction} ÷ its bytes, 8192×8192"
-        op = "bias_dropout_add"
-        yield Target(what, op, {**where, "provider": "ours"}, "÷ floor", 1.15)
-    layer = f"`LoRALinear` forward + backward, {_times(square)}"
-    yield _layer(
-        f"{layer} ÷ TE FP8 without LoRA, both", square, "ours fp8, both", "÷ te base", 0.98
-    )
-    yield _layer(f"{layer} ÷ TE FP8 without LoRA, single", square, "ours fp8", "÷ te base", 1.02)
-    yield _layer(f"{layer} ÷ TE FP8 + LoRA", square, "ours fp8", "÷ te + lora", 0.70)
-    yield _layer(f"{layer} ÷ PEFT bf16", square, "ours fp8", "÷ peft", 0.46)
-    small = "4096x4096x4096"
-    what = f"the same, {_times(small)}, graphed ÷ TE FP8 + LoRA graphed by TE"
-    yield _layer(what, small, "ours fp8, graphed", "÷ te graphed", 0.52)
 
 
 def read(folder: Path) -> dict[str, list[Row]]:
@@ -120,7 +59,14 @@ def find(rows: list[Row], where: dict[str, object]) -> Row | None:
 
 def tables(results: dict[str, list[Row]]) -> str:
     """What stands between the markers."""
-    parts = [_layer_table(results.get("lora_linear", [])), _target_table(results)]
+    layers = results.get("decoder_layer", [])
+    parts = [
+        _layer_table(results.get("lora_linear", [])),
+        _decoder_layer_table(layers),
+        _memory_table(layers),
+        _end_to_end_table(results.get("end_to_end", [])),
+        _target_table(results),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -132,10 +78,10 @@ def _layer_table(rows: list[Row]) -> str:
     if not shapes:
         return ""
     title = (
-        f"One layer, forward + backward, R = {LAYER_RANK}, p = {LAYER_P}, ms of the device "
-        f"({_run(chosen[0])}):"
+        f"One linear layer, forward + backward, R = {LAYER_RANK}, p = {LAYER_P}, ms of the device "
+        f"(`make bench BENCH=lora_linear`; {_run(chosen[0])}):"
     )
-    lines = [["", *map(_times, shapes)], ["---"] * (len(shapes) + 1)]
+    lines = [["", *map(times, shapes)], ["---"] * (len(shapes) + 1)]
     for provider in providers:
         cells = [provider]
         for shape in shapes:
@@ -146,17 +92,96 @@ def _layer_table(rows: list[Row]) -> str:
     return title + "\n\n" + _markdown(lines)
 
 
+def _by_size(rows: list[Row], cell: Callable[[Row], str]) -> list[list[str]]:
+    """A line per provider that has one, a column per size."""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    shapes = [SHAPES.get(size, size) for size in sizes]
+    lines = [["", *shapes], ["---"] * (len(sizes) + 1)]
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        found = [find(rows, {"size": size, "provider": provider}) for size in sizes]
+        cells = [cell(row) if row else "" for row in found]
+        if any(cells):
+            lines.append([provider, *(text or "–" for text in cells)])
+    return lines
+
+
+def _decoder_layer_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+
+    def cell(row: Row) -> str:
+        forward, ms, wall = (number(row[key]) for key in ("fwd ms", "ms", "wall ms"))
+        if ms is None or forward is None or wall is None:
+            return ""
+        return f"{forward:.2f} / {ms:.2f} ({wall:.2f})"
+
+    title = (
+        "One decoder layer, LoRA R = 16 on q, k, v, o, p = 0.1, ms of the device, forward / forward + backward, and "
+        f"of a step that waits for the host in brackets (`make bench BENCH=decoder_layer`; {_run(rows[0])}):"
+    )
+    return title + "\n\n" + _markdown(_by_size(rows, cell))
+
+
+def _memory_table(rows: list[Row]) -> str:
+    """Eager rows: graphs own their memory."""
+
+    def cell(row: Row) -> str:
+        saved, predicted, peak = (
+            number(row.get(key, "")) for key in ("saved MB", "predicted MB", "peak MB")
+        )
+        if saved is None or peak is None:
+            return ""
+        said = "" if predicted is None else f" ({predicted:.1f})"
+        return f"{saved:.1f}{said} / {peak:.0f}"
+
+    lines = _by_size(rows, cell)
+    if len(lines) < 3:
+        return ""
+    title = "What a layer saves for backward (predicted by `fuse`) / its peak during a step, MB without parameters:"
+    return title + "\n\n" + _markdown(lines)
+
+
+def _end_to_end_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    head = [
+        "model, tokens, LoRA on",
+        "",
+        "tokens/s",
+        "× HF + PEFT",
+        "TFLOP/s",
+        "MFU %",
+        "peak GiB",
+        "",
+    ]
+    lines = [head, ["---"] * len(head)]
+    before = ""
+    for row in rows:
+        what = f"{row['model']}, {times(row['tokens']).replace(' ', '')}, {row['LoRA on']}"
+        what += f" ({int(row['trained']) / 1e6:.1f} M)"
+        rate, memory = number(row["tokens/s"]), number(row["reserved GiB"])
+        cells = [
+            "–" if rate is None else f"{rate:,.0f}",
+            row["× hf + peft"] or "–",
+            row["TFLOP/s"] or "–",
+            row["MFU %"] or "–",
+            "–" if memory is None else f"{memory:.1f}",
+            "" if row["check"] == "ok" else row["check"][:REASON],
+        ]
+        lines.append(["" if what == before else what, row["provider"], *cells])
+        before = what
+    title = (
+        "Training, everything in a step included, random weights; MFU is of the dense peak of the base's format, FP8 "
+        f"or bf16, GiB what the allocator holds (`make bench BENCH=end_to_end`; {_run(rows[0])}):"
+    )
+    return title + "\n\n" + _markdown(lines)
+
+
 def _target_table(results: dict[str, list[Row]]) -> str:
-    lines = [["ratio", "measured", "target", ""], ["---"] * 4]
+    lines = [["", "measured", "target", ""], ["---"] * 4]
     for target in targets():
         row = find(results.get(target.csv, []), target.where)
-        value = number(row.get(target.column, "")) if row else None
-        verdict = "not measured"
-        if value is not None:
-            over = value / target.bound - 1
-            verdict = "met" if over <= 0 else f"missed by {over:.0%}"
-        shown = "–" if value is None else f"{value:.2f}"
-        lines.append([target.what, shown, f"≤ {target.bound:.2f}", verdict])
+        lines.append(target.line(number(row.get(target.column, "")) if row else None))
     return _markdown(lines)
 
 

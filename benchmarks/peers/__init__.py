@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers that `bench_lora_linear.py` compares: ours and its peers, one class each, behind one interface.
 
-`PEERS` maps a row's name to what makes the layer of a `Case`; `Unavailable` says why it cannot be made here.
+`PEERS` maps a row's name to what makes the layer of a `Case`; `Unavailable` says why it cannot be made here. The files
+that are not imported here hold the peers of whole decoder layers (layers.py, te_layers.py) and models (training.py).
 """
 
 from __future__ import annotations

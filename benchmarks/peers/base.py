@@ -53,6 +53,15 @@ class Case:
         linear.bias = nn.Parameter(self.bias, requires_grad=False)
         return linear
 
+    def with_rows(self, m: int) -> Case:
+        """The same layer, other x and dy of m rows."""
+        generator = torch.Generator(self.x.device).manual_seed(m)
+        x, dy = (
+            torch.randn(m, size, generator=generator, device=self.x.device).to(self.x.dtype)
+            for size in (self.x.shape[1], self.dy.shape[1])
+        )
+        return replace(self, x=x, dy=dy)
+
     def without_dropout(self) -> Case:
         return replace(self, p=0.0)
 
@@ -96,6 +105,10 @@ class Peer:
         self.x = case.x.clone().requires_grad_()
         self.dy = case.dy
         self.adapters: tuple[Tensor, ...] = ()
+
+    def take(self, case: Case) -> None:
+        """Go on with the x and dy of `case`, which has this layer's weight and adapter."""
+        self.case, self.x, self.dy = case, case.x.clone().requires_grad_(), case.dy
 
     @property
     def adapter_dtype(self) -> str:

@@ -22,11 +22,14 @@ class CublasltGemms(Peer):
     def __init__(self, case: Case) -> None:
         need_gpu(case)
         super().__init__(case)
-        e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-        self.x8, self.x_inv = _quantized(case.x, e4m3)
-        self.dy8, self.dy_inv = _quantized(case.dy, e5m2)
-        self.w8, self.w_inv = _quantized(case.weight, e4m3)
+        self.w8, self.w_inv = _quantized(case.weight, torch.float8_e4m3fn)
         self.wt8 = self.w8.t().contiguous()
+        self.take(case)
+
+    def take(self, case: Case) -> None:
+        super().take(case)
+        self.x8, self.x_inv = _quantized(case.x, torch.float8_e4m3fn)
+        self.dy8, self.dy_inv = _quantized(case.dy, torch.float8_e5m2)
 
     def forward_only(self) -> Tensor:
         return torch._scaled_mm(

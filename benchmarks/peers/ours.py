@@ -61,6 +61,9 @@ class Graphed(Peer):
         self._forward, self._y = _captured(lambda: (self.inner.forward_only().detach(),))
         self._step, self._results = _captured(self.inner.step)
 
+    def take(self, case: Case) -> None:
+        raise NotImplementedError("a graph keeps the x and dy that it was captured with")
+
     def forward_only(self) -> Tensor:
         self._forward.replay()
         return self._y[0]

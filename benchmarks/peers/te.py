@@ -8,8 +8,11 @@ it casts W every step.
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import warnings
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,10 @@ from peers.plain import PlainLora
 
 
 def te_or_unavailable() -> Any:
+    if cudnn := _cudnn_of_torch():
+        # TE would load the system's next to torch's; the two were of different versions on an H200 machine, and what
+        # one of them loads later then lacked symbols
+        os.environ.setdefault("CUDNN_HOME", cudnn)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of JAX, which it looks for
@@ -29,6 +36,12 @@ def te_or_unavailable() -> Any:
         reason = str(error).partition("\n")[0]
         raise Unavailable(f"transformer_engine cannot be imported ({reason})") from error
     return te
+
+
+def _cudnn_of_torch() -> str | None:
+    """The folder of the cuDNN that torch's wheels brought along, None if they did not."""
+    folder = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn")
+    return str(folder) if any(folder.glob("lib/libcudnn.so*")) else None
 
 
 def autocast(te: Any) -> AbstractContextManager[None]:
@@ -104,6 +117,9 @@ class TeGraphed(TeTorchLora):
             recipe=DelayedScaling(),
             cache_quantized_params=True,
         )
+
+    def take(self, case: Case) -> None:
+        raise NotImplementedError("a graph keeps the x and dy that it was captured with")
 
 
 class TeOpFuser(Peer):

@@ -27,9 +27,12 @@ TIMES = ("ms", "p20 ms", "p80 ms", "CPU µs")
         ("philox", ["--shapes", "40x64"], 7, "Gelement/s"),
         ("fp8_state", ["--tensors", "5", "--histories", "1", "4"], 2 * 4, "÷ ours"),
         ("fp8_linear_lora", ["--shapes", "32x64x128", "--ranks", "3", "16"], 2 * 4, "÷ cublaslt"),
-        ("fp8_grad_input", ["--shapes", "32x64x128", "--ranks", "16"], 2 * 4, "÷ cublaslt"),
+        ("fp8_grad_input", ["--shapes", "32x64x128", "--ranks", "16"], 4 + 6, "÷ cublaslt"),
         ("quantize_grad", ["--shapes", "40x64", "--ranks", "0", "5"], 2 * 2, "÷ floor"),
         ("quantize_lora_down", ["--shapes", "40x64", "--ranks", "0", "5"], 3 * 2, "÷ floor"),
+        ("rms_norm_quantize", ["--shapes", "40x64"], 3 * 2, "÷ floor"),
+        ("rope_qkv", ["--shapes", "40x4x2x8"], 3 * 2, "÷ floor"),
+        ("swiglu_quantize", ["--shapes", "40x64"], 6 * 2, "÷ floor"),
     ],
     ids=[
         "lora_linear",
@@ -40,6 +43,9 @@ TIMES = ("ms", "p20 ms", "p80 ms", "CPU µs")
         "fp8_grad_input",
         "quantize_grad",
         "quantize_lora_down",
+        "rms_norm_quantize",
+        "rope_qkv",
+        "swiglu_quantize",
     ],
 )
 def test_it_runs_and_writes_what_it_printed(
@@ -184,6 +190,43 @@ def test_a_wrong_quantization_is_not_timed(
     assert torch_form["check"] == "ok" and torch_form["÷ ours"] == ""
 
 
+def nearly(results: Any) -> Any:
+    """The first tensor with elements 5% off, bytes by an FP8 step."""
+    results = list(results) if isinstance(results, tuple) else [results]
+    first = next(i for i, t in enumerate(results) if t.numel())
+    wrong = results[first]
+    results[first] = wrong + 8 if wrong.dtype == torch.uint8 else wrong * 1.05
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("rms_norm_quantize", "40x64"), ("rope_qkv", "40x4x2x8"), ("swiglu_quantize", "40x64")],
+)
+def test_a_wrong_pass_is_not_timed(
+    name: str,
+    shape: str,
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    bench, layer_ops = load(f"bench_{name}"), load("layer_ops")
+    right = layer_ops.runs
+
+    def runs(each: Any, providers: list[str]) -> dict[str, Callable[[], object]]:
+        found = right(each, providers)
+        return {**found, "ours": lambda: nearly(found["ours"]())}
+
+    monkeypatch.setattr(bench.layer_ops, "runs", runs)
+    assert run(bench, "--shapes", shape, "--output", tmp_path) == 1
+    rows = rows_of(tmp_path / f"{name}.csv")
+    ours = [row for row in rows if row["provider"] == "ours"]
+    assert all(row["check"].startswith("WRONG") and not row["ms"] for row in ours)
+    assert all(row["check"] == "ok" for row in rows if row["provider"] == "torch")
+
+
 @pytest.mark.parametrize(
     "changed", [{"slot": None}, {"ds": 0}, {"weight_scale_inv": 1.02}], ids=str
 )
@@ -206,7 +249,25 @@ def test_a_wrong_dx_is_not_timed(
     assert run(bench, *options) == 1
     rows = {row["provider"]: row for row in rows_of(tmp_path / "fp8_grad_input.csv")}
     assert rows["ours, both"]["check"].startswith("WRONG") and not rows["ours, both"]["ms"]
-    assert rows["ours, single"]["check"] == "ok" and float(rows["ours, single"]["error"]) < 3e-3
+    for right in ("ours, single", "ours, both, mask given"):
+        assert rows[right]["check"] == "ok" and float(rows[right]["error"]) < 3e-3
+
+
+def test_only_mask_given_is_given_the_mask_that_the_others_draw(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's op draws it whatever it is given, so what is asked is what it is called with."""
+    bench, cpu, given = load("bench_fp8_grad_input"), torch.device("cpu"), {}
+    i = bench.make_inputs("32x64x128", 16, 0.1, cpu)
+    keep = bench.reference.drawn_mask(i.slot, 0.1, bench.SITE, 32, 128)
+    assert torch.equal(i.dropped, bench.reference.dropped_bits(keep))
+    for name, (run, _) in bench.PROVIDERS.items():
+        if name.startswith("ours"):
+            call = lambda *_, dropped, name=name: given.update({name: dropped})  # noqa: E731
+            monkeypatch.setattr(bench.ops, "fp8_grad_input", call)
+            run(i)
+    assert {name for name, mask in given.items() if mask is i.dropped} == set(bench.NEEDS_MASK)
+    assert len(given) == 4 and bench.make_inputs("32x64x128", 16, 0.0, cpu).dropped is None
 
 
 def test_samples_of_two_runs_are_one_timing(load: Callable[[str], ModuleType]) -> None:

@@ -145,6 +145,54 @@ def test_what_raises_says_so_and_only_ours_fails_the_run(
 def test_the_full_set_is_every_shape_at_every_rank(load: Callable[[str], ModuleType]) -> None:
     bench = load("bench_lora_linear")
     args = type("", (), {"full": True, "shapes": None, "ranks": None})
-    full = list(bench.cases(args, torch.device("cuda")))
-    assert len(set(full)) == 9 * 4 * 4
+    groups = bench.groups(args, torch.device("cuda"))
+    full = [(f"{m}x{weight}", rank) for weight, many_rows, rank in groups for m in many_rows]
+    assert len(set(full)) == 9 * 4 * 4 == len(full)
     assert ("8192x57344x8192", 128) in full and ("1024x8192x28672", 8) in full
+
+
+def test_the_full_set_builds_and_checks_a_layer_once_for_all_rows(
+    load: Callable[[str], ModuleType],
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    bench = load("bench_lora_linear")
+    small = {"FULL_WEIGHTS": [(48, 32)], "FULL_ROWS": (8, 24), "FULL_RANKS": (4, 8)}
+    for name, value in small.items():
+        monkeypatch.setattr(bench, name, value)
+    checks, checked, shapes = [], bench.checked, []
+    monkeypatch.setattr(bench, "checked", lambda *args: checks.append(args) or checked(*args))
+    of = bench.samples_of
+    monkeypatch.setattr(
+        bench, "samples_of", lambda call, *a: shapes.append(call.__self__.x.shape) or of(call, *a)
+    )
+    assert run(bench, "--full", "--budget-s", 1, "--output", tmp_path) == 0
+    rows = rows_of(tmp_path / "lora_linear_full.csv")
+    assert len(checks) == 2 * len(bench.SWEEP) and len(rows) == 2 * len(checks)
+    timed = [(r["shape MxNxK"], r["rank"]) for r in rows if r["provider"] == "ours fp8" and r["ms"]]
+    assert timed == [(f"{m}x48x32", r) for r in ("4", "8") for m in (8, 24)]
+    assert {tuple(shape) for shape in shapes} == {(8, 32), (24, 32)}, "each with its own x"
+
+
+def test_a_graph_takes_no_other_rows(
+    load: Callable[[str], ModuleType], run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = load("bench_lora_linear")
+    with pytest.raises(SystemExit):
+        run(bench, "--full", "--providers", "ours fp8", "ours fp8, graphed")
+    assert "found ours fp8, graphed" in capsys.readouterr().err
+
+
+def test_a_budget_is_spread_over_the_timings_that_are_left(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, now = load("bench_lora_linear"), [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    budget = bench.Budget(10.0, 100)
+    assert budget.share() == pytest.approx(bench.SHARE * 0.1)
+    now[0] = 5.05
+    assert budget.share() == pytest.approx(bench.SHARE * 4.95 / 99)
+    now[0] = 20.0
+    assert budget.share() == 0.0, "nothing is left: as few samples as there may be"

@@ -28,6 +28,7 @@ SHAPE = {
 @pytest.fixture
 def quality(load: Callable[[str], ModuleType]) -> Any:
     pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     return load("quality")
 
 
@@ -40,13 +41,14 @@ def tiny(quality: Any, **changes: Any) -> Any:
 
 def test_bf16_and_fp8_bases_train_alike_and_te_says_why_not(quality: Any) -> None:
     rows, curves = quality.bench_model("random", tiny(quality), list(quality.VARIANTS), CPU)
-    bf16, ours, te = rows
+    bf16, ours, fused, te = rows
+    assert fused["check"] == "needs a GPU" and fused["held-out loss"] == ""
     assert bf16["check"] == ours["check"] == "ok" and te["held-out loss"] == ""
     assert "cannot be imported" in te["check"] or te["check"] == "needs a GPU"
     assert 0 < abs(ours["held-out loss"] - bf16["held-out loss"]) < 0.005 * bf16["held-out loss"]
     assert bf16["held-out loss"] < bf16["loss before"], "it learns"
     assert {(c["variant"], c["step"]) for c in curves} == {
-        (variant, step) for variant in ("bf16 lora", "ours fp8 + lora") for step in (0, 10)
+        (variant, step) for variant in ("hf + peft bf16", "ours fp8 + lora") for step in (0, 10)
     }
 
 
@@ -54,7 +56,7 @@ def test_every_variant_starts_from_one_adapter(quality: Any) -> None:
     plan, found = tiny(quality, steps=1), {}
     base = quality.make_base(plan, plan.texts(plan.length)[0], CPU)
     logits = {}
-    for name in ("bf16 lora", "ours fp8 + lora"):
+    for name in ("hf + peft bf16", "ours fp8 + lora"):
         model = copy.deepcopy(base)
         quality.VARIANTS[name](model, plan)
         found[name] = [p.detach() for n, p in model.named_parameters() if "lora_A" in n]
@@ -62,33 +64,36 @@ def test_every_variant_starts_from_one_adapter(quality: Any) -> None:
         assert len(found[name]) == 7 and all("lora_" in n for n in trained)
         logits[name] = model.eval()(input_ids=torch.arange(8)[None]).logits
     assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+    assert all(p.dtype == torch.float32 for p in found["hf + peft bf16"])
     bf16, fp8 = (values.detach() for values in logits.values())
     assert 0 < (bf16 - fp8).norm() < 0.1 * bf16.norm(), "the bases' rounding is all that differs"
 
 
 def test_a_base_that_forgot_itself_is_wrong(quality: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = quality.VARIANTS["ours fp8 + lora"]
+
     def broken(model: Any, plan: Any) -> Any:
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.weight.shape[0] == SHAPE["hidden_size"]:
                 module.weight.data.mul_(-3)
-        return quality.plain(model, plan)
+        return original(model, plan)
 
     monkeypatch.setitem(quality.VARIANTS, "ours fp8 + lora", broken)
     plan = tiny(quality, base_steps=60, base_lr=1e-2)
-    rows, _ = quality.bench_model("random", plan, ["bf16 lora", "ours fp8 + lora"], CPU)
+    rows, _ = quality.bench_model("random", plan, ["hf + peft bf16", "ours fp8 + lora"], CPU)
     assert rows[1]["check"] == "WRONG: more than 0.5% above bf16's", rows
 
 
 def test_a_loss_of_nan_is_wrong(quality: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "held_out", lambda *_: math.nan)
-    rows, _ = quality.bench_model("random", tiny(quality, steps=1), ["bf16 lora"], CPU)
+    rows, _ = quality.bench_model("random", tiny(quality, steps=1), ["hf + peft bf16"], CPU)
     assert rows[0]["check"].startswith("WRONG")
 
 
 def summary(**changes: Any) -> list[dict[str, Any]]:
     row = {"model": "m", "check": "ok", "base": "ab", "÷ bf16": ""}
-    bf16 = {**row, "variant": "bf16 lora", "held-out loss": "2.0"}
-    other = {**row, "model": "n", "variant": "bf16 lora", "held-out loss": "1.0"}
+    bf16 = {**row, "variant": "hf + peft bf16", "held-out loss": "2.0"}
+    other = {**row, "model": "n", "variant": "hf + peft bf16", "held-out loss": "1.0"}
     return [other, {**row, "variant": "ours fp8 + lora", "held-out loss": "2.009", **changes}, bf16]
 
 
@@ -127,7 +132,7 @@ def test_processes_beside_each_other_give_one_result(
         def wait(self) -> None: ...
 
     monkeypatch.setattr(quality.subprocess, "Popen", Process)
-    jobs = [("demo", "bf16 lora"), ("demo", "ours fp8 + lora")]
+    jobs = [("demo", "hf + peft bf16"), ("demo", "ours fp8 + lora")]
     rows, curves = quality.in_parallel(jobs, ["--steps", "7"])
     assert [row["÷ bf16"] for row in rows] == [1.0, 1.0] and len(curves) == 2
     with pytest.raises(RuntimeError, match="te fp8"):
@@ -161,8 +166,17 @@ def test_it_writes_summary_curves_and_plot(
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(quality.PLANS, "random", tiny(quality))
     assert run(quality, "--models", "random", "--steps", 11, "--output", tmp_path) == 0
-    assert [row["steps"] for row in rows_of(tmp_path / "quality.csv")] == ["11"] * 3
+    assert [row["steps"] for row in rows_of(tmp_path / "quality.csv")] == ["11"] * 4
     curves = rows_of(tmp_path / "quality_curves.csv")
     assert [row["step"] for row in curves] == ["0", "10"] * 2
     assert all(4 < float(row["loss"]) < 7 for row in curves), "about ln 264 = 5.6"
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_a_fused_model_in_graphs_trains_like_bf16(quality: Any) -> None:
+    plan, chosen = tiny(quality), [quality.REFERENCE, "ours, fused + graphs"]
+    rows, curves = quality.bench_model("random", plan, chosen, torch.device("cuda"))
+    assert [row["check"] for row in rows] == ["ok", "ok"], rows
+    assert rows[1]["held-out loss"] == pytest.approx(rows[0]["held-out loss"], rel=0.005)
+    assert len(curves) == 4

@@ -39,7 +39,7 @@ def test_a_layer_is_a_line_and_a_shape_a_column(report: Any) -> None:
     text = report.tables({"lora_linear": rows})
     assert "|  | 64×32×16 | 8×8×8 |" in text and "9.0" not in text
     assert "| ours fp8 | 0.123 | – |" in text and "| te fp8 + lora | – | – |" in text
-    assert "(NVIDIA H200, torch 2.11, abc)" in text
+    assert "BENCH=lora_linear`; NVIDIA H200, torch 2.11, abc):" in text
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,66 @@ def test_every_target_names_a_benchmark_and_the_provider_of_it(
         text = "".join(source.read_text(encoding="utf-8") for source in sources)
         for column in (target.column, *target.where):
             assert f'"{column}"' in text, (target.csv, column)
+
+
+def test_a_target_from_above_is_met_by_more(report: Any) -> None:
+    where = {"model": "Llama-2-70B", "LoRA on": "qkvo", "provider": "ours, fit, graphs by layer"}
+    empty = dict.fromkeys(
+        ("tokens", "trained", "check", "× hf + peft", "TFLOP/s", "MFU %", "reserved GiB", "device",
+         "torch", "commit"), "")  # fmt: skip
+    for rate, verdict in (
+        ("2500", "| 2500 | ≥ 2000 | met |"),
+        ("1600", "| ≥ 2000 | missed by 25% |"),
+    ):
+        row = {**empty, **where, "trained": "65536000", "tokens/s": rate}
+        others = [{**row, key: "other", "tokens/s": "9"} for key in where]
+        text = report.tables({"end_to_end": [*others, row]})
+        lines = [
+            line for line in text.splitlines() if line.startswith("| Llama-2-70B, 8192 tokens")
+        ]
+        assert len(lines) == 1 and lines[0].endswith(verdict)
+
+
+def decoder_layer(size: str, provider: str, **more: str) -> dict[str, str]:
+    facts = {"device": "cuda: NVIDIA H200", "torch": "2.11", "commit": "abc"}
+    empty = dict.fromkeys(("fwd ms", "ms", "wall ms", "saved MB", "predicted MB", "peak MB"), "")
+    return {"size": size, "provider": provider, **empty, **facts, **more}
+
+
+def test_a_decoder_layers_times_and_memory_are_tables(report: Any) -> None:
+    times = {"fwd ms": "1.014", "ms": "3.2", "wall ms": "4.0"}
+    memory = {"saved MB": "1080.2", "predicted MB": "1079.9", "peak MB": "2000.4"}
+    rows = [
+        decoder_layer("small", "ours, recompute", **times, **memory),
+        decoder_layer("small", "ours, recompute, graphed", **times),
+        decoder_layer("small", "te layer fp8, no lora", **{**memory, "predicted MB": ""}),
+        decoder_layer("large", "ours, recompute", **{**times, "ms": "host-bound"}),
+        decoder_layer("large", "hf bf16, no lora"),
+    ]
+    text = report.tables({"decoder_layer": rows})
+    head = "|  | hidden 2048, ffn 8192, 1024 tokens | hidden 8192, ffn 28672, 8192 tokens |"
+    assert text.count(head) == 2
+    lines = text.splitlines()
+    assert "| ours, recompute | 1.01 / 3.20 (4.00) | – |" in lines
+    assert "| ours, recompute | 1080.2 (1079.9) / 2000 | – |" in lines
+    assert "| te layer fp8, no lora | 1080.2 / 2000 | – |" in lines
+    assert sum("ours, recompute, graphed" in line for line in lines) == 1
+    assert not any("hf bf16" in line for line in lines), "a provider without a number has no line"
+
+
+def test_a_model_that_does_not_fit_is_a_line_with_the_reason(report: Any) -> None:
+    facts = {"device": "cuda: NVIDIA H200", "torch": "2.11", "commit": "abc"}
+    model = {"model": "Llama-2-70B", "tokens": "1 x 8192", "LoRA on": "qkvo", "trained": "65536000"}
+    numbers = {"tokens/s": "2123.4", "× hf + peft": "", "TFLOP/s": "721.2", "MFU %": "36.4"}
+    none = dict.fromkeys([*numbers, "reserved GiB"], "")
+    rows = [
+        {**model, **none, "provider": "hf", "check": "out of memory: 1 GiB", **facts},
+        {**model, **numbers, "reserved GiB": "131.25", "provider": "ours", "check": "ok", **facts},
+    ]
+    lines = report.tables({"end_to_end": rows}).splitlines()
+    what = "Llama-2-70B, 1×8192, qkvo (65.5 M)"
+    assert f"| {what} | hf | – | – | – | – | – | out of memory: 1 GiB |" in lines
+    assert "|  | ours | 2,123 | – | 721.2 | 36.4 | 131.2 |  |" in lines
 
 
 def test_operations_and_bytes_are_the_equations(report: Any) -> None:

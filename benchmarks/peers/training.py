@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models that train one batch at a time: ours and its peers, one class each, behind one interface.
+
+All compute LoRA over the same base (models.py), AdamW (fused) on the adapters alone, the loss of each next token. Our
+step also updates the FP8 scales, once, and advances the random state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from models import ADAPTED, ALPHA, RANK, STD, P, Random, Spec, dtype_of, plain_model, value
+from torch import Tensor, nn
+
+import lorakernels
+from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
+from peers.base import Unavailable
+from peers.te import autocast, te_or_unavailable
+from peers.te_layers import Adapter, Cached, First, WithAdapter
+
+LR = 2e-4
+IGNORE = -100
+
+
+class Training:
+    """`step(ids)` trains on int64 [B, T] of the model's device and returns the loss before it.
+
+    Attributes: `fp8`, whether the base multiplies in FP8; `note`, what there is to say besides numbers.
+    """
+
+    fp8 = False
+    warmup_steps = 2
+
+    def __init__(self, spec: Spec, adapted: str, device: torch.device) -> None:
+        self.spec, self.device, self.targets = spec, device, ADAPTED[adapted]
+        self.note = ""
+        self.model = self.build()
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = self.make_optimizer()
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.trained, lr=LR, weight_decay=0.0, fused=True)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+    def step(self, ids: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(ids)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        """Give back what the model does not own."""
+
+
+class HfPeft(Training):
+    """transformers and PEFT, bf16, adapters in the base's dtype (PEFT's fp32 default is slower)."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        adapted: str,
+        device: torch.device,
+        liger: bool = False,
+        compiled: bool = False,
+        checkpointed: bool = False,
+    ) -> None:
+        if compiled and device.type != "cuda":
+            raise Unavailable("needs a GPU")
+        self.liger, self.compiled, self.checkpointed = liger, compiled, checkpointed
+        super().__init__(spec, adapted, device)
+
+    def build(self) -> Any:
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as error:
+            raise Unavailable(f"peft is not installed ({error})") from error
+        apply_liger = _liger_or_unavailable() if self.liger else None
+        model = plain_model(self.spec.config(), self.device)
+        if apply_liger is not None:
+            apply_liger(model=model)
+        config = LoraConfig(
+            r=RANK, lora_alpha=ALPHA, lora_dropout=P, target_modules=list(self.targets)
+        )
+        model = inject_adapter_in_model(config, model).train()
+        _set_adapters(model)
+        if self.checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.compiled:
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+        return model
+
+
+def _liger_or_unavailable() -> Callable[..., None]:
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    except Exception as error:  # it looks for a GPU and for Triton as it is imported
+        raise Unavailable(f"liger_kernel cannot be imported ({error})") from error
+    return apply_liger_kernel_to_llama
+
+
+def _set_adapters(model: nn.Module) -> None:
+    """A of the same values for every provider, B = 0."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.copy_(_a(name, parameter))
+            elif "lora_B" in name:
+                parameter.zero_()
+
+
+def _a(name: str, like: Tensor) -> Tensor:
+    path = name.partition(".lora_A")[0]
+    shape = (like.shape[0], like.shape[1])
+    scale = like.shape[1] ** -0.5 / STD
+    return value(f"{path}.lora_A", shape, like.device, torch.float32).mul_(scale).to(like.dtype)
+
+
+class HfTe(Training):
+    """transformers' model with te.Linear in FP8, LoRA in torch ops over it; weights are cast once.
+
+    `quantized` keeps them in FP8 only (te.quantized_model_init), else TE holds bf16 as well.
+    """
+
+    fp8 = True
+    warmup_steps = 3  # a weight's scale comes from the amax of the casts before
+
+    def __init__(
+        self,
+        spec: Spec,
+        adapted: str,
+        device: torch.device,
+        quantized: bool = False,
+        checkpointed: bool = False,
+    ) -> None:
+        self.te = te_or_unavailable()
+        if device.type != "cuda":
+            raise Unavailable("needs a GPU")
+        self.quantized, self.checkpointed = quantized, checkpointed
+        self.first, self.casts = First(), 0
+        super().__init__(spec, adapted, device)
+
+    def build(self) -> Any:
+        model = plain_model(self.spec.config(), self.device, self.convert)
+        if self.checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def convert(self, layer: nn.Module, path: str) -> None:
+        for name, linear in list(layer.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            parent, _, leaf = name.rpartition(".")
+            new: nn.Module = Cached(self.frozen(linear), self.first)
+            if leaf in self.targets:
+                new = WithAdapter(new, self.adapter(linear, f"{path}.{name}"), normed=False)
+            setattr(layer.get_submodule(parent), leaf, new)
+
+    def frozen(self, linear: nn.Linear) -> nn.Module:
+        from transformer_engine.common.recipe import DelayedScaling as TeRecipe
+
+        n, k = linear.weight.shape
+        held: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.quantized:
+            held = self.te.quantized_model_init(enabled=True, recipe=TeRecipe())
+        with held:
+            new = self.te.Linear(
+                k, n, bias=False, params_dtype=linear.weight.dtype, device=self.device
+            )
+        with torch.no_grad():
+            new.weight.copy_(linear.weight)
+        return new.requires_grad_(False)
+
+    def adapter(self, linear: nn.Linear, path: str) -> Adapter:
+        n, k = linear.weight.shape
+        like = torch.empty(RANK, k, device=self.device, dtype=linear.weight.dtype)
+        b = torch.zeros(n, RANK, device=self.device)
+        return Adapter(_a(f"{path}.lora_A", like), b, P, linear.weight.dtype)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        with autocast(self.te):
+            loss = super().loss(ids)
+        self.casts += 1
+        self.first.value = self.casts < self.warmup_steps
+        return loss
+
+
+class Ours(Training):
+    """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" or "iteration" by GraphManager.
+
+    `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device.
+    """
+
+    fp8 = True
+
+    def __init__(
+        self,
+        spec: Spec,
+        adapted: str,
+        device: torch.device,
+        graphs: str | None = None,
+        save: str | None = "recompute",
+    ) -> None:
+        if graphs is not None and device.type != "cuda":
+            raise Unavailable("needs a GPU")
+        self.graphs, self.save = graphs, save
+        self.rng = PhiloxState(1, device)
+        super().__init__(spec, adapted, device)
+        self.labels = torch.full((spec.batch, spec.length), IGNORE, device=device)
+        positions = torch.arange(spec.length, device=device)[None]
+        like = torch.empty(1, spec.length, spec.shape["hidden_size"], device=device)
+        embeddings = self.model.model.rotary_emb(like.to(self.plain_dtype), positions)
+        self.embeddings = tuple(t.detach() for t in embeddings)
+        self._run = self._make_run()
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        return self.model.model.norm.weight.dtype
+
+    def build(self) -> Any:
+        config = LoRAConfig(
+            r=RANK,
+            lora_alpha=ALPHA,
+            lora_dropout=P,
+            target_modules=list(self.targets),
+            fp8=DelayedScaling(),
+        )
+        shape = self.spec.config()
+        loaded = lorakernels.load_quantized(
+            Random(shape, self.device),
+            config=shape,
+            device=self.device,
+            dtype=dtype_of(self.device),
+            lora=config,
+            rng_state=self.rng,
+            progress=False,
+        )
+        model, self.state = loaded.model.train(), loaded.fp8_state
+        if self.save is not None:
+            self._fuse(model)
+        _set_adapters(model)
+        self.state.reduce_and_update()
+        return model
+
+    def _fuse(self, model: Any) -> None:
+        tokens = self.spec.batch * self.spec.length
+        options: dict[str, Any] = {"save": self.save, "tokens": tokens}
+        if self.save == "fit":
+            options = {"memory_budget": self._budget(tokens), "tokens": tokens}
+        report = lorakernels.fuse(model, **options)
+        saves = [layer.save for layer in report.layers]
+        counts = {save: saves.count(save) for save in dict.fromkeys(saves)}
+        mix = ", ".join(f"{n} × {save}" for save, n in counts.items())
+        self.note = f"{mix}: {report.saved_bytes / 1e9:.1f} GB predicted"
+
+    def _budget(self, tokens: int) -> int:
+        """Bytes that layers may keep: what is free, less one layer's backward, the loss and 8 GiB; a capture holds
+        every layer's input beside what is captured."""
+        shape = self.spec.shape
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self.device)[0]
+        layer = 2 * tokens * (6 * shape["intermediate_size"] + 10 * shape["hidden_size"])
+        head = 2 * shape["vocab_size"] * tokens + 8 * tokens * shape["hidden_size"]
+        inputs = 2 * tokens * shape["hidden_size"] * shape["num_hidden_layers"]
+        return max(0, free - layer - head - (inputs if self.graphs else 0) - (8 << 30))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        if self.graphs != "iteration":
+            return super().make_optimizer()
+        lr = torch.tensor(LR, device=self.device)
+        return torch.optim.AdamW(self.trained, lr=lr, weight_decay=0.0, fused=True, capturable=True)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """The decoder's own loop: transformers' looks for packed documents and waits for the device to do so."""
+        decoder = self.model.model
+        hidden = decoder.embed_tokens(ids)
+        for layer in decoder.layers:
+            hidden = layer(hidden, attention_mask=None, position_embeddings=self.embeddings)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        self.labels[:, :-1].copy_(ids[:, 1:])
+        weight = self.model.lm_head.weight
+        return lorakernels.linear_cross_entropy(decoder.norm(hidden), weight, self.labels)
+
+    def _eager(self, ids: Tensor) -> Tensor:
+        loss = super().step(ids)
+        self.state.reduce_and_update()
+        return loss
+
+    def _make_run(self) -> Callable[[Tensor], Tensor]:
+        if self.graphs is None:
+            return self._eager_and_advance
+        from lorakernels.graphs import GraphManager
+
+        states = {"fp8_state": self.state, "rng_states": [self.rng]}
+        states["warmup_steps"] = self.warmup_steps - 1
+        if self.graphs == "iteration":
+            options = {"modules": [self.model], "optimizers": [self.optimizer], **states}
+            self.manager = GraphManager(self._eager, scope="iteration", **options)
+            return self.manager
+        self.manager = GraphManager(self.model.model.layers, **states)
+        return self._replay_layers
+
+    def _eager_and_advance(self, ids: Tensor) -> Tensor:
+        loss = self._eager(ids)
+        self.rng.advance()
+        return loss
+
+    def _replay_layers(self, ids: Tensor) -> Tensor:
+        loss = self._eager(ids)
+        self.manager.end_iteration()
+        return loss
+
+    def step(self, ids: Tensor) -> Tensor:
+        return self._run(ids)

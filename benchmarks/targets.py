@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measured values that count, and the bound that each is held to, in the order of the README's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """One measured value and the bound it is held to: the CSV's first row that has the values of `where`."""
+
+    what: str
+    csv: str
+    where: dict[str, object]
+    column: str
+    bound: float
+    at_least: bool = False
+
+    def line(self, value: float | None) -> list[str]:
+        """Cells: what, measured, target, verdict."""
+        digits = 2 if self.bound < 100 else 0
+        target = f"{'≥' if self.at_least else '≤'} {self.bound:.{digits}f}"
+        if value is None:
+            return [self.what, "–", target, "not measured"]
+        over = self.bound / value - 1 if self.at_least else value / self.bound - 1
+        verdict = "met" if over <= 0 else f"missed by {over:.0%}"
+        return [self.what, f"{value:.{digits}f}", target, verdict]
+
+
+def _gemm(op: str, what: str, shape: str, bound: float, **where: object) -> Target:
+    return Target(what, op, {"M x N x K": shape, **where}, "÷ cublaslt", bound)
+
+
+def _layer(what: str, shape: str, provider: str, column: str, bound: float) -> Target:
+    where = {"shape MxNxK": shape, "rank": 16, "dropout": 0.1, "provider": provider}
+    return Target(what, "lora_linear", where, column, bound)
+
+
+def times(shape: str) -> str:
+    return shape.replace("x", "×")
+
+
+def targets() -> Iterator[Target]:
+    """The ratios that count, in the order of the README's table."""
+    square, forward = "8192x8192x8192", "`fp8_linear_lora` with bias ÷ cuBLASLt's GEMM without LoRA"
+    for rank in (16, 64):
+        for shape, bound in (
+            (square, 0.98),
+            ("8192x10240x8192", 0.98),
+            ("4096x4096x4096", 0.98),
+            ("2048x8192x8192", 1.0),
+            ("8192x8192x28672", 1.0),
+        ):
+            what = f"{forward}, {times(shape)}, R = {rank}"
+            yield _gemm("fp8_linear_lora", what, shape, bound, rank=rank, provider="ours")
+    for layout, bound in (("both", 1.03), ("single", 1.06)):
+        what = (
+            f"`fp8_grad_input` with mask ÷ cuBLASLt's GEMM on a ready Wᵀ, {times(square)}, "
+            f"R = 16, {layout}"
+        )
+        provider = f"ours, {layout}, mask given"  # as the layer's backward calls it
+        yield _gemm("fp8_grad_input", what, square, bound, rank=16, p=0.1, provider=provider)
+    for op, bound, where in (
+        ("quantize_lora_down", 1.3, {"p": 0.1, "mode": "delayed"}),
+        ("quantize_grad", 1.4, {"mode": "delayed"}),
+        ("lora_grad_a", 1.5, {"p": 0.1, "reads": "x8"}),
+    ):
+        where = {"shape": "8192x8192", "rank": 16, "provider": "ours", **where}
+        yield Target(f"`{op}` ÷ its bytes, 8192×8192, R = 16", op, where, "÷ floor", bound)
+    for direction in ("forward", "backward"):
+        where = {"shape": "8192x8192", "p": 0.1, "bias": "yes", "direction": direction}
+        what = f"`bias_dropout_add` {direction} ÷ its bytes, 8192×8192"
+        op = "bias_dropout_add"
+        yield Target(what, op, {**where, "provider": "ours"}, "÷ floor", 1.15)
+    layer = f"`LoRALinear` forward + backward, {times(square)}"
+    yield _layer(
+        f"{layer} ÷ TE FP8 without LoRA, both", square, "ours fp8, both", "÷ te base", 0.98
+    )
+    yield _layer(f"{layer} ÷ TE FP8 without LoRA, single", square, "ours fp8", "÷ te base", 1.02)
+    yield _layer(f"{layer} ÷ TE FP8 + LoRA", square, "ours fp8", "÷ te + lora", 0.70)
+    yield _layer(f"{layer} ÷ PEFT bf16", square, "ours fp8", "÷ peft", 0.46)
+    small = "4096x4096x4096"
+    what = f"the same, {times(small)}, graphed ÷ TE FP8 + LoRA graphed by TE"
+    yield _layer(what, small, "ours fp8, graphed", "÷ te graphed", 0.52)
+    yield from _decoder_layer_targets()
+    yield from _end_to_end_targets()
+
+
+def _decoder_layer_targets() -> Iterator[Target]:
+    layer = "decoder layer, LoRA on q, k, v, o, graphed ÷ `te.TransformerLayer` FP8 without LoRA"
+    for size, shape, bound, save in (
+        ("large", "8192 hidden, 8192 tokens", 0.96, "recompute"),
+        ("large", "8192 hidden, 8192 tokens", 0.96, "fp8"),
+        ("medium", "4096 hidden, 2048 tokens", 0.90, "recompute"),
+        ("small", "2048 hidden, 1024 tokens", 0.90, "recompute"),
+    ):
+        where: dict[str, object] = {"size": size, "provider": f"ours, {save}, graphed"}
+        what = f'{layer}, {shape}, `save="{save}"`'
+        yield Target(what, "decoder_layer", where, "÷ te layer", bound)
+    where = {"size": "large", "provider": "ours, fp8"}
+    what = 'MB that this layer saves for backward, 8192 hidden, 8192 tokens, `save="fp8"`'
+    yield Target(what, "decoder_layer", where, "saved MB", 1100)
+
+
+def _end_to_end_targets() -> Iterator[Target]:
+    for model, provider, column, what, bound in (
+        (
+            "Llama-3.2-1B",
+            "ours, graphs by layer",
+            "× hf + peft",
+            "1024 tokens, tokens/s ÷ HF + PEFT's",
+            4.0,
+        ),
+        (
+            "Llama-3.1-8B",
+            "ours, graphs by layer",
+            "× hf + peft",
+            "4096 tokens, tokens/s ÷ HF + PEFT's",
+            2.0,
+        ),
+        (
+            "Llama-2-70B",
+            "ours, fit, graphs by layer",
+            "tokens/s",
+            "8192 tokens on one GPU, tokens/s",
+            2000,
+        ),
+    ):
+        where = {"model": model, "LoRA on": "qkvo", "provider": provider}
+        yield Target(f"{model}, {what}", "end_to_end", where, column, bound, at_least=True)
