@@ -236,8 +236,14 @@ def test_what_it_does_not_take_goes_through_torch(change, reason: str) -> None:
 def test_workspace_and_refusals() -> None:
     ext = extension()
     assert ext.quantize_grad_workspace(1000, 64, 0, True) == 0
+    panels = 132  # as many as blocks: then strips are 512 columns wide, of 16 ranks
+    with_dB, without = (
+        ext.quantize_grad_workspace(128 * panels, 512, 16, has) for has in (True, False)
+    )
+    assert without == panels * 128 * 16 and with_dB == without + panels * 512 * 16
+    # fewer rows: 4 strips of 128 columns, a share of ds and a block to each; segments = blocks + strips - 1
     with_dB, without = (ext.quantize_grad_workspace(128, 512, 16, has) for has in (True, False))
-    assert without == 128 * 16 and with_dB == without + 512 * 16
+    assert without == 4 * 128 * 16 and with_dB == without + 7 * 128 * 16
     for sizes, message in (
         ((1, 12, 16), "cols must be a multiple of 8"),
         ((1, 8, 129), "rank at most 128"),
