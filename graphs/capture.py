@@ -386,4 +386,4 @@ class Capturer:
         elif reached:
             targets = self.grads.of([p for _, p, _ in reached])
             names = [n for n, _, _ in reached]
-            call.grads = LayerGrads(layer.name, names, targets, self.grads)
+            call.grads = LayerGrads(layer.name, names, targets)

@@ -33,7 +33,6 @@ class Target:
     kind: str
     references: int = 0
     uses: int = 0
-    reached: bool = False  # by a captured backward
 
     def calibrate(self, before: tuple[int, int] | None) -> None:
         """Note how many hold the tensor and its memory while nobody outside does: now, if it is new; else with those
@@ -74,8 +73,6 @@ class GradTargets:
         self._by_id: dict[int, Target] = {}
         self._slabs: list[Tensor] = []
         self._before: dict[int, tuple[int, int]] = {}
-        self._reached: list[Target] = []  # that are pieces of slabs
-        self._one_of_each_slab: list[Target] = []
         self.bytes = 0
 
     def prepare(self, parameters: NamedParameters) -> None:
@@ -113,49 +110,23 @@ class GradTargets:
             if new and grad is not None and grad is not target.grad:
                 target.grad.copy_(grad)
                 target.parameter.grad = target.grad
-        self._reached = [t for t in self._by_id.values() if t.reached and t.kind == "own"]
-        by_slab = {t.grad.untyped_storage().data_ptr(): t for t in self._reached}
-        self._one_of_each_slab = list(by_slab.values())
 
     def of(self, parameters: Sequence[nn.Parameter]) -> list[Target]:
         """The targets of parameters that a backward reaches."""
-        found = [self._by_id[id(p)] for p in parameters]
-        for target in found:
-            target.reached = True
-        return found
-
-    def install(self) -> None:
-        """Zero and install all slabs at once, if that is what all of them need: every `.grad` is None (a usual
-        `zero_grad`), and nobody holds an old one."""
-        for target in self._reached:
-            if (
-                target.parameter.grad is not None
-                or sys.getrefcount(target.grad) > target.references
-            ):
-                return
-        if any(_uses(target.grad) > target.uses for target in self._one_of_each_slab):
-            return
-        for slab in self._slabs:
-            slab.zero_()
-        for target in self._reached:
-            target.parameter.grad = target.grad
+        return [self._by_id[id(p)] for p in parameters]
 
     def release(self) -> None:
         """Drop the memory; gradients that are installed stay with their parameters."""
         self._by_id.clear()
         self._slabs.clear()
-        self._reached, self._one_of_each_slab = [], []
         self.bytes = 0
 
 
 class LayerGrads:
     """The targets of the parameters that one layer's backward reaches."""
 
-    def __init__(
-        self, layer: str, names: Sequence[str], targets: Sequence[Target], of_all: GradTargets
-    ) -> None:
+    def __init__(self, layer: str, names: Sequence[str], targets: Sequence[Target]) -> None:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
-        self._of_all = of_all
         self._installed = extension().Watch()
         for target in targets:
             if target.kind != "main":
@@ -178,9 +149,7 @@ class LayerGrads:
             if getattr(parameter, "main_grad", None) is not grad:
                 self._refuse_main(parameter)
         if self._installed.check() >= 0:
-            self._of_all.install()
-            if self._installed.check() >= 0:
-                self._install()
+            self._install()
 
     def after_launch(self) -> None:
         if self._detour:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,12 +63,18 @@ def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
     ]
 
     def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return _NoFormula.apply(op, keyset, kwargs, *args)
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in mutated]
+        if torch.is_grad_enabled():
+            tensors = list(_tensors_with_gradients((*args, *kwargs.values())))
+            if any(t is w for t in tensors for w in written):
+                raise RuntimeError(
+                    f"{op} writes to a tensor that requires grad: no autograd formula"
+                )
+            if tensors:
+                return _NoFormula.apply(op, keyset, args, kwargs, *tensors)
         with torch._C._AutoDispatchBelowAutograd():
             out = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
-        for i, name in mutated:
-            tensor = args[i] if i < len(args) else kwargs.get(name)
+        for tensor in written:
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
         return out
@@ -76,9 +82,27 @@ def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return run
 
 
+def _tensors_with_gradients(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.requires_grad:
+                yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_with_gradients(tuple(argument))
+
+
 class _NoFormula(torch.autograd.Function):
+    """`tensors` are those among the arguments that autograd has to see."""
+
     @staticmethod
-    def forward(ctx: Any, op: Any, keyset: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+    def forward(
+        ctx: Any,
+        op: Any,
+        keyset: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *tensors: Tensor,
+    ) -> Any:
         ctx.op = op
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)

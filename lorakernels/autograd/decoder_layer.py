@@ -49,6 +49,7 @@ from lorakernels.autograd.fused_node import (
     no_gradients,
     rms_norm,
     rms_norm_backward,
+    weights,
 )
 
 
@@ -114,6 +115,7 @@ class _NormQKV(torch.autograd.Function):
             norm=norm,
             rstd=rstd if need_norm else None,
             **adapter_tensors("", trained, s, operand if call.save == "full" else None, wanted),
+            **weights("", to, wanted),
             **heads if wanted or any(ctx.needs_input_grad[2:4]) else {},
         )
         return *_heads(qkv, h.shape, call), h
@@ -211,6 +213,7 @@ class _Output(torch.autograd.Function):
             ctx,
             out=out if wanted.needs.A and not full else None,
             **adapter_tensors("", trained, s, operand if full else None, wanted),
+            **weights("", to, wanted),
         )
         return y.view(residual.shape)
 
@@ -271,6 +274,8 @@ class _MLP(torch.autograd.Function):
             gate_up_scale_inv=g_u_scale_inv,
             **adapter_tensors("", ours, s, x if full else None, mine),
             **adapter_tensors("down_", theirs, s_down, a if full else None, last),
+            **weights("", gate_up, mine),
+            **weights("down_", down, last),
         )
         return y.view(h.shape)
 

@@ -48,6 +48,7 @@ class Projections(NamedTuple):
         masks: one for all adapters, or one for each.
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
+        weights: W_i as parameters; saved with what backward reads, so that one written in between is noticed.
     """
 
     weight: Tensor
@@ -64,6 +65,7 @@ class Projections(NamedTuple):
     state_x: Tensor | None
     state_dy: Tensor | None
     spec: LoRASpec
+    weights: tuple[Tensor, ...] = ()
 
     @property
     def adapted(self) -> bool:

@@ -76,6 +76,11 @@ def adapter_tensors(
     return {**by_name, f"{prefix}x8": x8, f"{prefix}x_scale_inv": scale_inv}
 
 
+def weights(prefix: str, to: Projections, wanted: Wanted) -> Kept:
+    """W by reference, for autograd's check that nobody wrote it before backward."""
+    return {f"{prefix}W{i}": w for i, w in enumerate(to.weights)} if wanted.needs.x else {}
+
+
 def adapters(prefix: str, saved: Kept, to: Projections) -> tuple[Any, list[Any], list[Any]]:
     """(s, all A, all B) that `adapter_tensors` kept."""
     numbers = range(to.adapters)

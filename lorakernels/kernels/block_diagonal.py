@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,14 +140,15 @@ def _launch(
     held = iter(blocks)
     pointers = [next(held) if rank else whole for rank in ranks]  # no rank: nothing is accessed
     pointers += [whole] * (MAX_BLOCKS - len(rows))
-    _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
-        whole,
-        *pointers,
-        factors,
-        *ends[0],
-        *ends[1],
-        COUNT=len(rows),
-        COLUMNS=triton.next_power_of_2(r[-1]),
-        TILE=TILE,
-        SPLIT=split,
-    )
+    with torch.cuda.device_of(whole):  # does nothing for a CPU tensor of the interpreter
+        _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
+            whole,
+            *pointers,
+            factors,
+            *ends[0],
+            *ends[1],
+            COUNT=len(rows),
+            COLUMNS=triton.next_power_of_2(r[-1]),
+            TILE=TILE,
+            SPLIT=split,
+        )

@@ -232,6 +232,9 @@ def _freeze(
             fp8_state=state,
             name=full,
         )
+        new._parameters["bias"] = module._parameters[
+            "bias"
+        ]  # trained or not, an optimizer may have it
         leaf = name.rpartition(".")[2]
         if keep_linears:
             before.replaced.append((parent, leaf, module))

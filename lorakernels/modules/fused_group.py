@@ -3,8 +3,8 @@
 
 The members' weights are rows of one [ΣN, K], their A rows of one [ΣR, K]: the same Parameter objects under the same
 names, at new addresses. What is derived (scales by column, a joined bias) is renewed when a member's weight or scale
-has been written; memory that somebody moved (`.to`, deepcopy, `load_state_dict(assign=True)`) is joined again at the
-next forward.
+has been written (through torch: `.data.copy_` leaves no trace); memory that somebody moved (`.to`, deepcopy,
+`load_state_dict(assign=True)`) is joined again at the next forward.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class FusedGroup:
             None if state is None else state.forward,
             None if state is None else state.backward,
             variant.spec,
+            tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
         )
         return call, [*lora_A, *(m._parameters["lora_B"] for m in adapted), *biases]
 
@@ -108,9 +109,10 @@ class FusedGroup:
         """What depends on the mode and on which adapters take part, made once."""
         state = self.first.fp8_state
         place = (state, self.first._column)
+        self._check_alike(training, adapted)
         key = (training, place, *((id(m), m.scaling, m.lora_dropout) for m in adapted))
         if key not in self._variants:
-            spec = LoRASpec(scaling=adapted[0].scaling if adapted else 1.0)
+            spec = LoRASpec(scaling=self._scaling(adapted))
             if state is not None:
                 spec = spec.following(state.recipe, self.first._column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
@@ -123,6 +125,22 @@ class FusedGroup:
             factors = self._factors(adapted)
             self._variants[key] = _Variant(spec, ranks, factors, drop, tuple(masks))
         return self._variants[key]
+
+    def _check_alike(self, training: bool, adapted: Sequence[LoRALinear]) -> None:
+        if any(m.training != training for m in self.members):
+            modes = {m.name: "training" if m.training else "eval" for m in self.members}
+            raise RuntimeError(f"projections fused into one must be in one mode, found {modes}")
+        if self.shared_dropout and len({m.lora_dropout for m in adapted}) > 1:
+            found = {m.name: m.lora_dropout for m in adapted}
+            raise ValueError(
+                f"adapters that share a mask must have one lora_dropout, found {found}"
+            )
+
+    def _scaling(self, adapted: Sequence[LoRALinear]) -> float:
+        """What the members' scalings are multiples of."""
+        if len(self.members) == 1 and adapted:
+            return adapted[0].scaling
+        return next((m.scaling for m in adapted if m.scaling), 1.0)
 
     def _masks(self, variant: _Variant, adapted: Sequence[LoRALinear]) -> tuple[Mask, ...]:
         """Of each adapter, or one for all."""
@@ -171,7 +189,8 @@ class FusedGroup:
         if len(self.members) == 1 or not adapted or self._derived is None:
             return None
         scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]
-        ratios = torch.tensor([scaling / adapted[0].scaling for scaling in scalings])
+        whole = self._scaling(adapted)
+        ratios = torch.tensor([scaling / whole for scaling in scalings])
         ratios = ratios.float().to(self._derived.multiplier.device)
         return torch.stack((ratios, ratios / self._derived.multiplier))
 
@@ -181,6 +200,7 @@ class FusedGroup:
         """Make the members' weights and A's rows of one matrix, and what is derived of them current."""
         if len(self.members) > 1 and not self._is_joined():
             self._refuse_in_capture()
+            self._refuse_fsdp()
             self._forget()
             self._join_weights()
             self._join_A()
@@ -282,6 +302,14 @@ class FusedGroup:
     def _capturing(self) -> bool:
         weight = self.first._parameters["weight"]
         return weight is not None and weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_fsdp(self) -> None:
+        for member in self.members:
+            if getattr(member, "_is_fsdp_managed_module", False):
+                raise RuntimeError(
+                    f"{member.name} is managed by FSDP, which gives its parameters other memory at every forward: "
+                    "a fused layer cannot be sharded, call unfuse(model) before fully_shard"
+                )
 
     def _refuse_in_capture(self) -> None:
         if self._capturing():

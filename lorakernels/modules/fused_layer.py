@@ -110,6 +110,7 @@ class FusedDecoderLayer(nn.Module):
             return own
         parts = self._fused
         _check_call(self, parts, hidden_states, attention_mask, kwargs)
+        _check_window(self, hidden_states, kwargs)
         call = _call(self, parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(hidden_states, attention_mask, kwargs))
         if parts.save != "checkpoint" or not torch.is_grad_enabled():
@@ -129,6 +130,15 @@ class FusedDecoderLayer(nn.Module):
 def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Call:
     if angles is None:
         raise ValueError("position_embeddings must be (cos, sin) [1 or B, T, D], found None")
+    for name, table in zip(("cos", "sin"), angles, strict=True):
+        if (
+            table.dim() != 3
+            or table.shape[1] != h.shape[1]
+            or table.shape[0] not in (1, h.shape[0])
+        ):
+            raise ValueError(
+                f"{name} of position_embeddings must be [1 or {h.shape[0]}, {h.shape[1]}, D], found {list(table.shape)}"
+            )
     cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous() for t in angles)
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
@@ -215,6 +225,22 @@ def _check_call(
         hooks = module.__dict__
         if any([hooks[kind] for kind in _HOOKS]):
             refuse_hooks(path, module)
+
+
+def _check_window(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> None:
+    """A sliding window is in a mask; packed sequences have none. Mistral's attention has it in its config alone."""
+    if kwargs.get("cu_seq_lens_q") is None:
+        return
+    attention = layer.self_attn
+    window = getattr(attention, "sliding_window", None)
+    if not hasattr(attention, "sliding_window") and type(attention).__name__ == "MistralAttention":
+        window = getattr(attention.config, "sliding_window", None)
+    longest = kwargs.get("max_length_q") or h.shape[:2].numel()
+    if window is not None and longest > window:
+        raise ValueError(
+            f"cu_seq_lens_q: sequences of up to {longest} tokens need a sliding window of {window}, which packed "
+            "attention does not have; pass an attention_mask"
+        )
 
 
 def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:

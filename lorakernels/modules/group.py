@@ -261,6 +261,12 @@ class GroupedLoRALinear(LoRALinear):
         return torch.stack((x, self.fp8_state.backward[:, self._column]), 1)
 
 
+def _refuse_fused(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if "_fused" in vars(module):
+            raise ValueError(f"{path} is fused, and groups its projections by itself")
+
+
 def group_projections(
     model: nn.Module, groups: Iterable[Sequence[str]], *, shared_dropout: bool = False
 ) -> list[LoRALinearGroup]:
@@ -278,9 +284,10 @@ def group_projections(
         The new groups, in module order.
 
     Raises:
-        ValueError: a name sequence is found nowhere; a module has LoRALinears for some of the names only; or members
-            do not fit together. Nothing is changed then.
+        ValueError: a layer is fused; a name sequence is found nowhere; a module has LoRALinears for some of the names
+            only; or members do not fit together. Nothing is changed then.
     """
+    _refuse_fused(model)
     found: list[tuple[LoRALinear, ...]] = []
     for names in groups:
         if isinstance(names, str):

@@ -93,7 +93,7 @@ def test_a_recomputed_layer_does_not_run_down_again() -> None:
 
 
 def saved_names(layer, h, angles) -> list[set[str]]:
-    """Of each node, the names of what it keeps."""
+    """Of each node, the names of what it keeps, but for weights, which are kept by reference."""
     out = layer(h, position_embeddings=angles)
     names, todo, seen = [], [out.grad_fn], set()
     while todo:
@@ -103,7 +103,7 @@ def saved_names(layer, h, angles) -> list[set[str]]:
         seen.add(node)
         if hasattr(node, "kept_names"):
             kept = zip(node.kept_names, node.saved_tensors, strict=True)
-            names.append({name for name, t in kept if t is not None})
+            names.append({n for n, t in kept if t is not None and "W" not in n})
         todo += [following for following, _ in node.next_functions]
     return names
 

@@ -195,3 +195,40 @@ def test_all_gradients_are_installed_at_once_where_nobody_holds_one(device: torc
                 p.grad = q.grad = None
         if keep == "grad":
             assert ours[0].up.weight.grad is None and weight.grad is not None
+
+
+class _Optional(nn.Module):
+    """Reaches `extra` only when asked to; `outside` is trained outside of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.extra = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.outside = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, more: bool = False) -> torch.Tensor:
+        y = self.up(x)
+        return x + torch.tanh(y + self.extra(x) if more else y)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
+def test_only_what_a_backward_reaches_gets_a_gradient(device: torch.device, graphs: bool) -> None:
+    """Two sets of graphs, one of which alone reaches `extra`: the other leaves its .grad None. A gradient that collects
+    over iterations outside of the layers is not zeroed by theirs."""
+    layers = [_Optional().to(device) for _ in range(2)]
+    manager = managed(layers, device, on_new_shape="capture") if graphs else None
+    seen = []
+    for iteration in range(10):
+        more = iteration >= 4 and iteration % 2 == 1
+        x = torch.randn(3, WIDTH, device=device)
+        for layer in layers:
+            x = layer(x, more)
+        x.square().sum().backward()
+        sum(layer.outside.square().sum() for layer in layers).backward()
+        seen.append((layers[0].extra.weight.grad is None, float(layers[0].outside.grad[0])))
+        for layer in layers:
+            layer.up.weight.grad = layer.extra.weight.grad = None
+        if manager is not None:
+            manager.end_iteration()
+    if manager is not None:
+        assert len(manager.report().shapes) == 2
+    assert seen == [(not (i >= 4 and i % 2 == 1), 2.0 * (i + 1)) for i in range(10)]

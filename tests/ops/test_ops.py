@@ -151,3 +151,15 @@ def test_fp8_transpose_is_exact(device):
     bits = torch.arange(256, dtype=torch.uint8, device=device).repeat(3, 1)[:, :250]
     turned = ops.transpose_fp8(bits.contiguous())
     assert turned.is_contiguous() and torch.equal(turned, bits.t())
+
+
+def test_gradients_are_asked_for_in_lists_and_of_what_is_written():
+    block, factors = torch.randn(4, 2, requires_grad=True), torch.ones(1)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        ops.block_diagonal([block], [4], [2], factors).sum().backward()
+    qkv = torch.randn(2, 12, requires_grad=True) * 1.0
+    cos = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match="writes to a tensor that requires grad"):
+        ops.rope_qkv_(qkv, cos, cos, 1, 1)
+    with torch.no_grad():
+        ops.rope_qkv_(qkv, cos, cos, 1, 1)
