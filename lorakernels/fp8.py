@@ -81,6 +81,7 @@ class FP8State:
         self._seen: set[int] = set()
         self._pins: list[str] = []
         self._warned: set[tuple[str, str]] = set()
+        self.joint: set[int] = set()  # columns whose dy is that of several fused projections
 
     @property
     def device(self) -> torch.device:
@@ -238,8 +239,10 @@ class FP8State:
             self._refuse_when_pinned(f"move this FP8State from {self.device} to {device}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors (cloned) and the names and recipe they belong to."""
+        """Tensors (cloned) and the names and recipe they belong to; "joint" where `fuse` has joined some."""
+        joint = {"joint": [self.names[column] for column in sorted(self.joint)]}
         return {
+            **(joint if self.joint else {}),
             "names": list(self.names),
             "recipe": asdict(self.recipe),
             "in_charge": self.in_charge,
@@ -250,10 +253,12 @@ class FP8State:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore in place: no address changes. The state may come from another device.
 
+        Of layers that are fused on one side only, the history of dy is not taken: it is of another tensor.
+
         Raises:
             ValueError: an entry is missing, or names, recipe, shapes or dtypes differ; nothing is changed then.
         """
-        if state.keys() != _ENTRIES:
+        if state.keys() - {"joint"} != _ENTRIES:
             raise ValueError(
                 f"state must have the entries {sorted(_ENTRIES)}, found {sorted(state)}"
             )
@@ -270,6 +275,9 @@ class FP8State:
         self._refuse_others("state", tuple(state["names"]), state["forward"], state["backward"])
         self.forward.copy_(state["forward"])
         self.backward.copy_(state["backward"])
+        theirs = {self.column(name) for name in state.get("joint", ()) if name in self.names}
+        for column in self.joint ^ theirs:
+            self.backward[:, column] = 0.0
         self.in_charge = state["in_charge"]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -344,6 +344,8 @@ class FrozenFP8Linear(nn.Module):
         self._renew_weight_t()
         if columns is not None and self.fp8_state is not None:
             self.fp8_state.set_values(self._column, columns)
+            if self._column in self.fp8_state.joint:  # whose dy this history is of, it does not say
+                self.fp8_state.backward[:, self._column] = 0.0
 
     def _take_weight(self, own: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
         """Turn a weight of the other kind, FP8 or plain, into what this layer holds."""

@@ -307,6 +307,7 @@ def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
     columns = [state.values(m._column) for m in group.members]
     if len(group.members) > 1:
         state.backward[:, group.first._column] = 0.0
+        state.joint.add(group.first._column)
     return columns
 
 
@@ -314,6 +315,7 @@ def _columns_back(group: FusedGroup, columns: list[torch.Tensor] | None) -> None
     state = group.first.fp8_state
     if state is None or not columns or len(group.members) == 1:
         return
+    state.joint.discard(group.first._column)
     now = state.values(group.first._column)
     device = now.device
     if not bool(now[:, 1].any()) and torch.equal(now[:, 0], columns[0][:, 0].to(device)):

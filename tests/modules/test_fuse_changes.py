@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import fuse, group_projections, unfuse
-from tests.modules.fused_models import ATTENTION, VOCABULARY, adapted, run, same_within
+from lorakernels import DelayedScaling, fuse, group_projections, unfuse
+from tests.modules.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, run, same_within
 
 FP32 = 64 * 2.0**-24  # two orders of fp32 sums, as in test_fuse.py
 
@@ -120,3 +120,32 @@ def test_a_fused_model_is_not_grouped_again() -> None:
         group_projections(model, [("q_proj", "k_proj", "v_proj")])
     unfuse(model)
     assert group_projections(model, [("q_proj", "k_proj", "v_proj")])
+
+
+@pytest.mark.parametrize("how", ["FP8State", "state_dict"])
+def test_the_history_of_an_unfused_model_s_dy_is_not_a_fused_one_s(how: str) -> None:
+    """q's dy is 1000 times smaller than v's: by its scale alone, v's gradient would saturate."""
+    plain = adapted("Llama", LINEARS, fp8=DelayedScaling(amax_history_len=4))
+    x = tokens()
+    for layer in plain.model.layers:
+        layer.self_attn.q_proj._parameters[
+            "weight"
+        ].zero_()  # no scores, so no gradient for q and k
+        layer.self_attn.q_proj.lora_B.data.mul_(1e-3)
+    state = layer_of(plain).self_attn.q_proj.fp8_state
+    for _ in range(2):
+        run(plain, x)
+        state.reduce_and_update()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    mine = layer_of(fused).self_attn.q_proj.fp8_state
+    if how == "FP8State":
+        mine.load_state_dict(state.state_dict())
+    else:
+        fused.load_state_dict(plain.state_dict())
+    expected, found = run(plain, x), run(fused, x)
+    # both round dy to e5m2: 2^-3 of each gradient at most
+    same_within(found, expected, 2.0**-3)
+    again = copy.deepcopy(fused)
+    layer_of(again).self_attn.q_proj.fp8_state.load_state_dict(mine.state_dict())
+    assert torch.equal(layer_of(again).self_attn.q_proj.fp8_state.backward, mine.backward)
