@@ -3,12 +3,14 @@
 
     python examples/trainer.py [MODEL_DIR]      # without one, a small Llama with random weights
 
+One process, one GPU: the loss below goes around DistributedDataParallel, which would not reduce its gradients.
 What graphs ask for: batches of one shape (blocks of a fixed length, drop_last), an even number of them per step,
 dropout from a PhiloxState. What stays eager: embedding, last norm, head and loss, clipping, optimizer, evaluation.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ def small_llama(device: str, philox: PhiloxState) -> Any:
 
 
 def main(folder: str | None = None, output: str = "trainer-output", **options: Any) -> Any:
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise SystemExit(f"this example trains in one process, found WORLD_SIZE={processes}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     philox = PhiloxState(1, device)
     if folder is None:

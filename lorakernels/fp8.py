@@ -275,8 +275,8 @@ class FP8State:
         self._refuse_others("state", tuple(state["names"]), state["forward"], state["backward"])
         self.forward.copy_(state["forward"])
         self.backward.copy_(state["backward"])
-        theirs = {self.column(name) for name in state.get("joint", ()) if name in self.names}
-        for column in self.joint ^ theirs:
+        joint = {self.column(name) for name in state.get("joint", ()) if name in self.names}
+        for column in self.joint ^ joint:
             self.backward[:, column] = 0.0
         self.in_charge = state["in_charge"]
 

@@ -73,7 +73,7 @@ def load_quantized(
     """Load a decoder-only model with its linear layers in FP8; nothing is downloaded, no code of the checkpoint runs.
 
     Args:
-        source: a directory with config.json and safetensors, or a `Source` of tensors.
+        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `Source` of tensors.
         config: transformers config; None reads `source`/config.json.
         model_class: e.g. LlamaForCausalLM; None asks AutoModelForCausalLM.
         device: where the model goes; None is the current GPU, or the CPU without one.
@@ -102,6 +102,7 @@ def load_quantized(
     config = _config(source, config)
     block = _block_size(config)
     model = _build(config, model_class, dtype, attn_implementation)
+    _read_generation_config(model, source)
     plan = Plan(model, files.tensors, lora, frozen, block)
     loader = _Loader(model, files, plan, recipe, lora, target)
     loader.run(_Line() if progress is True else progress or None)
@@ -184,6 +185,22 @@ def _build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) ->
     if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
         raise ValueError(f"{type(model).__name__} keeps {sorted(kept)} in fp32: load it otherwise")
     return model.eval()
+
+
+def _read_generation_config(model: Any, source: Any) -> None:
+    """As from_pretrained does; without the file, the one made of the model's config stays."""
+    import transformers
+
+    name = transformers.utils.GENERATION_CONFIG_NAME
+    there = isinstance(source, (str, Path)) and (Path(source) / name).is_file()
+    if not there or not model.can_generate():
+        return
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            source, local_files_only=True
+        )
+    except OSError as error:
+        raise ValueError(f"{Path(source) / name} cannot be read: {error}") from error
 
 
 class _Loader:

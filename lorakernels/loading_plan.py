@@ -12,6 +12,7 @@ from lorakernels.shards import TensorInfo
 from lorakernels.targets import match_saved, match_targets
 
 E4M3 = "F8_E4M3"
+COMPUTED = r"rotary_emb\.inv_freq$"  # which old checkpoints hold layer by layer, and models compute
 
 
 class Plan:
@@ -60,7 +61,7 @@ class Plan:
                 take[there[0]] = found[there[0]]
             else:
                 missing.append(group[0])
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED}
         unexpected = [
             k for k in found if k not in known and not any(re.search(p, k) for p in ignored)
         ]

@@ -55,7 +55,8 @@ class Directory:
 
     Raises:
         FileNotFoundError: no such directory, no safetensors in it, or a file of the index is missing.
-        ValueError: a file is truncated or corrupted, or does not hold what the index says.
+        ValueError: a file is truncated or corrupted, or does not hold what the index says; a tensor is in two files
+            and the index does not say in which.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -71,7 +72,7 @@ class Directory:
             )
         self._tensors: dict[str, TensorInfo] = {}
         for name in self.shards:
-            self._read_header(name, {k for k, shard in index.items() if shard == name})
+            self._read_header(name, index)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -101,7 +102,7 @@ class Directory:
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not an index of safetensors: {error!r}") from error
 
-    def _read_header(self, shard: str, expected: set[str]) -> None:
+    def _read_header(self, shard: str, index: dict[str, str]) -> None:
         from safetensors import SafetensorError, safe_open
 
         path = self.path / shard
@@ -109,10 +110,15 @@ class Directory:
             with safe_open(path, framework="pt") as file:
                 names = set(file.keys())
                 for name in names:
+                    if index.get(name, shard) != shard:
+                        continue
+                    if name in self._tensors:
+                        other = self._tensors[name].shard
+                        raise ValueError(f"{name} is in {other} and in {shard}, but not in {INDEX}")
                     part = file.get_slice(name)
                     info = TensorInfo(shard, tuple(part.get_shape()), part.get_dtype())
                     self._tensors[name] = info
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or corrupted: {error}") from error
-        if lost := sorted(expected - names):
+        if lost := sorted({k for k, file_name in index.items() if file_name == shard} - names):
             raise ValueError(f"{path} lacks {len(lost)} tensors of {INDEX}: {', '.join(lost[:5])}")

@@ -122,6 +122,46 @@ def test_what_rules_graphs_out_is_said():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
+def test_train_again_after_an_exception(tmp_path):
+    """Trainer leaves on_train_end out: the graphs of the first train() must not be under those of the second."""
+    from transformers import TrainerCallback
+
+    class Break(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    module = example("trainer.py")
+    main, trainers = module["main"], []
+
+    class Breaks(module["LoRATrainer"]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.add_callback(Break)
+            trainers.append(self)
+
+    main.__globals__["LoRATrainer"] = Breaks
+    with sdpa_kernel(SDPBackend.MATH):
+        with pytest.raises(KeyboardInterrupt):
+            main(None, str(tmp_path), backend=FakeBackend)
+        (trainer,) = trainers
+        kernels = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "why_not"))
+        first = kernels.manager
+        assert first.phase == "replaying"
+        trainer.remove_callback(Break)
+        trainer.train()
+    assert kernels.manager is None and kernels.why_not is None and first.phase == "closed"
+    assert not any("forward" in vars(layer) for layer in trainer.model.model.layers)
+
+
+def test_the_trainer_example_refuses_several_processes(tmp_path, monkeypatch):
+    """Before torch.distributed waits for the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="one process, found WORLD_SIZE=2"):
+        example("trainer.py")["main"](None, str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
 def test_a_capture_that_fails_is_a_warning_and_training_goes_on(tmp_path):
     """A layer that waits for the device."""
     module = example("trainer.py")

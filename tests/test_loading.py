@@ -342,6 +342,47 @@ def test_a_damaged_checkpoint_is_refused(how, tmp_path, monkeypatch):
     assert bool(read) == (how == "not finite")
 
 
+def test_inverse_frequencies_of_old_checkpoints_are_passed_over(tmp_path):
+    write_checkpoint(tmp_path, config())
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(18)
+    save_file(tensors, path, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    path.rename(tmp_path / "model.safetensors")
+    assert_equal(ours(tmp_path, frozen="plain").model, theirs(tmp_path, None))
+
+
+def test_a_tensor_in_two_shards_is_read_where_the_index_says(tmp_path):
+    """Else refused: nothing says which one is meant."""
+    write_checkpoint(tmp_path, config(), shard_bytes=400_000)
+    index = tmp_path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    name = "model.layers.0.input_layernorm.weight"
+    right = table["weight_map"][name]
+    others = sorted(set(table["weight_map"].values()) - {right})
+    for shard in others:
+        save_file(load_file(tmp_path / shard) | {name: torch.full((144,), 7.0)}, tmp_path / shard)
+    assert max(others) > right, "a later file would win"
+    assert (ours(tmp_path).model.get_parameter(name) == 1).all()
+    del table["weight_map"][name]
+    index.write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=rf"{name} is in \S+ and in \S+, but not in model"):
+        Directory(tmp_path)
+
+
+def test_generation_config_is_the_directory_s(tmp_path):
+    write_checkpoint(tmp_path, config())
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.6}))
+    found = ours(tmp_path).model.generation_config
+    assert found.to_dict() == theirs(tmp_path, None).generation_config.to_dict()
+    assert found.eos_token_id == [5, 6] and found.temperature == 0.6
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read"):
+        ours(tmp_path)
+
+
 def test_a_tied_head_that_differs_is_refused(tmp_path):
     made = transformers.LlamaForCausalLM(config(tie_word_embeddings=False))
     made.save_pretrained(tmp_path)

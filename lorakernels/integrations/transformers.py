@@ -157,6 +157,7 @@ class LoRAKernelsCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """ValueError where Trainer would run copies of the model in threads."""
+        self.on_train_end(args, state, control)  # skipped where the last train() raised
         if (gpus := getattr(args, "n_gpu", 1)) > 1:
             raise ValueError(
                 f"Trainer would split each batch over {gpus} GPUs in threads (DataParallel), which copy FP8 and random "

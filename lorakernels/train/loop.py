@@ -128,6 +128,7 @@ class Trainer:
         )
         norm = self._clip(gradients)
         self._update(lr, loss, norm)
+        del gradients  # a capture does not take over gradients that somebody else holds too
         if self.fp8_state is not None:
             self.fp8_state.reduce_and_update()
         if self.runtime is not None:
@@ -230,12 +231,15 @@ class Trainer:
         self._check_fits(checkpoint.tensors)
         if (checkpoint.state["fp8"] is None) != (self.fp8_state is None):
             raise CheckpointError("the checkpoint and this run differ in fp8")
+        if self.fp8_state is not None:
+            try:
+                self.fp8_state.load_state_dict(checkpoint.state["fp8"])
+            except ValueError as error:
+                raise CheckpointError(f"the checkpoint is of another run: {error}") from error
         with torch.no_grad():
             for name, parameter in self.trainable.items():
                 parameter.copy_(checkpoint.tensors[name])
         self.optimizer.load_state_dict(checkpoint.state["optimizer"])
-        if self.fp8_state is not None:
-            self.fp8_state.load_state_dict(checkpoint.state["fp8"])
         set_rng_state(checkpoint.state["rng"], self.device)
         if self.runtime is not None:
             self.runtime.load_state_dict(checkpoint.state["runtime"])

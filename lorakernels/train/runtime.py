@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels import FP8State, LoRAReport, PhiloxState, fuse, model_parallel_states
+from lorakernels import FP8State, LoRALinear, LoRAReport, PhiloxState, fuse, model_parallel_states
 from lorakernels.graphs import CaptureError, GraphManager, OrderError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
@@ -168,6 +168,11 @@ def _why_not(
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout = {config.attention_dropout} draws from torch's generator"
+    replayed = set(layers.modules())
+    for path, module in model.named_modules():
+        if isinstance(module, LoRALinear) and module.lora_dropout > 0 and module not in replayed:
+            # replayed layers draw no nonce, so it would take those that are theirs in an eager step
+            return f"{path} has dropout {module.lora_dropout} outside of the decoder layers"
     return None
 
 

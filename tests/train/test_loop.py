@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.train.errors import Diverged
+from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
 from lorakernels.train.loop import Trainer, evaluate
 from lorakernels.train.metrics import MetricsLog, plot_losses, read_metrics
@@ -234,6 +234,19 @@ def test_metrics_survive_a_crash_and_drop_what_is_done_again(tmp_path: Path) -> 
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     MetricsLog(path, 0).close()
     assert read_metrics(path) == []
+
+
+def test_a_checkpoint_with_other_fp8_layers_changes_nothing(trainer: MakeTrainer) -> None:
+    one, other = trainer(fp8=True), trainer(fp8=True)
+    one.step()
+    checkpoint = one.checkpoint({})
+    checkpoint.state["fp8"]["names"][0] = "another layer"
+    before = {name: p.detach().clone() for name, p in other.trainable.items()}
+    with pytest.raises(CheckpointError, match=r"of another run: .*'another layer'"):
+        other.restore(checkpoint)
+    assert all(torch.equal(p, before[name]) for name, p in other.trainable.items())
+    assert not other.optimizer.state
+    one.close(), other.close()
 
 
 def test_optimizer_decays_matrices_only() -> None:

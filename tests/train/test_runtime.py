@@ -51,11 +51,13 @@ def make(
 ) -> Callable[..., tuple[Trainer, list[str]]]:
     """A trainer over FP8 with dropout, and what its runtime said. `replay` imitates CUDA graphs on the CPU."""
 
-    def make(replay: bool, fused: bool = False, **options: Any) -> tuple[Trainer, list[str]]:
+    def make(
+        replay: bool, fused: bool = False, targets: Any = "all-linear", **options: Any
+    ) -> tuple[Trainer, list[str]]:
         said: list[str] = []
         torch.manual_seed(1)
         random = make_random_state(7, 0, CPU)
-        lora = LoRAConfig(r=4, lora_dropout=0.2, target_modules="all-linear")
+        lora = LoRAConfig(r=4, lora_dropout=0.2, target_modules=targets)
         loaded = load_quantized(
             model_dir,
             device="cpu",
@@ -251,6 +253,23 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(make):
 def test_why_not(make, changes, reason):
     trainer, _ = make(bool(changes), **changes)
     assert trainer.runtime is not None and trainer.runtime.why_not == reason
+    trainer.close()
+
+
+def test_dropout_outside_of_the_layers_rules_graphs_out(make):
+    """The head would draw the first layer's nonce once the layers are replayed."""
+    trainer, _ = make(True, targets=["q_proj", "lm_head"])
+    assert trainer.runtime.why_not == "lm_head has dropout 0.2 outside of the decoder layers"
+    trainer.close()
+
+
+def test_replayed_layers_add_to_the_graphs_own_gradients(make):
+    """Nobody else holds a gradient when a step ends: none is zeroed and copied at every replay."""
+    trainer, _ = make(True)
+    for _ in range(3):
+        trainer.step()
+    expected = sum(p.nbytes for p in trainer.trainable.values())
+    assert trainer.runtime.manager.report().grad_bytes == expected > 0
     trainer.close()
 
 
