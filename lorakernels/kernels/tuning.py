@@ -99,6 +99,7 @@ def programs(config: KernelConfig, problem: Problem, multiprocessors: int) -> in
     return min(tiles(config, problem), multiprocessors * config.resident)
 
 
+@lru_cache(4096)
 def csrc_tile(rows: int, cols: int, split: bool, multiprocessors: int) -> tuple[int, int]:
     """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols].
 
@@ -109,4 +110,8 @@ def csrc_tile(rows: int, cols: int, split: bool, multiprocessors: int) -> tuple[
         rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // multiprocessors)
         return rounds * CSRC_TILES[split][tile]
 
-    return min(CSRC_TILES[split], key=cost)
+    tile = min(CSRC_TILES[split], key=cost)
+    if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":
+        how = "split" if split else "fast"
+        print(f"lorakernels: csrc, [{rows}, {cols}], {how}: tiles of {tile}", file=sys.stderr)
+    return tile

@@ -201,6 +201,15 @@ def test_tiles_that_fill_the_multiprocessors(
     assert tuning.csrc_tile(rows, cols, split, 132) == tile
 
 
+def test_the_tile_is_printed_once_when_asked(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("LORAKERNELS_PRINT_CONFIGS", "1")
+    for _ in range(2):
+        tuning.csrc_tile(4097, 8192, True, 131)
+    assert (
+        capsys.readouterr().err == "lorakernels: csrc, [4097, 8192], split: tiles of (192, 128)\n"
+    )
+
+
 @pytest.mark.gpu
 def test_sums_in_parts_keep_what_the_tensor_cores_drop() -> None:
     """At N = 28672 the error is that of one rounding to bf16; fast accumulation is off by more than twice that."""
