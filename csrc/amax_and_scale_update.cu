@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kColumns = 32;
 constexpr int kThreadRows = 32;
-constexpr int kRowsPerThread = 4;
+constexpr int kRowsPerThread = 16;  // in flight at once
 constexpr int kTileRows = kThreadRows * kRowsPerThread;
 
 __device__ bool gate_is_open(const AmaxAndScaleUpdateParams& params) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The LORAKERNELS_BUILD_* macros come from setup.py and reach this file only, so that a change of them rebuilds nothing
 // else.
+#include "build_info.h"
+
 #include "cuda_runtime_info.h"
 #include "register.h"
 
@@ -46,6 +48,10 @@ py::dict runtime_info() {
 }
 
 }  // namespace
+
+bool built_for(const std::string& arch) {
+  return (";" + std::string(LORAKERNELS_BUILD_CUDA_ARCHS) + ";").find(";" + arch + ";") != std::string::npos;
+}
 
 void register_build_info(py::module_& m) {
   m.def("build_info", &build_info, "What this extension was built with; asks no driver");

@@ -31,6 +31,10 @@ void check(const std::string& op, const Fp8GemmParams& params) {
                    std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) +
                    ", depth " + std::to_string(depth));
   }
+  if (params.turned && (cols % 16 != 0 || !params.splits)) {
+    refuse(op, "a weight that is not transposed takes splits and cols a multiple of 16, got cols " +
+                   std::to_string(cols) + (params.splits ? "" : " without splits"));
+  }
   if (params.u_stride % 8 != 0 || params.u_stride < params.rank) {
     refuse(op, "stride must be a multiple of 8 and at least rank " + std::to_string(params.rank) + ", got " +
                    std::to_string(params.u_stride));
@@ -47,11 +51,13 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     refuse(op, op == "fp8_grad_input" ? "a_dtype must be dtype or 'float32'" : "b_dtype must be dtype or 'float32'");
   }
   const std::pair tile{params.tile_rows, params.tile_cols};
-  const bool large =
-      params.splits ? tile == std::pair{192, 128} || tile == std::pair{256, 128} : tile == std::pair{128, 256};
+  const bool large = !params.splits ? tile == std::pair{128, 256}
+                                    : tile == std::pair{192, 128} || (tile == std::pair{256, 128} && !params.turned);
   if (!large && tile != std::pair{128, 128}) {
-    refuse(op, "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting, 128 × 256 otherwise; got " +
-                   std::to_string(tile.first) + " × " + std::to_string(tile.second));
+    refuse(op,
+           "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting (not 256 × 128 of a weight that is not "
+           "transposed), 128 × 256 otherwise; got " +
+               std::to_string(tile.first) + " × " + std::to_string(tile.second));
   }
 }
 
@@ -82,15 +88,16 @@ void fp8_linear_lora(uintptr_t y, uintptr_t x8, uintptr_t weight, uintptr_t x_sc
   launch_fp8_linear_lora(params, pointer<void>(stream), device);
 }
 
-void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight_t, uintptr_t dy_scale_inv, uintptr_t weight_scale_inv,
-                    uintptr_t ds, uintptr_t A, int64_t rows, int64_t cols, int64_t depth, int64_t rank, int64_t stride,
-                    float factor, uintptr_t slot, uint32_t site, uint32_t threshold, uint32_t first_row,
-                    uint32_t first_col, uintptr_t dropped, const std::string& dtype, const std::string& a_dtype,
-                    const std::string& format, bool splits, const std::pair<int, int>& tile, int64_t multiprocessors,
-                    uintptr_t stream, int device) {
+void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight, bool transposed, uintptr_t dy_scale_inv,
+                    uintptr_t weight_scale_inv, uintptr_t ds, uintptr_t A, int64_t rows, int64_t cols, int64_t depth,
+                    int64_t rank, int64_t stride, float factor, uintptr_t slot, uint32_t site, uint32_t threshold,
+                    uint32_t first_row, uint32_t first_col, uintptr_t dropped, const std::string& dtype,
+                    const std::string& a_dtype, const std::string& format, bool splits, const std::pair<int, int>& tile,
+                    int64_t multiprocessors, uintptr_t stream, int device) {
   Fp8GemmParams params{};
   params.out = pointer<void>(dx);
-  params.left = pointer<const uint8_t>(dy8), params.right = pointer<const uint8_t>(weight_t);
+  params.left = pointer<const uint8_t>(dy8), params.right = pointer<const uint8_t>(weight);
+  params.turned = !transposed;
   params.left_scale_inv = pointer<const float>(dy_scale_inv);
   params.right_scale_inv = pointer<const float>(weight_scale_inv);
   params.u = pointer<const void>(ds), params.v = pointer<const void>(A);
@@ -103,7 +110,8 @@ void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight_t, uintptr_t d
   params.splits = splits, params.tile_rows = tile.first, params.tile_cols = tile.second;
   params.multiprocessors = multiprocessors;
   check("fp8_grad_input", params);
-  launch_fp8_grad_input(params, pointer<void>(stream), device);
+  const auto launch = transposed ? launch_fp8_grad_input : launch_fp8_grad_input_turned;
+  launch(params, pointer<void>(stream), device);
 }
 
 }  // namespace
@@ -115,12 +123,12 @@ void register_fp8_gemm(py::module_& m) {
         py::arg("residual"), py::arg("rows"), py::arg("cols"), py::arg("depth"), py::arg("rank"), py::arg("stride"),
         py::arg("scaling"), py::arg("dtype"), py::arg("b_dtype"), py::arg("bias_dtype"), py::arg("splits"),
         py::arg("tile"), py::arg("multiprocessors"), py::arg("stream"), py::arg("device"), addresses);
-  m.def("fp8_grad_input", &fp8_grad_input, py::arg("dx"), py::arg("dy8"), py::arg("weight_t"), py::arg("dy_scale_inv"),
-        py::arg("weight_scale_inv"), py::arg("ds"), py::arg("A"), py::arg("rows"), py::arg("cols"), py::arg("depth"),
-        py::arg("rank"), py::arg("stride"), py::arg("factor"), py::arg("slot"), py::arg("site"), py::arg("threshold"),
-        py::arg("first_row"), py::arg("first_col"), py::arg("dropped"), py::arg("dtype"), py::arg("a_dtype"),
-        py::arg("format"), py::arg("splits"), py::arg("tile"), py::arg("multiprocessors"), py::arg("stream"),
-        py::arg("device"), addresses);
+  m.def("fp8_grad_input", &fp8_grad_input, py::arg("dx"), py::arg("dy8"), py::arg("weight"), py::arg("transposed"),
+        py::arg("dy_scale_inv"), py::arg("weight_scale_inv"), py::arg("ds"), py::arg("A"), py::arg("rows"),
+        py::arg("cols"), py::arg("depth"), py::arg("rank"), py::arg("stride"), py::arg("factor"), py::arg("slot"),
+        py::arg("site"), py::arg("threshold"), py::arg("first_row"), py::arg("first_col"), py::arg("dropped"),
+        py::arg("dtype"), py::arg("a_dtype"), py::arg("format"), py::arg("splits"), py::arg("tile"),
+        py::arg("multiprocessors"), py::arg("stream"), py::arg("device"), addresses);
 }
 
 }  // namespace lorakernels

@@ -5,8 +5,8 @@
 //   fp8_grad_input    dx = dy8 W8 + factor · keep ⊙ (ds A)                 u = ds, v = A
 //
 // with the scales of the FP8 operands. Hopper's FP8 tensor cores read operands only whose rows run along the
-// contraction: W8 as it lies for the first, transposed for the second. keep is drawn again by philox.h's rule. For
-// sm_90a.
+// contraction: W8 as it lies for the first, transposed for the second, which takes it transposed or, turned, as it lies
+// (fp8_gemm_turned.h). keep is drawn again by philox.h's rule. For sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace lorakernels {
 struct Fp8GemmParams {
   void* out;                     // [rows, cols] of dtype, 16-byte aligned
   const uint8_t* left;           // [rows, depth] e4m3, or e5m2 for fp8_grad_input, 16-byte aligned
-  const uint8_t* right;          // [cols, depth] e4m3, 16-byte aligned
+  const uint8_t* right;          // [cols, depth] e4m3, 16-byte aligned; turned [depth, cols]
   const float* left_scale_inv;   // [1], what an element of left is multiplied by
   const float* right_scale_inv;  // [1], or [cols] for fp8_linear_lora: one for each row of right
   bool by_column;                // right_scale_inv is [cols]
@@ -39,13 +39,15 @@ struct Fp8GemmParams {
   FloatType v_dtype;             // dtype, or kFloat32 to be rounded to it
   FloatType bias_dtype;          // any
   bool is_e5m2;                  // left
+  bool turned;                   // fp8_grad_input that splits only; cols is a multiple of 16 then
   bool splits;                   // sums of 128 along depth are added in fp32: the FP8 tensor cores keep fewer bits
-  int tile_rows, tile_cols;      // 128 × 128; splitting 192 × 128 or 256 × 128, otherwise 128 × 256
+  int tile_rows, tile_cols;      // 128 × 128; splitting 192 × 128 or, not turned, 256 × 128; otherwise 128 × 256
   int64_t multiprocessors;       // of the device
 };
 
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
 void launch_fp8_linear_lora(const Fp8GemmParams& params, void* stream, int device);
-void launch_fp8_grad_input(const Fp8GemmParams& params, void* stream, int device);
+void launch_fp8_grad_input(const Fp8GemmParams& params, void* stream, int device);         // not turned
+void launch_fp8_grad_input_turned(const Fp8GemmParams& params, void* stream, int device);  // turned
 
 }  // namespace lorakernels

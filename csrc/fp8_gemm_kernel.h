@@ -12,6 +12,7 @@
 
 #include "fp8_gemm_multiply.h"
 #include "fp8_gemm_serve.h"
+#include "fp8_gemm_turned.h"
 #include "launch.h"
 
 namespace lorakernels {
@@ -51,7 +52,9 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads,
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
-    Consumer<T, kE5M2, kSplits, Tile, kRankStep>(params, base).work(out, residual, extras);
+    using Multiplies = std::conditional_t<Tile::kTurned, TurnedConsumer<T, kE5M2, Tile, kRankStep>,
+                                          Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
+    Multiplies(params, base).work(out, residual, extras);
   }
 #endif
 }
@@ -59,20 +62,24 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads,
 template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep>
 void launch(const Fp8GemmParams& params, cudaStream_t stream) {
   using Tile = Tiling<kProduct, kShape, kRankStep>;
+  static_assert(Tile::kFits);
   const auto kernel = fp8_gemm_kernel<kProduct, T, kE5M2, kSplits, kShape, kRankStep>;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   const int64_t tiles =
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
-  const auto operand = [&](const void* data, int64_t rows, int box_rows) {
-    return tensor_map(data, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, rows, params.depth, box_rows);
+  const auto operand = [](const void* data, int64_t rows, int64_t cols, int box_rows) {
+    return tensor_map(data, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, rows, cols, box_rows);
   };
   constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto result = [&](const void* data) {
-    return data == nullptr ? CUtensorMap{} : tensor_map(data, kType, 2, params.rows, params.cols, kBoxRows);
+    constexpr int kRows = Tile::kTurned ? Tile::kRows : kBoxRows;
+    return data == nullptr ? CUtensorMap{} : tensor_map(data, kType, 2, params.rows, params.cols, kRows);
   };
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true,
-                operand(params.left, params.rows, Tile::kRows), operand(params.right, params.cols, Tile::kCols),
+                operand(params.left, params.rows, params.depth, Tile::kRows),
+                Tile::kTurned ? operand(params.right, params.depth, params.cols, kStepDepth)
+                              : operand(params.right, params.cols, params.depth, Tile::kCols),
                 result(params.out), result(params.residual), params);
 }
 
@@ -80,16 +87,17 @@ template <Product kProduct, typename T, bool kE5M2, bool kSplits>
 void launch_tiled(const Fp8GemmParams& params, cudaStream_t stream) {
   const auto large = [&](auto shape) {
     constexpr Shape kShape = decltype(shape)::value;
+    constexpr int kRankStep = Tiling<kProduct, kShape, 64>::kFits ? 64 : 32;
     params.rank <= 16 ? launch<kProduct, T, kE5M2, kSplits, kShape, 16>(params, stream)
-                      : launch<kProduct, T, kE5M2, kSplits, kShape, 32>(params, stream);
+                      : launch<kProduct, T, kE5M2, kSplits, kShape, kRankStep>(params, stream);
   };
   if (params.tile_rows * params.tile_cols == 128 * 128) {
     launch<kProduct, T, kE5M2, kSplits, Shape::kSmall, 64>(params, stream);
   } else if constexpr (!kSplits) {
     large(std::integral_constant<Shape, Shape::kWide>());
-  } else if (params.tile_rows == 192) {
+  } else if (Tiling<kProduct, Shape::kTall, 16>::kTurned || params.tile_rows == 192) {
     large(std::integral_constant<Shape, Shape::kTall>());
-  } else {
+  } else if constexpr (kProduct != Product::kGradInputTurned) {
     large(std::integral_constant<Shape, Shape::kTallest>());
   }
 }

@@ -8,6 +8,19 @@
 namespace lorakernels {
 namespace {
 
+template <int kSums>
+__device__ void clear(float (&sums)[kSums]) {
+#pragma unroll
+  for (float& each : sums) each = 0.0f;
+}
+
+// What follows reads the sums after the tensor cores have written them.
+template <int kSums>
+__device__ void settle(float (&sums)[kSums]) {
+#pragma unroll
+  for (float& each : sums) asm volatile("" : "+f"(each)::"memory");
+}
+
 template <typename T, bool kE5M2, bool kSplits, typename Tile, int kRankStep>
 struct Consumer {
   using RowsOfU = SwizzledRows<kRankStep * 2>;
@@ -31,17 +44,6 @@ struct Consumer {
   __device__ void done_with(uint32_t barrier) const {
     __syncwarp();
     if (lane == 0) arrive(barrier);
-  }
-
-  static __device__ void clear(float (&sums)[kSums]) {
-#pragma unroll
-    for (float& each : sums) each = 0.0f;
-  }
-
-  // What follows reads the sums after the tensor cores have written them.
-  static __device__ void settle(float (&sums)[kSums]) {
-#pragma unroll
-    for (float& each : sums) asm volatile("" : "+f"(each)::"memory");
   }
 
   // Of 128 along depth.
@@ -108,6 +110,7 @@ struct Consumer {
     const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU + Tile::block_row(group, block) * (kRankStep * 2));
     const uint32_t v_block = base + Tile::kOffsetV + Tile::block_col(block) * (kRankStep * 2);
     const uint64_t v = Tile::kLinear ? RowsOfU::descriptor(v_block) : Rows::descriptor(v_block, kRankStep * 128);
+#pragma unroll 1
     for (int step = 0; step < extras.steps; ++step) {
       if (block == 0 || extras.steps > 1) wait_for(extras.full, extras.round);
       wgmma_fence();

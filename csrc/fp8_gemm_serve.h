@@ -64,6 +64,40 @@ struct Helper {
     }
   }
 
+  // For kGradInputTurned: of each 16 columns the even ones, then the odd ones, as its rows of W8ᵀ come.
+  __device__ void fetch_turned_columns(int col0, int rank0) const {
+    constexpr int kSixteens = Tile::kCols / 16;
+#pragma unroll 1
+    for (int i = thread(); i < kRankStep * kSixteens; i += kHelpers) {
+      const int row = i / kSixteens, at = i % kSixteens, col = col0 + at * 16;
+      uint32_t word[8]{};  // two columns each
+      if (rank0 + row < params.rank && col < params.cols) {
+        const int64_t from = (rank0 + row) * params.cols + col;
+        if (params.v_dtype == FloatType::kFloat32) {
+          const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(params.v) + from);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float4 four = source[j];
+            word[2 * j] = packed<T>(four.x, four.y), word[2 * j + 1] = packed<T>(four.z, four.w);
+          }
+        } else {
+          const auto source = reinterpret_cast<const uint4*>(static_cast<const T*>(params.v) + from);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const uint4 eight = source[j];
+            word[4 * j] = eight.x, word[4 * j + 1] = eight.y, word[4 * j + 2] = eight.z, word[4 * j + 3] = eight.w;
+          }
+        }
+      }
+      const uint32_t to = base + Tile::kOffsetV + at / 4 * (kRankStep * 128);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const auto half = [&](int j) { return __byte_perm(word[2 * j], word[2 * j + 1], odd ? 0x7632 : 0x5410); };
+        store_shared(to + Rows::offset(row, at % 4 * 2 + odd), make_uint4(half(0), half(1), half(2), half(3)));
+      }
+    }
+  }
+
   __device__ void fetch_eight(uint32_t to, const void* matrix, bool is_fp32, int64_t at, bool exists) const {
     const int64_t from = exists ? at : 0;
     if (!is_fp32) return copy_async(to, static_cast<const T*>(matrix) + from, exists);
@@ -137,7 +171,7 @@ struct Helper {
                        params.cols, step * kRankStep);
             if (time + step == 0) fetch_scales(col0);
           } else {
-            fetch_columns(col0, step * kRankStep);
+            Tile::kTurned ? fetch_turned_columns(col0, step * kRankStep) : fetch_columns(col0, step * kRankStep);
             if (params.dropout.threshold > 0 && time + step == 0) {
               params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
             }
@@ -161,7 +195,7 @@ __device__ void bring_operands(const Fp8GemmParams& params, const CUtensorMap& l
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), Tile::kStageBytes);
       copy_box(ring.tile(), left, at, row, ring.full());
-      copy_box(ring.tile() + Tile::kBytesLeft, right, at, col, ring.full());
+      copy_box(ring.tile() + Tile::kBytesLeft, right, Tile::kTurned ? col : at, Tile::kTurned ? at : col, ring.full());
     }
   }
 }

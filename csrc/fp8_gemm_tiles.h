@@ -19,30 +19,34 @@ constexpr int kGroup = 8;  // row tiles that share their column tiles in the L2 
 
 using Rows = SwizzledRows<128>;
 
-enum class Product { kLinear, kGradInput };
+// kGradInputTurned computes dxᵀ = W8ᵀ dy8ᵀ and so takes W8 as it lies: its tensor cores get it through registers.
+enum class Product { kLinear, kGradInput, kGradInputTurned };
 enum class Shape { kSmall, kTall, kTallest, kWide };  // 128 × 128, 192 × 128, 256 × 128, 128 × 256
 
 template <Product kProduct, Shape kShape, int kRankStep>
 struct Tiling {
-  static constexpr bool kLinear = kProduct == Product::kLinear, kWide = kShape == Shape::kWide;
-  static constexpr int kConsumers = kShape == Shape::kTall ? 3 : 2;  // warpgroups
+  static constexpr bool kLinear = kProduct == Product::kLinear, kTurned = kProduct == Product::kGradInputTurned;
+  static constexpr bool kWide = kShape == Shape::kWide;
+  static constexpr int kConsumers = kShape == Shape::kTall && !kTurned ? 3 : 2;  // warpgroups
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 224;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kBlocks = kWide || kShape == Shape::kTallest ? 2 : 1;  // of a warpgroup: beside or below
-  static constexpr int kRows = kConsumers * (kWide ? 1 : kBlocks) * kBlockRows, kCols = (kWide ? 2 : 1) * kBlockCols;
+  static constexpr int kRows = kShape == Shape::kTall ? 192 : kConsumers * (kWide ? 1 : kBlocks) * kBlockRows;
+  static constexpr int kCols = (kWide ? 2 : 1) * kBlockCols;
   static constexpr int kBytesLeft = kRows * kStepDepth, kStageBytes = kBytesLeft + kCols * kStepDepth;
   static constexpr int kStages = kShape == Shape::kSmall ? 5 : kShape == Shape::kTall && kRankStep <= 16 ? 4 : 3;
   static constexpr int kMaskBytes = kLinear ? 0 : kCols / 8;  // of a row
   static constexpr int kOffsetOut = kStages * kStageBytes;
-  static constexpr int kOffsetU = kOffsetOut + kConsumers * 4 * 2 * kBoxBytes;
+  static constexpr int kOutBytes = kTurned ? kRows * kCols * 2 : kConsumers * 4 * 2 * kBoxBytes;
+  static constexpr int kOffsetU = kOffsetOut + kOutBytes;
   static constexpr int kOffsetV = kOffsetU + kRows * kRankStep * 2;
   static constexpr int kOffsetMask = kOffsetV + kCols * kRankStep * 2;
   static constexpr int kOffsetScales = kOffsetMask + kRows * kMaskBytes;  // of columns, then the bias; fp32
   static constexpr int kOffsetBarriers = kOffsetScales + (kLinear ? 2 * kCols * 4 : 0);
   static constexpr int kExtras = 2 * kStages, kResiduals = kExtras + 2;  // barriers: of the ring, extras, every warp's
   static constexpr int kBytes = kOffsetBarriers + (kResiduals + (kLinear ? kConsumers * 4 : 0)) * 8;
-  static_assert(kBytes <= 227 * 1024);
+  static constexpr bool kFits = kBytes <= 227 * 1024;
 
   static __device__ int block_row(int group, int block) {
     return (kWide ? group : group * kBlocks + block) * kBlockRows;

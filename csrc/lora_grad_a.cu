@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_fp8.h>
 
+#include "draws.h"
 #include "launch.h"
 #include "lora_grad_a.h"
 #include "mma_sync.h"
@@ -14,85 +15,23 @@ using Grid = LoraGradAGrid;
 constexpr int kThreads = Grid::kThreads;
 constexpr int kSumThreads = 256;
 
-__device__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {  // __byte_perm cannot replicate sign bits
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-  return result;
-}
-
 // Selectors that take the same from two words, and put what is the first one's first.
 constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
 constexpr uint32_t kLowBytes = 0x5140, kHighBytes = 0x7362;  // bytes 0 and 1, or 2 and 3, of both in turn
 constexpr uint32_t kSignsInTurn = 0xFBD9;                    // of the low halves, of the high halves; a byte each
 constexpr uint32_t kLowSigns = 0xDD99, kHighSigns = 0xFFBB;  // of the low, or the high halves; two bytes each
 
-// Whether a 16-bit lane is kept, told by the sign bit of its half of a word. A lane is first brought to the threshold's
-// side of 0x8000; then the addition does not leave the half.
-struct Threshold {
-  uint32_t addend;
-  bool above_half;
-
-  __device__ explicit Threshold(uint32_t threshold)
-      : addend((0x8000u - threshold) * 0x00010001u), above_half(threshold > 0x8000u) {}
-
-  template <int kCount>
-  __device__ void apply(PhiloxDraw (&draws)[kCount]) const {
-    if (above_half) {
-#pragma unroll
-      for (PhiloxDraw& draw : draws) {
-#pragma unroll
-        for (uint32_t& word : draw.word) word = __vmaxu2(word, 0x80008000u) + addend;
-      }
-    } else {
-#pragma unroll
-      for (PhiloxDraw& draw : draws) {
-#pragma unroll
-        for (uint32_t& word : draw.word) word = __vminu2(word, 0x80008000u) + addend;
-      }
-    }
-  }
-};
-
-// The bits of dropout.h of kRows rows, four apart, from the signs that `Threshold` left: a thread has the 8 columns of
-// one draw, four threads the 32 of a word.
+// Of kRows rows, four apart, from what `Threshold` left.
 template <int kRows>
-__device__ void hand_over(const PhiloxDraw (&signs)[kRows], uint32_t* target, int64_t words, uint32_t rows_left) {
-  const uint32_t draw = threadIdx.x % 16 / 4;
+__device__ void hand_over(const PhiloxDraw (&draws)[kRows], uint32_t* target, int64_t words, uint32_t rows_left) {
+  const MaskWriter writer;
+  uint2 signs[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) bits |= (~signs[i].word[w] >> (15 - 2 * w)) & (0x00010001u << (2 * w));
-    bits <<= dropped_shift(draw);
-    bits |= __shfl_xor_sync(0xFFFFFFFFu, bits, 4);
-    bits |= __shfl_xor_sync(0xFFFFFFFFu, bits, 8);
-    if (draw == 0 && 4 * i < rows_left) target[4 * i * words] = bits;
-  }
+  for (int i = 0; i < kRows; ++i) signs[i] = signs_of_lanes(draws[i]);
+  const uint32_t bits = writer.word(signs);
+  const int row = writer.template row<kRows>();
+  if (row >= 0 && 4 * row < rows_left) target[4 * row * words] = bits;
 }
-
-// Philox's keys, in uniform registers: there a reduction over the warp leaves its result.
-struct RoundKeys {
-  uint32_t key[10][2];
-
-  __device__ RoundKeys() {}
-  __device__ explicit RoundKeys(uint64_t seed) {
-    uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
-#pragma unroll
-    for (uint32_t (&of_round)[2] : key) {
-      of_round[0] = __reduce_or_sync(0xFFFFFFFFu, low), of_round[1] = __reduce_or_sync(0xFFFFFFFFu, high);
-      low += 0x9E3779B9u, high += 0xBB67AE85u;
-    }
-  }
-
-  template <int kCount>
-  __device__ void draw(PhiloxDraw (&draws)[kCount]) const {
-#pragma unroll
-    for (const uint32_t (&of_round)[2] : key) {
-#pragma unroll
-      for (PhiloxDraw& draw : draws) draw = philox_round(draw, of_round[0], of_round[1]);
-    }
-  }
-};
 
 // Four e4m3 bytes as fp16, which holds them all, in two words.
 __device__ uint2 halves_of_e4m3(uint32_t bytes) {
@@ -110,8 +49,8 @@ __device__ uint2 halves_of_e4m3(uint32_t bytes) {
 #endif
 }
 
-// Eight columns of two rows, zeros where the signs of `first` and `second` do not keep them, as an MMA takes them: a
-// word for both rows' element of a column, in T.
+// Eight columns of two rows, zeros where the signs of `first` and `second` drop them, as an MMA takes them: a word for
+// both rows' element of a column, in T.
 template <typename T, bool kFp8, bool kDropout>
 struct Pairs {
   uint32_t word[8];
@@ -123,7 +62,7 @@ struct Pairs {
       uint32_t &low = word[2 * two], &high = word[2 * two + 1];
       if constexpr (kFp8) {
         uint32_t bytes = permuted(row[two / 2], next[two / 2], two % 2 == 0 ? kLowBytes : kHighBytes);
-        if constexpr (kDropout) bytes &= permuted(a, b, kSignsInTurn);
+        if constexpr (kDropout) bytes &= ~permuted(a, b, kSignsInTurn);
         const uint2 halves = halves_of_e4m3(bytes);
         low = halves.x, high = halves.y;
         if constexpr (!std::is_same_v<T, __half>) {
@@ -132,7 +71,7 @@ struct Pairs {
         }
       } else {
         low = permuted(row[two], next[two], kLowHalves), high = permuted(row[two], next[two], kHighHalves);
-        if constexpr (kDropout) low &= permuted(a, b, kLowSigns), high &= permuted(a, b, kHighSigns);
+        if constexpr (kDropout) low &= ~permuted(a, b, kLowSigns), high &= ~permuted(a, b, kHighSigns);
       }
     }
   }
@@ -198,12 +137,12 @@ struct Tiling {
   static constexpr int kBytes = std::max(kRingBytes, static_cast<int>(kThreads / 2 * sizeof(Sums)));
 };
 
-// sum += dsᵀ D(x) of 4 kRows rows: a thread's numbers of ds and x, row by row, and what the draws keep of x.
+// sum += dsᵀ D(x) of 4 kRows rows: a thread's numbers of ds and x, row by row, and what the draws leave of x.
 template <typename T, bool kFp8, bool kDropout, int kRows, int kTiles, int kWords>
 __device__ void add_products(float (&sum)[8][kTiles][4], const uint32_t (&ds)[kRows][kTiles],
-                             const uint32_t (&x)[kRows][kWords], const PhiloxDraw (&kept)[kRows]) {
-  const Pairs<T, kFp8, kDropout> upper(x[0], x[1], kept[0], kept[1]);
-  const Pairs<T, kFp8, kDropout> lower(x[kRows - 2], x[kRows - 1], kept[kRows - 2], kept[kRows - 1]);
+                             const uint32_t (&x)[kRows][kWords], const PhiloxDraw (&dropped)[kRows]) {
+  const Pairs<T, kFp8, kDropout> upper(x[0], x[1], dropped[0], dropped[1]);
+  const Pairs<T, kFp8, kDropout> lower(x[kRows - 2], x[kRows - 1], dropped[kRows - 2], dropped[kRows - 1]);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const uint32_t a0 = permuted(ds[0][tile], ds[1][tile], kLowHalves);

@@ -42,8 +42,11 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams&, void*
 void launch_fp8_linear_lora(const Fp8GemmParams&, void*, int) { not_compiled("fp8_linear_lora"); }
 
 void launch_fp8_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
+void launch_fp8_grad_input_turned(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
 
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
+
+QuantizeLoraDownPlan quantize_lora_down_plan(int64_t, int64_t, int64_t, int) { not_compiled("quantize_lora_down"); }
 
 void launch_quantize_lora_down(const QuantizeLoraDownParams&, void*, int) { not_compiled("quantize_lora_down"); }
 

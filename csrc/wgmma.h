@@ -54,6 +54,10 @@ __device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.as
   LK_NAMES_32                                                                                              \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LK_NAMES_96                                                                                        \
+  LK_NAMES_64                                                                                              \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define LK_NAMES_128                                                                                             \
   LK_NAMES_64                                                                                                    \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "       \
@@ -66,6 +70,7 @@ __device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.as
 #define LK_SUMS_16(d, i) LK_SUMS_8(d, i), LK_SUMS_8(d, i + 8)
 #define LK_SUMS_32(d, i) LK_SUMS_16(d, i), LK_SUMS_16(d, i + 16)
 #define LK_SUMS_64(d, i) LK_SUMS_32(d, i), LK_SUMS_32(d, i + 32)
+#define LK_SUMS_96(d, i) LK_SUMS_64(d, i), LK_SUMS_32(d, i + 64)
 #define LK_WGMMA(n, count, type, name_a, name_b, name_add, along_m, along_n)                                   \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " name_add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n   \
                "k16.f32." type "." type " {" LK_NAMES_##count "}, " name_a ", " name_b ", add, 1, 1, " along_m \
@@ -77,6 +82,11 @@ __device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.as
                "k32.f32." type ".e4m3 {" LK_NAMES_##count "}, " name_a ", " name_b ", add, 1, 1;\n}"         \
                : __VA_ARGS__                                                                                 \
                : "l"(a), "l"(b), "r"(add))
+#define LK_WGMMA_FP8_OF_REGISTERS(n, count, type, name_a, name_b, name_add)                                  \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " name_add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+               "k32.f32.e4m3." type " {" LK_NAMES_##count "}, {" name_a "}, " name_b ", add, 1, 1;\n}"       \
+               : LK_SUMS_##count(d, 0)                                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 #define LK_WGMMA_OF_TYPE(n, count, ...)             \
   if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
     LK_WGMMA(n, count, "bf16", __VA_ARGS__);        \
@@ -88,15 +98,17 @@ __device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.as
 // along M; B's run along N, or without kAlongN along K.
 template <typename T, int kAlongM, int kAlongN = 1, int kSums>
 __device__ __forceinline__ void wgmma(float (&d)[kSums], uint64_t a, uint64_t b, int add) {
-  static_assert(kSums == 8 || kSums == 16 || kSums == 32 || kSums == 64);
+  static_assert(kSums == 8 || kSums == 16 || kSums == 32 || kSums == 64 || kSums == 96);
   if constexpr (kSums == 8) {
     LK_WGMMA_OF_TYPE(16, 8, "%8", "%9", "%10", "%11", "%12")
   } else if constexpr (kSums == 16) {
     LK_WGMMA_OF_TYPE(32, 16, "%16", "%17", "%18", "%19", "%20")
   } else if constexpr (kSums == 32) {
     LK_WGMMA_OF_TYPE(64, 32, "%32", "%33", "%34", "%35", "%36")
-  } else {
+  } else if constexpr (kSums == 64) {
     LK_WGMMA_OF_TYPE(128, 64, "%64", "%65", "%66", "%67", "%68")
+  } else {
+    LK_WGMMA_OF_TYPE(192, 96, "%96", "%97", "%98", "%99", "%100")
   }
 }
 
@@ -120,14 +132,34 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[2][64], uint64_t a, uint64_
   }
 }
 
+// The same for A [64, 32] of e4m3 in registers and B [32, 128 or 192] of e5m2 or e4m3: lane l of warp w holds, 4
+// elements a word,
+//   a[0], a[1]  A[16 w + l/4, 4 (l%4)], and 8 rows further down      a[2], a[3]  the same, 16 columns further on
+template <bool kE5M2, int kSums>
+__device__ __forceinline__ void wgmma_fp8(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, int add) {
+  static_assert(kSums == 64 || kSums == 96);
+  if constexpr (kSums == 64 && kE5M2) {
+    LK_WGMMA_FP8_OF_REGISTERS(128, 64, "e5m2", "%64, %65, %66, %67", "%68", "%69");
+  } else if constexpr (kSums == 64) {
+    LK_WGMMA_FP8_OF_REGISTERS(128, 64, "e4m3", "%64, %65, %66, %67", "%68", "%69");
+  } else if constexpr (kE5M2) {
+    LK_WGMMA_FP8_OF_REGISTERS(192, 96, "e5m2", "%96, %97, %98, %99", "%100", "%101");
+  } else {
+    LK_WGMMA_FP8_OF_REGISTERS(192, 96, "e4m3", "%96, %97, %98, %99", "%100", "%101");
+  }
+}
+
 #undef LK_WGMMA_OF_TYPE
+#undef LK_WGMMA_FP8_OF_REGISTERS
 #undef LK_WGMMA_FP8
 #undef LK_WGMMA
+#undef LK_SUMS_96
 #undef LK_SUMS_64
 #undef LK_SUMS_32
 #undef LK_SUMS_16
 #undef LK_SUMS_8
 #undef LK_NAMES_128
+#undef LK_NAMES_96
 #undef LK_NAMES_64
 #undef LK_NAMES_32
 #undef LK_NAMES_16
