@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Addresses are integers (`Tensor.data_ptr()`), sizes count elements, a stream is `torch.cuda.Stream.cuda_stream`.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 # The scale of a bf16 or fp16 tensor, known on the device alone (csrc/amax.h, shared by the quantizing kernels): their
@@ -81,7 +81,7 @@ def bias_dropout_add_backward(
     stream: int,
     device: int,
 ) -> None: ...
-def quantize_lora_down_partial(rows: int, cols: int, rank: int) -> int: ...
+def quantize_lora_down_workspace(rows: int, cols: int, rank: int, device: int) -> int: ...
 def quantize_grad_workspace(rows: int, cols: int, rank: int, has_dB: bool) -> int: ...
 def quantize_grad(
     dy8: int,
@@ -111,11 +111,10 @@ def quantize_lora_down(
     scale_inv: int,
     amax: int,
     s: int,
-    partial: int,
+    workspace: int,
     x: int,
     lora_A: int,
     kept: int,
-    partials: int,
     rows: int,
     cols: int,
     rank: int,
@@ -158,7 +157,8 @@ def fp8_linear_lora(
 def fp8_grad_input(
     dx: int,
     dy8: int,
-    weight_t: int,
+    weight: int,
+    transposed: bool,
     dy_scale_inv: int,
     weight_scale_inv: int,
     ds: int,
@@ -244,6 +244,7 @@ class Graph:
     def instantiate(self) -> None: ...
     def upload(self, stream: int) -> None: ...
     def launch(self, stream: int) -> None: ...
+    def launcher(self) -> Callable[[int], None]: ...  # the same, faster to call
     def update(self, other: Graph) -> str: ...  # why not; empty on success
     def census(self) -> list[tuple[str, str, int]]: ...  # type, kernel name or direction, count
     def programmatic_edges(self) -> int: ...
@@ -265,3 +266,19 @@ class Watch:
     def check(self) -> int: ...  # -1, or the number of what changed
 
 def flatten(value: Any, tensor_type: type) -> tuple[list[Any], list[Any]]: ...
+def matcher(
+    spec: list[Any],
+    tensor_type: type,
+    given: list[tuple[int, Any]],
+    same: list[tuple[int, int]],
+    like: list[tuple[int, Any]],
+    autocast: tuple[Any, ...],
+    watch: Watch,
+) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]: ...
+
+class GradSlots:
+    """Where parameters' gradients are (csrc/graph_call.cpp)."""
+
+    def __init__(self, targets: list[Any]) -> None: ...
+    def state(self) -> int: ...  # 0: all installed, 1: all None and nobody's, 2: anything else
+    def install(self) -> None: ...

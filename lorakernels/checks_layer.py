@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lorakernels.checks import COMPUTE_DTYPES
 
+PACKED_COLUMNS = 256  # of a row of gate and of up that share a scale in e4m3: a warp's, 8 a thread
+
 
 def rms_norm(x: Tensor, weight: Tensor, state: Tensor | None) -> None:
     """x [M, K] and weight [K] of a compute dtype on one device; state float32 there."""
@@ -72,7 +74,7 @@ def swiglu(
     state: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.dtype:
-    """gate_up [M, 2F] of a compute dtype, or e4m3 bytes with float32 [2] and an out_dtype. The dtype of the result."""
+    """gate_up [M, 2F] of a compute dtype, or e4m3 bytes with their scales and an out_dtype. The dtype of the result."""
     _matrix("gate_up", gate_up)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up must have 2 F columns, found {gate_up.shape[1]}")
@@ -86,7 +88,7 @@ def swiglu(
         raise TypeError(
             f"gate_up must be uint8, e4m3 bytes, where it has a scale_inv, found {gate_up.dtype}"
         )
-    _vector("gate_up_scale_inv", gate_up_scale_inv, 2, gate_up.device, torch.float32)
+    _packed_scales(gate_up_scale_inv, gate_up)
     if out_dtype is None or out_dtype not in COMPUTE_DTYPES:
         raise TypeError(
             f"out_dtype must be float32, bfloat16 or float16 for e4m3 bytes, found {out_dtype}"
@@ -113,6 +115,22 @@ def swiglu_grad(
         )
     _vector("multiplier", multiplier, 2, dact.device, torch.float32)
     _state("state_dy", state_dy, dact.device)
+
+
+def packed_scales(rows: int, cols: int) -> tuple[int, int]:
+    """Shape of the scale_inv of gate_up's bytes [M, 2F]: one for 256 columns of a row of gate and those of up."""
+    return rows, -(-(cols // 2) // PACKED_COLUMNS)
+
+
+def _packed_scales(scale_inv: Tensor, gate_up: Tensor) -> None:
+    expected = packed_scales(*gate_up.shape)
+    if scale_inv.shape != expected or scale_inv.device != gate_up.device:
+        raise ValueError(
+            f"gate_up_scale_inv must be {list(expected)} on {gate_up.device}, "
+            f"found {list(scale_inv.shape)} on {scale_inv.device}"
+        )
+    if scale_inv.dtype != torch.float32:
+        raise TypeError(f"gate_up_scale_inv must be torch.float32, found {scale_inv.dtype}")
 
 
 def _matrix(name: str, tensor: Tensor) -> None:

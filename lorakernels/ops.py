@@ -28,6 +28,7 @@ from lorakernels.ops_layer import (
     rope_qkv_,
     rope_qkv_backward,
     swiglu_quantize,
+    swiglu_quantize_and_pack,
     swiglu_quantize_grad,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "rope_qkv_",
     "rope_qkv_backward",
     "swiglu_quantize",
+    "swiglu_quantize_and_pack",
     "swiglu_quantize_grad",
     "transpose_fp8",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from lorakernels import checks_layer as checks
 from lorakernels.define import define, empty, fake_quantized
 
 _FP32 = torch.float32
@@ -33,13 +34,23 @@ def rope_qkv_backward(dq, dk, dv, cos, sin, multiplier):  # type: ignore[no-unty
     return empty(dq, batch * tokens, (heads + 2 * dk.shape[1]) * dim)
 
 
-@define("swiglu_quantize", mutates=("state",))
-def swiglu_quantize(  # type: ignore[no-untyped-def]
+def _swiglu_fake(  # type: ignore[no-untyped-def]
     gate_up, gate_up_scale_inv, state, column, delayed, keep, out_dtype=None
 ):
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     act = empty(gate_up, *shape, dtype=gate_up.dtype if gate_up_scale_inv is None else out_dtype)
     return act if keep else empty(act, 0), *fake_quantized(act, state)
+
+
+swiglu_quantize = define("swiglu_quantize", mutates=("state",))(_swiglu_fake)
+
+
+@define("swiglu_quantize_and_pack", mutates=("state",))
+def swiglu_quantize_and_pack(gate_up, state, column, delayed, keep):  # type: ignore[no-untyped-def]
+    results = _swiglu_fake(gate_up, None, state, column, delayed, keep)
+    scales = checks.packed_scales(*gate_up.shape)
+    packed = empty(gate_up, *gate_up.shape, dtype=torch.uint8)
+    return *results, packed, empty(gate_up, *scales, dtype=_FP32)
 
 
 @define("swiglu_quantize_grad", mutates=("state_dy",))
@@ -52,7 +63,8 @@ def swiglu_quantize_grad(  # type: ignore[no-untyped-def]
 
 @define("block_diagonal")
 def block_diagonal(blocks, rows, ranks, factors):  # type: ignore[no-untyped-def]
-    return empty(blocks[0], sum(rows), sum(ranks))
+    first, second = (empty(blocks[0], sum(rows), sum(ranks)) for _ in range(2))
+    return first, second
 
 
 @define("block_diagonal_parts")

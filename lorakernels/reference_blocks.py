@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of projections that are one matrix, in plain PyTorch (autograd/fused_linear.py has the formulas).
 
-block_diagonal         diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR]
+block_diagonal         diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR] for two choices of f, the forward's and the backward's
 block_diagonal_parts   of D [ΣN, ΣR]: f_i D[rows of i, columns of i]
 """
 
@@ -15,20 +15,21 @@ from torch import Tensor
 
 def block_diagonal(
     blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
-) -> Tensor:
-    """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype.
+) -> tuple[Tensor, Tensor]:
+    """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype, for f the first and the second row of `factors` fp32 [2, n].
 
     `rows` N_i and `ranks` R_i are those of n projections; the `blocks`, [N_i, R_i] of one dtype, are those of the ones
-    with R_i > 0; `factors` is fp32 [n].
+    with R_i > 0.
 
     Raises:
         ValueError, TypeError: they do not fit together.
     """
     check_blocks(blocks, rows, ranks, factors)
-    out = blocks[0].new_zeros(sum(rows), sum(ranks))
+    first, second = (blocks[0].new_zeros(sum(rows), sum(ranks)) for _ in range(2))
     for block, (i, place) in zip(blocks, _places(rows, ranks), strict=True):
-        out[place] = (block.float() * factors[i]).to(out.dtype)
-    return out
+        for out, factor in zip((first, second), factors[:, i], strict=True):
+            out[place] = (block.float() * factor).to(out.dtype)
+    return first, second
 
 
 def block_diagonal_parts(
@@ -66,9 +67,9 @@ def check_blocks(
         raise ValueError(f"blocks must be {expected}, found {found}")
     if len({block.dtype for block in blocks}) > 1:
         raise TypeError(f"blocks must have one dtype, found {[block.dtype for block in blocks]}")
-    if factors.shape != (len(rows),) or factors.dtype != torch.float32:
+    if factors.shape != (2, len(rows)) or factors.dtype != torch.float32:
         raise ValueError(
-            f"factors must be float32 [{len(rows)}], found {factors.dtype} {tuple(factors.shape)}"
+            f"factors must be float32 [2, {len(rows)}], found {factors.dtype} {tuple(factors.shape)}"
         )
 
 

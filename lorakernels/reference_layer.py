@@ -14,6 +14,9 @@
 fp32 arithmetic, one rounding when a result is stored; RMSNorm rounds h as well before it multiplies by the weight, as
 Transformers' LlamaRMSNorm does. What is quantized is the result as stored: x8 is `reference.quantize` of normed, a8 of
 act, d8 of dgate_up, bit for bit, whether that is kept or not.
+
+gate_up may be kept in e4m3 until backward: 256 columns of a row of gate and those of up share a scale, that of their
+amax, so that one pass over them computes act and leaves their bytes as well.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import checks_layer as checks
-from lorakernels.reference import E4M3, quantize
+from lorakernels.reference import E4M3, FP8_MAX, quantize, quantize_fp8, scale_of
 
 
 def rms_norm_quantize(
@@ -123,7 +126,7 @@ def swiglu_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(act [M, F] or empty unless `keep`, a8 [M, F] and scale_inv [1] or empty without a state).
 
-    gate_up is in act's dtype, or e4m3 bytes with scale_inv fp32 [2], gate's and up's: act is in `out_dtype` then.
+    gate_up is in act's dtype, or e4m3 bytes as `swiglu_quantize_and_pack` returns them: act is in `out_dtype` then.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
@@ -133,6 +136,28 @@ def swiglu_quantize(
     act = (torch.nn.functional.silu(gate) * up).to(dtype)
     a8, scale_inv = quantize(act, state, column, delayed, E4M3)
     return act if keep else act.new_empty(0), a8, scale_inv
+
+
+def swiglu_quantize_and_pack(
+    gate_up: Tensor, state: Tensor | None, column: int, delayed: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `swiglu_quantize` returns of a plain gate_up, and gate_up in e4m3: bytes [M, 2F] and their scale_inv.
+
+    scale_inv is fp32 [M, ⌈F / 256⌉]: one for 256 columns of a row of gate and those of up.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    results = swiglu_quantize(gate_up, None, state, column, delayed, keep)
+    rows, scales = checks.packed_scales(*gate_up.shape)
+    width, padded = gate_up.shape[1] // 2, scales * checks.PACKED_COLUMNS
+    values = gate_up.new_zeros(rows, 2, padded)
+    values[:, :, :width] = gate_up.reshape(rows, 2, width)
+    values = values.view(rows, 2, scales, checks.PACKED_COLUMNS)
+    scale = scale_of(values.abs().amax((1, 3)).float(), FP8_MAX[E4M3])
+    bytes_ = quantize_fp8(values, scale[:, None, :, None], E4M3).view(torch.uint8)
+    packed = bytes_.view(rows, 2, padded)[:, :, :width].reshape(gate_up.shape)
+    return *results, packed, torch.ones_like(scale) / scale
 
 
 def swiglu_quantize_grad(
@@ -169,4 +194,5 @@ def _gate_up(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]
         gate, up = gate_up.float().chunk(2, 1)
         return gate, up
     gate, up = gate_up.view(E4M3).float().chunk(2, 1)
-    return gate * scale_inv[0], up * scale_inv[1]
+    factor = scale_inv.repeat_interleave(checks.PACKED_COLUMNS, 1)[:, : gate.shape[1]]
+    return gate * factor, up * factor

@@ -17,7 +17,7 @@ from lorakernels.kernels.quantize_lora_down import quantize_lora_down
 from lorakernels.kernels.rms_norm_backward import rms_norm_backward
 from lorakernels.kernels.rms_norm_quantize import rms_norm_quantize
 from lorakernels.kernels.rope_qkv import rope_qkv_, rope_qkv_backward
-from lorakernels.kernels.swiglu_quantize import swiglu_quantize
+from lorakernels.kernels.swiglu_quantize import swiglu_quantize, swiglu_quantize_and_pack
 from lorakernels.kernels.swiglu_quantize_grad import swiglu_quantize_grad
 from lorakernels.kernels.transpose_fp8 import transpose_fp8
 
@@ -40,6 +40,7 @@ __all__ = [
     "rope_qkv_",
     "rope_qkv_backward",
     "swiglu_quantize",
+    "swiglu_quantize_and_pack",
     "swiglu_quantize_grad",
     "transpose_fp8",
 ]

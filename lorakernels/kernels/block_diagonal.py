@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR] of n adapters B_i [N_i, R_i], and back.
+"""diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR] of n adapters B_i [N_i, R_i] for two choices of f, and back.
 
-One launch each, where torch takes one or two per block. B_i and the result are of one floating dtype, f fp32 [n]; each
+One launch each, where torch takes one or two per block. B_i and the results are of one floating dtype, f fp32; each
 element is read once, multiplied in fp32 and rounded once at the store. A projection without an adapter has R_i = 0 and
 no block; its rows are zeros. n ≤ 4; more go through PyTorch.
 """
@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels import reference_blocks
+from lorakernels.kernels import quantizing
 from lorakernels.kernels.ladder import why_not_layer_kernel
+from lorakernels.kernels.quantizing import begin
 
 MAX_BLOCKS = 4
-TILE = 64  # rows of a program
+TILE = 16  # rows of a program
 
 
 @triton.jit
@@ -32,13 +34,30 @@ def _places(row, column, n0, n1, r0, r1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    first, second, block, at, inside, factors, index, COUNT: tl.constexpr, SPLIT: tl.constexpr
+):
+    """SPLIT: the block's elements of `first`, times its factor, are stored; else they are added to both."""
+    factor = tl.load(factors + index)
+    if SPLIT:
+        tl.store(block + at, (first * factor).to(block.dtype.element_ty), inside)
+    else:
+        value = tl.load(block + at, inside, other=0).to(tl.float32)
+        first += value * factor
+        second += value * tl.load(factors + COUNT + index)
+    return first, second
+
+
+@triton.jit
 def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
-    out,
+    out, out2,
     b0, b1, b2, b3, factors,
     n1, n2, n3, n4, r1, r2, r3, r4,
     COUNT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: the blocks are written, from `out`; else read."""
+    begin(False, False, OVERLAP)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, COLUMNS)
     rows, ranks = n1, r1
@@ -50,43 +69,29 @@ def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
         rows, ranks = n4, r4
     whole = row.to(tl.int64)[:, None] * ranks + column[None, :]
     valid = (row < rows)[:, None] & (column < ranks)[None, :]
-    total = tl.zeros((TILE, COLUMNS), tl.float32)
+    one = tl.zeros((TILE, COLUMNS), tl.float32)
+    two = tl.zeros((TILE, COLUMNS), tl.float32)
     if SPLIT:
-        total = tl.load(out + whole, valid, other=0).to(tl.float32)
+        one = tl.load(out + whole, valid, other=0).to(tl.float32)
     at, inside = _places(row, column, 0, n1, 0, r1)
-    factor = tl.load(factors)
-    if SPLIT:
-        tl.store(b0 + at, (total * factor).to(b0.dtype.element_ty), inside)
-    else:
-        total += tl.load(b0 + at, inside, other=0).to(tl.float32) * factor
+    one, two = _block(one, two, b0, at, inside, factors, 0, COUNT, SPLIT)
     if COUNT > 1:
         at, inside = _places(row, column, n1, n2, r1, r2)
-        factor = tl.load(factors + 1)
-        if SPLIT:
-            tl.store(b1 + at, (total * factor).to(b1.dtype.element_ty), inside)
-        else:
-            total += tl.load(b1 + at, inside, other=0).to(tl.float32) * factor
+        one, two = _block(one, two, b1, at, inside, factors, 1, COUNT, SPLIT)
     if COUNT > 2:
         at, inside = _places(row, column, n2, n3, r2, r3)
-        factor = tl.load(factors + 2)
-        if SPLIT:
-            tl.store(b2 + at, (total * factor).to(b2.dtype.element_ty), inside)
-        else:
-            total += tl.load(b2 + at, inside, other=0).to(tl.float32) * factor
+        one, two = _block(one, two, b2, at, inside, factors, 2, COUNT, SPLIT)
     if COUNT > 3:
         at, inside = _places(row, column, n3, n4, r3, r4)
-        factor = tl.load(factors + 3)
-        if SPLIT:
-            tl.store(b3 + at, (total * factor).to(b3.dtype.element_ty), inside)
-        else:
-            total += tl.load(b3 + at, inside, other=0).to(tl.float32) * factor
+        one, two = _block(one, two, b3, at, inside, factors, 3, COUNT, SPLIT)
     if not SPLIT:
-        tl.store(out + whole, total.to(out.dtype.element_ty), valid)
+        tl.store(out + whole, one.to(out.dtype.element_ty), valid)
+        tl.store(out2 + whole, two.to(out.dtype.element_ty), valid)
 
 
 def block_diagonal(
     blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`reference_blocks.block_diagonal`."""
     reference_blocks.check_blocks(blocks, rows, ranks, factors)
     if _why_not(blocks, rows):
@@ -112,22 +117,23 @@ def _why_not(tensors: Sequence[Tensor], rows: Sequence[int]) -> str | None:
 
 def stacked(
     blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
-) -> Tensor:
-    out = blocks[0].new_empty(sum(rows), sum(ranks))
-    _launch(out, blocks, rows, ranks, factors, split=False)
-    return out
+) -> tuple[Tensor, Tensor]:
+    first, second = (blocks[0].new_empty(sum(rows), sum(ranks)) for _ in range(2))
+    _launch(first, second, blocks, rows, ranks, factors.contiguous(), split=False)
+    return first, second
 
 
 def parted(
     matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
 ) -> list[Tensor]:
     blocks = [matrix.new_empty(n, r) for n, r in zip(rows, ranks, strict=True) if r]
-    _launch(matrix, blocks, rows, ranks, factors, split=True)
+    _launch(matrix, matrix, blocks, rows, ranks, factors, split=True)
     return blocks
 
 
 def _launch(
     whole: Tensor,
+    second: Tensor,
     blocks: Sequence[Tensor],
     rows: Sequence[int],
     ranks: Sequence[int],
@@ -140,15 +146,19 @@ def _launch(
     held = iter(blocks)
     pointers = [next(held) if rank else whole for rank in ranks]  # no rank: nothing is accessed
     pointers += [whole] * (MAX_BLOCKS - len(rows))
+    early = quantizing.overlaps(whole.device)
     with torch.cuda.device_of(whole):  # does nothing for a CPU tensor of the interpreter
         _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
             whole,
+            second,
             *pointers,
-            factors,
+            factors.contiguous(),
             *ends[0],
             *ends[1],
             COUNT=len(rows),
             COLUMNS=triton.next_power_of_2(r[-1]),
             TILE=TILE,
             SPLIT=split,
+            OVERLAP=early,
+            **quantizing.launch_options(early),
         )

@@ -2,9 +2,10 @@
 """dx = dy W + mask ⊙ (ds A) / (1 − p) on CUDA.
 
 dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. One kernel (csrc/fp8_gemm_kernel.h) draws the
-mask again while the FP8 product runs and rounds dx once. Hopper's FP8 GEMM reads K-major operands only, so the product
-needs Wᵀ [K, N]: `weight_t` where the layer keeps it, otherwise a transposed copy made for this call. Split
-accumulation by default, as Transformer Engine's dgrad. What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
+mask again while the FP8 product runs and rounds dx once. Split accumulation by default, as Transformer Engine's dgrad.
+Hopper's FP8 tensor cores read operands along the contraction only, so the product needs Wᵀ [K, N]: `weight_t` where the
+layer keeps it; otherwise a transposed copy made for this call or, with few rows and split accumulation, W turned on its
+way through the registers (csrc/fp8_gemm_turned.h). What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
 multiplied by cuBLASLt and the LoRA term comes after it; other operands go to reference.py.
 """
 
@@ -82,14 +83,18 @@ def in_one_kernel(
         ds = F.pad(ds, (0, -rank % 8)) if rank % 8 or ds.data_ptr() % 16 else ds
         if lora_A.dtype not in (out_dtype, torch.float32) or lora_A.data_ptr() % 16:
             lora_A = lora_A.to(out_dtype, copy=True)
-    if weight_t is None:
+    multiprocessors = multiprocessors_of(dy.get_device())
+    how = "split" if split else "fast"
+    if weight_t is None and split and tuning.csrc_turns(rows, cols, rank, multiprocessors):
+        how = "turned"
+    elif weight_t is None:
         weight_t = transpose_fp8(weight)
     dx = torch.empty(rows, cols, dtype=out_dtype, device=dy.device)
-    multiprocessors = multiprocessors_of(dy.get_device())
     extension().fp8_grad_input(
         dx.data_ptr(),
         dy.data_ptr(),
-        weight_t.data_ptr(),
+        (weight if weight_t is None else weight_t).data_ptr(),
+        weight_t is not None,
         dy_scale_inv.data_ptr(),
         weight_scale_inv.data_ptr(),
         address(ds) if rank else 0,
@@ -110,7 +115,7 @@ def in_one_kernel(
         name(out_dtype if lora_A is None else lora_A.dtype),
         name(fp8_dtype).removeprefix("float8_"),
         split,
-        tuning.csrc_tile(rows, cols, split, multiprocessors),
+        tuning.csrc_tile(rows, cols, rank, how, multiprocessors)[0],
         multiprocessors,
         stream(dy.device),
         dy.get_device(),

@@ -56,7 +56,7 @@ def launch(
         name(lora_B.dtype if rank and lora_B is not None else y.dtype),
         name(y.dtype if bias is None else bias.dtype),
         split,
-        tuning.csrc_tile(rows, cols, split, multiprocessors),
+        tuning.csrc_tile(rows, cols, 0, "split" if split else "fast", multiprocessors)[0],
         multiprocessors,
         stream(y.device),
         y.get_device(),

@@ -77,24 +77,25 @@ def in_one_read(
     x8 = torch.empty((rows, cols) if quantizes else 0, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(1 if quantizes else 0, device=x.device)
     s = x.new_empty(0 if lora_A is None else (rows, rank))
-    if rows == 0 and quantizes:  # no kernel runs; the scale that the others use
-        return x8, reference.quantize(x, state, column, delayed, reference.E4M3)[1], s
+    if x.numel() == 0:  # no kernel runs; the scale that the others use
+        if quantizes:
+            scale_inv = reference.quantize(x, state, column, delayed, reference.E4M3)[1]
+        return x8, scale_inv, s.zero_()
     if not quantizes and lora_A is None:
         return x8, scale_inv, s
     if lora_A is not None and lora_A.dtype not in (x.dtype, torch.float32):
         lora_A = lora_A.to(x.dtype)
-    floats = ext.quantize_lora_down_partial(rows, cols, rank)
-    scratch = torch.empty(ext.AMAX_PARTIALS + floats, device=x.device)
+    floats = ext.quantize_lora_down_workspace(rows, cols, rank, x.get_device())
+    workspace = torch.empty(floats, device=x.device)
     ext.quantize_lora_down(
         address(x8),
         address(scale_inv),
         cell(state, 0, column) if delayed else 0,
         address(s),
-        scratch.data_ptr() + 4 * ext.AMAX_PARTIALS,
+        address(workspace),
         address(x),
         address(lora_A),
         cell(state, -1, column) if delayed else 0,
-        scratch.data_ptr(),
         rows,
         cols,
         rank,

@@ -5,15 +5,16 @@ The scale is the state's. Where that is still 0, and in eval, it comes from the 
 the same kernel is launched twice, first with MEASURE, which stores nothing but each program's amax, or returns at once
 where the state has a scale. The host does not know which, so that a captured graph serves both.
 
+    begin(MEASURE, QUANTIZE, OVERLAP)
     kept = kept_scale(state, kept_at, DELAYED)              # 0: none
-    if MEASURE: let_next_start(OVERLAP)
-                if not kept > 0.0: tl.store(partials + program, amax bits)
+    if MEASURE: if not kept > 0.0: tl.store(partials + program, amax bits)
     else:       scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
                 tl.store(x8 + at, encode(value * scale, E5M2, NATIVE))
                 raise_amax(state + amax_at, amax bits)
 
-OVERLAP (Hopper's programmatic launch): the second kernel starts at once and waits for the first only if it needs it; a
-first one that is not needed writes nothing.
+OVERLAP (Hopper's programmatic launch, csrc/launch.h): a kernel may be there before the one in front of it has ended,
+and waits for that end before it reads or writes anything. Of two, the first waits and only then lets the second start,
+which waits for the first only if it needs it: a first one that is not needed writes nothing.
 
 An amax is the largest bit pattern of the magnitudes, as an integer: inf is above every number, NaN above inf.
 """
@@ -46,9 +47,26 @@ def kept_scale(state: tl.tensor, kept_at: tl.tensor, DELAYED: tl.constexpr) -> t
 
 
 @triton.jit
-def let_next_start(OVERLAP: tl.constexpr) -> None:
+def begin(MEASURE: tl.constexpr, QUANTIZE: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+    """The first thing in a kernel, in all its programs; from here on all kernels in front have ended."""
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+        if MEASURE:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        elif QUANTIZE:  # behind one that measures: that has waited
+            tl.extra.cuda.gdc_launch_dependents()
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def scale_of_bits(bits: tl.tensor, FP8_MAX: tl.constexpr) -> tl.tensor:
+    """`reference.scale_of` an amax's bits."""
+    usable = (bits > 0) & (bits < _INF)
+    amax = tl.where(usable, bits, 1 << 23).to(tl.float32, bitcast=True)
+    fresh = tl.minimum(tl.div_rn(tl.full((), FP8_MAX, tl.float32), amax), _FLT_MAX)
+    return tl.where(usable, fresh, 1.0)
 
 
 @triton.jit
@@ -66,11 +84,7 @@ def scale_to_use(
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         i = tl.arange(0, PARTIALS)
-        bits = tl.max(tl.load(partials + i, i < measured, other=0), 0)
-        usable = (bits > 0) & (bits < _INF)
-        amax = tl.where(usable, bits, 1 << 23).to(tl.float32, bitcast=True)
-        fresh = tl.minimum(tl.div_rn(tl.full((), FP8_MAX, tl.float32), amax), _FLT_MAX)
-        scale = tl.where(usable, fresh, 1.0)
+        scale = scale_of_bits(tl.max(tl.load(partials + i, i < measured, other=0), 0), FP8_MAX)
     return scale
 
 
@@ -167,9 +181,10 @@ class Quantized:
     native: bool
     overlaps: bool
 
-    def options(self, measure: bool) -> dict[str, bool]:
+    @property
+    def options(self) -> dict[str, bool]:
         """Of a launch, beside num_warps."""
-        return {"launch_pdl": True} if self.overlaps and not measure else {}
+        return launch_options(self.overlaps)
 
     @property
     def constants(self) -> dict[str, object]:
@@ -207,7 +222,7 @@ def quantized(
         quantizes and delayed,
         fp8_dtype == torch.float8_e5m2,
         is_native(device),
-        quantizes and overlaps(device),
+        overlaps(device),
     )
 
 
@@ -219,6 +234,11 @@ def overlaps(device: torch.device) -> bool:
     """Whether a kernel can start before the one in front of it has ended."""
     has_gdc = hasattr(tl.extra.cuda, "gdc_wait")
     return has_gdc and device.type == "cuda" and capability_of(device) >= PROGRAMMATIC_LAUNCH
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """Of a kernel that calls `begin` with OVERLAP = `early`."""
+    return {"launch_pdl": True} if early else {}
 
 
 def multiprocessors(device: torch.device) -> int:

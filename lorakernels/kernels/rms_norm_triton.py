@@ -15,9 +15,9 @@ from torch import Tensor
 from lorakernels.kernels import quantizing
 from lorakernels.kernels import tuning_layer as tuning
 from lorakernels.kernels.quantizing import (
+    begin,
     encode,
     kept_scale,
-    let_next_start,
     magnitude,
     magnitude_bits,
     quantized,
@@ -58,10 +58,10 @@ def _rms_norm_quantize_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth
     first = tl.program_id(0)
+    begin(MEASURE, QUANTIZE, OVERLAP)
     kept = kept_scale(state, kept_at, DELAYED)
     scale = 1.0
     if MEASURE:
-        let_next_start(OVERLAP)
         if kept > 0.0:
             first = M
     elif QUANTIZE:
@@ -145,7 +145,7 @@ def rms_norm_quantize(
             PREFETCH=config.prefetch,
             num_warps=config.num_warps,
             **target.constants,
-            **target.options(measure),
+            **target.options,
         )
     return normed, target.x8, target.scale_inv, rstd
 
@@ -163,7 +163,9 @@ def _rms_norm_backward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin(False, False, OVERLAP)
     column = tl.arange(0, BLOCK)
     inside = column < K
     first = tl.program_id(0)
@@ -206,8 +208,10 @@ def _weight_grad_kernel(
     chunk: tl.tensor,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Columns of BLOCK, rows of a chunk, in steps of ROWS: one row of partial."""
+    begin(False, False, OVERLAP)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first = tl.program_id(1) * chunk
     last = tl.minimum(first + chunk, M)
@@ -231,8 +235,20 @@ def _weight_grad(dnormed: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     chunks = max(1, min(triton.cdiv(rows, 16), 4 * quantizing.multiprocessors(x.device) // blocks))
     chunk = triton.cdiv(triton.cdiv(rows, chunks), 16) * 16
     partial = torch.empty(triton.cdiv(rows, chunk), cols, device=x.device)
+    early = quantizing.overlaps(x.device)
     _weight_grad_kernel[(blocks, partial.shape[0])](
-        partial, dnormed, x, rstd, rows, cols, chunk, ROWS=16, BLOCK=block, num_warps=4
+        partial,
+        dnormed,
+        x,
+        rstd,
+        rows,
+        cols,
+        chunk,
+        ROWS=16,
+        BLOCK=block,
+        OVERLAP=early,
+        num_warps=4,
+        **quantizing.launch_options(early),
     )
     return partial.sum(0)
 
@@ -252,6 +268,7 @@ def rms_norm_backward(
     block = max(256, triton.next_power_of_2(cols))
     config = config or tuning.norm_backward_config(block)
     programs = min(rows, quantizing.multiprocessors(x.device) * config.resident)
+    early = quantizing.overlaps(x.device)
     _rms_norm_backward_kernel[(programs,)](
         dx,
         dnormed,
@@ -264,6 +281,8 @@ def rms_norm_backward(
         HAS_RESIDUAL=dresidual is not None,
         BLOCK=block,
         PREFETCH=config.prefetch,
+        OVERLAP=early,
         num_warps=config.num_warps,
+        **quantizing.launch_options(early),
     )
     return dx, _weight_grad(dnormed, x, rstd) if weight_grad else torch.empty(0, device=x.device)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels behind rope_qkv.py: a program turns some heads of one token, both halves of each in registers."""
+"""The Triton kernels behind rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
+
+The way back starts no kernel early: it runs behind attention's backward, which lets nobody start early either, and its
+many short programs take longer where the next kernel's are there already (docs/measured_facts.md).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakernels.kernels import quantizing
 from lorakernels.kernels import tuning_layer as tuning
+from lorakernels.kernels.quantizing import begin
 
 
 @triton.jit
@@ -35,7 +41,9 @@ def _rope_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin(False, False, OVERLAP)
     c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T, HALF, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -61,6 +69,7 @@ def rope_qkv_(
     half = cos.shape[1] // 2
     block = triton.next_power_of_2(half)
     config = config or tuning.rope_config(block, triton.next_power_of_2(turned))
+    early = quantizing.overlaps(qkv.device)
     _rope_kernel[(qkv.shape[0], triton.cdiv(turned, config.heads))](
         qkv,
         cos,
@@ -71,7 +80,9 @@ def rope_qkv_(
         HALF=half,
         BLOCK=block,
         HEADS=config.heads,
+        OVERLAP=early,
         num_warps=config.num_warps,
+        **quantizing.launch_options(early),
     )
 
 
@@ -179,7 +190,7 @@ def rope_qkv_backward(
     (batch, q_heads, tokens, dim), kv_heads = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(batch * tokens, (q_heads + 2 * kv_heads) * dim)
     block = triton.next_power_of_2(dim // 2)
-    config = config or tuning.rope_config(block, triton.next_power_of_2(q_heads))
+    config = config or tuning.rope_backward_config(block, triton.next_power_of_2(q_heads))
     blocks = triton.cdiv(q_heads, config.heads) + 2 * triton.cdiv(kv_heads, config.heads)
     _rope_backward_kernel[(dqkv.shape[0], blocks)](
         dqkv,

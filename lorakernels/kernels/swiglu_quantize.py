@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """act = silu(gate) ⊙ up, a8 = sat(act · scale) on CUDA.
 
-gate_up [M, 2F] in bf16, fp16 or fp32, or as e4m3 bytes with gate's and up's scale_inv [2]; act [M, F], a8 [M, F] e4m3
-bytes. One kernel (swiglu_triton.py) reads gate_up once and writes what is asked for: 5MF bytes for a8 alone in bf16,
-3MF from bytes, where an activation, a product and a quantization apart move 13MF. A second kernel in front takes the
-amax where the state has no scale yet, and in eval.
+gate_up [M, 2F] in bf16, fp16 or fp32, or as e4m3 bytes with a scale_inv for every 256 columns of a row; act [M, F], a8
+[M, F] e4m3 bytes. One kernel (swiglu_triton.py) reads gate_up once and writes what is asked for: 5MF bytes for a8 alone
+in bf16, 7MF with gate_up's own bytes beside it, 3MF from bytes, where an activation, a product and a quantization apart
+move 13MF. A second kernel in front takes the amax where the state has no scale yet, and in eval.
 """
 
 from __future__ import annotations
@@ -35,3 +35,17 @@ def swiglu_quantize(
 
     with torch.cuda.device(gate_up.device):
         return swiglu_triton.swiglu_quantize(*arguments)
+
+
+def swiglu_quantize_and_pack(
+    gate_up: Tensor, state: Tensor | None, column: int, delayed: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference_layer.swiglu_quantize_and_pack`, as above; the bytes bit for bit."""
+    checks.swiglu(gate_up, None, state, None)
+    arguments = (gate_up, state, column, delayed, keep)
+    if why_not_layer_kernel(gate_up=gate_up):
+        return reference_layer.swiglu_quantize_and_pack(*arguments)
+    from lorakernels.kernels import swiglu_triton
+
+    with torch.cuda.device(gate_up.device):
+        return swiglu_triton.swiglu_quantize_and_pack(*arguments)

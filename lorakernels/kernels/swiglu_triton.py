@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind swiglu_quantize.py and swiglu_quantize_grad.py: one read, one write, element by element.
 
-A tile is BLOCK columns of one row. A program takes every so many-th tile and keeps its amax until the end, so that few
-atomics meet at one address.
+A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of those that share a scale. A
+program takes every so many-th tile and keeps its amax until the end, so that few atomics meet at one address.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakernels import checks_layer as checks
 from lorakernels.kernels import quantizing
 from lorakernels.kernels import tuning_layer as tuning
 from lorakernels.kernels.quantizing import (
     Quantized,
+    begin,
     decode_e4m3,
     encode,
     kept_scale,
-    let_next_start,
     magnitude,
     magnitude_bits,
     narrowed,
     quantized,
     raise_amax,
+    scale_of_bits,
     scale_to_use,
 )
 from lorakernels.reference import E4M3
@@ -34,16 +36,6 @@ _TRITON_DTYPE = {
     torch.float16: tl.float16,
     torch.float32: tl.float32,
 }
-
-
-@triton.jit
-def _widened(
-    value: tl.tensor, factor: tl.tensor, BYTES: tl.constexpr, NATIVE: tl.constexpr
-) -> tl.tensor:
-    if BYTES:
-        return decode_e4m3(value, NATIVE) * factor
-    else:
-        return value.to(tl.float32)
 
 
 @triton.jit
@@ -62,6 +54,22 @@ def _sigmoid(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
         return 1.0 / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def _spread(factor: tl.tensor, BLOCK: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Each of [BLOCK / PACKED] for its PACKED columns."""
+    return tl.reshape(tl.broadcast_to(factor[:, None], (BLOCK // PACKED, PACKED)), (BLOCK,))
+
+
+@triton.jit
+def _scale_of_both(
+    gate: tl.tensor, up: tl.tensor, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr
+) -> tl.tensor:
+    """[BLOCK / PACKED], of the amax of PACKED columns of gate and of up."""
+    gate_bits = tl.abs(gate).to(tl.int32, bitcast=True)
+    bits = tl.maximum(gate_bits, tl.abs(up).to(tl.int32, bitcast=True))
+    return scale_of_bits(tl.max(tl.reshape(bits, (BLOCK // PACKED, PACKED)), 1), FP8_MAX)
+
+
 @triton.jit(do_not_specialize=["M", "amax_at", "kept_at", "measured"])
 def _swiglu_kernel(
     out: tl.tensor,
@@ -73,6 +81,8 @@ def _swiglu_kernel(
     gate_up: tl.tensor,
     gate_up_scale_inv: tl.tensor,
     multiplier: tl.tensor,
+    packed: tl.tensor,
+    packed_scale_inv: tl.tensor,
     M: tl.tensor,
     F: tl.tensor,
     amax_at: tl.tensor,
@@ -81,6 +91,7 @@ def _swiglu_kernel(
     GRAD: tl.constexpr,
     BYTES: tl.constexpr,
     MEASURE: tl.constexpr,
+    PACK: tl.constexpr,
     KEEP: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DELAYED: tl.constexpr,
@@ -91,27 +102,24 @@ def _swiglu_kernel(
     OVERLAP: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
 ) -> None:
     """act [M, F] from gate_up [M, 2F]; GRAD: dgate_up [M, 2F] from dact [M, F] as well."""
     VECTOR: tl.constexpr = 16 if BYTES else 128 // DTYPE.primitive_bitwidth
     blocks = tl.cdiv(F, BLOCK)
+    scales = tl.cdiv(F, PACKED)
     tiles = M * blocks
     first = tl.program_id(0)
+    begin(MEASURE, QUANTIZE, OVERLAP)
     kept = kept_scale(state, kept_at, DELAYED)
     scale = 1.0
     if MEASURE:
-        let_next_start(OVERLAP)
         if kept > 0.0:
             first = tiles
     elif QUANTIZE:
         scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
         if first == 0:
             tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-    gate_factor = 1.0
-    up_factor = 1.0
-    if BYTES:
-        gate_factor = tl.load(gate_up_scale_inv)
-        up_factor = tl.load(gate_up_scale_inv + 1)
     if GRAD:
         gate_multiplier = tl.load(multiplier)
         up_multiplier = tl.load(multiplier + 1)
@@ -124,10 +132,21 @@ def _swiglu_kernel(
         at = row * (2 * F) + column
         gate_in = tl.load(gate_up + at, inside, other=0)
         up_in = tl.load(gate_up + F + at, inside, other=0)
+        if BYTES or PACK:
+            block = tile % blocks * (BLOCK // PACKED) + tl.arange(0, BLOCK // PACKED)
+            scale_inside = block < scales
+            scale_at = row * scales + block
+        if BYTES:
+            of_both = tl.load(gate_up_scale_inv + scale_at, scale_inside, other=0.0)
+            factor = _spread(of_both, BLOCK, PACKED)
         if GRAD:
             d = tl.load(dact + narrow, inside, other=0.0).to(tl.float32)
-        gate = _widened(gate_in, gate_factor, BYTES, NATIVE)
-        up = _widened(up_in, up_factor, BYTES, NATIVE)
+        if BYTES:
+            gate = decode_e4m3(gate_in, NATIVE) * factor
+            up = decode_e4m3(up_in, NATIVE) * factor
+        else:
+            gate = gate_in.to(tl.float32)
+            up = up_in.to(tl.float32)
         sigmoid = _sigmoid(gate, NATIVE)
         silu = gate * sigmoid
         if GRAD:
@@ -152,6 +171,14 @@ def _swiglu_kernel(
             if QUANTIZE and not MEASURE:
                 narrow = tl.max_contiguous(narrow, VECTOR)
                 tl.store(out8 + narrow, encode(act.to(tl.float32) * scale, E5M2, NATIVE), inside)
+            if PACK:
+                at = tl.max_contiguous(at, VECTOR)
+                fit = _scale_of_both(gate, up, FP8_MAX, BLOCK, PACKED)
+                inverse = tl.div_rn(tl.full((), 1.0, tl.float32), fit)
+                tl.store(packed_scale_inv + scale_at, inverse, scale_inside)
+                factor = _spread(fit, BLOCK, PACKED)
+                tl.store(packed + at, encode(gate * factor, False, NATIVE), inside)
+                tl.store(packed + F + at, encode(up * factor, False, NATIVE), inside)
     if MEASURE:
         if not kept > 0.0:
             tl.store(partials + tl.program_id(0), magnitude_bits(most))
@@ -167,15 +194,34 @@ def swiglu_quantize(
     delayed: bool,
     keep: bool,
     dtype: torch.dtype,
-    config: tuning.TileConfig = tuning.SWIGLU,
+    config: tuning.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize` of what the ladder has nothing against; gate_up has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     act = torch.empty(shape if keep else 0, dtype=dtype, device=gate_up.device)
     target = quantized(shape, gate_up.device, state, column, delayed, E4M3)
+    config = config or (tuning.SWIGLU if gate_up_scale_inv is None else tuning.SWIGLU_OF_BYTES)
     if keep or target.quantizes:
         _launch(act, target, None, gate_up, gate_up_scale_inv, None, dtype, config)
     return act, target.x8, target.scale_inv
+
+
+def swiglu_quantize_and_pack(
+    gate_up: Tensor,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    keep: bool,
+    config: tuning.TileConfig = tuning.SWIGLU_PACK,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference_layer.swiglu_quantize_and_pack` of what the ladder has nothing against; gate_up has elements."""
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    act = torch.empty(shape if keep else 0, dtype=gate_up.dtype, device=gate_up.device)
+    target = quantized(shape, gate_up.device, state, column, delayed, E4M3)
+    packed = torch.empty_like(gate_up, dtype=torch.uint8)
+    scale_inv = torch.empty(checks.packed_scales(*gate_up.shape), device=gate_up.device)
+    _launch(act, target, None, gate_up, None, None, gate_up.dtype, config, (packed, scale_inv))
+    return act, target.x8, target.scale_inv, packed, scale_inv
 
 
 def swiglu_quantize_grad(
@@ -188,12 +234,13 @@ def swiglu_quantize_grad(
     delayed: bool,
     fp8_dtype: torch.dtype,
     keep: bool,
-    config: tuning.TileConfig = tuning.SWIGLU_GRAD,
+    config: tuning.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize_grad` of what the ladder has nothing against; dact has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1])
     dgate_up = torch.empty(shape if keep else 0, dtype=dact.dtype, device=dact.device)
     target = quantized(shape, dact.device, state_dy, column, delayed, fp8_dtype)
+    config = config or (tuning.SWIGLU_GRAD_KEPT if keep else tuning.SWIGLU_GRAD)
     if keep or target.quantizes:
         operands = (dact, gate_up, gate_up_scale_inv, multiplier)
         _launch(dgate_up, target, *operands, dact.dtype, config)
@@ -209,7 +256,11 @@ def _launch(
     multiplier: Tensor | None,
     dtype: torch.dtype,
     config: tuning.TileConfig,
+    pack: tuple[Tensor, Tensor] | None = None,
 ) -> None:
+    if pack is not None or gate_up_scale_inv is not None:
+        assert config.block % checks.PACKED_COLUMNS == 0
+    packed, packed_scale_inv = (out, out) if pack is None else pack
     rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
     tiles = rows * triton.cdiv(cols, config.block)
     measured = quantizing.measuring(tiles, gate_up.device)
@@ -225,6 +276,8 @@ def _launch(
             gate_up,
             out if gate_up_scale_inv is None else gate_up_scale_inv,
             out if multiplier is None else multiplier,
+            packed,
+            packed_scale_inv,
             rows,
             cols,
             target.amax_at,
@@ -233,10 +286,12 @@ def _launch(
             GRAD=dact is not None,
             BYTES=gate_up_scale_inv is not None,
             MEASURE=measure,
+            PACK=pack is not None and not measure,
             KEEP=out.numel() > 0 and not measure,
             DTYPE=_TRITON_DTYPE[dtype],
             BLOCK=config.block,
+            PACKED=checks.PACKED_COLUMNS,
             num_warps=config.num_warps,
             **target.constants,
-            **target.options(measure),
+            **target.options,
         )

@@ -63,11 +63,15 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
     return fits and problem.rank <= MAX_RANK and (config.block_m <= 64 or problem.m > 64)
 
 
-# {splits: {tile: its time over that of 128 × 128}}, H200, 8192 and 4096 in every direction
+# {how: {tile: its time over that of 128 × 128 when splitting}}, H200, 8192 and 4096 in every direction
 CSRC_TILES = {
-    True: {(192, 128): 1.21, (256, 128): 1.71, (128, 128): 1.0},
-    False: {(128, 256): 1.9, (128, 128): 1.0},
+    "split": {(192, 128): 1.21, (256, 128): 1.71, (128, 128): 1.0},
+    "turned": {(192, 128): 1.39, (128, 128): 1.02},
+    "fast": {(128, 256): 1.9, (128, 128): 1.0},
 }
+REFILLED = 1.25  # dgrad's 256 × 128 have room for 32 ranks at a time: their time with more than 16 over that with 16
+# of a column of Wᵀ, 128 × 128 tiles' time being 1: both grow with the depth
+TRANSPOSED = 1.36e-4
 
 
 @lru_cache(4096)
@@ -99,19 +103,32 @@ def programs(config: KernelConfig, problem: Problem, multiprocessors: int) -> in
     return min(tiles(config, problem), multiprocessors * config.resident)
 
 
-@lru_cache(4096)
-def csrc_tile(rows: int, cols: int, split: bool, multiprocessors: int) -> tuple[int, int]:
-    """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols].
+def csrc_time(tile: tuple[int, int], rows: int, cols: int, rank: int, how: str, sms: int) -> float:
+    """Of dx [rows, cols] in such tiles: rounds over the multiprocessors, weighted by what a tile takes."""
+    rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // sms)
+    return rounds * CSRC_TILES[how][tile] * (REFILLED if tile == (256, 128) and rank > 16 else 1.0)
 
-    The shape whose rounds over the multiprocessors take least, weighted by what one tile takes.
+
+@lru_cache(4096)
+def csrc_tile(
+    rows: int, cols: int, rank: int, how: str, multiprocessors: int
+) -> tuple[tuple[int, int], float]:
+    """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols] soonest; their time.
+
+    how: "split" or "fast" accumulation, or "turned": split, of a weight that is not transposed.
+    rank: 0 for the forward, whose 256 × 128 have room for 64.
     """
 
-    def cost(tile: tuple[int, int]) -> float:
-        rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // multiprocessors)
-        return rounds * CSRC_TILES[split][tile]
+    def time(tile: tuple[int, int]) -> float:
+        return csrc_time(tile, rows, cols, rank, how, multiprocessors)
 
-    tile = min(CSRC_TILES[split], key=cost)
+    tile = min(CSRC_TILES[how], key=time)
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":
-        how = "split" if split else "fast"
         print(f"lorakernels: csrc, [{rows}, {cols}], {how}: tiles of {tile}", file=sys.stderr)
-    return tile
+    return tile, time(tile)
+
+
+def csrc_turns(rows: int, cols: int, rank: int, multiprocessors: int) -> bool:
+    """Whether to read W as it lies takes less than to transpose it first; with many rows it does not."""
+    turned = csrc_tile(rows, cols, rank, "turned", multiprocessors)[1]
+    return turned < csrc_tile(rows, cols, rank, "split", multiprocessors)[1] + cols * TRANSPOSED

@@ -39,7 +39,7 @@ class HeadConfig:
 
 def norm_config(block: int) -> RowConfig:
     """Of rms_norm_quantize for rows of up to `block` columns."""
-    if block > 4096:
+    if block >= 4096:
         warps = min(32, block // 1024)
         return RowConfig(num_warps=warps, resident=max(1, 16 // warps), prefetch=True)
     warps = max(2, block // 512)
@@ -48,16 +48,27 @@ def norm_config(block: int) -> RowConfig:
 
 def norm_backward_config(block: int) -> RowConfig:
     """Of rms_norm_backward for rows of up to `block` columns."""
-    warps = min(32, max(2, block // 512))
+    warps = 4 if block == 4096 else min(32, max(2, block // 512))
     return RowConfig(num_warps=warps, resident=max(1, 32 // warps), prefetch=False)
 
 
 SWIGLU = TileConfig(block=1024, num_warps=4, resident=12)
-SWIGLU_GRAD = TileConfig(block=1024, num_warps=4, resident=10)
+SWIGLU_OF_BYTES = TileConfig(block=2048, num_warps=4, resident=12)
+SWIGLU_PACK = TileConfig(block=1024, num_warps=1, resident=24)
+SWIGLU_GRAD = TileConfig(block=2048, num_warps=4, resident=8)
+SWIGLU_GRAD_KEPT = TileConfig(block=1024, num_warps=4, resident=8)
 ROPE_HEADS = 16
+ROPE_BACKWARD_HEADS, ROPE_BACKWARD_WARPS = 8, 4
 
 
 def rope_config(block: int, most: int) -> HeadConfig:
     """For half heads of up to `block` columns and `most` heads, both powers of two: 16 bytes a thread of each half."""
     heads = min(ROPE_HEADS, most)
     return HeadConfig(heads=heads, num_warps=min(8, max(1, heads * block // 256)))
+
+
+def rope_backward_config(block: int, most: int) -> HeadConfig:
+    """As `rope_config`, for the way back."""
+    heads = min(ROPE_BACKWARD_HEADS, most)
+    warps = min(ROPE_BACKWARD_WARPS, max(1, heads * block // 128))
+    return HeadConfig(heads=heads, num_warps=warps)

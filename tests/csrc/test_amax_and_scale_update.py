@@ -223,8 +223,8 @@ def test_without_a_device_the_launch_says_which_call_failed() -> None:
 @pytest.mark.parametrize(
     "n", [1, 31, 33, 300, 1500]
 )  # below and above a block's 32 columns and 1024 threads
-# around the kernel's 128-row tile, plus the default history length
-@pytest.mark.parametrize("length", [1, 2, 16, 128, 129, 130, 1024])
+# around the kernel's 512-row tile, plus the default history length
+@pytest.mark.parametrize("length", [1, 2, 16, 512, 513, 514, 1024])
 def test_kernel_equals_the_host(length: int, n: int, algo: str) -> None:
     before = states(length, n)
     stream = torch.cuda.Stream()

@@ -41,7 +41,28 @@ def interpret(file: str, output: Path) -> Any:
 def sm90(
     kernel: Any, types: dict[str, str], constants: dict[str, object], warps: int, folder: Path
 ) -> Counter[str]:
-    """How often each opcode stands in the code for Hopper; pointers and the integers named K, F are multiples of 16."""
+    """How often each opcode stands in the code for Hopper; pointers and the integers named K, F are multiples of 16.
+
+    Started early (OVERLAP), a kernel lets the next one start and waits before it touches memory; one that measures in
+    this order: the one behind it, which quantizes, does not wait.
+    """
+    code = sm90_code(kernel, types, {**constants, "OVERLAP": True}, warps, folder)
+    waits, lets = code.index("ACQBULK"), code.index("PREEXIT")
+    if constants.get("MEASURE") or not constants.get("QUANTIZE"):
+        assert waits < first_access(code)
+    assert waits < lets < first_access(code) or not constants.get("MEASURE")
+    return Counter(code)
+
+
+def first_access(code: list[str]) -> int:
+    """Where global memory is first read or written."""
+    return next(i for i, name in enumerate(code) if name.startswith(("LDG", "STG", "RED", "ATOM")))
+
+
+def sm90_code(
+    kernel: Any, types: dict[str, str], constants: dict[str, object], warps: int, folder: Path
+) -> list[str]:
+    """The opcodes as they stand in the code."""
     names = kernel.arg_names
     kinds = {**types, **dict.fromkeys(constants, "constexpr")}
     aligned = [n for n in names if kinds[n].startswith("*") or n in ("K", "F", "stride")]
@@ -56,9 +77,7 @@ def sm90(
     cubin.write_bytes(result.asm["cubin"])
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
-    return Counter(
-        re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", sass.stdout, re.M)
-    )
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", sass.stdout, re.M)
 
 
 def spills(opcodes: Counter[str]) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lorakernels import ops, reference_blocks
+from tests.kernels.by_triton import sm90, spills
 
 ROOT = Path(__file__).parents[2]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -33,16 +34,16 @@ def blocks_of(rows, ranks, dtype, device="cpu"):
         for n, r in zip(rows, ranks, strict=True)
         if r
     ]
-    return blocks, (torch.rand(len(rows), generator=generator) + 0.5).to(device)
+    return blocks, (torch.rand(2, len(rows), generator=generator) + 0.5).to(device)
 
 
 def check(stack, part, rows, ranks, dtype, device) -> None:
     blocks, factors = blocks_of(rows, ranks, dtype, device)
     expected = reference_blocks.block_diagonal(blocks, rows, ranks, factors)
     found = stack(blocks, rows, ranks, factors)
-    assert torch.equal(found, expected)
-    parts = part(found, rows, ranks, factors)
-    theirs = reference_blocks.block_diagonal_parts(expected, rows, ranks, factors)
+    assert all(map(torch.equal, found, expected)) and not torch.equal(*found)
+    parts = part(found[0], rows, ranks, factors[1])
+    theirs = reference_blocks.block_diagonal_parts(expected[0], rows, ranks, factors[1])
     assert len(parts) == len(blocks)
     for part, other in zip(parts, theirs, strict=True):
         assert part.is_contiguous() and torch.equal(part, other)
@@ -63,16 +64,27 @@ def test_interpreted_kernel_equals_reference() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("split", [False, True], ids=["stacked", "parted"])
+def test_hopper_s_code(split, tmp_path) -> None:
+    """It starts early (by_triton.sm90); nothing spilled."""
+    kernel = importlib.import_module("lorakernels.kernels.block_diagonal")
+    types = dict.fromkeys(("out", "out2", "b0", "b1", "b2", "b3", "factors"), "*fp32")
+    types |= dict.fromkeys(("n1", "n2", "n3", "n4", "r1", "r2", "r3", "r4"), "i32")
+    constants = {"COUNT": 3, "COLUMNS": 64, "TILE": kernel.TILE, "SPLIT": split}
+    assert not spills(sm90(kernel._block_diagonal_kernel, types, constants, 4, tmp_path))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     blocks, factors = blocks_of([4, 4], [2, 2], FP32)
     with pytest.raises(ValueError, match=r"blocks must be \[\(4, 2\), \(5, 2\)\]"):
         ops.block_diagonal(blocks, [4, 5], [2, 2], factors)
     with pytest.raises(TypeError, match="one dtype"):
         ops.block_diagonal([blocks[0], blocks[1].half()], [4, 4], [2, 2], factors)
-    with pytest.raises(ValueError, match=r"factors must be float32 \[2\]"):
+    with pytest.raises(ValueError, match=r"factors must be float32 \[2, 2\]"):
         ops.block_diagonal(blocks, [4, 4], [2, 2], factors[:1])
     with pytest.raises(ValueError, match="do not fit rows"):
-        ops.block_diagonal_parts(torch.ones(8, 5), [4, 4], [2, 2], factors)
+        ops.block_diagonal_parts(torch.ones(8, 5), [4, 4], [2, 2], factors[0])
 
 
 if __name__ == "__main__":

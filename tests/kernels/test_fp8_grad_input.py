@@ -185,29 +185,36 @@ def test_bits_of_a_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "split", "tile"),
+    ("rows", "cols", "rank", "how", "tile"),
     [
-        (1, 1, True, (128, 128)),
-        (4000, 512, True, (128, 128)),
-        (4096, 4096, True, (256, 128)),
-        (8192, 8192, True, (192, 128)),
-        (1, 1, False, (128, 128)),
-        (8192, 8192, False, (128, 256)),
+        (1, 1, 0, "split", (128, 128)),
+        (4000, 512, 16, "split", (128, 128)),
+        (4096, 4096, 16, "split", (256, 128)),
+        (4096, 4096, 64, "split", (192, 128)),
+        (8192, 8192, 16, "split", (192, 128)),
+        (1024, 2048, 16, "turned", (128, 128)),
+        (8192, 8192, 16, "turned", (192, 128)),
+        (1, 1, 0, "fast", (128, 128)),
+        (8192, 8192, 16, "fast", (128, 256)),
     ],
 )
 def test_tiles_that_fill_the_multiprocessors(
-    rows: int, cols: int, split: bool, tile: tuple[int, int]
+    rows: int, cols: int, rank: int, how: str, tile: tuple[int, int]
 ) -> None:
-    assert tuning.csrc_tile(rows, cols, split, 132) == tile
+    assert tuning.csrc_tile(rows, cols, rank, how, 132)[0] == tile
+
+
+@pytest.mark.parametrize(("rows", "turns"), [(1, True), (1024, True), (65536, False)])
+def test_w_is_turned_where_transposing_costs_more(rows: int, turns: bool) -> None:
+    assert tuning.csrc_turns(rows, 2048, 16, 132) is turns
 
 
 def test_the_tile_is_printed_once_when_asked(monkeypatch, capsys) -> None:
     monkeypatch.setenv("LORAKERNELS_PRINT_CONFIGS", "1")
     for _ in range(2):
-        tuning.csrc_tile(4097, 8192, True, 131)
-    assert (
-        capsys.readouterr().err == "lorakernels: csrc, [4097, 8192], split: tiles of (192, 128)\n"
-    )
+        tuning.csrc_tile(4097, 8192, 16, "split", 131)
+    said = "lorakernels: csrc, [4097, 8192], split: tiles of (192, 128)\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.gpu
@@ -243,8 +250,12 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         keeps_weight_t=draw.random() < 0.5,
         split=draw.random() < 0.7,
     )
-    tile = draw.choice(list(tuning.CSRC_TILES[case.split]))
-    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: tile)
+    turned = not case.keeps_weight_t and case.split and draw.random() < 0.7
+    tile = draw.choice(
+        list(tuning.CSRC_TILES["turned" if turned else "split" if case.split else "fast"])
+    )
+    monkeypatch.setattr(tuning, "csrc_turns", lambda *_: turned)
+    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: (tile, 1.0))
     tensors = case.inputs()
     if case.dtype == FP16:
         tensors["dy_scale_inv"] *= 0.1  # 65504 is not far
@@ -252,29 +263,26 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_it_writes_dx_and_nothing_around_it() -> None:
+@pytest.mark.parametrize("tile", [(192, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=["transposed", "turned"])
+def test_it_writes_dx_and_nothing_around_it(
+    turned: bool, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "csrc_turns", lambda *_: turned)
+    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: (tile, 1.0))
     case = Case(301, 528, 272, 24)
     tensors = case.inputs()
     expected = case.run(tensors)
     space = torch.full((301 * 528 * 2 + 2048,), 0xA5, dtype=torch.uint8, device="cuda")
     inner = space[1024:-1024].view(BF16).view(301, 528)
     inner.fill_(torch.nan)
+    weight, rest = tensors["weight"], (case.p, SITE, BF16, 0, 0, True, None)
+    weight_t = None if turned else weight.t().contiguous()
     with mock.patch.object(MODULE.torch, "empty", return_value=inner):
         found = MODULE.in_one_kernel(
-            *(tensors["dy"], tensors["dy_scale_inv"], case.fp8, tensors["weight"]),
-            *(tensors["weight_scale_inv"], tensors["weight"].t().contiguous()),
-            *(
-                tensors["ds"],
-                tensors["lora_A"],
-                tensors["slot"],
-                case.p,
-                SITE,
-                BF16,
-                0,
-                0,
-                True,
-                None,
-            ),
+            *(tensors["dy"], tensors["dy_scale_inv"], case.fp8, weight),
+            *(tensors["weight_scale_inv"], weight_t),
+            *(tensors["ds"], tensors["lora_A"], tensors["slot"], *rest),
         )
     assert found.data_ptr() == inner.data_ptr()
     assert torch.equal(inner, expected)
@@ -343,7 +351,8 @@ def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
 
 
 VALID = {
-    **dict.fromkeys(("dx", "dy8", "weight_t", "dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
+    **{"dx": 0, "dy8": 0, "weight": 0, "transposed": True},
+    **dict.fromkeys(("dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
     **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "stride": 8, "factor": 1.0},
     **{"slot": 0, "site": 0, "threshold": 0, "first_row": 0, "first_col": 0, "dropped": 0},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
@@ -368,6 +377,9 @@ VALID = {
         ({"rows": 2**30, "cols": 2**30}, "tiles of 128 × 128"),
         ({"tile": (128, 256)}, "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting"),
         ({"tile": (192, 128), "splits": False}, "128 × 256 otherwise; got 192 × 128"),
+        ({"tile": (256, 128), "transposed": False, "cols": 16}, "a tile is .* got 256 × 128"),
+        ({"transposed": False}, "takes splits and cols a multiple of 16, got cols 8"),
+        ({"transposed": False, "cols": 16, "splits": False}, "got cols 16 without splits"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

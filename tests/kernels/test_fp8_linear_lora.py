@@ -251,10 +251,10 @@ def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: Columns
     if residual is not None:
         expected = expected + residual.double()
     assert ladder.why_not_wgmma_linear(args[0], args[2], *args[4:7], case.out, residual) is None
-    for shape in (None, *tuning.CSRC_TILES[more.split]):
+    for shape in (None, *tuning.CSRC_TILES["split" if more.split else "fast"]):
         with pytest.MonkeyPatch.context() as patch:
             if shape is not None:
-                patch.setattr(tuning, "csrc_tile", lambda *_, shape=shape: shape)
+                patch.setattr(tuning, "csrc_tile", lambda *_, shape=shape: (shape, 1.0))
             buffer, y = guarded(case, "cuda")
             csrc.launch(y, *args[:-1], more.split, residual)
             again = torch.empty_like(y)

@@ -92,7 +92,9 @@ def test_against_float64(m, k, r, dtype, fp8, p):
 
 
 @gpu
-@pytest.mark.parametrize("p", [2**-16, 0.25, 0.5, 0.5 + 2**-16, 0.9, 1 - 2**-16])
+@pytest.mark.parametrize(
+    "p", [2**-16, 0.25, 0x7BFF / 65536, 0x7C00 / 65536, 0.5, 0.5 + 2**-16, 0.9, 1 - 2**-16]
+)  # 0x7C00: the first threshold that is no finite fp16
 @pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
 def test_the_mask_is_the_reference_s_bit_for_bit(fp8, p):
     """ds = 1 in one row of each slot of an MMA at a time and x = 1: dA is that row's mask, times one factor."""

@@ -160,13 +160,30 @@ def test_refuses(change, error, message, device):
 @pytest.mark.parametrize("keep", [True, False])
 def test_hopper_s_code(k, keep, tmp_path):
     """16 bytes a load, FP8 by instructions, one reduction to the amax, no spills, no detour over shared memory."""
+    config, found = tuning_layer.norm_config(k), hopper_s_code(k, keep, False, tmp_path)
+    assert not spills(found)
+    assert found["LDG.E.128"] * 8 * 32 * config.num_warps >= 2 * k  # x's and the weight's, 8 each
+    assert found["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"] * 2 * 32 * config.num_warps == k
+    assert sum(n for name, n in found.items() if name.startswith("REDG")) == 1
+    assert not any(name.startswith(("STS.128", "STS.64")) for name in found)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_hopper_s_code_that_measures(tmp_path):
+    """One number a program is all that it stores."""
+    found = hopper_s_code(2048, False, True, tmp_path)
+    assert not spills(found)
+    assert sum(n for name, n in found.items() if name.startswith(("STG", "REDG"))) == 1
+
+
+def hopper_s_code(k, keep, measure, tmp_path):
     config = tuning_layer.norm_config(k)
     constants = {
         **quantizing.quantized(
             (1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, reference.E4M3
         ).constants,
         "NATIVE": True,
-        "MEASURE": False,
+        "MEASURE": measure,
         "KEEP": keep,
         "BLOCK": k,
         "PREFETCH": config.prefetch,
@@ -175,12 +192,7 @@ def test_hopper_s_code(k, keep, tmp_path):
     types |= dict.fromkeys(("scale_inv", "rstd", "state"), "*fp32") | {"eps": "fp32"}
     types |= dict.fromkeys(("M", "K", "amax_at", "kept_at", "measured"), "i32")
     kernel = rms_norm_triton._rms_norm_quantize_kernel
-    found = sm90(kernel, types, constants, config.num_warps, tmp_path)
-    assert not spills(found)
-    assert found["LDG.E.128"] * 8 * 32 * config.num_warps >= 2 * k  # x's and the weight's, 8 each
-    assert found["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"] * 2 * 32 * config.num_warps == k
-    assert sum(n for name, n in found.items() if name.startswith("REDG")) == 1
-    assert not any(name.startswith(("STS.128", "STS.64")) for name in found)
+    return sm90(kernel, types, constants, config.num_warps, tmp_path)
 
 
 if __name__ == "__main__":

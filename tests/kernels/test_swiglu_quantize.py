@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from lorakernels import ops, reference
+from lorakernels import ops, reference, reference_layer
+from lorakernels.checks_layer import PACKED_COLUMNS
 from lorakernels.kernels import quantizing, swiglu_triton, tuning_layer
 from tests.exact import EPS as ULP
 from tests.kernels.by_triton import STATES, interpret, same_bytes, sm90, spills, state_of
@@ -36,8 +37,9 @@ def inputs(m, f, dtype, as_bytes, device):
     gate_up = (4 * torch.randn(m, 2 * f, generator=generator)).to(dtype)
     if not as_bytes:
         return gate_up.to(device), None, gate_up.double().to(device)
-    scale_inv = torch.tensor([0.031, 0.047])
-    columns = scale_inv.repeat_interleave(f)
+    blocks = -(-f // PACKED_COLUMNS)
+    scale_inv = 0.03 + 0.02 * torch.rand(m, blocks, generator=generator)
+    columns = scale_inv.repeat_interleave(PACKED_COLUMNS, 1)[:, :f].repeat(1, 2)
     bytes_ = (gate_up.float() / columns).clamp(-448, 448).to(E4M3)
     wide = bytes_.float() * columns  # in fp32, as the op scales them
     return bytes_.view(torch.uint8).to(device), scale_inv.to(device), wide.double().to(device)
@@ -69,21 +71,71 @@ def test_equals_its_definition(m, f, dtype, as_bytes, kind, device):
         assert_right(wide, dtype, kind, keep, before, state, results, act)
 
 
+def assert_packed(gate_up, packed, scale_inv):
+    """Each block by the scale of its own amax, bit for bit, and within half a step of e4m3 of what it was."""
+    *_, want, want_inv = reference_layer.swiglu_quantize_and_pack(gate_up, None, 0, False, False)
+    assert same_bytes(packed, want) and torch.equal(scale_inv, want_inv)
+    gate, up = reference_layer._gate_up(packed, scale_inv)
+    error = (torch.cat((gate, up), 1).double() - gate_up.double()).abs()
+    smallest = scale_inv.double().amax(1, keepdim=True) * 2.0**-9  # the format's least step
+    assert bool((error <= gate_up.double().abs() * (2.0**-4 + 2.0**-20) + smallest).all())
+
+
+@pytest.mark.parametrize(
+    ("m", "f", "dtype", "kind"),
+    [(1, 8, BF16, "unset"), (3, 257, FP16, "kept"), (5, 11008, BF16, "kept"),
+     (300, 640, FP32, "none"), (33, 2048, BF16, "eval"), (0, 8, BF16, "kept")],
+    ids=str,
+)  # fmt: skip
+def test_packs_what_it_reads(m, f, dtype, kind, device):
+    gate_up, _, wide = inputs(m, f, dtype, False, device)
+    gate_up[:, f // 2 : f] *= 30.0  # blocks have scales of their own
+    gate_up[:, f:] /= 5.0
+    wide.copy_(gate_up.double())
+    state, delayed = state_of(kind, device)
+    before = None if state is None else state.clone()
+    *results, packed, scale_inv = ops.swiglu_quantize_and_pack(gate_up, state, 1, delayed, True)
+    assert_right(wide, dtype, kind, True, before, state, results, results[0])
+    if m:
+        assert_packed(gate_up, packed, scale_inv)
+
+
+def test_a_block_that_is_not_finite_keeps_its_bytes(device):
+    """Its scale is 1, as of a tensor's amax; the blocks beside it keep theirs."""
+    gate_up = torch.randn(2, 2 * 2100, dtype=FP16, device=device)
+    gate_up[0, 5], gate_up[0, 2100 + 2060] = torch.inf, torch.nan
+    gate_up[1, 2048:2100] = gate_up[1, 4148:] = 0.0
+    *_, packed, scale_inv = ops.swiglu_quantize_and_pack(gate_up, None, 0, False, False)
+    assert scale_inv.shape == (2, 9)
+    assert (scale_inv == 1.0).nonzero().tolist() == [[0, 0], [0, 8], [1, 8]]
+    *_, want, _ = reference_layer.swiglu_quantize_and_pack(gate_up, None, 0, False, False)
+    assert same_bytes(packed, want) and packed[0, 5] == 0x7E and packed[0, 4160] & 0x7F == 0x7F
+
+
 def run_interpreted(m, f, dtype, kind, as_bytes):
     gate_up, scale_inv, _ = inputs(m, f, dtype, as_bytes, "cpu")
     state, delayed = state_of(kind, "cpu")
     results = swiglu_triton.swiglu_quantize(gate_up, scale_inv, state, 1, delayed, True, dtype)
-    return results, state
+    if as_bytes:
+        return results, state, None
+    again = state_of(kind, "cpu")[0]
+    *same, packed, packed_inv = swiglu_triton.swiglu_quantize_and_pack(
+        gate_up, again, 1, delayed, True
+    )
+    assert all(map(torch.equal, results, same)) and (state is None or torch.equal(state, again))
+    return results, state, (packed, packed_inv)
 
 
 def test_interpreted(tmp_path):
     found = interpret(__file__, tmp_path / "act.pt")
     for case in INTERPRETED:
         m, f, dtype, kind, as_bytes = case
-        results, state = found[str(case)]
-        wide = inputs(m, f, dtype, as_bytes, "cpu")[2]
+        results, state, packed = found[str(case)]
+        gate_up, _, wide = inputs(m, f, dtype, as_bytes, "cpu")
         before = state_of(kind, "cpu")[0]
         assert_right(wide, dtype, kind, True, before, state, results, results[0])
+        if packed is not None:
+            assert_packed(gate_up, *packed)
 
 
 @pytest.mark.parametrize("kind", ["kept", "unset"])
@@ -154,18 +206,18 @@ def test_more_elements_than_32_bits_count():
     ("change", "error", "message"),
     [
         ({"gate_up": torch.ones(4, 7)}, ValueError, "gate_up must have 2 F columns, found 7"),
-        ({"gate_up_scale_inv": torch.ones(2)}, TypeError, "gate_up must be uint8, .*float32"),
+        ({"gate_up_scale_inv": torch.ones(4, 1)}, TypeError, "gate_up must be uint8, .*float32"),
         ({"gate_up": torch.ones(4, 8).byte()}, TypeError, "gate_up must be .*, found torch.uint8"),
         ({"out_dtype": BF16}, TypeError, "out_dtype must be gate_up's torch.float32, found"),
         (
-            {"gate_up": torch.ones(4, 8).byte(), "gate_up_scale_inv": torch.ones(2)},
+            {"gate_up": torch.ones(4, 8).byte(), "gate_up_scale_inv": torch.ones(4, 1)},
             TypeError,
             "out_dtype must be float32, .* for e4m3 bytes, found None",
         ),
         (
-            {"gate_up": torch.ones(4, 8).byte(), "gate_up_scale_inv": torch.ones(1)},
+            {"gate_up": torch.ones(4, 8).byte(), "gate_up_scale_inv": torch.ones(2)},
             ValueError,
-            r"gate_up_scale_inv must be \[2\]",
+            r"gate_up_scale_inv must be \[4, 1\]",
         ),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, str) else None,
@@ -178,15 +230,23 @@ def test_refuses(change, error, message, device):
         ops.swiglu_quantize(**arguments)
 
 
-def hopper_s_code(grad, as_bytes, config, tmp_path):
+def hopper_s_code(grad, as_bytes, config, tmp_path, pack=False):
     import triton.language as tl
 
     fp8_dtype = torch.float8_e5m2 if grad else E4M3
     target = quantizing.quantized((1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, fp8_dtype)
     constants = {**target.constants, "NATIVE": True, "GRAD": grad, "BYTES": as_bytes}
-    constants |= {"MEASURE": False, "KEEP": True, "DTYPE": tl.bfloat16, "BLOCK": config.block}
+    constants |= {
+        "MEASURE": False,
+        "PACK": pack,
+        "KEEP": True,
+        "DTYPE": tl.bfloat16,
+        "BLOCK": config.block,
+    }
+    constants["PACKED"] = PACKED_COLUMNS
     types = dict.fromkeys(("out", "dact"), "*bf16") | {"out8": "*u8", "partials": "*i32"}
-    types |= dict.fromkeys(("scale_inv", "state", "gate_up_scale_inv", "multiplier"), "*fp32")
+    scales = ("scale_inv", "state", "gate_up_scale_inv", "multiplier", "packed_scale_inv")
+    types |= dict.fromkeys(scales, "*fp32") | {"packed": "*u8"}
     types |= {"gate_up": "*u8" if as_bytes else "*bf16"}
     types |= dict.fromkeys(("M", "F", "amax_at", "kept_at", "measured"), "i32")
     return sm90(swiglu_triton._swiglu_kernel, types, constants, config.num_warps, tmp_path)
@@ -196,7 +256,7 @@ def hopper_s_code(grad, as_bytes, config, tmp_path):
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
 def test_hopper_s_code(as_bytes, tmp_path):
     """Wide loads, FP8 by instructions, one reduction to the amax, nothing spilled."""
-    config = tuning_layer.SWIGLU
+    config = tuning_layer.SWIGLU_OF_BYTES if as_bytes else tuning_layer.SWIGLU
     found = hopper_s_code(False, as_bytes, config, tmp_path)
     threads = 32 * config.num_warps
     assert not spills(found)
@@ -205,6 +265,18 @@ def test_hopper_s_code(as_bytes, tmp_path):
     assert not any(name.startswith("F2F.") for name in found), "rounded to bf16 one by one"
     if not as_bytes:
         assert found["LDG.E.128"] * 8 * threads == 2 * config.block
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_hopper_s_code_that_packs(tmp_path):
+    """gate_up is read once; a warp finds an amax by itself; nothing spilled."""
+    config = tuning_layer.SWIGLU_PACK
+    found = hopper_s_code(False, False, config, tmp_path, pack=True)
+    threads = 32 * config.num_warps
+    assert not spills(found) and found["LDG.E.128"] * 8 * threads == 2 * config.block
+    shared = sum(n for name, n in found.items() if name.startswith(("STS", "LDS")))
+    assert shared <= 6, "only the scales and the amax of all go through shared memory"
+    assert found["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"] * 2 * threads == 3 * config.block
 
 
 if __name__ == "__main__":

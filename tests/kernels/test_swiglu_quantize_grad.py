@@ -165,9 +165,11 @@ def test_refuses(change, error, message, device):
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
-def test_hopper_s_code(as_bytes, tmp_path):
+@pytest.mark.parametrize(
+    "config", [tuning_layer.SWIGLU_GRAD, tuning_layer.SWIGLU_GRAD_KEPT], ids=["d8", "kept"]
+)
+def test_hopper_s_code(as_bytes, config, tmp_path):
     """FP8 by instructions, one reduction to the amax, nothing spilled."""
-    config = tuning_layer.SWIGLU_GRAD
     found = forward.hopper_s_code(True, as_bytes, config, tmp_path)
     assert not spills(found)
     converted = found["F2FP.SATFINITE.E5M2.F32.PACK_AB_MERGE_C"]

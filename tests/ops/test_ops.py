@@ -28,6 +28,7 @@ def arguments(device):
     bf16 = torch.bfloat16
     labels = torch.arange(m, device=device)
     two, three = torch.rand(2, device=device), torch.rand(3, device=device)
+    scales = torch.rand(m, 1, device=device)
     heads = [torch.randn(1, 2, m, 4, device=device, dtype=bf16) for _ in range(3)]
     angles = torch.randn(2, m, 4, device=device)
     return {
@@ -98,7 +99,7 @@ def arguments(device):
         "bias_dropout_add_backward-no mask": (x, None, 0.0, 1, torch.float32),
         "cross_entropy_": (torch.randn(m, k, device=device), labels, one, 3, True),
         "cross_entropy_-losses only": (dy, labels, None, 3, False),
-        "block_diagonal": ([a, b], [r, n], [k, r], two),
+        "block_diagonal": ([a, b], [r, n], [k, r], torch.rand(2, 2, device=device)),
         "block_diagonal_parts": (torch.randn(r + n, 4, device=device), [r, n], [4, 0], two),
         "rms_norm_quantize": (x, x[0], 1e-5, state, 1, True, True),
         "rms_norm_quantize-x8 only": (dy, dy[0], 1e-5, state, 1, False, False),
@@ -108,13 +109,14 @@ def arguments(device):
         "rope_qkv_": (torch.randn(2 * m, 16, device=device), *angles, 2, 1),
         "rope_qkv_backward": (*heads, *angles, three),
         "swiglu_quantize": (x, None, state, 0, True, True),
-        "swiglu_quantize-bytes": (x8, two, state, 0, True, False, bf16),
+        "swiglu_quantize-bytes": (x8, scales, state, 0, True, False, bf16),
+        "swiglu_quantize_and_pack": (x, state, 0, True, True),
         "swiglu_quantize-plain": (dy, None, None, 0, False, True),
         "swiglu_quantize_grad": (dy, torch.cat((dy, dy), 1), None, two, state, 0, True, E5M2, True),
         "swiglu_quantize_grad-bytes": (
             x[:, :12].clone(),
             x8,
-            two,
+            scales,
             two,
             state,
             0,
@@ -154,9 +156,9 @@ def test_fp8_transpose_is_exact(device):
 
 
 def test_gradients_are_asked_for_in_lists_and_of_what_is_written():
-    block, factors = torch.randn(4, 2, requires_grad=True), torch.ones(1)
+    block, factors = torch.randn(4, 2, requires_grad=True), torch.ones(2, 1)
     with pytest.raises(RuntimeError, match="no autograd formula"):
-        ops.block_diagonal([block], [4], [2], factors).sum().backward()
+        ops.block_diagonal([block], [4], [2], factors)[0].sum().backward()
     qkv = torch.randn(2, 12, requires_grad=True) * 1.0
     cos = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="writes to a tensor that requires grad"):
