@@ -66,7 +66,7 @@ class CudaGraph:
         self.graph = graph
         graph.instantiate()
         graph.upload(stream)
-        self.launch = graph.launch
+        self.launch = graph.launcher()
         self._take_census()
 
     def _take_census(self) -> None:

@@ -4,28 +4,26 @@
 While a step is captured its inputs, saved tensors and outputs are ordinary tensors in the pool. The capture drops each
 of them after the step that the plan says is its last reader, so that later steps may have its memory; what a replay
 needs to reach is kept as an alias, which holds nothing.
-
-Layers run on stand-ins for their trained parameters: new leaves at the same addresses. Autograd's own nodes for the
-parameters remember the stream they were made on, and would pull work there that a capture forbids.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .backend import Backend, Captured, Graph
 from .errors import CaptureError, hint_for
 from .grads import GradTargets, LayerGrads
 from .graphset import GraphSet, Progress
 from .handed import Group, Handed, Input
+from .layer import InputGrads, Layer, enter
 from .order import Direction, Step
 from .plan import Buffer, CallPlan, Key, Plan
 from .replay import Call
@@ -35,76 +33,12 @@ from .tracer import Recorded, Seen
 
 
 @dataclass(eq=False)
-class Layer:
-    """A module and how to run it eagerly."""
-
-    name: str
-    module: nn.Module
-    forward: Callable[..., Any]
-    recomputed: bool = False
-    trained: list[tuple[str, nn.Parameter]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        named = self.module.named_parameters(remove_duplicate=True)
-        self.trained = [(name, p) for name, p in named if p.requires_grad]
-
-    @contextmanager
-    def standing_in(self, leaves: dict[int, Tensor]) -> Iterator[None]:
-        """Inside, the module's trained parameters are `leaves`, by the parameters' ids."""
-        swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        try:
-            for inner in self.module.modules():
-                for name, parameter in inner._parameters.items():
-                    if parameter is not None and id(parameter) in leaves:
-                        swapped.append((inner._parameters, name, parameter))
-            for parameters, name, parameter in swapped:
-                parameters[name] = leaves[id(parameter)]
-            yield
-        finally:
-            for parameters, name, parameter in swapped:
-                parameters[name] = parameter
-
-    def leaves(self) -> dict[int, Tensor]:
-        found = {}
-        for _, parameter in self.trained:
-            leaf = parameter.detach().requires_grad_()
-            leaf.__dict__.update(vars(parameter))
-            found[id(parameter)] = leaf
-        return found
-
-    def run(self, seen: Seen, inputs: Sequence[Tensor], leaves: dict[int, Tensor]) -> Signature:
-        """The layer's output for `inputs`, with grad and under the recorded autocast."""
-        args, kwargs = seen.inputs.rebuild(inputs)
-        device = inputs[0].device.type if inputs else "cpu"
-        enabled, dtype = seen.autocast
-        cast = (
-            torch.autocast(device, dtype, enabled, cache_enabled=False)
-            if enabled
-            else nullcontext()
-        )
-        with torch.enable_grad(), cast, self.standing_in(leaves):
-            if self.recomputed:
-                output = torch_checkpoint.checkpoint(
-                    self.forward, *args, use_reentrant=False, **kwargs
-                )
-            else:
-                output = self.forward(*args, **kwargs)
-        return Signature(output)
-
-    def backward(
-        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: dict[int, Tensor]
-    ) -> None:
-        with self.standing_in(leaves):
-            torch.autograd.backward(list(outputs), list(grads))
-
-
-@dataclass(eq=False)
 class _Running:
-    """A call between the captures of its forward and of its backward."""
+    """A call between the captures of its forward and of its backward. It holds none of the call's tensors."""
 
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: list[GradientEdge | None]
     leaves: dict[int, Tensor]
+    grads: InputGrads
 
 
 class Capturer:
@@ -270,8 +204,8 @@ class Capturer:
         self.calls[key] = call
         self.graphs.forwards[call.forward_at] = call
         call.spec, call.autocast = seen.inputs.spec, seen.autocast
-        inputs = [self._input(call, key, plan, seen, i) for i in range(len(plan.inputs))]
-        leaves = layer.leaves()
+        grads, leaves = InputGrads(seen.input_specs), layer.leaves()
+        inputs = [self._input(call, key, plan, seen, grads, i) for i in range(len(plan.inputs))]
         with repeats_nothing(layer.name, self._states), self._capture(step) as captured:
             outputs = layer.run(seen, inputs, leaves)
         call.forward_graph = captured.graph
@@ -282,7 +216,8 @@ class Capturer:
             call.outputs.append(self._hand(buffer, x.detach(), layer.name))
             if not x.requires_grad:
                 call.constants.append(k)
-        self._running[key] = _Running(inputs, outputs.tensors, leaves)
+        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs.tensors]
+        self._running[key] = _Running(edges, leaves, grads)
 
     def _hand(self, buffer: Buffer, x: Tensor, layer: str) -> Handed:
         handed = Handed(buffer.name, layer, self.backend.alias(x), buffer.chained)
@@ -291,8 +226,10 @@ class Capturer:
             self.graphs.handed.append((buffer.death, handed))
         return handed
 
-    def _input(self, call: Call, key: Key, plan: CallPlan, seen: Seen, i: int) -> Tensor:
-        """The leaf that the layer is captured on, and how a replay fills it."""
+    def _input(
+        self, call: Call, key: Key, plan: CallPlan, seen: Seen, grads: InputGrads, i: int
+    ) -> Tensor:
+        """What the layer is captured on, and how a replay fills it."""
         buffer = plan.inputs[i]
         way = Input(seen.inputs.paths[i], seen.input_specs[i])
         call.inputs.append(way)
@@ -320,7 +257,10 @@ class Capturer:
             way.given = way.group if way.same_as < 0 else None
         else:
             way.origin = way.given = self._handed[buffer.index]
-        return self._real[buffer.index].detach().requires_grad_(way.spec.requires_grad)
+        real = self._real[buffer.index]
+        if not way.spec.requires_grad:
+            return real.detach()
+        return enter(real, grads, i)
 
     # backward
 
@@ -330,13 +270,14 @@ class Capturer:
         self._phase = (layer.name, "backward")
         running = self._running.pop(key)
         outputs, grads = [], []
-        for k, x in enumerate(running.outputs):
+        for k, edge in enumerate(running.outputs):
             buffer = plan.grad_outputs[k]
-            if buffer is None or not x.requires_grad:
+            if buffer is None or edge is None:
                 continue
-            grad = self._grad_output(call, k, buffer, x)
-            outputs.append(x)
+            grad = self._grad_output(call, k, buffer)
+            outputs.append(edge)
             grads.append(grad)
+            running.grads.others.add(grad.untyped_storage()._cdata)
         with self._capture(step) as captured:
             layer.backward(outputs, grads, running.leaves)
             found = [running.leaves[id(p)].grad for _, p in layer.trained]
@@ -348,7 +289,7 @@ class Capturer:
         self._collect_grads(call, plan, running)
         self._collect_parameters(call, layer, found)
 
-    def _grad_output(self, call: Call, k: int, buffer: Buffer, x: Tensor) -> Tensor:
+    def _grad_output(self, call: Call, k: int, buffer: Buffer) -> Tensor:
         real = self._real.get(buffer.index)
         if real is None:  # not what a later layer's backward wrote: eager code's is copied in
             real = self.backend.allocate(buffer.spec)
@@ -367,7 +308,7 @@ class Capturer:
 
     def _collect_grads(self, call: Call, plan: CallPlan, running: _Running) -> None:
         for i in call.differentiable:
-            buffer, grad = plan.grad_inputs[i], running.inputs[i].grad
+            buffer, grad = plan.grad_inputs[i], running.grads.found.get(i)
             if grad is None or buffer is None:
                 call.grad_inputs.append(None)
                 continue
@@ -386,4 +327,5 @@ class Capturer:
         elif reached:
             targets = self.grads.of([p for _, p, _ in reached])
             names = [n for n, _, _ in reached]
-            call.grads = LayerGrads(layer.name, names, targets)
+            slabs = self.grads.slabs_of(targets)
+            call.grads = LayerGrads(layer.name, names, targets, slabs)

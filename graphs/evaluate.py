@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .backend import Backend
-from .capture import Layer
 from .errors import CaptureError, hint_for
+from .layer import Layer
 from .signature import Signature, TensorSpec, distinct, typed
 from .states import Snapshot, no_device_rng_in_checkpoints
 from .tracer import autocast_state

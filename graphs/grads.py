@@ -10,7 +10,8 @@ gradient has been kept, or `.grad` replaced by another tensor, that launch takes
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from .signature import extension
 from .watch import PARAMETER_HOOKS, GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
+INSTALLED, FREE = 0, 1  # `GradSlots.state`
 
 
 @dataclass(eq=False)
@@ -33,6 +35,7 @@ class Target:
     kind: str
     references: int = 0
     uses: int = 0
+    zeroed: bool = False  # its content, ahead of time; `.grad` is None
 
     def calibrate(self, before: tuple[int, int] | None) -> None:
         """Note how many hold the tensor and its memory while nobody outside does: now, if it is new; else with those
@@ -54,16 +57,62 @@ def _uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
-def _alone(parameter: nn.Parameter) -> bool:
-    """Whether `.grad` is held by the parameter alone."""
+class Slab:
+    """The memory of several "own" targets."""
+
+    def __init__(self, memory: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self.memory = memory
+        self.targets = []
+        pieces = memory.split([p.numel() for p in parameters])
+        for parameter, flat in zip(parameters, pieces, strict=True):
+            grad = flat.view(parameter.shape).detach()
+            self.targets.append(Target(parameter, grad, "own"))
+        self._slots = extension().GradSlots(self.targets)
+        self._held = memory.untyped_storage()
+        self._cdata = self._held._cdata
+        self._uses = self._before = 0
+
+    def _count(self) -> int:
+        return torch._C._storage_Use_Count(self._cdata)
+
+    def note(self) -> None:
+        """Before a capture: who has it."""
+        self._before = self._count() if self._uses else 0
+
+    def calibrate(self) -> None:
+        """After it: the graphs have come to that."""
+        self._uses += self._count() - self._before
+
+    def alone(self) -> bool:
+        """Whether nobody outside has a view of it."""
+        return self._count() <= self._uses
+
+    def zero(self) -> bool:
+        """Zero all of it at once, if no `.grad` is in it and nobody has one that was."""
+        if self._slots.state() != FREE or not self.alone():
+            return False
+        self.memory.zero_()
+        for target in self.targets:
+            target.zeroed = True
+        return True
+
+
+def _alone(parameter: nn.Parameter, pieces: int, callers: int) -> bool:
+    """Whether `.grad` is held by the parameter and the `callers` alone, its memory by as many gradients as it has
+    `pieces`."""
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
     counts = []
-    for one in (probe, parameter):
+    for one, held, others in ((probe, 0, 0), (parameter, callers, pieces - 1)):
         grad = one.grad
         assert grad is not None
-        counts.append((sys.getrefcount(grad), _uses(grad)))
+        counts.append((sys.getrefcount(grad) - held, _uses(grad) - others))
     return counts[0] == counts[1]
+
+
+def _pieces(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """How many gradients lie in one storage, by its address: in a slab of a manager that is gone, several."""
+    return Counter(p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None)
 
 
 class GradTargets:
@@ -71,7 +120,7 @@ class GradTargets:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Target] = {}
-        self._slabs: list[Tensor] = []
+        self._slabs: list[Slab] = []
         self._before: dict[int, tuple[int, int]] = {}
         self.bytes = 0
 
@@ -82,38 +131,46 @@ class GradTargets:
             for key, target in self._by_id.items()
             if target.references
         }
+        for slab in self._slabs:
+            slab.note()
         new = list({id(p): p for _, p in parameters if id(p) not in self._by_id}.values())
+        pieces = _pieces(new)
         for parameter in new:
-            main = getattr(parameter, "main_grad", None)
+            main, grad = getattr(parameter, "main_grad", None), parameter.grad
             if main is not None:
                 self._by_id[id(parameter)] = Target(parameter, main, "main")
-            elif parameter.grad is not None and not _alone(parameter):
-                self._by_id[id(parameter)] = Target(parameter, parameter.grad, "given")
+                continue
+            if grad is not None and not _alone(parameter, pieces[grad.untyped_storage()._cdata], 1):
+                self._by_id[id(parameter)] = Target(parameter, grad, "given")
         new = [p for p in new if id(p) not in self._by_id]
         for dtype, device in dict.fromkeys((p.dtype, p.device) for p in new):
             group = [p for p in new if (p.dtype, p.device) == (dtype, device)]
-            slab = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=device)
-            self.bytes += slab.nbytes
-            self._slabs.append(slab)
-            for parameter, flat in zip(group, slab.split([p.numel() for p in group]), strict=True):
-                grad = flat.view(parameter.shape).detach()
-                self._by_id[id(parameter)] = Target(parameter, grad, "own")
+            memory = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=device)
+            self.bytes += memory.nbytes
+            self._slabs.append(Slab(memory, group))
+            self._by_id |= {id(t.parameter): t for t in self._slabs[-1].targets}
 
     def adopt(self) -> None:
         """The capture has succeeded: from now on the slabs are the gradients."""
         for key, target in self._by_id.items():
             if target.kind == "own":
                 target.calibrate(self._before.get(key))
+        for slab in self._slabs:
+            slab.calibrate()
         for key, target in self._by_id.items():
             grad = target.parameter.grad
             new = target.kind == "own" and key not in self._before
             if new and grad is not None and grad is not target.grad:
                 target.grad.copy_(grad)
-                target.parameter.grad = target.grad
+                target.parameter.grad, target.zeroed = target.grad, False
 
     def of(self, parameters: Sequence[nn.Parameter]) -> list[Target]:
         """The targets of parameters that a backward reaches."""
         return [self._by_id[id(p)] for p in parameters]
+
+    def slabs_of(self, targets: Sequence[Target]) -> list[Slab]:
+        """The slabs that some of the targets are in."""
+        return [slab for slab in self._slabs if any(t in slab.targets for t in targets)]
 
     def release(self) -> None:
         """Drop the memory; gradients that are installed stay with their parameters."""
@@ -123,18 +180,21 @@ class GradTargets:
 
 
 class LayerGrads:
-    """The targets of the parameters that one layer's backward reaches."""
+    """The targets of the parameters that one layer's backward reaches, and the slabs that those are in."""
 
-    def __init__(self, layer: str, names: Sequence[str], targets: Sequence[Target]) -> None:
+    def __init__(
+        self, layer: str, names: Sequence[str], targets: Sequence[Target], slabs: Sequence[Slab]
+    ) -> None:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
-        self._installed = extension().Watch()
-        for target in targets:
-            if target.kind != "main":
-                self._installed.add_attribute(target.parameter, "grad", target.grad)
+        self._slabs = list(slabs)
+        self._installed = [target for target in targets if target.kind != "main"]
+        self._slots = extension().GradSlots(self._installed)
+        self._state = self._slots.state
         self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
         self._detour: list[tuple[Target, Tensor]] = []
         named = zip(self.names, self.targets, strict=True)
         self._watch = GradWatch(layer, [(name, t.parameter, t.grad) for name, t in named])
+        self._changed = self._watch.check
 
     def before_launch(self) -> None:
         """Make sure that what the graph adds to is each parameter's gradient.
@@ -143,22 +203,33 @@ class LayerGrads:
             ReplayError: a parameter's `main_grad` is another tensor than at capture, a gradient's data have moved, or
                 a parameter has a hook by now.
         """
-        if (changed := self._watch.check()) >= 0:
+        if (changed := self._changed()) >= 0:
             self._watch.refuse(changed)
         for parameter, grad in self._main:
             if getattr(parameter, "main_grad", None) is not grad:
                 self._refuse_main(parameter)
-        if self._installed.check() >= 0:
-            self._install()
+        if state := self._state():
+            self._install(state)
 
     def after_launch(self) -> None:
         if self._detour:
             self._finish_detour()
 
-    def _install(self) -> None:
+    def _install(self, state: int) -> None:
+        if state == FREE and all([slab.alone() for slab in self._slabs]):
+            zeroed = all([t.zeroed for t in self._installed])
+            if not zeroed and not all([slab.zero() for slab in self._slabs]):
+                torch._foreach_zero_([t.grad for t in self._installed])
+            self._slots.install()
+        else:
+            self._install_one_by_one()
+        for target in self._installed:
+            target.zeroed = False
+
+    def _install_one_by_one(self) -> None:
         fresh = []
-        for target in self.targets:
-            if target.kind == "main" or target.parameter.grad is target.grad:
+        for target in self._installed:
+            if target.parameter.grad is target.grad:
                 continue
             if target.parameter.grad is not None or target.held():
                 self._detour.append((target, target.grad.clone()))

@@ -90,6 +90,7 @@ class IterationGraph:
         self._steps: list[StepGraph] = []  # the one that ran last comes first
         self._reports: list[Report] = []
         self._pins: list[Pins] = []
+        self._left: list[tuple[nn.Parameter, Tensor]] = []  # gradients that an eager call has left
         self._seen: dict[Any, list[Attributes]] = {}  # new shapes that ran once, to be captured
         self._failed: set[Any] = set()
         self._attributes = self._attributes_now()
@@ -128,6 +129,10 @@ class IterationGraph:
         return self._new(error, tensors, spec, args, kwargs)
 
     def _replay(self, one: StepGraph, tensors: Sequence[Tensor]) -> Any:
+        for parameter, grad in self._left:
+            if parameter.grad is grad:
+                parameter.grad = None  # the step's own zero_grad, which a replay does not run
+        self._left.clear()
         self._steps[0].check_grads()
         one.check_state()
         if one is not self._steps[0]:
@@ -172,9 +177,13 @@ class IterationGraph:
         output = self.step(*args, **kwargs)
         with torch.no_grad():
             for _, parameter, grad in self._steps[0].grads if self._steps else ():
-                if grad is not None and parameter.grad is not None and parameter.grad is not grad:
+                if parameter.grad is None or parameter.grad is grad:
+                    continue
+                if grad is not None:
                     grad.copy_(parameter.grad)
                     parameter.grad = grad
+                elif id(parameter) in self._steps[0].zeroed:
+                    self._left.append((parameter, parameter.grad))
         return output
 
     def _eagerly_aside(self, args: Any, kwargs: Any) -> Any:
@@ -211,11 +220,14 @@ class IterationGraph:
             one = StepGraph(self.step, signature, backend, list(states.values()), replaced)
             snapshot.restore()
             one.watch(self.modules, self.optimizers, states, attributes)
+            one.note_zeroed(before, self.optimizers)
             report = self._report_of(one, free, time.perf_counter() - started)
             pins.add()
         except BaseException:
             if one is not None:
                 one.drop()
+            if replaced is not None:
+                replaced.destroy()
             for parameter, grad in before:
                 parameter.grad = grad
             pins.remove()
@@ -247,7 +259,7 @@ class IterationGraph:
 
         Executable graphs stay and take the new addresses where the new capture has the same nodes; `report()` says so.
         """
-        self._replaced = {one.key: one.graph for one in self._steps}
+        self._replaced |= {one.key: one.graph for one in self._steps}
         seen = [*self._seen, *self._replaced]
         self._drop(keep_graphs=True)
         self.calls = self.warmup_steps

@@ -78,14 +78,17 @@ class BlockRecorder:
     def __init__(self, names: Sequence[str], modules: Sequence[nn.Module], device: str) -> None:
         self._names, self._modules, self._device = tuple(names), list(modules), device
         self._recorder: OrderRecorder | None = None
+        self._tracer: Tracer | None = None
         self._attributes: list[Attributes] = []
+        self.microbatches = 0  # of the block that ended last
 
     @property
     def active(self) -> bool:
         return self._recorder is not None
 
-    def begin(self) -> None:
-        self._tracer = Tracer(self._names, self._device)
+    def begin(self, traced: bool = True) -> None:
+        """`traced`: to be captured; else only the block's end is looked for."""
+        self._tracer = Tracer(self._names, self._device) if traced else None
         self._recorder = OrderRecorder(self._names, 1, self._tracer)
         self._attributes = [plain_attributes(m) for m in self._modules]
 
@@ -103,12 +106,20 @@ class BlockRecorder:
         recorder = self._recorder
         return recorder is not None and recorder.begins_anew(layer)
 
-    def end(self) -> Recording:
-        """What was recorded. OrderError if the block is incomplete; it is forgotten then."""
+    def end(self) -> Recording | None:
+        """What was recorded, if it was traced.
+
+        Raises:
+            OrderError: the block is incomplete; it is forgotten then.
+            CaptureError: it cannot be captured.
+        """
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
         recorder.num_microbatches = max(1, recorder.forwards_seen(0))
         order = recorder.end_iteration()
+        self.microbatches = order.num_microbatches
+        if self._tracer is None:
+            return None
         layers = {call: call.layer for call in recorder.microbatches}
         recorded = self._tracer.finish(recorder.microbatches, layers)
         return Recording(order, recorded, self._attributes)

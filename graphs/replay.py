@@ -19,11 +19,15 @@ from .errors import ReplayError
 from .grads import LayerGrads
 from .handed import Group, Handed, Input
 from .order import Step
-from .signature import distinct, number_types
+from .signature import distinct, extension, number_types
 from .watch import LayerWatch
 
 if TYPE_CHECKING:
     from .graphset import GraphSet
+
+
+def _no_match(args: Any, kwargs: Any) -> None:
+    return None
 
 
 class Call:
@@ -51,15 +55,16 @@ class Call:
         self.parameter_grads: list[Tensor] = []
         self.grads: LayerGrads | None = None
         self.generation = 0
+        self.match: Callable[[Any, Any], list[Tensor] | None] = _no_match
         self._given: list[Any] = []
         self._same: list[Any] = []
         self._like: list[Any] = []
         self._copies: list[Any] = []
         self._chained: list[Any] = []
 
-    def seal(self, watch: LayerWatch) -> None:
+    def seal(self, watch: LayerWatch, device_type: str) -> None:
         """Sort out, once, what each replay asks of which tensor."""
-        self.watch, self._changed = watch, watch.check
+        self.watch = watch
         self._numbers = number_types(self.spec)
         places = list(enumerate(self.inputs))
         self._given = [(i, x.given) for i, x in places if x.given is not None]
@@ -69,13 +74,19 @@ class Call:
             (i, x.static, x.repeats, x.group) for i, x in places if x.static is not None
         ]
         self._chained = [(k, x) for k, x in enumerate(self.outputs) if x.chained]
+        enabled, dtype = self.autocast
+        cast = (torch.is_autocast_enabled, device_type, enabled, torch.get_autocast_dtype, dtype)
+        self.match = extension().matcher(
+            self.spec, Tensor, self._given, self._same, self._like, cast, watch.compared
+        )
 
     # forward
 
     def takes(self, spec: list[Any], tensors: Sequence[Tensor]) -> bool:
         """Whether this is the captured call: equal constants of the same types, and of the tensors each an object that
-        was handed out or copied before, unmodified, or like the captured one where this call copies. In a training
-        loop that goes on as it began this is all that is ever asked."""
+        was handed out or copied before, unmodified, or like the captured one where this call copies. `match` asks the
+        same of (args, kwargs), and for autocast and the fingerprint; in a training loop that goes on as it began it is
+        all that is ever asked."""
         if spec != self.spec:
             return False
         for i, kind in self._numbers:  # 1 == 1.0 == True
@@ -116,8 +127,12 @@ class Call:
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's output for `tensors`, which it `takes`."""
-        if (changed := self._changed()) >= 0:
+        if (changed := self.watch.check()) >= 0:
             self.watch.refuse(changed)
+        return self.replay(tensors)
+
+    def replay(self, tensors: Sequence[Tensor]) -> Any:
+        """The layer's output for what `match` found."""
         edges = [tensors[i] for i in self.differentiable] or [self.graphs.anchor]
         outputs = _apply(self, tensors, *edges, *self.parameters)
         for k, handed in self._chained:
@@ -171,7 +186,7 @@ class Call:
                 handed.given(grad)
             found.append(grad)
         if self.parameter_grads:
-            found += [grad.clone() for grad in self.parameter_grads]
+            found += torch._foreach_mul(self.parameter_grads, 1)  # in one launch, unlike clones
         return tuple(found)
 
     def drop(self, graphs: bool) -> None:
@@ -180,7 +195,7 @@ class Call:
             self.forward_graph.destroy()
             self.backward_graph.destroy()
         self.forward_graph = self.backward_graph = None
-        self.generation, self.grads = -1, None
+        self.generation, self.grads, self.match = -1, None, _no_match
         for held in (self.inputs, self.outputs, self.grad_outputs, self.grad_inputs):
             held.clear()
         for sealed in (self._given, self._same, self._like, self._copies, self._chained):

@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from . import grads as grads_module
 from . import watch as watch_module
 from .backend import Backend, Graph
-from .capture import Capturer, Layer
+from .capture import Capturer
 from .errors import CaptureError
 from .grads import GradTargets
 from .graphset import GraphSet, Progress
+from .layer import Layer
 from .order import Step
 from .plan import Plan, make_plan
 from .recording import Recording
@@ -164,7 +165,7 @@ class Sets:
             watch = LayerWatch(layer.name, layer.module, attributes, states)
             for call in graphs.calls:
                 if call.layer == index:
-                    call.seal(watch)
+                    call.seal(watch, graphs.backend.device.type)
 
     def _roll_back(self, graphs: GraphSet | None, pins: Pins, snapshot: Snapshot) -> None:
         if graphs is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_PLAIN = (
+PLAIN = (
     bool,
     int,
     float,
@@ -59,6 +60,15 @@ class TensorSpec(NamedTuple):
             return 0
         steps = (s * (n - 1) for n, s in zip(self.shape, self.stride, strict=True))
         return (1 + sum(steps)) * self.dtype.itemsize
+
+    def dense_stride(self) -> tuple[int, ...]:
+        """Its own if it is dense, in any order of dimensions, else a contiguous tensor's: a gradient's layout."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and stride != expected:
+                return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+            expected *= size
+        return self.stride
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -121,7 +131,7 @@ class Signature:
     def unsupported(self) -> str | None:
         """The first constant whose changes nobody could see, described; None if there is none."""
         for path, value in self.constants:
-            if value is not None and not isinstance(value, _PLAIN) and not _is_function(value):
+            if value is not None and not isinstance(value, PLAIN) and not _is_function(value):
                 return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
         return None
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .capture import Layer
 from .errors import ReplayError
 from .graphset import GraphSet
+from .layer import Layer
 from .signature import TensorSpec, difference, flatten
 from .tracer import autocast_state
 
@@ -47,15 +47,14 @@ class Slot:
             return self.eager(*args, **kwargs)
         if not (self.module.training and torch.is_grad_enabled()):
             return self._without_grad(args, kwargs)
-        tensors, spec = flatten((args, kwargs))
         graphs = self.turns.graphs
         call = graphs.forwards[graphs.position]
-        if call is not None and call.layer == self.index and call.takes(spec, tensors):
-            enabled, dtype = call.autocast
-            if torch.is_autocast_enabled(self._device) is enabled and (
-                not enabled or torch.get_autocast_dtype(self._device) is dtype
-            ):
-                return call.run(tensors)
+        in_turn = call is not None and call.layer == self.index
+        if in_turn and (tensors := call.match(args, kwargs)) is not None:
+            return call.replay(tensors)
+        tensors, spec = flatten((args, kwargs))
+        if in_turn and call.takes(spec, tensors) and autocast_state(self._device) == call.autocast:
+            return call.run(tensors)  # or says what of the layer has changed
         return self._unlike(tensors, spec, args, kwargs)
 
     def _unlike(self, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
@@ -78,7 +77,7 @@ class Slot:
             what = error or f"replay of layer {self.layer.name!r}: other arguments are one object"
             text = f"{what}: its block runs eagerly, and end_iteration() captures graphs for it"
             manager.warn_once("new shape", text)
-            turns.begin_block()
+            turns.begin_block(self.index, spec, tensors)
             return turns.record(self.index, self.eager, args, kwargs)
         if not in_turn:
             graphs.refuse_forward(self.index)

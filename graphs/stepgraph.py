@@ -41,6 +41,7 @@ class StepGraph:
         self._autocast = autocast_state(backend.device.type)
         self._watches: list[Watch] = []
         self.grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
+        self.zeroed: set[int] = set()
         self._inputs: list[Tensor] = []
         with self._rolled_back():
             with backend.session(), no_device_rng_in_checkpoints():
@@ -93,6 +94,20 @@ class StepGraph:
             self.grads += [(f"{name}.{n}", p, p.grad) for n, p in module.named_parameters()]
         for index, optimizer in enumerate(optimizers):
             self._watches.append(OptimizerWatch(NAME, f"optimizers[{index}]", optimizer))
+
+    def note_zeroed(
+        self,
+        before: Sequence[tuple[nn.Parameter, Tensor | None]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Which parameters' gradients the step sets to None itself: those of an optimizer all of whose gradients, of
+        `before` the capture, are other tensors after it."""
+        kept = {id(p) for p, grad in before if grad is not None and p.grad is grad}
+        renewed = {id(p) for p, grad in before if grad is not None} - kept
+        for optimizer in optimizers:
+            its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if its & renewed and not its & kept:
+                self.zeroed |= its
 
     def mismatch(self, tensors: Sequence[Tensor], spec: list[Any]) -> ReplayError | None:
         """How a call differs from the captured one; None if it does not."""

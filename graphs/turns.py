@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from .errors import CaptureError
 from .graphset import GraphSet, Idle
 from .recording import BlockRecorder, Recording
 from .replay import Call
 from .sets import Sets
+from .signature import PLAIN, TensorSpec
 from .tracer import autocast_state
 
 
@@ -29,6 +31,9 @@ class Turns:
         self.recordings: list[Recording] = []  # of the captured sets, or of those to capture first
         self._waiting: list[Recording] = []  # recorded among replays, to be captured
         self.failed: list[Recording] = []  # of those, the ones that could not be
+        self._first: Any = None  # the call that the block began with
+        self._refused: list[Any] = []  # such calls, of blocks that cannot be recorded
+        self._error: CaptureError | None = None  # why, to be said once
 
     @property
     def current(self) -> GraphSet | None:
@@ -45,9 +50,12 @@ class Turns:
         self.graphs = found
         return found.forwards[0]
 
-    def begin_block(self) -> None:
+    def begin_block(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> None:
+        """Record the block that begins with this call, unless it is known that it cannot be captured."""
         self._before, self.graphs = self.graphs, Idle
-        self._blocks.begin()
+        specs, autocast = tuple(map(TensorSpec.of, tensors)), autocast_state(self._device)
+        self._first = layer, _kinds(spec), specs, autocast
+        self._blocks.begin(traced=self._first not in self._refused)
 
     def recording_goes_on(self, layer: int) -> bool:
         """Whether a call of `layer` that comes now belongs to a block that is being recorded; one that is over ends."""
@@ -58,7 +66,11 @@ class Turns:
     def record(self, layer: int, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The eager output of a call in a block that is being recorded."""
         self.sets.loop.look_for_ddp()
-        return self._blocks.run(layer, eager, args, kwargs)
+        try:
+            return self._blocks.run(layer, eager, args, kwargs)
+        except CaptureError:
+            self._refused.append(self._first)
+            raise
 
     # and the manager these
 
@@ -68,9 +80,14 @@ class Turns:
 
     def _end_block(self) -> None:
         self.graphs, self._before = self._before, None
-        recording = self._blocks.end()
-        self.sets.progress.done += recording.order.num_microbatches
-        for block in recording.blocks():
+        recording = None
+        try:
+            recording = self._blocks.end()
+        except CaptureError as error:
+            self._refused.append(self._first)
+            self._error = self._error or error
+        self.sets.progress.done += self._blocks.microbatches
+        for block in recording.blocks() if recording else ():
             if any(block.like(o) for o in (*self.recordings, *self._waiting, *self.failed)):
                 continue
             if len(self.recordings) + len(self._waiting) >= self.max_shapes:
@@ -84,6 +101,9 @@ class Turns:
         if self._blocks.active:
             self._end_block()
         self.graphs.end_iteration()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         self._capture_waiting()
 
     def _capture_waiting(self) -> None:
@@ -102,6 +122,7 @@ class Turns:
         self._capture_waiting()
 
     def discard_iteration(self) -> None:
+        self._error = None
         self._blocks.discard()
         if self._before is not None:
             self.graphs, self._before = self._before, None
@@ -115,5 +136,10 @@ class Turns:
     def stop(self) -> None:
         """The sets are dropped."""
         self._blocks.discard()
-        self._waiting, self.failed = [], []
+        self._waiting, self.failed, self._refused = [], [], []
         self.graphs = self._before = None
+
+
+def _kinds(spec: Sequence[Any]) -> list[tuple[type, Any]]:
+    """`typed`, but an object that cannot be a constant counts by its type alone: each call has its own."""
+    return [(type(x), x if x is None or isinstance(x, (*PLAIN, type)) else None) for x in spec]

@@ -69,7 +69,7 @@ class Watch:
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
-        self._watch = extension().Watch()
+        self._watch = self.compared = extension().Watch()
         self._dicts: list[tuple[str, Callable[[], tuple[str, str]]]] = []
         self._addresses: list[tuple[str, Tensor, int]] = []
         self._attributes: list[tuple[str, object, str, object]] = []

@@ -95,6 +95,10 @@ class FakeGraph:
         self.ops = other.ops
         return ""
 
+    def forget(self) -> None:
+        """Its memory is given back: only an update makes it fit to launch."""
+        self.ops = [op[:1] for op in self.ops]
+
     def destroy(self) -> None:
         self.alive = False
 
@@ -233,6 +237,9 @@ class FakeBackend:
 
     def release(self) -> None:
         self.released = True
+        for ref in self.graphs:
+            if (graph := ref()) is not None:
+                graph.forget()
 
     def reserved_bytes(self) -> int:
         return self.arena.total

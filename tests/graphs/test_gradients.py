@@ -41,7 +41,9 @@ def test_accumulation_without_a_gradient_closed_form(device: torch.device) -> No
         manager.end_iteration()
 
 
-@pytest.mark.parametrize("how", ["kept", "a view of it kept", "replaced", "given at capture"])
+@pytest.mark.parametrize(
+    "how", ["kept", "a view of it kept", "an alias of it kept", "replaced", "given at capture"]
+)
 def test_a_gradient_that_somebody_holds_is_not_overwritten(device: torch.device, how: str) -> None:
     """TE :754: the first gradient keeps its address and its values; the second lies elsewhere."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
@@ -70,6 +72,8 @@ def test_a_gradient_that_somebody_holds_is_not_overwritten(device: torch.device,
     if how == "a view of it kept":
         first = first[0]
         snapshot = snapshot[0]
+    if how == "an alias of it kept":
+        first = first.detach()
     if how == "replaced":
         layer.weight.grad = first.clone()
     else:
@@ -232,3 +236,25 @@ def test_only_what_a_backward_reaches_gets_a_gradient(device: torch.device, grap
     if manager is not None:
         assert len(manager.report().shapes) == 2
     assert seen == [(not (i >= 4 and i % 2 == 1), 2.0 * (i + 1)) for i in range(10)]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["nobody's", "held"])
+def test_recapture_with_gradients_keeps_their_memory_the_managers(
+    device: torch.device, held: bool
+) -> None:
+    """Unless somebody has one: then that one stays where it is, and is added to."""
+    ours, theirs = twins(device, 2)
+    manager = managed(ours, device)
+    warm(manager, ours, device)
+    kept = None
+    for step in range(4):
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            run(layers, x).square().sum().backward()
+        same(ours, theirs, step)
+        manager.end_iteration()
+        kept = ours[0].up.weight.grad if held else None
+        manager.recapture()
+        kinds = [t.kind for t in manager._sets.targets.of(list(ours.parameters()))]
+        assert kinds == ["given" if held and i == 0 else "own" for i in range(8)], step
+        assert kept is None or ours[0].up.weight.grad is kept

@@ -8,43 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, GraphManager, ReplayError
+from lorakernels.graphs import CaptureError, ReplayError
 from torch import Tensor, nn
 
-from tests.graphs.layers import WIDTH, Block, Drop, State, backend_for
-
-
-class Step:
-    """Two microbatches, loss, backward, clipping, AdamW, and a loss scale and a learning rate on the device."""
-
-    def __init__(self, model: nn.Module, device: torch.device, outside: bool = False) -> None:
-        self.model, self.outside = model, outside
-        self.lr = torch.tensor(1e-2, device=device)
-        self.scale = torch.tensor(4.0, device=device)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=self.lr, capturable=True, foreach=True
-        )
-        self.calls = 0
-
-    def __call__(self, xs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        self.calls += 1
-        if not self.outside:
-            self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=xs.device)
-        for x, target in zip(xs, targets, strict=True):
-            loss = (self.model(x) - target).square().mean()
-            (loss * self.scale).backward()
-            total = total + loss.detach()
-        for p in self.model.parameters():
-            p.grad.div_(self.scale)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.optimizer.step()
-        return {"loss": total, "norm": norm}
-
-
-def graphed(step: Any, device: torch.device, **options: Any) -> Any:
-    options = {"warmup_steps": 2, "backend": backend_for(device), **options}
-    return GraphManager(step, "iteration", modules=[step.model], **options)
+from tests.graphs.layers import WIDTH, Block, Drop, State
+from tests.graphs.steps import Sgd, Step, graphed
 
 
 @pytest.mark.gpu
@@ -85,22 +53,6 @@ def test_a_whole_step_is_bit_equal() -> None:
         run(xs, targets)
     run.reset()
     run(xs, targets)
-
-
-class Sgd:
-    """A step without an optimizer, which the CPU can capture."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.lr = model, torch.tensor(0.1)
-
-    def __call__(self, x: Tensor, half: bool = False) -> Tensor:
-        self.model.zero_grad(set_to_none=True)
-        loss = self.model(x).square().sum()
-        loss.backward()
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p -= self.lr.to(p.device) * p.grad
-        return loss.detach()
 
 
 def test_replays_on_any_device(device: torch.device) -> None:
@@ -179,29 +131,6 @@ def test_a_failed_capture_trains_nothing_and_goes_on_eagerly(device: torch.devic
     assert not torch.equal(before[0], model.up.weight)
 
 
-def test_eager_steps_between_replays(device: torch.device) -> None:
-    """Their gradients end up where the graph has its own."""
-    model = Block().to(device)
-    twin = copy.deepcopy(model)
-    ours, theirs = Sgd(model), Sgd(twin)
-    ours.lr, theirs.lr = ours.lr.to(device), theirs.lr.to(device)
-    run = graphed(ours, device, on_new_shape="eager")
-    for step, rows in enumerate([3, 3, 3, 5, 3, 3, 3]):
-        x = torch.randn(rows, WIDTH, device=device)
-        if rows == 5:
-            with pytest.warns(RuntimeWarning, match="this call runs eagerly"):
-                found = run(x)
-        elif step == 5:
-            with run.disabled():
-                found = run(x)
-        else:
-            found = run(x)
-        assert torch.equal(found, theirs(x)), step
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
-    assert run.phase == "replaying"
-
-
 def test_autocast_is_part_of_the_call(device: torch.device) -> None:
     run = graphed(Sgd(Block().to(device)), device)
     run.step.lr = run.step.lr.to(device)
@@ -253,87 +182,3 @@ def test_a_changed_optimizer(device: torch.device, change: Any) -> None:
         run(x)
     run.recapture()
     run(x)
-
-
-@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zero"])
-def test_another_graph_for_each_new_shape(device: torch.device, to_none: bool) -> None:
-    """The first call of a shape runs eagerly, the second captures; gradients are those of the call that ran last."""
-
-    class Either(Sgd):
-        def __call__(self, x: Tensor, half: bool = False) -> Tensor:
-            self.model.zero_grad(set_to_none=to_none)
-            loss = self.model(x).square().sum() * (0.5 if half else 1)
-            loss.backward()
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p -= 1e-2 * p.grad
-            return loss.detach()
-
-    model = Block().to(device)
-    twin = copy.deepcopy(model)
-    theirs = Either(twin)
-    run = graphed(Either(model), device, on_new_shape="capture", max_shapes=3)
-    with pytest.warns(RuntimeWarning) as found:
-        for step, (rows, half) in enumerate(
-            [(3, 0), (3, 0), (3, 0), (5, 0), (5, 0), (3, 0), (3, 1), (3, 1), (5, 0), (7, 0), (3, 0)]
-        ):
-            x = torch.randn(rows, WIDTH, device=device)
-            assert torch.equal(run(x, half=bool(half)), theirs(x, bool(half))), step
-            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
-    said = [
-        str(w.message) for w in found if "iteration" in str(w.message) or "max" in str(w.message)
-    ]
-    assert len(said) == 2 and "captures another graph" in said[0] and "max_shapes=3" in said[1]
-    report = run.report()
-    assert [g.shape for g in report.graphs] == [0, 1, 2] and len(report.shapes) == 3
-    run.recapture()
-    for rows in (5, 3):
-        x = torch.randn(rows, WIDTH, device=device)
-        assert torch.equal(run(x, half=False), theirs(x, False)), rows
-    assert [g.made for g in run.report().graphs] == ["updated", "updated"]
-    model.up.weight.grad = None
-    with pytest.raises(ReplayError, match=r"gradient of modules\[0\].up.weight"):
-        run(x, half=False)
-    run.reset()
-    assert run.phase == "recording" and not run.report().graphs
-
-
-def test_a_new_shape_that_cannot_be_captured_runs_eagerly(device: torch.device) -> None:
-    class Waits(Sgd):
-        def __call__(self, x: Tensor, half: bool = False) -> Tensor:
-            loss = super().__call__(x)
-            return loss * loss.item() if len(x) == 5 else loss
-
-    model = Block().to(device)
-    step, theirs = Waits(model), Waits(copy.deepcopy(model))
-    step.lr, theirs.lr = step.lr.to(device) / 10, theirs.lr.to(device) / 10
-    run = graphed(step, device, on_new_shape="capture")
-
-    def same_step(rows: int) -> None:
-        x = torch.randn(rows, WIDTH, device=device)
-        assert torch.equal(run(x), theirs(x))
-        for p, q in zip(model.parameters(), theirs.model.parameters(), strict=True):
-            assert torch.equal(p, q) and torch.equal(p.grad, q.grad)
-
-    for _ in range(4):
-        same_step(3)
-    with pytest.warns(RuntimeWarning, match="captures another graph"):
-        same_step(5)
-    with pytest.raises(CaptureError, match="waits for the device"):
-        run(torch.randn(5, WIDTH, device=device))
-    for rows in (3, 5, 3):
-        same_step(rows)
-    assert len(run.report().graphs) == 1
-
-
-def test_constants_of_equal_value_and_another_type(device: torch.device) -> None:
-    """F16."""
-    step = Sgd(Block().to(device))
-    step.lr = step.lr.to(device)
-    run = graphed(step, device)
-    x = torch.randn(3, WIDTH, device=device)
-    for _ in range(4):
-        run(x, half=1)
-    with pytest.raises(ReplayError, match="arguments: expected 1, found True"):
-        run(x, half=True)

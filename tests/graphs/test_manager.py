@@ -3,31 +3,22 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lorakernels.graphs import (
-    CaptureError,
     GraphManager,
     OrderError,
     ReplayOrderError,
-    gpipe,
-    interleaved_one_forward_one_backward,
-    one_forward_one_backward,
 )
-from lorakernels.graphs.order import Direction, Order, Step
 from torch import nn
 
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import (
     WIDTH,
     Block,
-    Counting,
     Drop,
     Rotated,
     State,
@@ -41,7 +32,6 @@ from tests.graphs.layers import (
 )
 
 CPU = torch.device("cpu")
-F, B = Direction.FORWARD, Direction.BACKWARD
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
@@ -65,143 +55,6 @@ def test_training_is_bit_equal(device: torch.device, set_to_none: bool, grads: s
     report = manager.report()
     assert report.microbatches_captured == 1 and len(report.graphs) == 6 and not report.copied
     assert report.buffers < report.unshared_buffers and report.saved_bytes > 0
-
-
-def run_order(
-    layers: nn.ModuleList, order: Order, inputs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Drive single layers in any order, as a pipeline stage whose layers are cut from each other."""
-    waiting: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-    outputs: list[torch.Tensor] = []
-    for step in order:
-        key = (step.layer, step.microbatch)
-        if step.direction is F:
-            x = inputs[step.microbatch].detach().requires_grad_()
-            y = layers[step.layer](x)
-            waiting[key] = x, y
-            outputs.append(y.detach().clone())
-        else:
-            x, y = waiting.pop(key)
-            y.square().sum().backward()
-            outputs.append(x.grad)
-    return outputs
-
-
-ORDERS = {
-    "gpipe": gpipe(2, 3),
-    "1F1B of TE :1151": one_forward_one_backward(2, 3, stages=2, stage=0),
-    "interleaved 1F1B": interleaved_one_forward_one_backward(1, 4, stages=2, stage=0, chunks=2),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_pipelines_with_several_microbatches_in_flight(device: torch.device, order: Order) -> None:
-    ours, theirs = twins(device, 2)
-    manager = managed(ours, device, num_microbatches=order.num_microbatches)
-    for step in range(4):
-        inputs = list(batches(device, order.num_microbatches))
-        found, expected = (run_order(m, order, inputs) for m in (ours, theirs))
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), step
-        same(ours, theirs, step)
-        manager.end_iteration()
-    assert len(manager.report().graphs) == len(order)
-
-
-@st.composite
-def orders(draw: st.DrawFn) -> Order:
-    layers, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    todo = [
-        [Step(n, m, F) for n in range(layers)] + [Step(n, m, B) for n in reversed(range(layers))]
-        for m in range(microbatches)
-    ]
-    steps, done = [], [0] * layers
-    while any(todo):
-        ready = [
-            m
-            for m, rest in enumerate(todo)
-            if rest and (rest[0].direction is B or done[rest[0].layer] == m)
-        ]
-        step = todo[draw(st.sampled_from(ready))].pop(0)
-        done[step.layer] += step.direction is F
-        steps.append(step)
-    return Order(steps, layers, microbatches)
-
-
-def run_chunk_order(
-    layers: nn.ModuleList, order: Order, inputs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Layers of a microbatch feed each other; its backward runs at its last layer's step, all layers at once."""
-    last, hidden, found = len(order.layers) - 1, list(inputs), []
-    for step in order:
-        m = step.microbatch
-        if step.direction is F:
-            hidden[m] = layers[step.layer](hidden[m])
-        elif step.layer == last:
-            found.append(hidden[m].detach().clone())
-            hidden[m].square().sum().backward()
-    return found
-
-
-@settings(max_examples=25, deadline=None)
-@given(orders())
-def test_random_interleavings_on_the_imitated_pool(order: Order) -> None:
-    """The backward of a microbatch runs whole; forwards of others lie anywhere between."""
-    torch.manual_seed(0)
-    ours, theirs = twins(CPU, len(order.layers))
-    manager = managed(ours, CPU, num_microbatches=order.num_microbatches)
-    for step in range(4):
-        inputs = list(batches(CPU, order.num_microbatches))
-        found, expected = (run_chunk_order(m, order, inputs) for m in (ours, theirs))
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), step
-        same(ours, theirs, step)
-        manager.end_iteration()
-
-
-def test_interleaved_scalars_give_4_6_8(device: torch.device) -> None:
-    """The handbook's case: f(x) = x² + 2x + 1 at 1, 2, 3 as f0 f1 b0 f2 b1 b2; torch's own callables give 6, 3, 8."""
-
-    class Square(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * x + 2 * x + 1
-
-    layer = Square()
-    manager = managed([layer], device, num_microbatches=3)
-    manager.device = device
-    for _ in range(3):
-        xs = [torch.full((1,), i + 1.0, device=device, requires_grad=True) for i in range(3)]
-        ys = [layer(xs[0]), layer(xs[1])]
-        ys[0].backward()
-        ys.append(layer(xs[2]))
-        ys[1].backward()
-        ys[2].backward()
-        assert [x.grad.item() for x in xs] == [4.0, 6.0, 8.0]
-        assert [y.item() for y in ys] == [4.0, 9.0, 16.0]
-        manager.end_iteration()
-
-
-def test_parallel_results_of_the_handbook_are_4_10_18(device: torch.device) -> None:
-    """Three graphs of one pool, all outputs read at the end: not 13, 12, 19."""
-
-    class Times(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x * y * self.weight
-
-    layer = Times().to(device)
-    manager = managed([layer], device, num_microbatches=3)
-    for _ in range(3):
-        pairs = [(1.0, 4.0), (2.0, 5.0), (3.0, 6.0)]
-        outs = [layer(*(torch.full((1,), v, device=device) for v in pair)) for pair in pairs]
-        assert [y.item() for y in outs] == [4.0, 10.0, 18.0]
-        sum(outs).backward()
-        assert layer.weight.grad.item() == 32.0
-        layer.weight.grad = None
-        manager.end_iteration()
 
 
 def test_called_as_transformers_calls_its_layers(device: torch.device) -> None:
@@ -374,55 +227,6 @@ def test_reset_frees_everything_and_records_again(device: torch.device) -> None:
     run(layers, next(batches(device, 1))).sum().backward()
 
 
-def test_a_failed_capture_leaves_nothing_and_a_second_one_succeeds() -> None:
-    """F29, at every single capture: forward and backward of three layers."""
-    for fail_at in range(6):
-        ours, theirs = twins(CPU, 3, Counting)
-        made = [FakeBackend(fail_at), FakeBackend()]
-        given = iter(made)
-        manager = managed(ours, CPU, backend=lambda given=given: next(given))
-        x = next(batches(CPU, 1))
-        run(ours, x).sum().backward(), run(theirs, x).sum().backward()
-        before = [t.clone() for t in ours.buffers()]
-        with pytest.raises(CaptureError, match="cudaErrorStreamCaptureInvalidated") as error:
-            manager.end_iteration()
-        layer, phase = (fail_at, "forward") if fail_at < 3 else (5 - fail_at, "backward")
-        assert (error.value.layer, error.value.phase) == (str(layer), phase)
-        assert error.value.cuda == "cudaErrorStreamCaptureInvalidated"
-        assert "run eagerly until capture() succeeds" in manager.explain(error.value)
-        del error
-        gc.collect()
-        assert made[0].released and made[0].arena.live == 0
-        assert all(map(torch.equal, before, ours.buffers()))
-        assert not any("forward" in vars(layer) for layer in ours)
-        for step in range(4):
-            run(ours, x).sum().backward(), run(theirs, x).sum().backward()
-            same(ours, theirs, step)
-            manager.end_iteration()
-            if step == 1:
-                manager.capture()
-        assert manager.phase == "replaying"
-
-
-def test_recapture_takes_new_parameters(device: torch.device) -> None:
-    """F30: load_state_dict(assign=True) moves every parameter."""
-    ours, theirs = twins(device)
-    manager = managed(ours, device)
-    warm(manager, ours, device)
-    state = {k: torch.randn_like(v) for k, v in ours.state_dict().items()}
-    ours.load_state_dict(copy.deepcopy(state), assign=True)
-    theirs.load_state_dict(state)
-    x = next(batches(device, 1))
-    with pytest.raises(RuntimeError, match=r"parameters of up.*manager.recapture\(\)"):
-        run(ours, x)
-    manager.discard_iteration()
-    manager.recapture()
-    for step in range(3):
-        run(ours, x).sum().backward(), run(theirs, x).sum().backward()
-        same(ours, theirs, step)
-        manager.end_iteration()
-
-
 def test_bad_arguments_name_the_value() -> None:
     layers = stack(CPU, 2)
     for options, message in [
@@ -455,131 +259,3 @@ def test_incomplete_iterations(device: torch.device) -> None:
     manager.discard_iteration()
     run(layers, next(batches(device, 1))).sum().backward()
     manager.end_iteration()
-
-
-def test_a_recapture_updates_the_executable_graphs(device: torch.device) -> None:
-    """cudaGraphExecUpdate where the nodes are the same, a new instantiation where they are not; the report says so."""
-
-    class Gated(Block):
-        gate = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return y * 2 if self.gate else y
-
-    ours, theirs = twins(device, 2, Gated)
-    manager = managed(ours, device)
-    warm(manager, ours, device)
-    executable = [c.forward_graph for c in manager.graphs.calls]
-    assert {g.made for g in manager.report().graphs} == {"instantiated"}
-    state = {k: torch.randn_like(v) for k, v in ours.state_dict().items()}
-    for changed in (False, True):
-        for layers in (ours, theirs):
-            layers.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
-            layers[1].gate = changed
-        manager.recapture()
-        report = manager.report()
-        made = {(g.layer, g.direction): g.made for g in report.graphs}
-        assert made["0", "forward"] == made["0", "backward"] == "updated"
-        if changed:
-            assert made["1", "forward"].startswith("instantiated: "), made
-            assert f"recaptured: {list(made.values()).count('updated')} of 4" in str(report)
-        else:
-            assert set(made.values()) == {"updated"} and "4 of 4 graphs by an update" in str(report)
-            assert [c.forward_graph for c in manager.graphs.calls] == executable
-        for step in range(3):
-            x = next(batches(device, 1))
-            for layers in (ours, theirs):
-                run(layers, x).square().sum().backward()
-            same(ours, theirs, (changed, step))
-            manager.end_iteration()
-
-
-def test_a_failed_recapture_frees_the_graphs_it_had_kept() -> None:
-    for fail_at in range(4):
-        ours, theirs = twins(CPU, 2)
-        made = [FakeBackend(), FakeBackend(fail_at), FakeBackend()]
-        given = iter(made)
-        manager = managed(ours, CPU, backend=lambda given=given: next(given))
-        warm(manager, ours, CPU)
-        with pytest.raises(CaptureError, match="cudaErrorStreamCaptureInvalidated"):
-            manager.recapture()
-        gc.collect()
-        for backend in made[:2]:
-            assert backend.released and backend.arena.live == 0
-            assert not [g for g in backend.graphs if g() is not None and g().alive]
-        assert manager.phase == "failed" and not any("forward" in vars(x) for x in ours)
-        manager.recapture()
-        for step in range(2):
-            x = next(batches(CPU, 1))
-            for layers in (ours, theirs):
-                run(layers, x).square().sum().backward()
-            same(ours, theirs, step)
-            manager.end_iteration()
-
-
-@pytest.mark.parametrize("where", ["the fingerprints", "the pins", "the report"])
-def test_a_failure_after_the_last_capture_leaves_nothing(monkeypatch, where: str) -> None:
-    """F29, beyond the captures themselves."""
-    from lorakernels.graphs import sets
-
-    class Pinned(State):
-        in_charge = "user"
-
-        def __init__(self) -> None:
-            super().__init__(CPU)
-            self.pins: list[str] = []
-
-        @property
-        def pinned_by(self) -> str | None:
-            return ", ".join(self.pins) or None
-
-        def pin(self, by: str) -> None:
-            self.pins.append(by)
-            if where == "the pins" and len(self.pins) == 1 and failing:
-                raise RuntimeError("late")
-
-        def unpin(self, by: str) -> None:
-            self.pins.remove(by)
-
-        def save(self) -> torch.Tensor:
-            return self.tensor.clone()
-
-        def restore(self, saved: torch.Tensor) -> None:
-            self.tensor.copy_(saved)
-
-    failing, state, made = [1], Pinned(), [FakeBackend(), FakeBackend()]
-    ours, theirs = twins(CPU, 2)
-    given = iter(made)
-    manager = managed(ours, CPU, fp8_state=state, backend=lambda: next(given))
-    run(ours, next(batches(CPU, 1))).square().sum().backward()
-    grads = [p.grad for p in ours.parameters()]
-
-    def late(*_: object) -> None:
-        raise RuntimeError("late")
-
-    with monkeypatch.context() as patch:
-        if where == "the fingerprints":
-            real, count = sets.LayerWatch, []
-            patch.setattr(
-                sets, "LayerWatch", lambda *a: late() if count.append(1) or count[1:] else real(*a)
-            )
-        elif where == "the report":
-            patch.setattr(sets, "_report", late)
-        with pytest.raises(CaptureError, match="install: RuntimeError: late"):
-            manager.end_iteration()
-    failing.clear()
-    gc.collect()
-    assert made[0].released and made[0].arena.live == 0 and state.pinned_by is None
-    assert not any("forward" in vars(layer) for layer in ours) and manager.graphs is None
-    assert all(p.grad is g for p, g in zip(ours.parameters(), grads, strict=True))
-    manager.capture()
-    assert state.pinned_by == "lorakernels.graphs"
-    for p in ours.parameters():
-        p.grad = None
-    for step in range(3):
-        x = next(batches(CPU, 1))
-        for layers in (ours, theirs):
-            run(layers, x).square().sum().backward()
-        same(ours, theirs, step)
-        manager.end_iteration()

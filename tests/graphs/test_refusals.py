@@ -332,42 +332,6 @@ def test_a_reentrant_checkpoint_around_a_layer(device: torch.device) -> None:
         manager.end_iteration()
 
 
-def test_hooks_that_would_not_fire(device: torch.device) -> None:
-    """F19."""
-    layers = stack(device, 2)
-    manager = managed(layers, device, grads="add")
-    handle = layers[1].down.register_forward_hook(lambda *_: None)
-    run(layers, next(batches(device, 1))).sum().backward()
-    with pytest.raises(
-        CaptureError, match=r"layer '1', check: submodule 'down' has a hook \(_forward_hooks: "
-    ):
-        manager.end_iteration()
-    handle.remove()
-    handle = layers[0].up.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(
-        CaptureError, match=r"parameter 'up.weight' has a hook .* Use grads='autograd'"
-    ):
-        manager.capture()
-    handle.remove()
-    manager.capture()
-    run(layers, next(batches(device, 1))).sum().backward()
-
-
-def test_hooks_on_the_layer_and_on_parameters_fire(device: torch.device) -> None:
-    layers = stack(device, 2)
-    manager = managed(layers, device)
-    fired: list[str] = []
-    layers[0].register_forward_hook(lambda *_: fired.append("forward"))
-    layers[0].register_full_backward_hook(lambda *_: fired.append("backward"))
-    layers[0].up.weight.register_post_accumulate_grad_hook(lambda p: fired.append("grad"))
-    for _ in range(3):
-        fired.clear()
-        run(layers, next(batches(device, 1)).requires_grad_()).sum().backward()
-        assert sorted(fired) == ["backward", "forward", "grad"]
-        manager.end_iteration()
-    assert manager.phase == "replaying" and manager._sets.targets is None
-
-
 def test_a_state_that_moves(device: torch.device) -> None:
     state = State(device)
     layer = Drop(state)

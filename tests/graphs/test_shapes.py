@@ -7,7 +7,6 @@ own, and cuBLAS multiplies the two in another order (seen on an H200 with 5 rows
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import CaptureError, ReplayError, ReplayOrderError
+from lorakernels.graphs import ReplayError, ReplayOrderError
 from torch import Tensor, nn
 
-from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import (
     WIDTH,
     Block,
@@ -186,97 +184,6 @@ def test_random_shapes_with_two_microbatches_in_flight(rows: list[int]) -> None:
             manager.end_iteration()
     assert sets(manager) == len(set(rows))
     assert manager.report().microbatches_captured == 2
-
-
-@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
-def test_blocks_that_differ_only_later_are_refused() -> None:
-    ours, _ = twins(CPU, 2)
-    manager = managed(ours, CPU, num_microbatches=2, on_new_shape="capture")
-
-    def iteration(*rows: int) -> None:
-        for y in [run(ours, batch(n, CPU)) for n in rows]:
-            y.square().sum().backward()
-        manager.end_iteration()
-
-    iteration(3, 4)
-    iteration(3, 4)
-    with pytest.raises(ReplayError, match=r"expected float32 \[4, 8\].*found float32 \[5, 8\]"):
-        iteration(3, 5)
-    manager.discard_iteration()
-    iteration(3, 4)
-    with pytest.raises(ReplayOrderError, match="expected forward of layer '0'"):
-        ours[1](batch(9, CPU))  # of a block that begins with another layer
-    assert sets(manager) == 1
-
-
-@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
-def test_an_incomplete_block_of_a_new_shape(device: torch.device) -> None:
-    ours, theirs = twins(device, 2)
-    manager = managed(ours, device, on_new_shape="capture")
-    warm(manager, ours, device)
-    run(ours, batch(5, device))
-    with pytest.raises(RuntimeError, match="the iteration is incomplete"):
-        manager.end_iteration()
-    manager.discard_iteration()
-    for rows in (3, 5, 5):
-        x = batch(rows, device)
-        for layers in (ours, theirs):
-            run(layers, x).square().sum().backward()
-        same(ours, theirs, rows)
-        manager.end_iteration()
-    assert sets(manager) == 2
-
-
-@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
-def test_a_new_shape_that_cannot_be_captured_leaves_the_others() -> None:
-    """F29, at every capture of the second set; capture() tries again."""
-    for fail_at in range(4):
-        ours, theirs = twins(CPU, 2)
-        made = [FakeBackend(), FakeBackend(fail_at), FakeBackend()]
-        given_out = iter(made)
-        manager = managed(ours, CPU, on_new_shape="capture", backend=lambda it=given_out: next(it))
-        warm(manager, ours, CPU)
-
-        def both(rows: int, ours: Any = ours, theirs: Any = theirs) -> None:
-            x = batch(rows, CPU)
-            for layers in (ours, theirs):
-                run(layers, x).square().sum().backward()
-            same(ours, theirs, rows)
-
-        both(5)
-        with pytest.raises(CaptureError, match="cudaErrorStreamCaptureInvalidated"):
-            manager.end_iteration()
-        gc.collect()
-        assert made[1].released and made[1].arena.live == 0 and not made[0].released
-        for rows in (3, 5, 5, 3):
-            both(rows)
-            manager.end_iteration()
-        assert sets(manager) == 1
-        manager.capture()
-        for rows in (3, 5, 3):
-            both(rows)
-            manager.end_iteration()
-        assert [s.graphs.blocks for s in manager._sets.captured] == [4, 1]
-        with pytest.raises(RuntimeError, match="the layers are captured already"):
-            manager.capture()
-        manager.close()
-        assert all(backend.released for backend in made)
-
-
-@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
-def test_beyond_max_shapes_blocks_run_eagerly_and_say_so_once(device: torch.device) -> None:
-    ours, theirs = twins(device, 2)
-    manager = managed(ours, device, on_new_shape="capture", max_shapes=2)
-    warm(manager, ours, device)
-    with pytest.warns(RuntimeWarning, match="max_shapes=2 sets of graphs") as found:
-        for rows in (5, 7, 9, 7, 3, 5):
-            x = batch(rows, device)
-            for layers in (ours, theirs):
-                run(layers, x).square().sum().backward()
-            same(ours, theirs, rows)
-            manager.end_iteration()
-    assert sets(manager) == 2
-    assert len([w for w in found if "max_shapes" in str(w.message)]) == 1
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
