@@ -69,8 +69,9 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     if wanted in ("auto", "flash") and takes and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
         return "packed"
     rows = _one_row(q), _one_row(k), _one_row(v)
-    mask = torch.ones((), dtype=torch.bool, device=q.device)
-    return choose(wanted, *rows, mask.expand(1, 1, rows[0].shape[2], rows[0].shape[2]), False)
+    tokens = rows[0].shape[2]  # "efficient" takes no mask whose last stride is not 1
+    mask = torch.ones(tokens, dtype=torch.bool, device=q.device).expand(1, 1, tokens, tokens)
+    return choose(wanted, *rows, mask, False)
 
 
 def check(wanted: str) -> None:

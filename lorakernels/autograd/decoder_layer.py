@@ -14,8 +14,9 @@
 projections are `fused_linear`'s, with their adapters; a frozen one without adapters keeps nothing.
 
 Kept for backward: h, qkv and out (by attention, with its logsumexp), h2, gate and up; a rstd per norm, s of each
-adapted input. "full" keeps x8 of each adapted input as well; "recompute" makes it again, unquantized, from h, out, h2,
-gate and up. "fp8" is "recompute" with gate and up in e4m3, scaled by the amax of both.
+adapted input, and the adapters' B of q, k, v and of gate, up as one matrix. "full" keeps x8 of each adapted input as
+well; "recompute" makes it again, unquantized, from h, out, h2, gate and up. "fp8" is "recompute" with gate and up in
+e4m3, 256 columns of a row to a scale; SwiGLU writes them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from lorakernels.autograd.fused_linear import (
     lora_down,
     project,
     quantize_down,
+    stack_B,
 )
 from lorakernels.autograd.fused_node import (
     Kept,
@@ -74,13 +76,11 @@ class OutputCall:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """`any_state` is an FP8 state [L + 1, n] on the device, neither read nor written. `output` False: nobody reads what
-    `mlp` returns, and it is not computed."""
+    """`output` False: nobody reads what `mlp` returns, and it is not computed."""
 
     gate_up: Projections
     down: Projections
     eps: float
-    any_state: Tensor
     save: str
     output: bool = True
 
@@ -102,7 +102,8 @@ class _NormQKV(torch.autograd.Function):
         normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
         operand: Operand = (x8[0], x8[1]) if to.quantized else (normed, None)
         s = lora_down(normed, to)
-        qkv = project(operand, s, to, trained.B, h.dtype)
+        B, B_back = stack_B(to, trained.B)
+        qkv = project(operand, s, to, B, h.dtype)
         heads = _norm_heads_(qkv, call, q_norm, k_norm)
         ops.rope_qkv_(qkv, call.cos, call.sin, call.heads, call.kv_heads)
         need_norm = any(ctx.needs_input_grad[:2])
@@ -115,6 +116,7 @@ class _NormQKV(torch.autograd.Function):
             norm=norm,
             rstd=rstd if need_norm else None,
             **adapter_tensors("", trained, s, operand if call.save == "full" else None, wanted),
+            B=B_back if wanted else None,
             **weights("", to, wanted),
             **heads if wanted or any(ctx.needs_input_grad[2:4]) else {},
         )
@@ -134,7 +136,7 @@ class _NormQKV(torch.autograd.Function):
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
             tensors = adapters("", saved, call.to)
-            found = gradients(call.to, dqkv, None, operand, *tensors, ctx.wanted.needs)
+            found = gradients(call.to, dqkv, None, operand, *tensors, saved["B"], ctx.wanted.needs)
             dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
         dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
         return (
@@ -205,7 +207,7 @@ class _Output(torch.autograd.Function):
     ) -> Tensor:
         to, trained = call.to, Trained.of(call.to, params)
         operand, s = quantize_down(_joined(out), to)
-        y = project(operand, s, to, trained.B, residual.dtype, flat(residual))
+        y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, flat(residual))
         wanted = Wanted.of(ctx.needs_input_grad[0], ctx.needs_input_grad[3:], trained)
         full = call.save == "full" and to.quantized  # over a plain base x8 would be out itself
         ctx.call, ctx.wanted, ctx.full, ctx.heads = call, wanted, full, (out.shape[1], out.shape[3])
@@ -230,7 +232,7 @@ class _Output(torch.autograd.Function):
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
             dy, tensors = flat(dh), adapters("", saved, call.to)
-            found = gradients(call.to, dy, None, operand, *tensors, ctx.wanted.needs)
+            found = gradients(call.to, dy, None, operand, *tensors, None, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dy, ctx.wanted.bias)
         dx = found.x
         if dx is not None:
@@ -255,24 +257,24 @@ class _MLP(torch.autograd.Function):
         normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
         x: Operand = (x8[0], x8[1]) if gate_up.quantized else (normed, None)
         s = lora_down(normed, gate_up)
-        g_u = project(x, s, gate_up, ours.B, h.dtype)
-        y, a, s_down = _down(g_u, rows, call, theirs)
+        B, B_back = stack_B(gate_up, ours.B)
+        g_u = project(x, s, gate_up, B, h.dtype)
         flags, full = ctx.needs_input_grad, call.save == "full"
         mine = Wanted.of(any(flags[:2]), flags[3:], ours)
         last = Wanted.of(bool(mine), flags[3 + ours.length :], theirs)
         again = mine.needs.A and not full
-        kept_g_u, g_u_scale_inv = _kept_gate_up(
-            g_u, call, bool(mine) or (last.needs.A and not full)
-        )
+        needed = bool(mine) or (last.needs.A and not full)
+        y, a, s_down, kept_g_u = _down(g_u, rows, call, theirs, needed)
         ctx.call, ctx.wanted, ctx.shape = call, (mine, last), h.shape
         keep(
             ctx,
             h=rows if any(flags[:2]) or again else None,
             norm=norm,
             rstd=rstd if any(flags[:2]) else None,
-            gate_up=kept_g_u,
-            gate_up_scale_inv=g_u_scale_inv,
+            gate_up=kept_g_u[0],
+            gate_up_scale_inv=kept_g_u[1],
             **adapter_tensors("", ours, s, x if full else None, mine),
+            B=B_back if mine else None,
             **adapter_tensors("down_", theirs, s_down, a if full else None, last),
             **weights("", gate_up, mine),
             **weights("down_", down, last),
@@ -299,14 +301,14 @@ class _MLP(torch.autograd.Function):
         after, dbias_down = no_gradients(call.down)
         if last:
             tensors = adapters("down_", saved, call.down)
-            after = gradients(call.down, dy, None, act, *tensors, last.needs)
+            after = gradients(call.down, dy, None, act, *tensors, None, last.needs)
             dbias_down = bias_gradients(call.down, dy, last.bias)
         found, dbias = no_gradients(gate_up)
         if mine:
             d, d8 = _swiglu_backward(after.x, g_u, gate_up, any(mine.bias))
             after = after._replace(x=None)  # as large as act
             tensors = adapters("", saved, gate_up)
-            found = gradients(gate_up, d, d8, operand, *tensors, mine.needs, dout.dtype)
+            found = gradients(gate_up, d, d8, operand, *tensors, saved["B"], mine.needs, dout.dtype)
             dbias = bias_gradients(gate_up, d, mine.bias)
         dx, dweight = rms_norm_backward(saved, found.x, dy, need[1])
         ours = (*found.A, *found.B, *dbias, *after.A, *after.B, *dbias_down)
@@ -314,29 +316,26 @@ class _MLP(torch.autograd.Function):
 
 
 def _down(
-    g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained
-) -> tuple[Tensor, Operand | None, Tensor | None]:
-    """(residual + down(silu(gate) ⊙ up), its operand, its s)."""
+    g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained, needed: bool
+) -> tuple[Tensor, Operand | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """(residual + down(silu(gate) ⊙ up), its operand, its s, gate and up as they are kept if backward needs them)."""
     to = call.down
+    kept_g_u = (g_u if needed else None, None)
     if not (call.output or to.adapted):
-        return torch.empty_like(residual), None, None
+        return torch.empty_like(residual), None, None, kept_g_u
     state = (to.state_x, to.spec.column, to.spec.delayed)
-    act, *a8 = ops.swiglu_quantize(g_u, None, *state, to.adapted or not to.quantized)
+    unquantized = to.adapted or not to.quantized
+    if needed and call.save == "fp8":
+        act, *a8, bytes_, scale_inv = ops.swiglu_quantize_and_pack(g_u, *state, unquantized)
+        kept_g_u = (bytes_, scale_inv)
+    else:
+        act, *a8 = ops.swiglu_quantize(g_u, None, *state, unquantized)
     operand: Operand = (a8[0], a8[1]) if to.quantized else (act, None)
     s = lora_down(act, to)
     if not call.output:
-        return torch.empty_like(residual), operand, s
-    return project(operand, s, to, trained.B, residual.dtype, residual), operand, s
-
-
-def _kept_gate_up(g_u: Tensor, call: MLPCall, needed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """gate and up as they are kept: themselves, or e4m3 bytes and scale_inv fp32 [2]."""
-    if not needed:
-        return None, None
-    if call.save != "fp8":
-        return g_u, None
-    bytes_, scale_inv, _ = ops.quantize_lora_down(g_u, None, call.any_state, 0, False, None, 0.0, 0)
-    return bytes_, scale_inv.expand(2).contiguous()
+        return torch.empty_like(residual), operand, s, kept_g_u
+    y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, residual)
+    return y, operand, s, kept_g_u
 
 
 def _swiglu_backward(

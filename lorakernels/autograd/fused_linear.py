@@ -117,11 +117,11 @@ def project(
     operand: Operand,
     s: Tensor | None,
     to: Projections,
-    lora_B: Sequence[Tensor],
+    stacked_B: Tensor | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual."""
+    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual; B is the first that `stack_B` returns."""
     x, x_scale_inv = operand
     return ops.fp8_linear_lora(
         x,
@@ -130,7 +130,7 @@ def project(
         to.scale_inv,
         to.bias,
         s,
-        _stacked_B(to, lora_B, 0) if s is not None else None,
+        stacked_B,
         to.spec.scaling,
         out_dtype,
         to.spec.split_fprop,
@@ -160,16 +160,18 @@ def gradients(
     s: Tensor | None,
     lora_A: Sequence[Tensor],
     lora_B: Sequence[Tensor],
+    stacked_B: Tensor | None,
     needs: Needs,
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Gradients of `project` from dy' [M, ΣN], its segments multiplied by `to.multiplier` already.
 
+    `stacked_B` is the second that `stack_B` returned in forward; without one, there is one projection and B is its own.
     `dy8` are its bytes and scale_inv where they are there already: dy may be empty then, unless there are adapters.
     `operand` makes x, or x8 and its scale_inv, for dA. dx is in `dtype`, or dy's.
     """
     spec = to.spec
-    block = _stacked_B(to, lora_B, 1) if to.adapted else None
+    block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = None
     if dy8 is None or block is not None:
         state = to.state_dy if dy8 is None else None
@@ -250,11 +252,17 @@ def _grad_x(
     return dx
 
 
-def _stacked_B(to: Projections, lora_B: Sequence[Tensor], which: int) -> Tensor:
-    """diag(f_i B_i) [ΣN, ΣR] with the forward's (0) or the backward's (1) factors; B itself for one projection."""
+def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """diag(f_i B_i) [ΣN, ΣR] with the forward's and with the backward's factors, in one launch.
+
+    For one projection (B itself, None); without adapters (None, None).
+    """
+    if not to.adapted:
+        return None, None
     if to.factors is None:
-        return lora_B[0]
-    return ops.block_diagonal(list(lora_B), list(to.rows), list(to.ranks), to.factors[which])
+        return lora_B[0], None
+    first, second = ops.block_diagonal(list(lora_B), list(to.rows), list(to.ranks), to.factors)
+    return first, second
 
 
 def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from lorakernels.modules.fused_layer import (
     fused_class,
     original_class,
 )
+from lorakernels.modules.fused_norm import fuse_norm, is_norm, unfuse_norm
 from lorakernels.modules.lora import LoRALinear
 
 _BEFORE = "_lorakernels_before_fuse"  # plain attribute of the model: what `unfuse` puts back
@@ -91,6 +92,7 @@ class _Before:
 
     replaced: list[tuple[nn.Module, str, nn.Linear]]
     columns: dict[FusedGroup, list[torch.Tensor]]
+    norms: list[nn.Module]
     use_cache: list[tuple[Any, Any]]
 
 
@@ -109,8 +111,8 @@ def fuse(
     q, k, v become one matrix, gate and up another, with their adapters; norm, RoPE, SwiGLU, residual and quantization
     happen on the way. Modules, parameters and state_dict names stay; `save_adapter`, `merge_lora` and the rest work as
     before. Plain `nn.Linear` projections become `FrozenFP8Linear`s on the adapters' FP8State (with `fp8=None`: frozen
-    in their dtype), which is where the layer's names in state_dict do change, as with `apply_lora`. Embedding, last
-    norm and head are left alone. `model.config.use_cache` becomes False.
+    in their dtype), which is where the layer's names in state_dict do change, as with `apply_lora`. The norm behind the
+    layers becomes one kernel each way; embedding and head are left alone. `model.config.use_cache` becomes False.
 
     Args:
         model: holds decoder layers, all on one device, with adapters on some of their projections.
@@ -145,7 +147,7 @@ def fuse(
     modes = [save] * len(sizes)
     if memory_budget is not None:
         modes = fit(sizes, memory_budget, tokens or 1, element)
-    before = _Before([], {}, [])
+    before = _Before([], {}, [], [])
     frozen = {
         path: _freeze(path, layer, adapter, before, keep_linears) for path, layer in layers.items()
     }
@@ -155,6 +157,9 @@ def fuse(
     ]
     for layer, p in zip(layers.values(), parts, strict=True):
         _rewire(layer, p, before)
+    before.norms += _last_norms(model, layers)
+    for norm in before.norms:
+        fuse_norm(norm)
     _no_cache(model, before)
     model.__dict__[_BEFORE] = before
     rows = [
@@ -195,6 +200,8 @@ def unfuse(model: nn.Module) -> None:
             group.separate()
             _columns_back(group, before.columns.get(group))
     _put_linears_back(before)
+    for norm in before.norms:
+        unfuse_norm(norm)
     for config, value in before.use_cache:
         config.use_cache = value
 
@@ -297,6 +304,13 @@ def _rewire(layer: nn.Module, parts: Parts, before: _Before) -> None:
         group.join()
     layer.__dict__["_fused"] = parts
     layer.__class__ = fused_class(type(layer))
+
+
+def _last_norms(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
+    """The `norm` beside each list of layers, where it is one of transformers' RMSNorms."""
+    owners = dict.fromkeys(path.rpartition(".")[0].rpartition(".")[0] for path in layers)
+    norms = (model.get_submodule(owner)._modules.get("norm") for owner in owners)
+    return [norm for norm in norms if norm is not None and is_norm(norm)]
 
 
 def _take_columns(group: FusedGroup) -> list[torch.Tensor]:

@@ -7,11 +7,12 @@
                s of each adapted input: M ΣR e          with a norm on q and k, they before it: M (H + Hk) (D e + 4)
     full       + gate, up: 2 M F e     + x8 of each adapted input: M K_in (over a plain base e, and out's is out)
     recompute  + gate, up: 2 M F e
-    fp8        + gate, up: 2 M F
+    fp8        + gate, up: 2 M F, and their scales: 4 M ⌈F / 256⌉
     checkpoint   h alone: M K e
 
-cos and sin are one pair for all layers and not counted, nor are 16-byte slots and 4-byte scales. Without adapters on
-gate, up and down and on q, k, v and o nothing but what attention and the norms need is kept.
+B of the adapters of q, k, v, and of gate, up, is kept as one matrix [ΣN, ΣR] besides, whatever M is (not by
+"checkpoint"). cos and sin are one pair for all layers and not counted, nor are 16-byte slots and 4-byte scales. Without
+adapters on gate, up and down and on q, k, v and o nothing but what attention and the norms need is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import Any
 
 from torch import nn
 
+from lorakernels.checks_layer import packed_scales
 from lorakernels.modules.fused_layer import DOWN, GATE_UP, OUTPUT, QKV
+from lorakernels.modules.lora import LoRALinear
 
 SAVE = ("full", "recompute", "fp8", "checkpoint")  # each is slower than the one before
 
@@ -39,6 +42,7 @@ class LayerSize:
     ranks: tuple[int, int, int, int]
     fp8: bool
     normed_heads: bool
+    stacked: int = 0
 
     @classmethod
     def of(cls, layer: Any, fp8: bool) -> LayerSize:
@@ -60,6 +64,7 @@ class LayerSize:
             ),
             fp8,
             hasattr(attention, "q_norm"),
+            _stacked(attention, QKV) + _stacked(layer.mlp, GATE_UP),
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
@@ -70,12 +75,20 @@ class LayerSize:
         row = (2 * k + (2 * h + 2 * hk) * d + sum(self.ranks)) * element + 4 * h + 8
         if self.normed_heads:
             row += (h + hk) * (d * element + 4)
-        row += 2 * f * (1 if save == "fp8" else element)
+        row += 2 * f + 4 * packed_scales(1, 2 * f)[1] if save == "fp8" else 2 * f * element
         if save == "full":
             inputs = (k, h * d if self.fp8 else 0, k, f)
             adapted = sum(n for n, rank in zip(inputs, self.ranks, strict=True) if rank)
             row += adapted * (1 if self.fp8 else element)
-        return tokens * row
+        return tokens * row + self.stacked
+
+
+def _stacked(owner: nn.Module, names: Sequence[str]) -> int:
+    """Bytes of B of all adapters as one matrix."""
+    members = [owner.get_submodule(name) for name in names]
+    factors = [m.lora_B for m in members if isinstance(m, LoRALinear)]
+    rows = sum(m.out_features for m in members)  # type: ignore[misc]
+    return rows * sum(b.shape[1] * b.element_size() for b in factors)
 
 
 def _rank(owner: nn.Module, names: Sequence[str]) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FusedGroup: projections of one x that stay modules of their own, over memory that is one matrix.
 
-The members' weights are rows of one [ΣN, K], their A rows of one [ΣR, K]: the same Parameter objects under the same
-names, at new addresses. What is derived (scales by column, a joined bias) is renewed when a member's weight or scale
-has been written (through torch: `.data.copy_` leaves no trace); memory that somebody moved (`.to`, deepcopy,
-`load_state_dict(assign=True)`) is joined again at the next forward.
+The members' weights are rows of one [ΣN, K], their A rows of one [ΣR, K], their biases parts of one [ΣN]: the same
+Parameter objects under the same names, at new addresses. What is derived (scales by column, Wᵀ) is renewed when a
+member's weight or scale has been written (through torch: `.data.copy_` leaves no trace); memory that somebody moved
+(`.to`, deepcopy, `load_state_dict(assign=True)`) is joined again at the next forward.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from lorakernels.philox import draw_slot
 
 
 class _Derived(NamedTuple):
-    """Of the members' weights and frozen biases; `Projections` says what each is."""
+    """Of the members' weights; `Projections` says what each is."""
 
     scale_inv: Tensor | None
     grad_scale_inv: Tensor | None
     multiplier: Tensor
     weight_t: Tensor | None
-    bias: Tensor | None
 
 
 class _Variant(NamedTuple):
@@ -63,6 +62,8 @@ class FusedGroup:
     def _forget(self) -> None:
         self._weight: Tensor | None = None
         self._lora_A: dict[tuple[int, ...], Tensor] = {}
+        self._bias: Tensor | None = None
+        self._biased: list[bool] = []  # members, when `_bias` was joined
         self._seen: tuple[list[Any], list[int]] = ([], [])
         self._derived: _Derived | None = None
         self._variants: dict[tuple[Any, ...], _Variant] = {}
@@ -84,7 +85,7 @@ class FusedGroup:
         if state is not None and training:
             state.on_training_forward(first._column)
         variant = self._variant(training, adapted)
-        bias, biases = self._biases(derived)
+        bias, biases = self._biases()
         lora_A: list[Tensor | None] = [m._parameters["lora_A"] for m in adapted]
         call = Projections(
             first._stored if self._weight is None else self._weight,
@@ -153,27 +154,13 @@ class FusedGroup:
                 drawn[index] = Mask(slot, m.lora_dropout, m.site)
         return tuple(drawn[index] for index in variant.masks)
 
-    def _biases(self, derived: _Derived) -> tuple[Tensor | None, list[Tensor | None]]:
+    def _biases(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """(the bias of all, each that is trained)."""
         biases = [m._parameters.get("bias") for m in self.members]
         trained: list[Tensor | None] = [
             b if b is not None and b.requires_grad else None for b in biases
         ]
-        if len(self.members) == 1:
-            return biases[0], trained
-        now = any(b is not None for b in trained)
-        return self._joined_bias() if now else derived.bias, trained
-
-    def _joined_bias(self) -> Tensor | None:
-        found = [m.bias for m in self.members if m.bias is not None]
-        if not found:
-            return None
-        like = found[0].detach()
-        parts = [
-            like.new_zeros(m.out_features) if m.bias is None else m.bias.detach()
-            for m in self.members
-        ]
-        return torch.cat(parts)
+        return biases[0] if len(self.members) == 1 else self._bias, trained
 
     def _stacked_A(
         self, adapted: Sequence[LoRALinear], lora_A: Sequence[Tensor | None]
@@ -204,10 +191,11 @@ class FusedGroup:
             self._forget()
             self._join_weights()
             self._join_A()
+            self._join_biases()
         seen = self._state_of_members()
         if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
             self._refuse_in_capture()
-            self._derived, self._variants = self._derive(), {}
+            self._renew(self._derive())
             self._seen = seen
         assert self._derived is not None
         return self._derived
@@ -230,6 +218,18 @@ class FusedGroup:
                     if lora_A.data_ptr() != at:
                         return False
                     at += lora_A.numel() * lora_A.element_size()
+        return self._has_joined_biases()
+
+    def _has_joined_biases(self) -> bool:
+        whole = self._bias
+        biases = [m._parameters.get("bias") for m in self.members]
+        if self._biased != [bias is not None for bias in biases]:
+            return False
+        at = 0 if whole is None else whole.data_ptr()
+        for member, bias in zip(self.members, biases, strict=True):
+            if bias is not None and bias.data_ptr() != at:
+                return False
+            at += member.out_features * (0 if whole is None else whole.element_size())
         return True
 
     def _join_weights(self) -> None:
@@ -244,11 +244,29 @@ class FusedGroup:
         if len(adapted) > 1:
             self._lora_A = {tuple(id(m) for m in adapted): _join([m.lora_A for m in adapted])}
 
+    @torch.no_grad()
+    def _join_biases(self) -> None:
+        """A member without one has zeros there."""
+        biases = [m._parameters.get("bias") for m in self.members]
+        self._bias, self._biased = None, [bias is not None for bias in biases]
+        first = next((b for b in biases if b is not None), None)
+        if first is None:
+            return
+        self._bias = first.data.new_zeros(sum(self.rows))
+        for bias, part in zip(biases, self._bias.split(list(self.rows)), strict=True):
+            if bias is not None:
+                part.copy_(bias.data)
+                bias.data = part
+
     def separate(self) -> None:
         """Give every member memory of its own again."""
         if len(self.members) > 1:
             for member in self.members:
-                own = [member._parameters["weight"], getattr(member, "lora_A", None)]
+                own = [
+                    member._parameters["weight"],
+                    getattr(member, "lora_A", None),
+                    member._parameters.get("bias"),
+                ]
                 for parameter in own:
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
@@ -256,36 +274,49 @@ class FusedGroup:
         self._forget()
 
     def _state_of_members(self) -> tuple[list[Any], list[int]]:
-        """Changes whenever a weight, scale or bias has been written or replaced; its first part not by a scale being
-        written alone, as when a graph's capture puts buffers back."""
+        """Changes whenever a weight or scale has been written or replaced; its first part not by a scale being written
+        alone, as when a graph's capture puts buffers back."""
         found: list[Any] = []
         scales: list[int] = []
         for m in self.members:
-            weight, bias = m._parameters["weight"], m._parameters.get("bias")
-            scale = m._buffers["weight_scale_inv"]
+            weight, scale = m._parameters["weight"], m._buffers["weight_scale_inv"]
             assert weight is not None
             found += (weight.data_ptr(), weight._version, m._buffers["weight_t"] is None)
             if scale is not None:
                 found.append(scale.data_ptr())
                 scales.append(scale._version)
-            if bias is not None and not bias.requires_grad:
-                found += (bias.data_ptr(), bias._version)
         return found, scales
 
     @torch.no_grad()
     def _derive(self) -> _Derived:
-        """Scales by column, their largest, the multipliers of dy, Wᵀ and the joined bias."""
+        """Scales by column, their largest, the multipliers of dy, and Wᵀ."""
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
-        bias = self._joined_bias() if len(self.members) > 1 else None
         if len(self.members) == 1 or not scales:
             scale = scales[0] if scales else None
             ones = torch.ones(len(self.members), device=self.first._stored.device)
-            return _Derived(scale, scale, ones, self._weight_t(), bias)
+            return _Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
         largest = each.max().view(1)
         counts = torch.tensor(self.rows, device=each.device)
         by_column = each.repeat_interleave(counts, output_size=sum(self.rows))
-        return _Derived(by_column, largest, each / largest, self._weight_t(), bias)
+        return _Derived(by_column, largest, each / largest, self._weight_t())
+
+    @torch.no_grad()
+    def _renew(self, derived: _Derived) -> None:
+        """Take the new values, in the memory of the old ones where they are alike: captured graphs read them there."""
+        before = self._derived
+        if before is None or [_form(t) for t in before] != [_form(t) for t in derived]:
+            self._derived, self._variants = derived, {}
+            return
+        if len(self.members) == 1:  # the member's own tensors, and a one
+            self._derived = derived._replace(multiplier=before.multiplier)
+            return
+        for old, new in zip(before, derived, strict=True):
+            if old is not None and new is not None and old is not new:
+                old.copy_(new)
+        for variant in self._variants.values():
+            if variant.factors is not None:
+                variant.factors[1] = variant.factors[0] / before.multiplier
 
     def _weight_t(self) -> Tensor | None:
         if len(self.members) == 1:
@@ -295,6 +326,10 @@ class FusedGroup:
         if self.first.weight_scale_inv is None:
             return None
         whole = ops.transpose_fp8(self._weight)
+        held = None if self._derived is None else self._derived.weight_t
+        at = {0 if m.weight_t is None else _storage(m.weight_t) for m in self.members}
+        if held is not None and at == {_storage(held)}:
+            return held.copy_(whole)
         for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
             member.weight_t = part
         return whole
@@ -325,6 +360,14 @@ class FusedGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _form(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, x.dtype, x.device)
 
 
 def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:

@@ -109,6 +109,7 @@ class FusedDecoderLayer(nn.Module):
             )
             return own
         parts = self._fused
+        hidden_states = _widened(self, hidden_states)
         _check_call(self, parts, hidden_states, attention_mask, kwargs)
         _check_window(self, hidden_states, kwargs)
         call = _call(self, parts, hidden_states, position_embeddings)
@@ -127,6 +128,14 @@ class FusedDecoderLayer(nn.Module):
         return found
 
 
+def _widened(layer: Any, h: Tensor) -> Tensor:
+    """h in the dtype that the layer's own norms would leave."""
+    for norm in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight):
+        if norm.dtype != h.dtype:
+            h = h.to(torch.promote_types(h.dtype, norm.dtype))
+    return h
+
+
 def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Call:
     if angles is None:
         raise ValueError("position_embeddings must be (cos, sin) [1 or B, T, D], found None")
@@ -143,13 +152,10 @@ def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tenso
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
     save = parts.save
-    state = gate_up.state_x
     return _Call(
         QKVCall(qkv, parts.eps, parts.heads, parts.kv_heads, cos, sin, save),
         OutputCall(o, save),
-        MLPCall(
-            gate_up, down, parts.eps, gate_up.multiplier[:, None] if state is None else state, save
-        ),
+        MLPCall(gate_up, down, parts.eps, save),
         (params[0], params[1], [*params[2], *params[3]]),
     )
 
@@ -204,6 +210,10 @@ def _check_call(
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"attention_mask must be None or a 4-D tensor, found {found}")
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
+        )
     starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if ends is not None and starts is not ends:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be one tensor, found two")

@@ -658,7 +658,9 @@ def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
     with pytest.raises(ValueError, match="mlp has a hook"):
         run(model, x)
     handle.remove()
-    model(x, output_hidden_states=True, output_attentions=True, use_cache=False)
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        model(x, output_attentions=True, use_cache=False)
+    model(x, output_hidden_states=True, use_cache=False)
     run(model, x)  # transformers' idle collectors stay behind as hooks
     old, layer.mlp.up_proj = layer.mlp.up_proj, nn.Linear(32, 48, bias=False)
     with pytest.raises(RuntimeError, match=r"mlp\.up_proj is another module"):

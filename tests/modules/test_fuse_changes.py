@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, fuse, group_projections, unfuse
+from tests.autograd.test_decoder_layer import Launches
 from tests.modules.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, run, same_within
 
 FP32 = 64 * 2.0**-24  # two orders of fp32 sums, as in test_fuse.py
@@ -32,6 +34,85 @@ def test_biases_of_projections_without_adapters_are_still_trained() -> None:
     after = {n: p for n, p in fused.named_parameters() if p.requires_grad}
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)  # an optimizer may have them
+    same_within(run(fused, x), run(plain, x), FP32)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_biases_written_through_data_are_seen(trained: bool) -> None:
+    """They are one vector's parts, which no version counts; unfused each has memory of its own again."""
+    plain = adapted("Qwen2", bias="all" if trained else "none")
+    fused, x = copy.deepcopy(plain), tokens()
+    fuse(fused)
+    run(fused, x)
+    for model in (plain, fused):
+        for name, parameter in model.named_parameters():
+            if name.endswith("k_proj.bias"):
+                assert parameter.requires_grad == trained
+                parameter.data.copy_(torch.arange(len(parameter)) / 4.0)
+    same_within(run(fused, x), run(plain, x), FP32)
+    unfuse(fused)
+    attention = layer_of(fused).self_attn
+    storages = {p.bias.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj)}
+    assert len(storages) == 2
+    same_within(run(fused, x), run(plain, x), FP32)
+
+
+@pytest.mark.parametrize(
+    "removed", [("q_proj",), ("q_proj", "k_proj", "v_proj")], ids=["one", "all"]
+)
+def test_a_bias_taken_away_adds_nothing(removed: tuple[str, ...]) -> None:
+    plain = adapted("Qwen2")
+    fused, x = copy.deepcopy(plain), tokens()
+    fuse(fused)
+    run(fused, x)
+    for model in (plain, fused):
+        for name in removed:
+            getattr(layer_of(model).self_attn, name).bias = None
+    same_within(run(fused, x), run(plain, x), FP32)
+
+
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+def test_a_narrower_input_is_widened_as_the_norms_do(fp8: DelayedScaling | None) -> None:
+    """bf16 into an fp32 model: transformers' norm multiplies by an fp32 weight, and all after it is fp32."""
+    plain = adapted(fp8=fp8)
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    h = torch.randn(2, 8, 32).bfloat16()
+    angles = plain.model.rotary_emb(h.float(), torch.arange(8)[None])
+    found, expected = (
+        layer_of(m)(h, position_embeddings=angles, attention_mask=None) for m in (fused, plain)
+    )
+    assert found.dtype == expected.dtype == torch.float32
+    # the plain layer's norm rounds x / rms to bf16 on its way, to 2^-9 of itself; FP8 to 2^-4 instead
+    assert (found - expected).norm() < (2.0**-8 if fp8 is None else 2.0**-4) * (expected - h).norm()
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_the_last_norm_is_one_kernel_each_way(trained: bool) -> None:
+    plain = adapted(modules_to_save=["model.norm"] if trained else [])
+    plain.model.norm.weight.data.uniform_(0.5, 2.0)
+    fused, x = copy.deepcopy(plain), tokens()
+    kind = type(plain.model.norm)
+    fuse(fused)
+    copied = pickle.loads(pickle.dumps(fused))  # and deepcopy
+    for each in (fused, copied, copy.deepcopy(fused)):
+        assert type(each.model.norm).__name__ == f"Fused{kind.__name__}"
+        expected = run(plain, x)
+        assert ("model.norm.weight" in expected) == trained
+        same_within(run(each, x), expected, FP32)
+    h = torch.randn(2, 3, 32, requires_grad=True)
+    with Launches() as forward:
+        y = fused.model.norm(h)
+    wanted = [h, *(p for p in fused.model.norm.parameters() if p.requires_grad)]
+    with Launches() as backward:
+        torch.autograd.grad(y, wanted, y.detach())
+    assert forward.counts == {"rms_norm_quantize": 1} and backward.counts == {
+        "rms_norm_backward": 1
+    }
+    mixed = h.detach().bfloat16()
+    assert torch.equal(fused.model.norm(mixed), plain.model.norm(mixed))
+    unfuse(fused)
+    assert type(fused.model.norm) is kind
     same_within(run(fused, x), run(plain, x), FP32)
 
 
@@ -149,3 +230,36 @@ def test_the_history_of_an_unfused_model_s_dy_is_not_a_fused_one_s(how: str) -> 
     again = copy.deepcopy(fused)
     layer_of(again).self_attn.q_proj.fp8_state.load_state_dict(mine.state_dict())
     assert torch.equal(layer_of(again).self_attn.q_proj.fp8_state.backward, mine.backward)
+
+
+@pytest.mark.parametrize("layout", ["single", "both"])
+def test_what_is_derived_stays_where_a_captured_graph_reads_it(layout: str) -> None:
+    """Writing scales back, as a capture does, makes the next forward derive anew: into the same memory."""
+    model, x = adapted(fp8=DelayedScaling(), weight_layout=layout), tokens()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        fuse(one)
+        run(one, x)
+    groups = layer_of(model)._fused.groups
+
+    def derived() -> list[Tensor]:
+        found = [t for g in groups for t in g._derived if t is not None]
+        return found + [
+            v.factors for g in groups for v in g._variants.values() if v.factors is not None
+        ]
+
+    before = derived()
+    assert len(before) > 8
+    for factor in (1.0, 2.0):
+        for one in (model, twin):
+            for name, buffer in one.named_buffers():
+                if name.endswith("k_proj.weight_scale_inv"):
+                    buffer.mul_(factor)
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+        assert {id(t) for t in before} <= {id(t) for t in derived()}
+    for group in layer_of(twin)._fused.groups:
+        group._forget()  # what it would derive for the first time
+    found, expected = run(model, x), run(twin, x)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm by itself, as a model's last: one kernel each way, x and a rstd per row kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorakernels import ops
+from lorakernels.autograd.fused_node import flat
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = flat(x)
+        normed, _, _, rstd = ops.rms_norm_quantize(rows, weight, eps, None, 0, False, True)
+        ctx.save_for_backward(rows, weight, rstd)
+        return normed.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, rstd = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        dx, dweight = ops.rms_norm_backward(flat(dy), rows, weight, rstd, None, need_weight)
+        return (
+            dx.view(dy.shape) if need_x else None,
+            dweight.to(weight.dtype) if need_weight else None,
+            None,
+        )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight [K] ⊙ x / √(mean(x²) + ε) of x [..., K], rounded as transformers' norms round, in x's dtype."""
+    found: Tensor = _RMSNorm.apply(x, weight, eps)
+    return found
