@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = "|".join([*names(), "all"])
     parser.usage = (
         f"lorakernels bench [{known}] [--no-test] [--output DIR] [--device D] [--repetitions N] ...\n"
-        "       lorakernels bench --tune [--shapes MxNxK ...] [--ranks R ...] [--top N]"
+        "       lorakernels bench --tune [--shapes MxNxK ...] [--ranks R ...] [--top N] [--budget-s S]"
     )
     parser.add_argument("--no-test", action="store_true", help="do not run the op's tests first")
     parser.add_argument(

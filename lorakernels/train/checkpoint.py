@@ -55,13 +55,17 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def check_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """CheckpointError if `set_rng_state` would lack a generator of `device`."""
+    if device.type == "cuda" and "cuda" not in states:
+        raise CheckpointError(
+            "the checkpoint was made without a GPU and cannot continue on one bit for bit"
+        )
+
+
 def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"].cpu())
     if device.type == "cuda":
-        if "cuda" not in states:
-            raise CheckpointError(
-                "the checkpoint was made without a GPU and cannot continue on one bit for bit"
-            )
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
 
 

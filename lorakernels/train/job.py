@@ -132,7 +132,7 @@ def adapt(
         save_activations(model)
     reporter.say(str(report).split("\n")[0])
     fused = fuse_layers(model, options, device, reporter.say)
-    runtime = Runtime(model, options, report.fp8_state, random, say=reporter.say)
+    runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     reporter.say(describe_runtime(report, runtime, fused))
     identity = {
         "tokens": tokens.path.name,

@@ -8,8 +8,9 @@
                   then FP8State.reduce_and_update(), and the graphs' end of an iteration
     7 schedule    a function of the step number
 
-Dividing by the tokens of the whole step makes 1 × 4 and 4 × 1 microbatches, on one rank or four, the same step,
-however the padding falls.
+2 to 6 launch kernels and wait for none: with what changes from step to step (tokens, learning rate) on the device they
+are one function, which a runtime may capture. Dividing by the tokens of the whole step makes 1 × 4 and 4 × 1
+microbatches, on one rank or four, the same step, however the padding falls.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import FP8State
-from lorakernels.train.checkpoint import Checkpoint, rng_state, set_rng_state
+from lorakernels.train.checkpoint import (
+    Checkpoint,
+    check_rng_state,
+    rng_state,
+    set_rng_state,
+)
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.model import mean_loss, summed_loss
 from lorakernels.train.options import FinetuneOptions
@@ -60,7 +66,8 @@ class StepResult:
 
 
 def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> torch.optim.AdamW:
-    """AdamW, fused where PyTorch has a fused kernel; weight decay on matrices only."""
+    """AdamW, fused where PyTorch has a fused kernel; weight decay on matrices only. The learning rate is a tensor on
+    the parameters' device, as a graph would freeze a number."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
     groups = [
@@ -68,9 +75,13 @@ def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> 
         for group, decay in ((matrices, options.weight_decay), (vectors, 0.0))
         if group
     ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
+    device = parameters[0].device
     return torch.optim.AdamW(
-        groups, lr=options.lr, betas=(options.beta1, options.beta2), fused=fused
+        groups,
+        lr=torch.tensor(options.lr, device=device),
+        betas=(options.beta1, options.beta2),
+        fused=device.type in ("cpu", "cuda"),
+        capturable=True,
     )
 
 
@@ -94,6 +105,8 @@ class Trainer:
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.trainable.values())).device
         self.optimizer = make_optimizer(list(self.trainable.values()), options)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.items = torch.ones((), device=self.device)  # tokens of a step, of all ranks
         self.order = RowOrder(len(rows), options.seed)
         self.rows_per_step = options.batch_size * options.grad_accum * ranks.size
         self.steps = options.steps or max(
@@ -113,12 +126,6 @@ class Trainer:
         began = time.perf_counter()
         batches, tokens = self._take_batches()
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        replayed = self.runtime is not None and self.runtime.replaying
-        loss = self._forward_and_backward(batches, tokens)
-        asked = torch.full((), float(stop), device=self.device)
-        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        self.ranks.add_up([*gradients, loss, asked])
         lr = learning_rate(
             self.counters.step,
             peak=self.options.lr,
@@ -126,11 +133,11 @@ class Trainer:
             warmup=self.warmup,
             floor=self.options.min_lr_ratio,
         )
-        norm = self._clip(gradients)
-        self._update(lr, loss, norm)
-        del gradients  # a capture does not take over gradients that somebody else holds too
-        if self.fp8_state is not None:
-            self.fp8_state.reduce_and_update()
+        self.lr.fill_(lr)
+        self.items.fill_(tokens)
+        asked = torch.full((), float(stop), device=self.device)
+        loss, norm = self._run(batches, asked)
+        replayed = self.runtime is not None and self.runtime.replayed
         if self.runtime is not None:
             self.runtime.end_step(self.counters.step + 1)
         self._fetch(self.counters.rows + self.rows_per_step)
@@ -141,16 +148,40 @@ class Trainer:
         seconds = time.perf_counter() - began
         return StepResult(value, norm_value, lr, tokens, seconds, skipped, replayed, stops > 0)
 
-    def _forward_and_backward(self, batches: list[Batch], tokens: int) -> Tensor:
+    def _run(self, batches: list[Batch], asked: Tensor) -> tuple[Tensor, Tensor]:
+        """`_compute`, eagerly or as the runtime has it; (loss, norm) are fp32 scalars."""
+        tensors = [batch.tensors() for batch in batches]
+        if self.runtime is None:
+            return self._compute(tensors, asked)
+        return self.runtime.run(self._compute, self.optimizer, tensors, asked)
+
+    def _compute(
+        self, batches: list[tuple[Tensor | None, ...]], asked: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Everything of a step that the device does: nothing here depends on a value on the host."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
+        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+        self.ranks.add_up([*gradients, loss, asked])
+        norm = self._clip(gradients)
+        # the fused kernel leaves a step out where loss or norm is not finite: nobody waits
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        if self.fp8_state is not None:
+            self.fp8_state.reduce_and_update()
+        return loss, norm
+
+    def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
         """This rank's part of the step's loss, fp32 scalar."""
         loss = torch.zeros((), device=self.device)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             if self.runtime is not None:
                 self.runtime.begin_microbatch()
-            micro = mean_loss(self.model, batch, self.options, tokens)
+            micro = mean_loss(self.model, batch, self.options, self.items)
             micro.backward()
             if self.runtime is not None:
-                self.runtime.end_microbatch()
+                self.runtime.end_microbatch(last=number == len(batches) - 1)
             loss += micro.detach()
         return loss
 
@@ -161,14 +192,6 @@ class Trainer:
             parameters = list(self.trainable.values())
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
         return norm.float()
-
-    def _update(self, lr: float, loss: Tensor, norm: Tensor) -> None:
-        """The optimizer's step, which the fused kernel leaves out where loss or norm is not finite: nobody waits."""
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
 
     def _count(self, tokens: int, skipped: bool) -> None:
         counters = self.counters
@@ -228,9 +251,7 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put everything back in place; CheckpointError names what does not fit, before anything is changed."""
-        self._check_fits(checkpoint.tensors)
-        if (checkpoint.state["fp8"] is None) != (self.fp8_state is None):
-            raise CheckpointError("the checkpoint and this run differ in fp8")
+        self._check_fits(checkpoint)
         if self.fp8_state is not None:
             try:
                 self.fp8_state.load_state_dict(checkpoint.state["fp8"])
@@ -240,12 +261,27 @@ class Trainer:
             for name, parameter in self.trainable.items():
                 parameter.copy_(checkpoint.tensors[name])
         self.optimizer.load_state_dict(checkpoint.state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group |= {"lr": self.lr, "capturable": True}
         set_rng_state(checkpoint.state["rng"], self.device)
         if self.runtime is not None:
             self.runtime.load_state_dict(checkpoint.state["runtime"])
         self.counters = Counters(**checkpoint.trainer["counters"])
 
-    def _check_fits(self, tensors: dict[str, Tensor]) -> None:
+    def _check_fits(self, checkpoint: Checkpoint) -> None:
+        state, tensors = checkpoint.state, checkpoint.tensors
+        if (state["fp8"] is None) != (self.fp8_state is None):
+            raise CheckpointError("the checkpoint and this run differ in fp8")
+        check_rng_state(state["rng"], self.device)
+        groups = [
+            [len(group["params"]) for group in found]
+            for found in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+        ]
+        if groups[0] != groups[1]:
+            raise CheckpointError(
+                f"the checkpoint is of another run: its optimizer has groups of {groups[0]} parameters, this one of "
+                f"{groups[1]}"
+            )
         odd = sorted(set(tensors) ^ set(self.trainable))
         if odd:
             raise CheckpointError(

@@ -21,7 +21,7 @@ def chunked_cross_entropy(
     head: nn.Module,
     labels: Tensor,
     chunk: int,
-    items: int | None = None,
+    items: Tensor | None = None,
     fp8: bool = False,
 ) -> Tensor:
     """Sum of the token losses, fp32 scalar, divided by `items` if given.

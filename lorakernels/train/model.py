@@ -233,8 +233,9 @@ def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> T
     return chunked_cross_entropy(hidden, head, batch.labels.flatten(), chunk)
 
 
-def mean_loss(model: Any, batch: Batch, options: FinetuneOptions, items: int) -> Tensor:
-    """What a microbatch trains on: the sum of its token losses over the ``items`` tokens of the whole step."""
+def mean_loss(model: Any, batch: Batch, options: FinetuneOptions, items: Tensor) -> Tensor:
+    """What a microbatch trains on: the sum of its token losses over the ``items`` tokens of the whole step, a scalar
+    on its device."""
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, options.isolate_documents).flatten(0, 1)
     labels = batch.labels.flatten()

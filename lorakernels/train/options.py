@@ -18,6 +18,7 @@ from typing import Any
 from lorakernels.train.errors import OptionError, require
 
 DTYPES = ("auto", "float32", "bfloat16")
+GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
 
 
@@ -149,7 +150,13 @@ class FinetuneOptions:
         "rewire decoder layers into fused kernels where the model allows it; default: on a GPU",
     )
     eager: bool = option(
-        False, "runtime", "run the layers eagerly instead of replaying them as CUDA graphs on a GPU"
+        False, "runtime", "launch every kernel anew instead of replaying CUDA graphs on a GPU"
+    )
+    graphs: str = option(
+        "auto",
+        "runtime",
+        "what one CUDA graph replays: step, a whole optimizer step, or layer, one direction of a decoder layer; auto "
+        "is step on one GPU and layer on several",
     )
     save: str = option(
         "recompute",
@@ -237,6 +244,8 @@ class FinetuneOptions:
             raise OptionError(f"memory_budget must be positive, got {self.memory_budget}")
         if self.save not in SAVE:
             raise OptionError(f"save must be one of {', '.join(SAVE)}, got {self.save!r}")
+        if self.graphs not in GRAPHS:
+            raise OptionError(f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
         if self.dtype not in DTYPES:
             raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -36,6 +36,16 @@ class Batch:
     targets: int
     starts: Tensor | None = None
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but ``targets``, for a function whose calls must look alike."""
+        return self.input_ids, self.labels, self.positions, self.segments, self.starts
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Batch:
+        """Of what ``tensors()`` returned; ``targets`` is not known and -1."""
+        input_ids, labels, positions, segments, starts = tensors
+        return cls(input_ids, labels, positions, segments, -1, starts)  # type: ignore[arg-type]
+
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -86,9 +86,12 @@ def joined(device: torch.device) -> Iterator[Ranks]:
 
 
 def ranks_of_environment() -> Ranks:
-    """OptionError if only some of torchrun's variables are there, or one is no number."""
+    """OptionError if only some of torchrun's variables are there, or one is no number.
+
+    WORLD_SIZE=1 is one process, whatever else a launcher set.
+    """
     found = {name: os.environ.get(name) for name in VARIABLES}
-    if found["WORLD_SIZE"] in (None, "1"):
+    if found["WORLD_SIZE"] == "1" or not any(found.values()):
         return Ranks()
     try:
         rank, size, local = (int(str(found[name])) for name in VARIABLES)

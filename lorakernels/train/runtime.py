@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the layers of a run are executed: fused or as transformers wrote them, replayed as CUDA graphs or eagerly.
+"""How a run's steps are executed: layers fused or as transformers wrote them, CUDA graphs of whole steps or of layers,
+or eagerly.
 
-On a GPU both are the default. What a model or a machine does not allow is left out with its reason, which the run says.
+On a GPU, fused layers and graphs are the default: of whole steps on one, of layers on several. What a model or a
+machine does not allow is left out with its reason, which the run says.
 
 Masks do not depend on it. Every microbatch starts from one state of torch's CPU generator, which the layers' nonces
 come from, and one offset of a `PhiloxState`, which moves on after each: eager, warmed up, captured, replayed and
@@ -18,8 +20,10 @@ from torch import nn
 
 from lorakernels import FP8State, LoRALinear, LoRAReport, PhiloxState, fuse, model_parallel_states
 from lorakernels.graphs import CaptureError, GraphManager, OrderError
+from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.ranks import Ranks
 
 Say = Callable[[str], None]
 WARMUP = 3  # steps on real data before the capture
@@ -60,12 +64,16 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
 
 
 class Runtime:
-    """Runs a step's microbatches' random states, and the graphs of a model's layers.
+    """Runs a step's microbatches' random states, and the graphs of its layers or of the whole step.
 
     Args:
         model: with adapters, fused or not, on its device.
         random: where its dropout draws from; None leaves torch's generators alone.
-        replay: whether layers are to be captured after `warmup` steps; `why_not` is the reason if not.
+        ranks: on several, a step holds collectives, and graphs are of layers.
+        warmup: steps on data before the capture.
+        backend: in place of CUDA graphs, for tests.
+
+    Attributes: `scope`, "step", "layer" or None, where `why_not` is the reason; `replayed`, whether the last `run` was.
     """
 
     def __init__(
@@ -75,37 +83,79 @@ class Runtime:
         fp8_state: FP8State | None,
         random: PhiloxState | None,
         *,
+        ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
         warmup: int = WARMUP,
         backend: Callable[[], Any] | None = None,
         say: Say = lambda text: None,
     ) -> None:
-        self.random, self._say = random, say
-        self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
-        self.manager: GraphManager | None = None
+        if options.graphs == "step" and ranks.size > 1:
+            raise OptionError(
+                f"graphs=step is for one process, found {ranks.size} ranks: take graphs=layer or auto"
+            )
+        self.model, self.options, self.random, self._say = model, options, random, say
+        self.replayed, self.warmup = False, warmup
+        self.manager: Any = None
         self.replay_from: int | None = None
+        self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
+        self._shared = {
+            "warmup_steps": warmup,
+            "fp8_state": fp8_state,
+            "rng_states": [] if random is None else [random],
+            "backend": backend,
+        }
         device = next(model.parameters()).device
         self.why_not = _why_not(model, options, device, random, backend)
+        self.scope: str | None = None
+        if self.why_not is None and ranks.size == 1 and options.graphs != "layer":
+            self.scope = "step"
+        elif self.why_not is None:
+            self._capture_layers()
+
+    def _capture_layers(self) -> None:
+        """From now on; why_not says what speaks against it."""
+        self.scope, self.manager = None, None
+        self.why_not = _why_not_layers(self.model)
         if self.why_not is None:
-            self.manager = GraphManager(
-                decoder_and_head(model)[0].layers,
-                warmup_steps=warmup,
-                num_microbatches=options.grad_accum,
-                fp8_state=fp8_state,
-                rng_states=[] if random is None else [random],
-                backend=backend,
-            )
+            layers: Any = decoder_and_head(self.model)[0].layers
+            microbatches = self.options.grad_accum
+            self.manager = GraphManager(layers, num_microbatches=microbatches, **self._shared)
+            self.scope = "layer"
 
     @property
     def replaying(self) -> bool:
         return self.manager is not None and self.manager.phase == "replaying"
 
+    def run(
+        self, compute: Callable[..., Any], optimizer: torch.optim.Optimizer, *inputs: Any
+    ) -> Any:
+        """`compute(*inputs)`, a whole step: what `scope` "step" captures. Where that fails, the layers are captured
+        instead, and the run says why."""
+        if self.scope == "step" and self.manager is None:
+            self.manager = GraphManager(
+                compute, "iteration", modules=[self.model], optimizers=[optimizer], **self._shared
+            )
+        if self.scope == "step":
+            try:
+                result = self.manager(*inputs)
+            except CaptureError as error:
+                self._give_up(f"{error}. {self.manager.explain(error)}")
+            else:
+                self.replayed = self.replaying
+                if self.random is not None and not self.replayed:
+                    self.random.advance()
+                return result
+        self.replayed = self.replaying
+        return compute(*inputs)
+
     def begin_microbatch(self) -> None:
         if self.random is not None:
             torch.set_rng_state(self._block_rng)
 
-    def end_microbatch(self) -> None:
-        """After its backward: the next one draws other masks. Graphs do it themselves."""
-        if self.random is not None and not self.replaying:
+    def end_microbatch(self, last: bool) -> None:
+        """After its backward: the next one draws other masks. Graphs of layers do it themselves, that of a step for its
+        `last` one."""
+        by_graph = last if self.scope == "step" else self.replaying
+        if self.random is not None and not by_graph:
             self.random.advance()
 
     def end_step(self, step: int) -> None:
@@ -113,25 +163,30 @@ class Runtime:
         run eager, and says why."""
         if self.manager is None:
             return
-        before = self.manager.phase
         if self.random is not None:
             torch.set_rng_state(self._block_rng)  # a capture's nonces are those of every microbatch
-        try:
-            self.manager.end_iteration()
-        except (CaptureError, OrderError) as error:
-            self._give_up(f"{error}. {self.manager.explain(error)}")
-        else:
-            if before != "replaying" and self.replaying:
-                self.replay_from = step + 1
-                self._say(f"layers replayed as CUDA graphs from step {step + 1} on")
-                self._say(str(self.manager.report()).split("\n")[0])
+        if self.scope == "layer":
+            try:
+                self.manager.end_iteration()
+            except (CaptureError, OrderError) as error:
+                self._give_up(f"{error}. {self.manager.explain(error)}")
+        if self.replay_from is None and self.replaying:
+            self.replay_from = step + (not self.replayed)
+            what = "whole steps" if self.scope == "step" else "layers"
+            self._say(f"{what} replayed as CUDA graphs from step {self.replay_from} on")
+            self._say(str(self.manager.report()).split("\n")[0])
 
     def _give_up(self, reason: str) -> None:
-        assert self.manager is not None
-        self.why_not = reason
-        self._say(f"layers run eagerly: {reason}")
-        self.manager.close()
-        self.manager = None
+        """From whole steps to layers, from layers to eager ones."""
+        whole = self.scope == "step"
+        self.close()
+        if whole:
+            self._say(f"steps are not replayed as a whole: {reason}")
+            self._capture_layers()
+        else:
+            self.scope, self.why_not = None, reason
+        if self.manager is None:
+            self._say(f"layers run eagerly: {self.why_not}")
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.random is None else self.random.state_dict()
@@ -144,7 +199,7 @@ class Runtime:
 
     def close(self) -> None:
         if self.manager is not None:
-            self.manager.close()
+            self.manager.reset() if self.scope == "step" else self.manager.close()
             self.manager = None
 
 
@@ -155,19 +210,23 @@ def _why_not(
     random: PhiloxState | None,
     backend: object,
 ) -> str | None:
-    """Why the layers are not captured; None if they are."""
+    """Why nothing is captured; None if something is."""
     if options.eager:
         return "eager was asked for"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:
         return "dropout does not draw from a state in device memory"
-    layers = getattr(decoder_and_head(model)[0], "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
-        return f"{type(model).__name__} has no list of decoder layers named layers"
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout = {config.attention_dropout} draws from torch's generator"
+    return None
+
+
+def _why_not_layers(model: nn.Module) -> str | None:
+    layers = getattr(decoder_and_head(model)[0], "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        return f"{type(model).__name__} has no list of decoder layers named layers"
     replayed = set(layers.modules())
     for path, module in model.named_modules():
         if isinstance(module, LoRALinear) and module.lora_dropout > 0 and module not in replayed:
@@ -178,10 +237,10 @@ def _why_not(
 
 def describe(report: LoRAReport, runtime: Runtime, fused: bool) -> str:
     how = "fused" if fused else "as transformers has them"
-    when = (
-        "eager"
-        if runtime.manager is None
-        else f"captured after {runtime.manager.warmup_steps} steps"
-    )
-    why = f" ({runtime.why_not})" if runtime.why_not else ""
-    return f"{len(report.adapted())} adapters; layers {how}, {when}{why}"
+    steps = runtime.warmup
+    when = {
+        None: f"eager ({runtime.why_not})",
+        "layer": f"captured after {steps} steps",
+        "step": f"whole steps captured after {steps}",
+    }[runtime.scope]
+    return f"{len(report.adapted())} adapters; layers {how}, {when}"

@@ -25,6 +25,7 @@ from lorakernels.train.reporter import Reporter
 FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
     "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
+    "graphs",
     "batch_size", "grad_accum",  # their product and the number of ranks is part of the identity
 }  # fmt: skip
 

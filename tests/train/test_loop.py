@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora
+from lorakernels import LoRAConfig, apply_lora, disable_lora
+from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
 from lorakernels.train.loop import Trainer, evaluate
@@ -215,6 +217,23 @@ def test_peak_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_an_adapter_of_zero_evaluates_as_the_base_in_fp8(
+    trainer: MakeTrainer, rows: PackedRows
+) -> None:
+    """To the bit: the demo shows a run's first evaluation as its base's."""
+    made = trainer(fp8=True)
+    evaluated = [evaluate(made.model, rows, made.options)]
+    with disable_lora(made.model):
+        evaluated.append(evaluate(made.model, rows, made.options))
+    with torch.no_grad():
+        for name, parameter in made.trainable.items():
+            if "lora_B" in name:
+                parameter.zero_()
+    evaluated.append(evaluate(made.model, rows, made.options))
+    assert evaluated[0] != evaluated[1] == evaluated[2]
+    made.close()
+
+
 def test_metrics_survive_a_crash_and_drop_what_is_done_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, 0)
@@ -236,16 +255,61 @@ def test_metrics_survive_a_crash_and_drop_what_is_done_again(tmp_path: Path) -> 
     assert read_metrics(path) == []
 
 
-def test_a_checkpoint_with_other_fp8_layers_changes_nothing(trainer: MakeTrainer) -> None:
+def other_layers(checkpoint: Checkpoint, other: Trainer) -> None:
+    checkpoint.state["fp8"]["names"][0] = "another layer"
+
+
+def no_gpu(checkpoint: Checkpoint, other: Trainer) -> None:
+    other.device = torch.device("cuda")
+
+
+def more_parameters(checkpoint: Checkpoint, other: Trainer) -> None:
+    checkpoint.state["optimizer"]["param_groups"][0]["params"].append(99)
+
+
+def no_fp8(checkpoint: Checkpoint, other: Trainer) -> None:
+    checkpoint.state["fp8"] = None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_layers, r"of another run: .*'another layer'"),
+        (no_gpu, "made without a GPU"),
+        (more_parameters, r"of another run: its optimizer has groups of \[29\]"),
+        (no_fp8, "differ in fp8"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    trainer: MakeTrainer, change: Callable[[Checkpoint, Trainer], None], said: str
+) -> None:
     one, other = trainer(fp8=True), trainer(fp8=True)
     one.step()
     checkpoint = one.checkpoint({})
-    checkpoint.state["fp8"]["names"][0] = "another layer"
+    assert other.fp8_state is not None
     before = {name: p.detach().clone() for name, p in other.trainable.items()}
-    with pytest.raises(CheckpointError, match=r"of another run: .*'another layer'"):
+    scales, rng = other.fp8_state.forward.clone(), torch.get_rng_state()
+    change(checkpoint, other)
+    with pytest.raises(CheckpointError, match=said):
         other.restore(checkpoint)
     assert all(torch.equal(p, before[name]) for name, p in other.trainable.items())
-    assert not other.optimizer.state
+    assert torch.equal(other.fp8_state.forward, scales) and not other.optimizer.state
+    assert torch.equal(torch.get_rng_state(), rng) and other.counters.step == 0
+    one.close(), other.close()
+
+
+def test_a_checkpoint_with_a_number_for_a_learning_rate_goes_on(trainer: MakeTrainer) -> None:
+    """As they were before the rate became a tensor: the groups keep the one that a step fills."""
+    one, other = trainer(), trainer()
+    one.step()
+    checkpoint = copy.deepcopy(one.checkpoint({}))
+    for group in checkpoint.state["optimizer"]["param_groups"]:
+        group.update(lr=1e-3, capturable=False)
+    other.restore(checkpoint)
+    groups = other.optimizer.param_groups
+    assert all(group["lr"] is other.lr and group["capturable"] for group in groups)
+    assert one.step().loss == other.step().loss
+    assert all(torch.equal(p, one.trainable[n]) for n, p in other.trainable.items())
     one.close(), other.close()
 
 

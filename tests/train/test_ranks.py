@@ -29,6 +29,14 @@ def test_ranks_of_environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert ranks_of_environment() == Ranks()
+    for lonely in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(lonely, "0")
+        with pytest.raises(OptionError, match=r"torchrun sets.*'WORLD_SIZE': None"):
+            ranks_of_environment()  # every process of the job would train alone
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert ranks_of_environment() == Ranks()
+        monkeypatch.delenv("WORLD_SIZE")
+        monkeypatch.delenv(lonely)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(OptionError, match="torchrun sets"):
         ranks_of_environment()

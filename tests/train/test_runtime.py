@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorakernels import LoRAConfig, apply_lora, load_quantized
+from lorakernels import LoRAConfig, apply_lora, linear_cross_entropy, load_quantized
 from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.loop import Trainer
 from lorakernels.train.model import _takes_starts, summed_loss
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 from tests.train.test_resume import adapter, start, steps_logged, wait_for_step
@@ -39,8 +41,11 @@ def rows() -> PackedRows:
 
 
 @pytest.fixture
-def plain_attention() -> Iterator[None]:
-    """The imitated graphs cannot replay the CPU's flash attention, one op with memory of its own."""
+def plain_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The imitated graphs cannot replay the CPU's flash attention, one op with memory of its own, nor its look at the
+    labels, which a GPU's kernel does for itself."""
+    loss = sys.modules[linear_cross_entropy.__module__]
+    monkeypatch.setattr(loss, "_check_range", lambda *_: None)
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -99,13 +104,14 @@ def by_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakernels.train.model._takes_starts", lambda decoder, batch: True)
 
 
+@pytest.mark.parametrize("graphs", ["step", "layer"])
 @pytest.mark.parametrize("fused", [False, True], ids=["as they are", "fused"])
-def test_replayed_steps_are_the_eager_ones(make, fused, request):
-    """Dropout, FP8 scales, two microbatches a step, an evaluation in between."""
+def test_replayed_steps_are_the_eager_ones(make, fused, graphs, request):
+    """Dropout, FP8 scales, a new learning rate each step, two microbatches a step, an evaluation in between."""
     if fused:
         request.getfixturevalue("by_starts")
     eager, _ = make(False, fused)
-    graphed, said = make(True, fused)
+    graphed, said = make(True, fused, graphs=graphs)
     results = []
     for trainer in (eager, graphed):
         results.append([trainer.step() for _ in range(3)])
@@ -113,14 +119,43 @@ def test_replayed_steps_are_the_eager_ones(make, fused, request):
         with torch.no_grad():
             trainer.model(input_ids=torch.arange(10)[None])
         results[-1] += [trainer.step() for _ in range(3)]
-    assert [r.replayed for r in results[1]] == [False, False, True, True, True, True]
+    assert [r.replayed for r in results[1]] == [False, False, True, True, True, True], said
     assert [r.loss for r in results[0]] == [r.loss for r in results[1]]
+    assert len({r.lr for r in results[1]}) == 6 and [r.lr for r in results[0]] == [
+        r.lr for r in results[1]
+    ]
     assert_same(trained(eager), trained(graphed))
-    assert said[-2] == "layers replayed as CUDA graphs from step 3 on"
+    what = "whole steps" if graphs == "step" else "layers"
+    assert said[-2] == f"{what} replayed as CUDA graphs from step 3 on"
     eager.close(), graphed.close()
 
 
-def test_a_run_resumed_between_replays_warms_up_to_the_same_bits(make):
+@pytest.mark.parametrize("graphs", ["step", "layer"])
+def test_a_step_that_is_not_finite_is_left_out_by_a_replay_too(make, graphs):
+    """An adapter is made nan for one replayed step and put back: it is what it was before, moments included."""
+    trainer, _ = make(True, graphs=graphs)
+    for _ in range(4):
+        trainer.step()
+    name, parameter = next(iter(trainer.trainable.items()))
+    kept = parameter.detach().clone()
+    before = {n: p.detach().clone() for n, p in trainer.trainable.items() if n != name}
+    moments = trainer.optimizer.state[parameter]["exp_avg"].clone()
+    with torch.no_grad():
+        parameter.fill_(float("nan"))
+    bad = trainer.step()
+    assert bad.skipped and bad.replayed
+    with torch.no_grad():
+        parameter.copy_(kept)
+    assert all(torch.equal(trainer.trainable[n], p) for n, p in before.items())
+    assert torch.equal(trainer.optimizer.state[parameter]["exp_avg"], moments)
+    good = trainer.step()
+    assert good.replayed and not good.skipped and np.isfinite(good.loss)
+    trainer.close()
+
+
+@pytest.mark.parametrize("graphs", ["step", "layer"])
+def test_a_run_resumed_between_replays_warms_up_to_the_same_bits(make, graphs):
+    """Resumed by either kind of graphs, whichever it was before."""
     whole, _ = make(True)
     for _ in range(4):
         whole.step()
@@ -132,7 +167,7 @@ def test_a_run_resumed_between_replays_warms_up_to_the_same_bits(make):
         checkpoint.trainer,
     )
     losses = [whole.step().loss for _ in range(4)]
-    again, said = make(True)
+    again, said = make(True, graphs=graphs)
     again.restore(saved)
     results = [again.step() for _ in range(4)]
     assert [r.loss for r in results] == losses
@@ -229,9 +264,11 @@ def test_masks_are_new_every_microbatch_and_differ_by_rank(make):
     trainer.close()
 
 
-def test_what_cannot_be_captured_runs_eagerly_and_says_why(make):
-    """A layer that waits for the device."""
-    trainer, said = make(True)
+@pytest.mark.parametrize("graphs", ["step", "layer"])
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(make, graphs):
+    """A layer that waits for the device: neither the step nor the layers can be captured."""
+    eager, _ = make(False)
+    trainer, said = make(True, graphs=graphs)
     layer = trainer.model.model.layers[1]
     real = layer.mlp.forward
 
@@ -239,10 +276,45 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(make):
         return real(x) if x.sum().item() < 1e30 else x
 
     layer.mlp.forward = waits
-    results = [trainer.step() for _ in range(4)]
+    results = [trainer.step() for _ in range(7)]
     assert not any(r.replayed for r in results)
     assert any(line.startswith("layers run eagerly: ") and "1" in line for line in said), said
-    trainer.close()
+    assert any("not replayed as a whole" in line for line in said) == (graphs == "step")
+    assert [r.loss for r in results] == [eager.step().loss for _ in range(7)]
+    assert_same(trained(eager), trained(trainer))
+    eager.close(), trainer.close()
+
+
+def test_what_waits_outside_of_the_layers_leaves_their_graphs(make):
+    """The last norm waits for the device: the step cannot be captured, the layers can, after as many more steps."""
+    eager, _ = make(False)
+    trainer, said = make(True)
+    norm = trainer.model.model.norm
+    real = norm.forward
+    norm.forward = lambda x: real(x) if x.sum().item() < 1e30 else x
+    results = [trainer.step() for _ in range(7)]
+    assert [r.replayed for r in results] == [False] * 4 + [True] * 3, said
+    assert "layers replayed as CUDA graphs from step 5 on" in said
+    assert any(line.startswith("steps are not replayed as a whole: ") for line in said)
+    assert [r.loss for r in results] == [eager.step().loss for _ in range(7)]
+    assert_same(trained(eager), trained(trainer))
+    eager.close(), trainer.close()
+
+
+def test_several_ranks_take_graphs_of_layers(model_dir: Path) -> None:
+    """A whole step would hold collectives."""
+    from lorakernels.train.errors import OptionError
+    from lorakernels.train.model import load_model
+
+    model = load_model(model_dir, torch.float32, CPU)
+    apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
+    random, two = make_random_state(7, 0, CPU), Ranks(0, 2)
+    made: dict[str, Any] = {"ranks": two, "backend": FakeBackend}
+    scopes = [Runtime(model, FinetuneOptions(), None, random, **made).scope]
+    scopes.append(Runtime(model, FinetuneOptions(), None, random, backend=FakeBackend).scope)
+    assert scopes == ["layer", "step"]
+    with pytest.raises(OptionError, match="graphs=step is for one process, found 2 ranks"):
+        Runtime(model, FinetuneOptions(graphs="step"), None, random, **made)
 
 
 @pytest.mark.parametrize(
@@ -256,16 +328,22 @@ def test_why_not(make, changes, reason):
     trainer.close()
 
 
-def test_dropout_outside_of_the_layers_rules_graphs_out(make):
-    """The head would draw the first layer's nonce once the layers are replayed."""
-    trainer, _ = make(True, targets=["q_proj", "lm_head"])
+def test_dropout_outside_of_the_layers_rules_their_graphs_out(make):
+    """The head would draw the first layer's nonce once the layers are replayed; a whole step draws both."""
+    targets = ["q_proj", "lm_head"]
+    trainer, _ = make(True, targets=targets, graphs="layer")
     assert trainer.runtime.why_not == "lm_head has dropout 0.2 outside of the decoder layers"
     trainer.close()
+    (eager, _), (whole, said) = make(False, targets=targets), make(True, targets=targets)
+    results = [[trainer.step() for _ in range(5)] for trainer in (eager, whole)]
+    assert [r.loss for r in results[0]] == [r.loss for r in results[1]]
+    assert [r.replayed for r in results[1]] == [False, False, True, True, True], said
+    eager.close(), whole.close()
 
 
 def test_replayed_layers_add_to_the_graphs_own_gradients(make):
     """Nobody else holds a gradient when a step ends: none is zeroed and copied at every replay."""
-    trainer, _ = make(True)
+    trainer, _ = make(True, graphs="layer")
     for _ in range(3):
         trainer.step()
     expected = sum(p.nbytes for p in trainer.trainable.values())
@@ -294,14 +372,16 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["step", "layer"])
 @pytest.mark.parametrize("fuse", ["--fuse", "--no-fuse"])
 def test_replayed_on_a_gpu_is_eager_to_the_bit(
-    cli: Cli, gpu_run: list[Any], tmp_path: Path, fuse, capsys
+    cli: Cli, gpu_run: list[Any], tmp_path: Path, fuse, graphs, capsys
 ):
-    run = [*gpu_run, "--steps", 12, fuse]
-    assert cli(*run, "--output", tmp_path / "graphs") == 0
+    run = [*gpu_run, "--steps", 12, "--grad-accum", 2, "--eval-every", 5, fuse]
+    assert cli(*run, "--output", tmp_path / "graphs", "--graphs", graphs) == 0
     said = capsys.readouterr().out
-    assert "layers replayed as CUDA graphs from step 4 on" in said
+    what = "whole steps" if graphs == "step" else "layers"
+    assert f"{what} replayed as CUDA graphs from step 4 on" in said
     assert ("not fused" in said) is False
     assert [r["replayed"] for r in records(tmp_path / "graphs")] == [False] * 3 + [True] * 9
     assert cli(*run, "--output", tmp_path / "eager", "--eager") == 0
@@ -312,12 +392,13 @@ def test_replayed_on_a_gpu_is_eager_to_the_bit(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["step", "layer"])
 def test_killed_between_replays_and_resumed_is_the_whole_run(
-    cli: Cli, gpu_run: list[Any], tmp_path: Path
+    cli: Cli, gpu_run: list[Any], tmp_path: Path, graphs
 ) -> None:
     """kill -9 of a process that replays; the one that goes on warms up, captures and replays again."""
     steps = 60
-    run = [*gpu_run, "--steps", steps]
+    run = [*gpu_run, "--steps", steps, "--graphs", graphs]
     assert cli(*run, "--output", tmp_path / "whole") == 0
     output = tmp_path / "killed"
     process = start([*run, "--output", output])
