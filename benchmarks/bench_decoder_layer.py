@@ -12,7 +12,9 @@ On a GPU each provider has a process of its own, and all are alive while a size 
 then in reverse order, which takes a steady drift of the GPU's clock out of the ratios. One that breaks says why in its
 row. Columns:
 
-    fwd ms, bwd ms, ms   the device's, with nothing waiting for the host: medians of samples that have both parts
+    fwd ms, bwd ms, ms   the device's, with nothing waiting for the host: medians of samples that have both parts, each
+                         behind 10 ms in which the GPU writes memory only, graphed or not: it draws less power then, and
+                         has a higher clock afterwards
     wall ms              per step when steps follow each other: the longer of device and host
     CPU µs               what the host needs to enqueue a step
     saved MB             what a forward leaves allocated besides y, a fresh x included if it is kept; "predicted MB" is
@@ -22,8 +24,8 @@ row. Columns:
                          the same of wall ms
 
 Neither memory column counts parameters; graphs own their memory and have none. One update of the FP8 scales is in every
-step, as TE has one. decoder_layer_kernels.{csv,md} has the kernels of our layer's eager step, each beside its floor
-(breakdown.py); decoder_layer.png the times.
+step, as TE has one, and one of our dropout's Philox state. decoder_layer_kernels.{csv,md} has the kernels of our
+layer's eager step, each beside its floor (breakdown.py); decoder_layer.png the times.
 """
 
 from __future__ import annotations
@@ -51,9 +53,8 @@ from common import (
     write_markdown,
 )
 from decoder_provider import GRAPHED, MAKE, NOT_GRAPHED, Provider, Samples, kind_of
-from peers.base import Unavailable
 from peers.layers import SIZES
-from peers.te import te_or_unavailable
+from peers.te import te_first_or_hidden
 from workers import Local, Worker, WorkerError, serve
 
 PROVIDERS = [
@@ -225,10 +226,8 @@ def main() -> int:
     options.add_argument("--worker", choices=list(MAKE), help=argparse.SUPPRESS)
     args, device = arguments(options, on_gpu=15)
     if args.worker:
-        if "te" in args.worker.split():
-            with contextlib.suppress(Unavailable):  # its row will say so
-                te_or_unavailable()  # before torch has loaded its cuDNN
-        serve(Provider(args.worker, device).handlers())
+        with te_first_or_hidden("te" in args.worker.split()):
+            serve(Provider(args.worker, device).handlers())
         return 0
     sizes = args.sizes or (["small", "medium", "large"] if device.type == "cuda" else ["tiny"])
     rows: list[Row] = []

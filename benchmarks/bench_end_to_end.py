@@ -38,7 +38,7 @@ import torch
 from common import Row, arguments, environment, finish, parser, ratio
 from models import ADAPTED, SPECS, sizes, token_rows
 from peers.base import Unavailable
-from peers.te import te_or_unavailable
+from peers.te import te_first_or_hidden
 from peers.training import HfPeft, HfTe, Ours, Training
 from workers import Local, Worker, WorkerError, reason_of, serve
 
@@ -80,6 +80,7 @@ DEFAULT: dict[tuple[str, str], tuple[str, ...]] = {
         "hf + te fp8 + lora",
         "hf + peft bf16, compiled",
         "ours, eager",
+        "ours, one graph",
     ),
     ("8b", "all"): ("hf + peft bf16", "ours, graphs by layer", "hf + peft bf16, liger"),
     ("70b", "qkvo"): (
@@ -358,11 +359,9 @@ def main() -> int:
     options.add_argument("--worker", choices=list(PROVIDERS), help=argparse.SUPPRESS)
     args, device = arguments(options, on_gpu=30)
     if args.worker:
-        if " te " in args.worker:
-            with contextlib.suppress(Unavailable):  # its row will say so
-                te_or_unavailable()  # before torch has loaded its cuDNN
-        import_for(args.worker)
-        serve({"measure": measure})
+        with te_first_or_hidden(" te " in args.worker):
+            import_for(args.worker)
+            serve({"measure": measure})
         return 0
     models = args.models or (["1b", "8b", "70b"] if device.type == "cuda" else ["tiny"])
     chosen = {

@@ -230,6 +230,7 @@ def bench_case(
                 **heads[name],
                 **by_name[name],
                 **(memory(peer) if peer else {"saved MB": "", "peak MB": ""}),
+                "weight B/param": ratio(peer.weight_bytes() if peer else None, n * k),
                 "TFLOP/s": ratio(flops / 1e9, ms),
                 **{key: ratio(ms, by_name.get(of, NOT_TIMED)["ms"]) for key, of in RATIOS.items()},
             }

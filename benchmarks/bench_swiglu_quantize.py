@@ -6,6 +6,7 @@
     forward                 reads gate_up [M, 2F], writes a8                  5 MF bytes in bf16
     forward, act kept       writes act as well                                7 MF
     forward, e4m3           reads gate_up's bytes                             3 MF
+    forward, packed         writes gate_up's bytes as well                    7 MF
     backward                reads dact and gate_up, writes d8 [M, 2F]         8 MF
     backward, dgate_up kept writes dgate_up as well                          12 MF
     backward, e4m3          reads gate_up's bytes                             6 MF
@@ -26,6 +27,7 @@ from layer_ops import COLUMN, Pass, delayed_state, off, off_fp8
 from torch import Tensor
 
 from lorakernels import ops, reference, reference_layer
+from lorakernels.checks_layer import packed_scales
 
 GPU_SHAPES = ["8192x28672", "2048x14336", "1024x8192"]
 CPU_SHAPES = ["128x256"]
@@ -34,7 +36,8 @@ E4M3, E5M2 = reference.E4M3, torch.float8_e5m2
 
 
 def _head(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]:
-    gate, up = (t.double() for t in reference_layer._gate_up(gate_up[:CHECKED], scale_inv))
+    scales = None if scale_inv is None else scale_inv[:CHECKED]
+    gate, up = (t.double() for t in reference_layer._gate_up(gate_up[:CHECKED], scales))
     return gate, up
 
 
@@ -45,6 +48,16 @@ def forward_fault(gate_up: Tensor, scale_inv: Tensor | None, keep: bool, results
     if keep and off(act[:CHECKED], exact):
         return "act"
     return "a8" if off_fp8(a8[:CHECKED], a_scale_inv, E4M3, exact) else ""
+
+
+def packed_fault(gate_up: Tensor, results: tuple) -> str:  # type: ignore[type-arg]
+    *of_act, packed, scale_inv = results
+    gate, up = _head(packed, scale_inv)
+    exact = gate_up[:CHECKED].double()
+    error = (torch.cat((gate, up), 1) - exact).abs()
+    if bool((error > 2.0**-4 * exact.abs() + 2.0**-9 * scale_inv.max()).any()):
+        return "gate_up's bytes"
+    return forward_fault(gate_up, None, False, tuple(of_act))
 
 
 def backward_fault(
@@ -72,7 +85,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     gate_up = torch.randn(rows, 2 * cols, generator=generator, device=device, dtype=dtype)
     bytes_ = (20 * gate_up).to(E4M3).view(torch.uint8)
     dact = torch.randn(rows, cols, generator=generator, device=device, dtype=dtype)
-    scale_inv = torch.tensor([0.05, 0.06], device=device)
+    scale_inv = torch.full(packed_scales(rows, 2 * cols), 0.05, device=device)
     multiplier = torch.tensor([0.8, 1.3], device=device)
     state = delayed_state(20.0, device)
     for name, source, inverse, keep, size in (
@@ -89,6 +102,14 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
             partial(forward_fault, source, inverse, keep),
             size * rows * cols,
         )
+    yield Pass(
+        "forward, packed",
+        ops.swiglu_quantize_and_pack,
+        reference_layer.swiglu_quantize_and_pack,
+        lambda: (gate_up, state, COLUMN, True, False),
+        partial(packed_fault, gate_up),
+        7 * rows * cols,
+    )
     for name, source, inverse, keep, size in (
         ("backward", gate_up, None, False, 8),
         ("backward, dgate_up kept", gate_up, None, True, 12),

@@ -48,6 +48,9 @@ MAKE: dict[str, Callable[[LayerCase], LayerPeer]] = {
 }
 NOT_GRAPHED = ("hf bf16, no lora", "hf + peft bf16, compiled")
 GRAPHED = ", graphed"
+LEAD_SCRUBS = (
+    128  # 10 ms on an H200, in front of every row's samples: after a longer rest a GPU runs faster
+)
 # A check of its own would have to be compiled for its own number of tokens
 CHECKED_AS = {"hf + peft bf16, compiled": HfPeft}
 
@@ -167,7 +170,7 @@ def samples(peer: LayerPeer, seconds: float, at_most: int) -> Samples:
     _synchronize(device)
     hosts = [_host(peer, device) for _ in range(3)]
     wall = _wall(peer, device, max(3, min(20, int(seconds / 4 / max(min(hosts), 1e-4)))))
-    often = max(3, min(at_most, int(seconds / wall)))
+    often = max(min(at_most, 8), min(at_most, int(seconds / wall)))
     split = _split_on_gpu(peer, device, often) if device.type == "cuda" else _split(peer, often)
     forward, backward = ([pair[i] for pair in split] for i in (0, 1))
     return {"forward": forward, "backward": backward, "host": hosts, "wall": [wall]}
@@ -206,7 +209,7 @@ def _split_on_gpu(peer: LayerPeer, device: torch.device, often: int) -> list[tup
     """Forward and backward of one step behind a lead that the host needs to enqueue both, as in common.py; empty where
     no lead suffices."""
     scrub = torch.empty(SCRUB_BYTES, dtype=torch.uint8, device=device)
-    scrubs, late, found = 16, 0, []
+    scrubs, late, found = LEAD_SCRUBS, 0, []
     while len(found) < often:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         for _ in range(scrubs):

@@ -43,9 +43,9 @@ class Run:
 Variant = Callable[[Any, "Plan"], Run]
 
 
-def adapters(model: nn.Module, rank: int) -> Iterator[tuple[str, nn.Linear, Tensor, Tensor]]:
-    """(path, layer, A, B) of all that is adapted; A is the same for every variant, B is zero."""
-    generator = torch.Generator().manual_seed(2)
+def adapters(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Linear, Tensor, Tensor]]:
+    """(path, layer, A, B) of all that is adapted; A is the same for every variant of a seed, B is zero."""
+    generator, rank = torch.Generator().manual_seed(2 + plan.seed), plan.rank
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and name.rpartition(".")[2] in TARGETS:
             a = torch.randn(rank, layer.in_features, generator=generator)
@@ -60,7 +60,7 @@ def peft(model: Any, plan: Plan) -> Run:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise Unavailable(f"peft is not installed ({error})") from error
-    initial = {name: a for name, _, a, _ in adapters(model, plan.rank)}
+    initial = {name: a for name, _, a, _ in adapters(model, plan)}
     config = LoraConfig(
         r=plan.rank, lora_alpha=2 * plan.rank, lora_dropout=plan.p, target_modules=list(TARGETS)
     )
@@ -79,7 +79,7 @@ def te(model: Any, plan: Plan) -> Run:
     library = te_or_unavailable()
     if next(model.parameters()).device.type != "cuda":
         raise Unavailable("needs a GPU")
-    for name, layer, a, b in adapters(model, plan.rank):
+    for name, layer, a, b in adapters(model, plan):
         parent = model.get_submodule(name.rpartition(".")[0])
         module = PlainLora(frozen_linear(library, layer), a, b, scaling=2, p=plan.p)
         setattr(parent, name.rpartition(".")[2], module)
@@ -87,7 +87,7 @@ def te(model: Any, plan: Plan) -> Run:
 
 
 def apply_ours(model: Any, plan: Plan, rng_state: PhiloxState | None = None) -> LoRAReport:
-    initial = {name: a for name, _, a, _ in adapters(model, plan.rank)}
+    initial = {name: a for name, _, a, _ in adapters(model, plan)}
     config = LoRAConfig(
         r=plan.rank, lora_alpha=2 * plan.rank, lora_dropout=plan.p, target_modules=list(TARGETS)
     )
@@ -107,7 +107,7 @@ def ours_fused(model: Any, plan: Plan) -> Run:
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise Unavailable("needs a GPU")
-    rng = PhiloxState(3, device)
+    rng = PhiloxState(3 + plan.seed, device)
     state = apply_ours(model, plan, rng).fp8_state
     assert state is not None
     fuse(model)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from report_ops import Row, markdown, number, op_table, plot, run_of
 from targets import targets, times
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,14 +23,11 @@ RESULTS, README = ROOT / "benchmarks" / "results" / "h200", ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
-# Dense, from the vendor's data sheet: FP8 and bf16 TFLOP/s
-PEAKS = {"NVIDIA H200": (1979.0, 989.0)}
 SHAPES = {
     "small": "hidden 2048, ffn 8192, 1024 tokens",
     "medium": "hidden 4096, ffn 14336, 2048 tokens",
     "large": "hidden 8192, ffn 28672, 8192 tokens",
 }
-Row = dict[str, str]
 
 
 def read(folder: Path) -> dict[str, list[Row]]:
@@ -39,13 +37,6 @@ def read(folder: Path) -> dict[str, list[Row]]:
         with path.open(newline="", encoding="utf-8") as file:
             result[path.stem] = list(csv.DictReader(file))
     return result
-
-
-def number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _equal(found: str, wanted: object) -> bool:
@@ -61,10 +52,13 @@ def tables(results: dict[str, list[Row]]) -> str:
     """What stands between the markers."""
     layers = results.get("decoder_layer", [])
     parts = [
+        op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
         _memory_table(layers),
         _end_to_end_table(results.get("end_to_end", [])),
+        _graphs_table(results.get("graphs", [])),
+        _quality_table(results.get("quality", [])),
         _target_table(results),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -79,7 +73,7 @@ def _layer_table(rows: list[Row]) -> str:
         return ""
     title = (
         f"One linear layer, forward + backward, R = {LAYER_RANK}, p = {LAYER_P}, ms of the device "
-        f"(`make bench BENCH=lora_linear`; {_run(chosen[0])}):"
+        f"(`make bench BENCH=lora_linear`; {run_of(chosen)}):"
     )
     lines = [["", *map(times, shapes)], ["---"] * (len(shapes) + 1)]
     for provider in providers:
@@ -89,7 +83,7 @@ def _layer_table(rows: list[Row]) -> str:
             ms = number(row["ms"]) if row else None
             cells.append("–" if ms is None else f"{ms:.3f}")
         lines.append(cells)
-    return title + "\n\n" + _markdown(lines)
+    return title + "\n\n" + markdown(lines)
 
 
 def _by_size(rows: list[Row], cell: Callable[[Row], str]) -> list[list[str]]:
@@ -117,9 +111,9 @@ def _decoder_layer_table(rows: list[Row]) -> str:
 
     title = (
         "One decoder layer, LoRA R = 16 on q, k, v, o, p = 0.1, ms of the device, forward / forward + backward, and "
-        f"of a step that waits for the host in brackets (`make bench BENCH=decoder_layer`; {_run(rows[0])}):"
+        f"of a step that waits for the host in brackets (`make bench BENCH=decoder_layer`; {run_of(rows)}):"
     )
-    return title + "\n\n" + _markdown(_by_size(rows, cell))
+    return title + "\n\n" + markdown(_by_size(rows, cell))
 
 
 def _memory_table(rows: list[Row]) -> str:
@@ -138,7 +132,7 @@ def _memory_table(rows: list[Row]) -> str:
     if len(lines) < 3:
         return ""
     title = "What a layer saves for backward (predicted by `fuse`) / its peak during a step, MB without parameters:"
-    return title + "\n\n" + _markdown(lines)
+    return title + "\n\n" + markdown(lines)
 
 
 def _end_to_end_table(rows: list[Row]) -> str:
@@ -156,7 +150,7 @@ def _end_to_end_table(rows: list[Row]) -> str:
     ]
     lines = [head, ["---"] * len(head)]
     before = ""
-    for row in rows:
+    for row in sorted(rows, key=lambda r: number(r.get("base", "")) or 0.0):
         what = f"{row['model']}, {times(row['tokens']).replace(' ', '')}, {row['LoRA on']}"
         what += f" ({int(row['trained']) / 1e6:.1f} M)"
         rate, memory = number(row["tokens/s"]), number(row["reserved GiB"])
@@ -172,9 +166,54 @@ def _end_to_end_table(rows: list[Row]) -> str:
         before = what
     title = (
         "Training, everything in a step included, random weights; MFU is of the dense peak of the base's format, FP8 "
-        f"or bf16, GiB what the allocator holds (`make bench BENCH=end_to_end`; {_run(rows[0])}):"
+        f"or bf16, GiB what the allocator holds (`make bench BENCH=end_to_end`; {run_of(rows)}):"
     )
-    return title + "\n\n" + _markdown(lines)
+    return f"{title}\n\n{markdown(lines)}\n\n{_image('tokens per second', 'end_to_end')}"
+
+
+def _graphs_table(rows: list[Row]) -> str:
+    """A line per provider, a column per stack of layers."""
+    if not rows:
+        return ""
+    stacks = list(dict.fromkeys((row["size"], row["layers"]) for row in rows))
+    head = ["", *(f"{layers} × {SHAPES.get(size, size)}" for size, layers in stacks)]
+    lines = [head, ["---"] * len(head)]
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        cells = [provider]
+        for size, layers in stacks:
+            row = find(rows, {"size": size, "layers": layers, "provider": provider})
+            ms = number(row["ms"]) if row else None
+            if row is None or ms is None:
+                cells.append("–")
+            else:
+                cells.append(f"{ms:.2f} ({row['÷ kernels']}, {row['CPU µs/layer']})")
+        if set(cells[1:]) != {"–"}:
+            lines.append(cells)
+    title = (
+        "Stacks of HF Llama layers with LoRA over FP8, forward + backward: ms, and in brackets ÷ the sum of the "
+        f"kernels and the host's µs a layer (`make bench BENCH=graphs`; {run_of(rows)}):"
+    )
+    return title + "\n\n" + markdown(lines)
+
+
+def _quality_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    head = ["text", "", "steps", "seeds", "held-out loss", "its spread over seeds", "÷ bf16", ""]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        said = [row.get(name, "") or "–" for name in ("seeds", "held-out loss", "spread", "÷ bf16")]
+        why = "" if row["check"] == "ok" else row["check"][:REASON]
+        lines.append([row["model"], row["variant"], row["steps"], *said, why])
+    title = (
+        "Training on the same rows: held-out loss, nats per byte, at the end (`python benchmarks/quality.py --output "
+        f"DIR`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}\n\n{_image('training losses', 'quality')}"
+
+
+def _image(what: str, name: str) -> str:
+    return f"![{what}](benchmarks/results/h200/{name}.png)"
 
 
 def _target_table(results: dict[str, list[Row]]) -> str:
@@ -182,15 +221,7 @@ def _target_table(results: dict[str, list[Row]]) -> str:
     for target in targets():
         row = find(results.get(target.csv, []), target.where)
         lines.append(target.line(number(row.get(target.column, "")) if row else None))
-    return _markdown(lines)
-
-
-def _run(row: Row) -> str:
-    return f"{row['device'].partition(': ')[2]}, torch {row['torch']}, {row['commit']}"
-
-
-def _markdown(lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(lines)
 
 
 def between_markers(text: str) -> str:
@@ -208,90 +239,6 @@ def rewritten(text: str, block: str) -> str:
     between_markers(text)
     head, _, rest = text.partition(BEGIN)
     return f"{head}{BEGIN}\n{block}\n{END}{rest.partition(END)[2]}"
-
-
-def _sizes(row: Row, column: str) -> list[int]:
-    return [int(size) for size in row[column].split("x")]
-
-
-def _fp8_linear_lora(row: Row) -> tuple[float, float]:
-    (m, n, k), r = _sizes(row, "M x N x K"), int(row["rank"])
-    return 2 * m * n * (k + r), m * k + n * k + 2 * m * n
-
-
-def _fp8_grad_input(row: Row) -> tuple[float, float]:
-    (m, n, k), r = _sizes(row, "M x N x K"), int(row["rank"])
-    return 2 * m * k * (n + r), m * n + n * k + 2 * m * k
-
-
-def _quantize_lora_down(row: Row) -> tuple[float, float]:
-    (m, k), r = _sizes(row, "shape"), int(row["rank"])
-    return 2 * m * k * r, 3 * m * k
-
-
-def _quantize_grad(row: Row) -> tuple[float, float]:
-    (m, n), r = _sizes(row, "shape"), int(row["rank"])
-    return 4 * m * n * r, 3 * m * n
-
-
-def _lora_grad_a(row: Row) -> tuple[float, float]:
-    (m, k), r = _sizes(row, "shape"), int(row["rank"])
-    return 2 * m * k * r, m * k * (1 if row["reads"] == "x8" else 2)
-
-
-# Operations and bytes of a row, by the equations at the top of each benchmark
-WORK: dict[str, Callable[[Row], tuple[float, float]]] = {
-    "fp8_linear_lora": _fp8_linear_lora,
-    "fp8_grad_input": _fp8_grad_input,
-    "quantize_lora_down": _quantize_lora_down,
-    "quantize_grad": _quantize_grad,
-    "lora_grad_a": _lora_grad_a,
-}
-
-
-def points(results: dict[str, list[Row]]) -> dict[str, list[tuple[float, float]]]:
-    """Op → (operations per byte, TFLOP/s) of each timed row of ours that has an adapter."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for op, work in WORK.items():
-        for row in results.get(op, []):
-            ms, ours = number(row["ms"]), row["provider"].startswith("ours")
-            if ms and ours and "base only" not in row["provider"] and row["rank"] != "0":
-                flops, size = work(row)
-                found.setdefault(op, []).append((flops / size, flops / ms / 1e9))
-    return found
-
-
-def plot(path: Path, results: dict[str, list[Row]]) -> None:
-    """TFLOP/s over operations per byte, under the measured copy bandwidth and the data sheet's peaks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for some in results.values() for row in some]
-    copies = [number(row["copy GB/s"]) for row in rows if row.get("copy GB/s")]
-    bandwidth = max((c for c in copies if c), default=0.0) / 1e3  # TB/s
-    devices = {row["device"].partition(": ")[2] for row in rows if "device" in row}
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    for op, marks in points(results).items():
-        axis.scatter(*zip(*marks, strict=True), s=18, label=op)
-    span = [4.0, 2e4]
-    for name in sorted(devices & set(PEAKS)):
-        for peak, kind, style in zip(PEAKS[name], ("FP8", "bf16"), ("-", ":"), strict=True):
-            roof = [min(peak, bandwidth * x) if bandwidth else peak for x in (*span, 1e3)]
-            knee = peak / bandwidth if bandwidth else span[0]
-            axis.plot([span[0], knee, span[1]], [roof[0], peak, peak], style, color="grey")
-            axis.annotate(
-                f"{name}, {kind}: {peak:.0f} TFLOP/s", (span[1], peak * 1.05), ha="right", size=7
-            )
-    if bandwidth:
-        text = f"copy, measured: {bandwidth:.2f} TB/s"
-        axis.annotate(text, (span[0] * 1.3, bandwidth * span[0] * 1.9), rotation=38, size=7)
-    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> int:

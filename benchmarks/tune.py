@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times tile sizes of the Triton FP8 GEMM, for kernels/tuning.py. Nothing is chosen by it: a person pastes the lines.
 
-    lorakernels bench --tune [--shapes 8192x8192x8192 …] [--ranks 16] [--top 8]
+    lorakernels bench --tune [--shapes 8192x8192x8192 …] [--ranks 16] [--top 8] [--budget-s 60]
 
     shapes are M x N x K; every configuration of `candidates` that fits this GPU is compiled, compared with cuBLASLt's
-    product, and timed. Compiling takes a second or two for each.
+    product, and timed, for --budget-s a problem: those of the table come first. Compiling takes a second or two each.
 
 Per problem the fastest are printed as lines of `TILES`, each with its time, and with what `tuning.choose` takes now.
 """
@@ -12,6 +12,7 @@ Per problem the fastest are printed as lines of `TILES`, each with its time, and
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from itertools import product
 
@@ -70,6 +71,24 @@ def milliseconds(
     return time_of(run, device, often).median * 1e3
 
 
+def milliseconds_of(
+    problem: Problem,
+    capability: tuple[int, int],
+    device: torch.device,
+    at_most: int,
+    budget: float,
+) -> dict[KernelConfig, float | str]:
+    """The time of every candidate, or why it has none; what `budget` seconds do not cover says so."""
+    shape = f"{problem.m}x{problem.n}x{problem.k}"
+    i, end = make_inputs(shape, problem.rank, device), time.perf_counter() + budget
+    return {
+        config: milliseconds(config, problem, i, device, at_most)
+        if time.perf_counter() < end
+        else f"not tried: --budget-s {budget:g} was spent"
+        for config in candidates(problem, capability)
+    }
+
+
 def line(config: KernelConfig) -> str:
     """`config` as it stands in tuning.py."""
     tile = f"{config.block_m}, {config.block_n}, {config.block_k}"
@@ -99,6 +118,7 @@ def main() -> int:
     options.add_argument("--shapes", nargs="+", metavar="MxNxK", default=SHAPES)
     options.add_argument("--ranks", nargs="+", type=int, default=[16])
     options.add_argument("--top", type=int, default=8)
+    options.add_argument("--budget-s", type=float, default=300.0, help="of each problem")
     args, device = arguments(options)
     if device.type != "cuda":
         options.error(f"tuning needs a GPU, found device {args.device}")
@@ -107,11 +127,8 @@ def main() -> int:
     count = torch.cuda.get_device_properties(device).multi_processor_count
     wrong, printed = False, []
     for shape, rank in product(args.shapes, args.ranks):
-        problem, i = Problem(*map(int, shape.split("x")), rank), make_inputs(shape, rank, device)
-        times = {
-            config: milliseconds(config, problem, i, device, args.repetitions)
-            for config in candidates(problem, capability)
-        }
+        problem = Problem(*map(int, shape.split("x")), rank)
+        times = milliseconds_of(problem, capability, device, args.repetitions, args.budget_s)
         taken = tuning.choose(problem, capability, count)
         printed.append(table(problem, times, taken, args.top))
         print(printed[-1], flush=True)

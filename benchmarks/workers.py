@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def _answer(handlers: Mapping[str, Handler], request: str, options: dict[str, An
     try:
         return json.dumps(["ok", handlers[request](**options)])
     except Exception as error:  # the parent decides what it means
+        traceback.print_exc()
         return json.dumps(["error", reason_of(error)])
 
 

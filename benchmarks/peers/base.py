@@ -110,6 +110,10 @@ class Peer:
         """Go on with the x and dy of `case`, which has this layer's weight and adapter."""
         self.case, self.x, self.dy = case, case.x.clone().requires_grad_(), case.dy
 
+    def weight_bytes(self) -> int | None:
+        """Of W, in every layout that is kept between steps; None where it is not looked into."""
+        return None
+
     @property
     def adapter_dtype(self) -> str:
         return str(self.adapters[0].dtype).removeprefix("torch.") if self.adapters else ""

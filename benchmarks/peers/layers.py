@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels import fuse
+from lorakernels import PhiloxState, fuse
 from peers.base import Unavailable, relative_error
 from peers.fp8_models import adapt_in_fp8
 from peers.plain import PlainLora
@@ -321,7 +321,10 @@ class Ours(HfLayer):
         super().__init__(case)
 
     def adapt(self, model: Any) -> None:
-        report = adapt_in_fp8(model, ADAPTED, p=self.case.p, weight_layout=self.weight_layout)
+        rng = PhiloxState(1, self.case.device)  # as `lorakernels finetune` has it
+        report = adapt_in_fp8(
+            model, ADAPTED, p=self.case.p, weight_layout=self.weight_layout, rng_state=rng
+        )
         for name in ADAPTED:
             lora = linear_of(self.module, name)
             self.adopt(name, lora.lora_A, lora.lora_B)
@@ -329,7 +332,12 @@ class Ours(HfLayer):
             fused = fuse(model, save=self.save, tokens=self.case.size.tokens)
             self.predicted_bytes = fused.saved_bytes
         report.fp8_state.reduce_and_update()
-        self.after = report.fp8_state.reduce_and_update
+
+        def after() -> None:
+            report.fp8_state.reduce_and_update()
+            rng.advance()
+
+        self.after = after
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,12 @@ class Ours(Peer):
             self.layer.lora_B.copy_(case.lora_B)
         self.adapters = (self.layer.lora_A, self.layer.lora_B)
 
+    def weight_bytes(self) -> int:
+        frozen = [*self.layer.parameters(), *self.layer.buffers()]
+        found = [t.nbytes for t in frozen if t.numel() == self.case.weight.numel()]
+        assert found, "the layer's weight is not where it is looked for"
+        return sum(found)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
 
@@ -63,6 +69,9 @@ class Graphed(Peer):
 
     def take(self, case: Case) -> None:
         raise NotImplementedError("a graph keeps the x and dy that it was captured with")
+
+    def weight_bytes(self) -> int | None:
+        return self.inner.weight_bytes()
 
     def forward_only(self) -> Tensor:
         self._forward.replay()

@@ -8,9 +8,12 @@ it casts W every step.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,26 @@ def te_or_unavailable() -> Any:
         reason = str(error).partition("\n")[0]
         raise Unavailable(f"transformer_engine cannot be imported ({reason})") from error
     return te
+
+
+@contextlib.contextmanager
+def te_first_or_hidden(wanted: bool) -> Iterator[None]:
+    """Inside, TE is imported already if it is `wanted`, else not to be found; enter it before anything runs on a GPU.
+
+    PEFT imports TE where there is one. After torch had loaded its cuDNN that ended with "undefined symbol" in the
+    system's libcudnn on an H200 machine, and in time it would still change which cuDNN a bf16 peer's attention takes.
+    """
+    if wanted:
+        with contextlib.suppress(Unavailable):  # its row will say so
+            te_or_unavailable()
+    hide = not wanted and "transformer_engine" not in sys.modules
+    if hide:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hide:
+            del sys.modules["transformer_engine"]
 
 
 def _cudnn_of_torch() -> str | None:

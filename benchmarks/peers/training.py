@@ -23,6 +23,7 @@ from peers.te import autocast, te_or_unavailable
 from peers.te_layers import Adapter, Cached, First, WithAdapter
 
 LR = 2e-4
+SPARE = 6 << 30  # bytes; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
 IGNORE = -100
 
 
@@ -257,23 +258,23 @@ class Ours(Training):
         tokens = self.spec.batch * self.spec.length
         options: dict[str, Any] = {"save": self.save, "tokens": tokens}
         if self.save == "fit":
-            options = {"memory_budget": self._budget(tokens), "tokens": tokens}
+            options = {"memory_budget": self._budget(model, tokens), "tokens": tokens}
         report = lorakernels.fuse(model, **options)
         saves = [layer.save for layer in report.layers]
         counts = {save: saves.count(save) for save in dict.fromkeys(saves)}
         mix = ", ".join(f"{n} × {save}" for save, n in counts.items())
         self.note = f"{mix}: {report.saved_bytes / 1e9:.1f} GB predicted"
 
-    def _budget(self, tokens: int) -> int:
-        """Bytes that layers may keep: what is free, less one layer's backward, the loss and 8 GiB; a capture holds
-        every layer's input beside what is captured."""
+    def _budget(self, model: nn.Module, tokens: int) -> int:
+        """Bytes that layers may keep: what is free, less one layer's backward, the loss, the adapters' gradients and
+        moments, and what the allocator cannot use. Graphs take no more: a layer's input is what it keeps."""
         shape = self.spec.shape
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
         layer = 2 * tokens * (6 * shape["intermediate_size"] + 10 * shape["hidden_size"])
         head = 2 * shape["vocab_size"] * tokens + 8 * tokens * shape["hidden_size"]
-        inputs = 2 * tokens * shape["hidden_size"] * shape["num_hidden_layers"]
-        return max(0, free - layer - head - (inputs if self.graphs else 0) - (8 << 30))
+        optimizer = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return max(0, free - layer - head - optimizer - SPARE)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.graphs != "iteration":

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +22,14 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def bench(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load("bench_graphs")
-    graphed = partial(module.graph_manager, backend=FakeBackend)
+    graphed = partial(load("graph_providers").graph_manager, backend=FakeBackend)
     monkeypatch.setitem(module.PROVIDERS, "GraphManager", graphed)
 
     @contextmanager
     def wrong(stack: Any) -> Iterator[Any]:
-        yield module.Run([lambda *a, layer=layer: 1.1 * layer(*a) for layer in stack.layers])
+        yield load("graph_providers").Run(
+            [lambda *a, layer=layer: 1.1 * layer(*a) for layer in stack.layers]
+        )
 
     @contextmanager
     def broken(stack: Any) -> Iterator[Any]:
@@ -46,6 +49,7 @@ def test_rows(bench: Any) -> None:
         repetitions=2,
         budget_s=300.0,
         timeout_s=60.0,
+        compile_s=60.0,
         output=None,
     )
     rows = {(r["provider"], r["layers"]): r for r in bench.bench(args, CPU)}
@@ -70,14 +74,62 @@ def test_time_that_is_spent_is_said(bench: Any) -> None:
         repetitions=1,
         budget_s=0.0,
         timeout_s=1.0,
+        compile_s=1.0,
         output=None,
     )
     assert bench.bench(args, CPU)[0]["check"] == "raised: not run: --budget-s was spent"
 
 
-def test_gaps_between_overlapping_kernels(bench: Any) -> None:
+def test_parts_are_merged_into_one_table(
+    bench: Any,
+    run: Callable[..., int],
+    rows_of: Callable[[Path], list[dict[str, str]]],
+    tmp_path: Path,
+) -> None:
+    common = bench.common
+    facts = {
+        name: "x" for name in ("device", "torch", "cuda", "triton", "driver", "commit", "date")
+    }
+    columns = {name: "" for name in bench.COLUMNS}
+
+    def write(folder: str, size: str, commit: str = "x") -> Path:
+        rows = [
+            {"size": size, "layers": 4, "provider": name, "check": "ok", **columns, "ms": ms}
+            for name, ms in (("GraphManager", 2.0), ("eager", 6.0))
+        ]
+        path = tmp_path / folder / "graphs.csv"
+        common.write_csv(path, bench.in_order(rows), facts | {"commit": commit})
+        return path.parent
+
+    parts = [write("b", "medium"), write("a", "small")]
+    assert run(bench, "--output", tmp_path, "--merge", *parts) == 0
+    found = rows_of(tmp_path / "graphs.csv")
+    kept = [(r["size"], r["provider"], r["ms"], r["÷ GraphManager"]) for r in found]
+    small = [("small", "eager", "6.0", "3.0"), ("small", "GraphManager", "2.0", "1.0")]
+    assert kept == small + [("medium", *rest) for _, *rest in small]
+    assert found[0]["commit"] == "x"
+    with pytest.raises(ValueError, match="commit is 'y', the others' 'x'"):
+        run(bench, "--merge", *parts, write("c", "large", "y"))
+    with pytest.raises(ValueError, match="in more than one"):
+        run(bench, "--merge", *parts, parts[0])
+
+
+def test_packing_changes_no_value_and_no_parameter(load: Callable[[str], ModuleType]) -> None:
+    """Weights above 1 MiB come to lie in one piece of memory, the others stay."""
+    large = torch.nn.Parameter(torch.randn(300, 1000))
+    small, also = torch.randn(8), torch.randn(1 << 20).to(torch.bfloat16)
+    before = [x.detach().clone() for x in (large, small, also)]
+    storage, there = small.untyped_storage().data_ptr(), large.data_ptr()
+    load("graph_providers").pack([large, small, also, large])
+    assert all(torch.equal(x, y) for x, y in zip((large, small, also), before, strict=True))
+    assert large.requires_grad and large.is_leaf and large.data_ptr() != there
+    assert small.untyped_storage().data_ptr() == storage
+    assert also.untyped_storage().data_ptr() == large.untyped_storage().data_ptr()
+
+
+def test_gaps_between_overlapping_kernels(load: Callable[[str], ModuleType]) -> None:
     """Busy 0–4, 2–3 within, 6–7, 7–9, 12–13: 9 ns of kernels, gaps 4–6 and 9–12."""
-    total, gaps = bench.busy_and_gaps([(0, 4), (2, 3), (6, 7), (7, 9), (12, 13)])
+    total, gaps = load("graph_measure").busy_and_gaps([(0, 4), (2, 3), (6, 7), (7, 9), (12, 13)])
     assert (round(total * 1e9), round(gaps * 1e9)) == (9, 5)
 
 

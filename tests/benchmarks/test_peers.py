@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -196,3 +199,36 @@ def test_a_budget_is_spread_over_the_timings_that_are_left(
     assert budget.share() == pytest.approx(bench.SHARE * 4.95 / 99)
     now[0] = 20.0
     assert budget.share() == 0.0, "nothing is left: as few samples as there may be"
+
+
+TE_THAT_BREAKS = 'raise OSError("libcudnn_cnn.so.9: undefined symbol")'
+IMPORTS = """
+import sys
+from peers.te import te_first_or_hidden
+with te_first_or_hidden({wanted}):
+    print("hidden" if sys.modules.get("transformer_engine", 1) is None else "there")
+    import peft
+assert "transformer_engine" not in sys.modules
+print("imported")
+"""
+
+
+@pytest.mark.parametrize(("wanted", "said"), [(False, "hidden\nimported\n"), (True, "there\n")])
+def test_peft_does_not_meet_a_te_that_another_worker_is_for(
+    tmp_path: Path, wanted: bool, said: str
+) -> None:
+    """PEFT imports TE where there is one; one that breaks breaks PEFT, unless it is hidden."""
+    pytest.importorskip("peft")
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(TE_THAT_BREAKS)
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    path = os.pathsep.join([str(tmp_path), str(benchmarks), os.environ.get("PYTHONPATH", "")])
+    code = IMPORTS.format(wanted=wanted)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == said, found.stderr
+    assert (found.returncode == 0) != wanted and ("libcudnn_cnn" in found.stderr) == wanted

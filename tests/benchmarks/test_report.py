@@ -17,6 +17,11 @@ def report(load: Callable[[str], ModuleType]) -> Any:
     return load("report")
 
 
+@pytest.fixture
+def ops(load: Callable[[str], ModuleType]) -> Any:
+    return load("report_ops")
+
+
 def test_the_readme_holds_what_the_committed_results_say(report: Any) -> None:
     text = report.README.read_text(encoding="utf-8")
     expected = report.tables(report.read(report.RESULTS))
@@ -57,6 +62,12 @@ def test_a_target_is_met_missed_or_not_measured(report: Any, measured: str, verd
     assert len(lines) == 1 and lines[0].endswith(verdict)
 
 
+def source_of(path: Path) -> str:
+    """Of a benchmark and of what benchmarks share."""
+    shared = [p for p in path.parent.glob("*.py") if not p.name.startswith(("bench_", "report"))]
+    return "".join(p.read_text(encoding="utf-8") for p in (path, *shared) if p.stem != "targets")
+
+
 def test_every_target_names_a_benchmark_and_the_provider_of_it(
     report: Any, load: Callable[[str], ModuleType]
 ) -> None:
@@ -68,8 +79,7 @@ def test_every_target_names_a_benchmark_and_the_provider_of_it(
         bench = load(name)
         providers = getattr(bench, "PEERS", None) or bench.PROVIDERS
         assert target.where["provider"] in providers, target
-        sources = (path, path.with_name("common.py"))
-        text = "".join(source.read_text(encoding="utf-8") for source in sources)
+        text = source_of(path)
         for column in (target.column, *target.where):
             assert f'"{column}"' in text, (target.csv, column)
 
@@ -134,23 +144,97 @@ def test_a_model_that_does_not_fit_is_a_line_with_the_reason(report: Any) -> Non
     assert "|  | ours | 2,123 | – | 721.2 | 36.4 | 131.2 |  |" in lines
 
 
-def test_operations_and_bytes_are_the_equations(report: Any) -> None:
+FACTS = {"device": "cuda: NVIDIA H200", "torch": "2.11", "commit": "abc"}
+
+
+def test_ops_are_lines_beside_floor_or_cublaslt_and_the_fastest_other(ops: Any) -> None:
+    gemm = {"M x N x K": "64x32x16", "p": "0.1", "rank": "16", "÷ cublaslt": "1.019", **FACTS}
+    down = {"shape": "8192x8192", "rank": "64", "p": "0.1", "mode": "delayed", **FACTS}
+    down["÷ floor"] = "1.3"
+    text = ops.op_table(
+        {
+            "fp8_grad_input": [
+                {**gemm, "provider": "cublaslt, split", "ms": "0.1"},
+                {**gemm, "provider": "ours, both, mask given", "ms": "0.1234"},
+                {**gemm, "provider": "ours, both", "ms": "0.2"},
+                {**gemm, "provider": "pytorch", "ms": "0.4"},
+            ],
+            "quantize_lora_down": [
+                {**down, "provider": "ours", "ms": "0.05"},
+                {**down, "provider": "torch", "ms": "1.0"},
+                {**down, "provider": "compiled", "ms": "0.5"},
+                {**down, "provider": "compiled", "ms": "0.1", "p": "0.0"},
+                {**down, "provider": "compiled", "ms": "0.1", "mode": "own"},
+                {**down, "provider": "ours", "ms": "", "rank": "16"},
+                {**down, "provider": "ours", "ms": "9.0", "shape": "1x1"},
+            ],
+        }
+    )
+    lines = text.splitlines()
+    assert lines[0].endswith("BENCH=OP`; NVIDIA H200, torch 2.11, abc):")
+    assert lines[4:] == [
+        "| `fp8_grad_input` 64×32×16, R = 16, both | 123.4 |  | 1.02 | 400.0 (pytorch) |",
+        "| `quantize_lora_down` 8192×8192, R = 64, p = 0.1 | 50.0 | 1.30 |  | 500.0 (compiled) |",
+    ]
+    assert ops.op_table({}) == ""
+
+
+def test_every_op_of_the_table_names_columns_of_its_benchmark(
+    ops: Any, load: Callable[[str], ModuleType]
+) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    for op in ops.OPS:
+        bench = load(f"bench_{op.csv}")
+        text = source_of(folder / f"bench_{op.csv}.py")
+        for column in (*op.where, *op.by, op.ratio):
+            assert f'"{column}"' in text, (op.csv, column)
+        assert set(op.ours) <= set(getattr(bench, "PROVIDERS", op.ours)), op.csv
+
+
+def test_stacks_of_layers_and_trained_losses_are_tables(report: Any) -> None:
+    stack = {"size": "small", "layers": "16", **FACTS}
+    timed = {"÷ kernels": "0.97", "CPU µs/layer": "24.5", "ms": "17.251"}
+    graphs = [
+        {**stack, "provider": "eager", **timed, "ms": "91.4"},
+        {**stack, "provider": "GraphManager", **timed},
+        {**stack, "provider": "torch.compile", **dict.fromkeys(timed, "")},
+    ]
+    loss = {"model": "demo", "steps": "500", "check": "ok", "held-out loss": "2.2", **FACTS}
+    quality = [
+        {**loss, "variant": "hf + peft bf16", "÷ bf16": "1.0", "seeds": "3", "spread": "0.02"},
+        {**loss, "variant": "te", "check": "raised: no", "held-out loss": "", "÷ bf16": ""},
+    ]
+    lines = report.tables({"graphs": graphs, "quality": quality}).splitlines()
+    assert "|  | 16 × hidden 2048, ffn 8192, 1024 tokens |" in lines
+    assert "| GraphManager | 17.25 (0.97, 24.5) |" in lines
+    assert not any(line.startswith("| torch.compile") for line in lines)
+    assert "| demo | hf + peft bf16 | 500 | 3 | 2.2 | 0.02 | 1.0 |  |" in lines
+    assert "| demo | te | 500 | – | – | – | – | raised: no |" in lines
+    assert any(
+        "layers, forward + backward, from Python | 24.50 | ≤ 25.00 | met |" in x for x in lines
+    )
+
+
+def test_operations_and_bytes_are_the_equations(ops: Any) -> None:
     gemm = {"M x N x K": "10x20x30", "rank": "4"}
-    assert report.WORK["fp8_linear_lora"](gemm) == (2 * 10 * 20 * 34, 300 + 600 + 2 * 200)
-    assert report.WORK["fp8_grad_input"](gemm) == (2 * 10 * 30 * 24, 200 + 600 + 2 * 300)
+    assert ops.WORK["fp8_linear_lora"](gemm) == (2 * 10 * 20 * 34, 300 + 600 + 2 * 200)
+    assert ops.WORK["fp8_grad_input"](gemm) == (2 * 10 * 30 * 24, 200 + 600 + 2 * 300)
     row = {"shape": "10x30", "rank": "4"}
-    assert report.WORK["quantize_lora_down"](row) == (2 * 10 * 30 * 4, 900)
-    assert report.WORK["quantize_grad"](row) == (4 * 10 * 30 * 4, 900)
+    assert ops.WORK["quantize_lora_down"](row) == (2 * 10 * 30 * 4, 900)
+    assert ops.WORK["quantize_grad"](row) == (4 * 10 * 30 * 4, 900)
     for reads, size in (("x8", 300), ("x", 600)):
-        assert report.WORK["lora_grad_a"]({**row, "reads": reads}) == (2 * 10 * 30 * 4, size)
+        assert ops.WORK["lora_grad_a"]({**row, "reads": reads}) == (2 * 10 * 30 * 4, size)
 
 
-def test_it_rewrites_only_between_the_markers_and_plots(report: Any, tmp_path: Path) -> None:
+def test_it_rewrites_only_between_the_markers_and_plots(
+    report: Any, ops: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     gemm = {"M x N x K": "8192x8192x8192", "rank": "16", "provider": "ours", "ms": "0.85"}
     facts = {"device": "cuda: NVIDIA H200", "copy GB/s": "4100", "÷ cublaslt": "1.01"}
+    facts |= {"torch": "2.11", "commit": "abc", "check": "ok"}
     with (tmp_path / "fp8_linear_lora.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*gemm, *facts])
         writer.writeheader()
@@ -161,7 +245,7 @@ def test_it_rewrites_only_between_the_markers_and_plots(report: Any, tmp_path: P
     assert "old" not in text and "| 1.01 | ≤ 0.98 | missed by 3% |" in text
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     flops = 2 * 8192 * 8192 * (8192 + 16)
-    (intensity, rate), *_ = report.points(report.read(tmp_path))["fp8_linear_lora"]
+    (intensity, rate), *_ = ops.points(report.read(tmp_path))["fp8_linear_lora"]
     assert (intensity, rate) == pytest.approx((flops / (4 * 8192**2), flops / 0.85e-3 / 1e12))
 
 

@@ -51,6 +51,21 @@ def test_the_table_is_sorted_and_always_shows_what_is_taken(tune: Any) -> None:
     assert lines[4:] == ["    # 1 × OutOfResources: shared memory"]
 
 
+def test_a_budget_ends_the_search_and_the_table_says_so(
+    tune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[KernelConfig] = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(tune, "milliseconds", lambda config, *_: tried.append(config) or 1.0)
+    problem = Problem(512, 1024, 64, 16)
+    times = tune.milliseconds_of(problem, HOPPER, torch.device("cpu"), 5, 3)
+    all_of_them = list(tune.candidates(problem, HOPPER))
+    assert tried == all_of_them[:2] and list(times) == all_of_them
+    said = tune.table(problem, times, all_of_them[0], top=8)
+    assert f"# {len(all_of_them) - 2} × not tried: --budget-s 3 was spent" in said
+
+
 @pytest.mark.gpu
 def test_a_configuration_is_timed_on_the_gpu_and_a_wrong_one_is_not(
     tune: Any, monkeypatch: pytest.MonkeyPatch
