@@ -103,24 +103,21 @@ def programs(config: KernelConfig, problem: Problem, multiprocessors: int) -> in
     return min(tiles(config, problem), multiprocessors * config.resident)
 
 
-def csrc_time(tile: tuple[int, int], rows: int, cols: int, rank: int, how: str, sms: int) -> float:
-    """Of dx [rows, cols] in such tiles: rounds over the multiprocessors, weighted by what a tile takes."""
-    rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // sms)
-    return rounds * CSRC_TILES[how][tile] * (REFILLED if tile == (256, 128) and rank > 16 else 1.0)
-
-
 @lru_cache(4096)
 def csrc_tile(
     rows: int, cols: int, rank: int, how: str, multiprocessors: int
 ) -> tuple[tuple[int, int], float]:
     """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols] soonest; their time.
 
+    Time: rounds over the multiprocessors, weighted by what a tile takes.
     how: "split" or "fast" accumulation, or "turned": split, of a weight that is not transposed.
     rank: 0 for the forward, whose 256 × 128 have room for 64.
     """
 
     def time(tile: tuple[int, int]) -> float:
-        return csrc_time(tile, rows, cols, rank, how, multiprocessors)
+        rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // multiprocessors)
+        refilled = REFILLED if tile == (256, 128) and rank > 16 else 1.0
+        return rounds * CSRC_TILES[how][tile] * refilled
 
     tile = min(CSRC_TILES[how], key=time)
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorakernels.graphs import (
+    GraphManager,
     gpipe,
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
@@ -24,6 +27,22 @@ from tests.graphs.layers import (
 
 CPU = torch.device("cpu")
 F, B = Direction.FORWARD, Direction.BACKWARD
+
+
+def equal_to_eager(
+    device: torch.device, layers: int, order: Order, drive: Callable[..., list[torch.Tensor]]
+) -> GraphManager:
+    """Four iterations: recorded, captured, replayed."""
+    ours, theirs = twins(device, layers)
+    manager = managed(ours, device, num_microbatches=order.num_microbatches)
+    for step in range(4):
+        inputs = list(batches(device, order.num_microbatches))
+        found, expected = (drive(m, order, inputs) for m in (ours, theirs))
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b), step
+        same(ours, theirs, step)
+        manager.end_iteration()
+    return manager
 
 
 def run_order(
@@ -55,15 +74,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_pipelines_with_several_microbatches_in_flight(device: torch.device, order: Order) -> None:
-    ours, theirs = twins(device, 2)
-    manager = managed(ours, device, num_microbatches=order.num_microbatches)
-    for step in range(4):
-        inputs = list(batches(device, order.num_microbatches))
-        found, expected = (run_order(m, order, inputs) for m in (ours, theirs))
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), step
-        same(ours, theirs, step)
-        manager.end_iteration()
+    manager = equal_to_eager(device, 2, order, run_order)
     assert len(manager.report().graphs) == len(order)
 
 
@@ -107,15 +118,7 @@ def run_chunk_order(
 def test_random_interleavings_on_the_imitated_pool(order: Order) -> None:
     """The backward of a microbatch runs whole; forwards of others lie anywhere between."""
     torch.manual_seed(0)
-    ours, theirs = twins(CPU, len(order.layers))
-    manager = managed(ours, CPU, num_microbatches=order.num_microbatches)
-    for step in range(4):
-        inputs = list(batches(CPU, order.num_microbatches))
-        found, expected = (run_chunk_order(m, order, inputs) for m in (ours, theirs))
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), step
-        same(ours, theirs, step)
-        manager.end_iteration()
+    equal_to_eager(CPU, len(order.layers), order, run_chunk_order)
 
 
 def test_interleaved_scalars_give_4_6_8(device: torch.device) -> None:
