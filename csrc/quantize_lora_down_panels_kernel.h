@@ -6,7 +6,6 @@
 #include "launch.h"
 #include "quantize_lora_down_elements.h"
 #include "wgmma.h"
-#include "wgmma_registers.h"
 
 namespace lorakernels {
 namespace {

@@ -77,6 +77,11 @@ __device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.as
                                                               ", " along_n ";\n}"                              \
                : LK_SUMS_##count(d, 0)                                                                         \
                : "l"(a), "l"(b), "r"(add), "n"(kAlongM), "n"(kAlongN))
+#define LK_WGMMA_OF_REGISTERS(n, count, type, name_a, name_b)                                        \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" LK_NAMES_##count \
+               "}, {" name_a "}, " name_b ", 1, 1, 1, 0;"                                            \
+               : LK_SUMS_##count(d, 0)                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define LK_WGMMA_FP8(n, count, type, name_a, name_b, name_add, ...)                                          \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " name_add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
                "k32.f32." type ".e4m3 {" LK_NAMES_##count "}, " name_a ", " name_b ", add, 1, 1;\n}"         \
@@ -149,7 +154,29 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[kSums], const uint32_t (&a)
   }
 }
 
+// d += A [64, 16] B [16, N] of 16-bit operands, A in registers as mma.sync takes it, B in shared memory in rows along
+// K.
+template <typename T, int kSums>
+__device__ __forceinline__ void wgmma_along_k(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(kSums == 16 || kSums == 32 || kSums == 64);
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kSums == 16 && kBf16) {
+    LK_WGMMA_OF_REGISTERS(32, 16, "bf16", "%16, %17, %18, %19", "%20");
+  } else if constexpr (kSums == 16) {
+    LK_WGMMA_OF_REGISTERS(32, 16, "f16", "%16, %17, %18, %19", "%20");
+  } else if constexpr (kSums == 32 && kBf16) {
+    LK_WGMMA_OF_REGISTERS(64, 32, "bf16", "%32, %33, %34, %35", "%36");
+  } else if constexpr (kSums == 32) {
+    LK_WGMMA_OF_REGISTERS(64, 32, "f16", "%32, %33, %34, %35", "%36");
+  } else if constexpr (kBf16) {
+    LK_WGMMA_OF_REGISTERS(128, 64, "bf16", "%64, %65, %66, %67", "%68");
+  } else {
+    LK_WGMMA_OF_REGISTERS(128, 64, "f16", "%64, %65, %66, %67", "%68");
+  }
+}
+
 #undef LK_WGMMA_OF_TYPE
+#undef LK_WGMMA_OF_REGISTERS
 #undef LK_WGMMA_FP8_OF_REGISTERS
 #undef LK_WGMMA_FP8
 #undef LK_WGMMA
