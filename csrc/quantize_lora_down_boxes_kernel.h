@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
   const uint32_t base = shared_address(shared_tiles), ring = base + warp * (kStages * Tile::kBoxBytes);
   const uint32_t full = base + Tile::kOffsetFull + warp * (kStages * 8), summed = base + Tile::kOffsetSummed;
   if (lane < kStages) init_barrier(full + 8 * lane, 1);
-  if (threadIdx.x < 2) init_barrier(summed + 8 * threadIdx.x, Tile::kWarps);
+  if (threadIdx.x < 2) init_barrier(summed + 8 * threadIdx.x, Tile::kThreads);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
   begin_after_previous_kernel();
@@ -159,8 +159,7 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
                            (count % 2 * Tile::kWarps + warp) * (Tile::kSums / 4) + lane;
 #pragma unroll
       for (int n = 0; n < kRankTiles; ++n) mine[n * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-      __syncwarp();
-      if (lane == 0) arrive(summed + count % 2 * 8);
+      arrive(summed + count % 2 * 8);
     }
   }
   if (count > 0) add_up(blockIdx.y + (count - 1) * gridDim.y, count - 1);
