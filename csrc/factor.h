@@ -20,24 +20,26 @@ __device__ __forceinline__ float element(const void* source, int64_t at, FloatTy
   }
 }
 
-// A matrix in device memory, rows of `rank` numbers without gaps; or none, which reads as zeros.
+// A matrix in device memory, rows of `rank` numbers, each `pitch` numbers behind the one before; or none, which reads
+// as zeros.
 struct FactorSource {
   const void* data;
   int64_t rows;
-  int rank;
+  int rank, pitch;
   FloatType dtype;
   bool in_chunks;  // every 8 numbers of a row are there and aligned
 
-  __device__ FactorSource(const void* data, int64_t rows, int64_t rank, FloatType dtype)
+  __device__ FactorSource(const void* data, int64_t rows, int64_t rank, int64_t pitch, FloatType dtype)
       : data(data),
         rows(data == nullptr ? 0 : rows),
         rank(static_cast<int>(rank)),
+        pitch(static_cast<int>(pitch)),
         dtype(dtype),
-        in_chunks(rank % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
+        in_chunks((rank | pitch) % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
 
   __device__ bool has(int64_t row, int chunk) const { return row < rows && chunk * 8 < rank; }
   __device__ const void* chunk_at(int64_t row, int chunk) const {
-    return static_cast<const uint16_t*>(data) + (row * rank + chunk * 8) * (dtype == FloatType::kFloat32 ? 2 : 1);
+    return static_cast<const uint16_t*>(data) + (row * pitch + chunk * 8) * (dtype == FloatType::kFloat32 ? 2 : 1);
   }
 
   // Columns 8 chunk .. 8 chunk + 7, rounded to T; zeros where there are none.
@@ -55,7 +57,7 @@ struct FactorSource {
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (chunk * 8 + i < rank) value[i] = element(data, row * rank + chunk * 8 + i, dtype);
+          if (chunk * 8 + i < rank) value[i] = element(data, row * pitch + chunk * 8 + i, dtype);
         }
       }
     }

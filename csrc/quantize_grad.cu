@@ -120,7 +120,11 @@ template <typename T, int kRank, typename Tile>
 __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base, const Cursor& at) {
   using Rows = Factor<kRank>;
   const uint32_t to = base + Tile::kOffsetS + at.count % 2 * Tile::kFactorBytes;
-  const FactorSource source(params.s, params.rows, params.rank, params.dtype);
+  const auto& projections = params.projections;
+  const int window = projections.window[projections.of(static_cast<int64_t>(at.strip) * Tile::kStripCols)];
+  const bool there = window >= 0 && params.s != nullptr;
+  const FactorSource source(there ? static_cast<const T*>(params.s) + window : nullptr, params.rows, params.rank,
+                            projections.pitch, params.dtype);
 #pragma unroll
   for (int i = threadIdx.x; i < kPanelRows * Rows::kChunks; i += kThreads) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
@@ -138,7 +142,9 @@ template <typename T, int kRank, typename Tile>
 __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base, int strip) {
   using Rows = Factor<kRank>;
   constexpr int kCols = Tile::kStripCols;
-  const FactorSource source(params.B, params.cols, params.rank, params.b_dtype);
+  const auto& projections = params.projections;
+  const bool there = projections.window[projections.of(static_cast<int64_t>(strip) * kCols)] >= 0;
+  const FactorSource source(there ? params.B : nullptr, params.cols, params.rank, params.rank, params.b_dtype);
 #pragma unroll 4
   for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kThreads) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
@@ -312,28 +318,36 @@ __global__ void __launch_bounds__(kSumThreads)
   const int64_t panel_blocks = grid.panels * kGroups;
   int64_t block = index / per_block;
   const int within = static_cast<int>(index % per_block), thread = within % 128;
-  const bool is_ds = block < panel_blocks;
-  const float* source = params.workspace + index * 4;
-  int64_t shares = grid.strips, stride = panel_blocks * kAtom * grid.padded_rank, rows = params.rows;
-  if (!is_ds) {
-    block -= panel_blocks, rows = params.cols;
+  const auto& projections = params.projections;
+  const bool is_ds = block < panel_blocks * projections.count;
+  const float* source = params.workspace;
+  int64_t shares = 0, stride, rows, first = 0;  // `first` number of a row
+  if (is_ds) {
+    const int which = static_cast<int>(block) / static_cast<int>(panel_blocks);
+    block -= which * panel_blocks, rows = params.rows, first = projections.window[which];
+    stride = panel_blocks * kAtom * grid.padded_rank;
+    const int strip = static_cast<int>(projections.begin(which)) / grid.strip_cols;
+    shares = (projections.end[which] + grid.strip_cols - 1) / grid.strip_cols - strip;
+    source += strip * stride + (block * per_block + within) * 4;
+  } else {
+    block -= panel_blocks * projections.count, rows = params.cols;
     const int64_t blocks_of_strip = grid.strip_cols / kAtom, strip = block / blocks_of_strip;
     int64_t low = 0;
-    shares = 0;
-    if (grid.panels > 0 && strip < grid.strips) {
+    const bool adapted = strip < grid.strips && projections.window[projections.of(strip * grid.strip_cols)] >= 0;
+    if (grid.panels > 0 && adapted) {
       low = grid.block_of(strip * grid.panels);
       shares = grid.block_of((strip + 1) * grid.panels - 1) - low + 1;
     }
     stride = grid.segment_floats();
-    source = params.workspace + grid.ds_floats() + (low + strip) * stride +
-             ((block % blocks_of_strip) * per_block + within) * 4;
+    source += grid.ds_floats() + (low + strip) * stride + ((block % blocks_of_strip) * per_block + within) * 4;
   }
   const int64_t row = block * kAtom + thread / 32 * 16 + thread % 32 / 4;
   const int col = within / 128 * 8 + thread % 4 * 2, rank = static_cast<int>(params.rank);
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
-  if (row >= rows || col >= rank || (!is_ds && params.dB == nullptr)) return;
+  if (row >= rows || col >= rank || first < 0 || (!is_ds && params.dB == nullptr)) return;
+  const int64_t pitch = is_ds ? projections.pitch : rank;
   float sum[4] = {};
 #pragma unroll 16
   for (int share = 0; share < static_cast<int>(shares); ++share) {
@@ -343,17 +357,17 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (row + 8 * half >= rows) return;
-    const float first = sum[2 * half] * params.scaling, second = sum[2 * half + 1] * params.scaling;
-    const int64_t at = (row + 8 * half) * rank + col;
+    const float one = sum[2 * half] * params.scaling, two = sum[2 * half + 1] * params.scaling;
+    const int64_t at = (row + 8 * half) * pitch + first + col;
     const bool both = col + 1 < rank;
     if (is_ds) {
-      store_two<T>(params.ds, at, first, second, both);
+      store_two<T>(params.ds, at, one, two, both);
     } else if (params.b_dtype == FloatType::kFloat32) {
-      store_two<float>(params.dB, at, first, second, both);
+      store_two<float>(params.dB, at, one, two, both);
     } else if (params.b_dtype == FloatType::kBFloat16) {
-      store_two<__nv_bfloat16>(params.dB, at, first, second, both);
+      store_two<__nv_bfloat16>(params.dB, at, one, two, both);
     } else {
-      store_two<__half>(params.dB, at, first, second, both);
+      store_two<__half>(params.dB, at, one, two, both);
     }
   }
 }
@@ -382,7 +396,7 @@ void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream
 
 template <typename T>
 void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
-  const Grid grid(params.rows, params.cols, params.rank);
+  const Grid grid(params.rows, params.cols, params.rank, params.projections);
   if (params.rank == 0) return launch_fused<T, 0>(params, grid, stream);
   switch (grid.padded_rank) {
     case 16:
@@ -397,7 +411,8 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
     default:
       launch_fused<T, 128>(params, grid, stream);
   }
-  const int64_t sums_of = grid.panels * Grid::kPanelRows + (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
+  const int64_t sums_of = grid.panels * Grid::kPanelRows * params.projections.count +
+                          (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
   const int64_t threads = sums_of * grid.padded_rank / 4;
   const auto blocks = static_cast<unsigned>((threads + kSumThreads - 1) / kSumThreads);
   launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, 0, stream, true, params, grid);

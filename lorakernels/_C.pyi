@@ -82,7 +82,11 @@ def bias_dropout_add_backward(
     device: int,
 ) -> None: ...
 def quantize_lora_down_workspace(rows: int, cols: int, rank: int, device: int) -> int: ...
-def quantize_grad_workspace(rows: int, cols: int, rank: int, has_dB: bool) -> int: ...
+
+# projections: (columns, rank or 0) of each that stands side by side in dy; none: one of all columns
+def quantize_grad_workspace(
+    rows: int, cols: int, rank: int, has_dB: bool, projections: Sequence[tuple[int, int]] = ()
+) -> int: ...
 def quantize_grad(
     dy8: int,
     scale_inv: int,
@@ -105,6 +109,7 @@ def quantize_grad(
     fp8_max: float,
     stream: int,
     device: int,
+    projections: Sequence[tuple[int, int]] = (),
 ) -> None: ...
 def quantize_lora_down(
     x8: int,

@@ -102,9 +102,12 @@ def fp8_linear_lora(  # type: ignore[no-untyped-def]
 
 
 @_define("quantize_grad", mutates=("state",))
-def quantize_grad(dy, lora_B, s, state, column, delayed, scaling, fp8_dtype):  # type: ignore[no-untyped-def]
+def quantize_grad(  # type: ignore[no-untyped-def]
+    dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows=None, ranks=None
+):
     dy8, scale_inv = _fake_quantized(dy, state)
-    ds = _empty(dy, 0) if lora_B is None else _empty(dy, dy.shape[0], lora_B.shape[1])
+    rank = 0 if lora_B is None else sum(ranks) if rows else lora_B.shape[1]
+    ds = _empty(dy, 0) if lora_B is None else _empty(dy, dy.shape[0], rank)
     dB = _empty(dy, 0) if lora_B is None or s is None else torch.empty_like(lora_B)
     return dy8, scale_inv, ds, dB
 

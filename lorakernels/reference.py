@@ -18,6 +18,9 @@ x8 and W8 hold e4m3, dy8 holds the `fp8_dtype` it is passed with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -248,16 +251,46 @@ def quantize_grad(
     delayed: bool,
     scaling: float,
     fp8_dtype: torch.dtype,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B."""
+    """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B.
+
+    Of n projections side by side in dy [M, ΣN], with `rows` N_i and `ranks` R_i, 0 or one R:
+
+        ds_i = scaling · dy_i B_i      dB_i = scaling · dy_iᵀ s_i
+
+    lora_B and dB are [ΣN, R], one projection below the other; where R_i = 0 lora_B is not read and dB is 0. s and ds
+    are [M, ΣR], side by side.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    checks.side_by_side(dy, lora_B, s, rows, ranks)
     dy8, scale_inv = quantize(dy, state, column, delayed, fp8_dtype)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
-    ds = (scaling * (dy.float() @ lora_B.to(dy.dtype).float())).to(dy.dtype)
+    places = adapter_places(rows, ranks)
+    b = lora_B.to(dy.dtype).float()
+    ds = torch.cat([dy[:, cols].float() @ b[cols] for cols, _ in places], 1)
+    ds = (scaling * ds).to(dy.dtype)
     if s is None:
         return dy8, scale_inv, ds, dy.new_empty(0)
-    dB = scaling * (dy.float().t() @ s.float())
-    return dy8, scale_inv, ds, dB.to(lora_B.dtype)
+    dB = torch.zeros_like(lora_B)
+    for cols, window in places:
+        dB[cols] = (scaling * (dy[:, cols].float().t() @ s[:, window].float())).to(dB.dtype)
+    return dy8, scale_inv, ds, dB
+
+
+def adapter_places(
+    rows: Sequence[int] | None, ranks: Sequence[int] | None
+) -> list[tuple[slice, slice]]:
+    """Of each projection with R_i > 0: its columns of dy, its columns of s and ds; of one without `rows`: all."""
+    if not rows or not ranks:
+        return [(slice(None), slice(None))]
+    ends = zip(accumulate(rows), accumulate(ranks), strict=True)
+    sizes = zip(rows, ranks, ends, strict=True)
+    return [(slice(n - width, n), slice(r - rank, r)) for width, rank, (n, r) in sizes if rank]
 
 
 def fp8_grad_input(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,8 @@ DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
 DOWN_RANK = 128
 GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
 GRAD_RANK = 128
+GRAD_PROJECTIONS = 4  # side by side, for quantize_grad in one pass
+GRAD_PROJECTION_MULTIPLE = 128  # of the columns of each but the last
 GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
 GRAD_A_RANK = 128
 LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
@@ -208,7 +212,9 @@ def _quantize_lora_down(
     return "csrc", f"one read for bf16 and fp16, rank ≤ {DOWN_RANK}{needs_k}; else PyTorch's"
 
 
-def why_not_one_pass(dy: Tensor, lora_B: Tensor | None, s: Tensor | None) -> str | None:
+def why_not_one_pass(
+    dy: Tensor, lora_B: Tensor | None, s: Tensor | None, rows: Sequence[int] | None = None
+) -> str | None:
     """None if csrc's `quantize_grad` takes these tensors; otherwise the reason why not."""
     if why_not := why_not_wgmma(capability_of(dy.device)):
         return why_not
@@ -220,6 +226,10 @@ def why_not_one_pass(dy: Tensor, lora_B: Tensor | None, s: Tensor | None) -> str
         return f"dy must be contiguous and 16-byte aligned, found strides {dy.stride()}"
     if lora_B is None:
         return None
+    if rows and len(rows) > GRAD_PROJECTIONS:
+        return f"{len(rows)} projections are more than {GRAD_PROJECTIONS}"
+    if rows and any(n % GRAD_PROJECTION_MULTIPLE for n in rows[:-1]):
+        return f"rows {list(rows)} before the last must be multiples of {GRAD_PROJECTION_MULTIPLE}"
     if not 0 < lora_B.shape[1] <= GRAD_RANK:
         return f"rank {lora_B.shape[1]} is not in 1 to {GRAD_RANK}"
     if lora_B.dtype not in (torch.float32, torch.bfloat16, torch.float16):

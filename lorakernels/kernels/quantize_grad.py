@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s on CUDA.
 
-dy [M, N], B [N, R], s [M, R], ds [M, R], dB [N, R]. csrc/quantize_grad.cu reads dy once and writes dy8: 3MN bytes;
+dy [M, N], B [N, R], s [M, R], ds [M, R], dB [N, R]; projections side by side have B and dB one below the other and s
+and ds side by side (`reference.quantize_grad`). csrc/quantize_grad.cu reads dy once and writes dy8: 3MN bytes;
 the sums are kept in registers and shared memory and added up in an order that depends on the shape alone. What it does
 not take (`ladder.why_not_one_pass`) goes through PyTorch's kernels. Both products have dy's dtype, fp32 accumulation
 and one rounding; in PyTorch's form dB is rounded to dy's dtype first, and fp16, whose range ends at 65504, sums
@@ -10,10 +11,12 @@ dB in fp32: there loss scaling makes it large.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from lorakernels import reference
+from lorakernels import checks, reference
 from lorakernels.device import extension
 from lorakernels.kernels import ladder
 from lorakernels.kernels.pointers import cell, name, stream
@@ -29,10 +32,13 @@ def quantize_grad(
     delayed: bool,
     scaling: float,
     fp8_dtype: torch.dtype,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_grad`."""
-    arguments = (dy, lora_B, s, state, column, delayed, scaling, fp8_dtype)
-    if ladder.why_not_one_pass(dy, lora_B, s):
+    checks.side_by_side(dy, lora_B, s, rows, ranks)
+    arguments = (dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows, ranks)
+    if ladder.why_not_one_pass(dy, lora_B, s, rows):
         return in_torch(*arguments)
     return in_one_pass(*arguments)
 
@@ -46,17 +52,27 @@ def in_torch(
     delayed: bool,
     scaling: float,
     fp8_dtype: torch.dtype,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One PyTorch kernel after the other, for any dtype, shape and stride."""
     dy8, scale_inv = reference.quantize(dy, state, column, delayed, fp8_dtype)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
-    ds = product(dy, lora_B.to(dy.dtype), scaling)
+    places = reference.adapter_places(rows, ranks)
+    b = lora_B.to(dy.dtype)
+    parts = [product(dy[:, cols], b[cols], scaling) for cols, _ in places]
+    ds = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if s is None:
         return dy8, scale_inv, ds, dy.new_empty(0)
     if dy.dtype == torch.float16:
         dy = dy.float()
-    return dy8, scale_inv, ds, product(dy.t(), s.to(dy.dtype), scaling).to(lora_B.dtype)
+    if not rows:
+        return dy8, scale_inv, ds, product(dy.t(), s.to(dy.dtype), scaling).to(lora_B.dtype)
+    dB, s = torch.zeros_like(lora_B), s.to(dy.dtype)
+    for cols, window in places:
+        dB[cols] = product(dy[:, cols].t(), s[:, window], scaling)
+    return dy8, scale_inv, ds, dB
 
 
 def in_one_pass(
@@ -68,19 +84,23 @@ def in_one_pass(
     delayed: bool,
     scaling: float,
     fp8_dtype: torch.dtype,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `ladder.why_not_one_pass` has no objection to, by csrc."""
-    rows, cols = dy.shape
+    height, cols = dy.shape
     ext = extension()
     if lora_B is None:
-        s = None
+        s = rows = None
     rank = 0 if lora_B is None else lora_B.shape[1]
+    projections = [*zip(rows, ranks or (), strict=True)] if rows else []
+    columns = sum(r for _, r in projections) if rows else rank  # of s and ds
     quantizes = state is not None
-    dy8 = torch.empty((rows, cols) if quantizes else 0, dtype=torch.uint8, device=dy.device)
+    dy8 = torch.empty((height, cols) if quantizes else 0, dtype=torch.uint8, device=dy.device)
     scale_inv = torch.empty(1 if quantizes else 0, device=dy.device)
-    ds = torch.empty(0 if lora_B is None else (rows, rank), dtype=dy.dtype, device=dy.device)
+    ds = torch.empty(0 if lora_B is None else (height, columns), dtype=dy.dtype, device=dy.device)
     dB = dy.new_empty(0) if lora_B is None or s is None else torch.empty_like(lora_B)
-    floats = ext.quantize_grad_workspace(rows, cols, rank, s is not None)
+    floats = ext.quantize_grad_workspace(height, cols, rank, s is not None, projections)
     scratch = torch.empty(ext.AMAX_PARTIALS + floats, device=dy.device)
     b_dtype = dy.dtype if lora_B is None else lora_B.dtype
     ext.quantize_grad(
@@ -95,7 +115,7 @@ def in_one_pass(
         0 if s is None else s.data_ptr(),
         cell(state, -1, column) if delayed else 0,
         scratch.data_ptr(),
-        rows,
+        height,
         cols,
         rank,
         scaling,
@@ -105,5 +125,6 @@ def in_one_pass(
         reference.FP8_MAX[fp8_dtype],
         stream(dy.device),
         dy.get_device(),
+        projections,
     )
     return dy8, scale_inv, ds, dB

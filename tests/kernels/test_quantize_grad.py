@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_grad in one pass: dy8 and amax bit for bit, ds and dB against float64, the same bits every time."""
+"""quantize_grad in one pass: dy8 and amax bit for bit, ds and dB against float64, the same bits every time.
+
+With one projection, and with several side by side.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -24,6 +28,8 @@ MODULE = sys.modules[kernels.quantize_grad.__module__]
 
 @dataclass
 class Case:
+    """`each`: columns of projections side by side, negative without an adapter; none: one projection."""
+
     rows: int
     cols: int
     rank: int
@@ -32,15 +38,36 @@ class Case:
     fp8: torch.dtype = E5M2
     delayed: bool = True
     scale: float = 3.0
+    each: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         names = [str(t).removeprefix("torch.") for t in (self.dtype, self.b_dtype, self.fp8)]
         mode = f"scale {self.scale:g}" if self.delayed else "eval"
-        return f"{self.rows}x{self.cols}-r{self.rank}-{'-'.join(names)}-{mode}"
+        cols = "+".join(map(str, self.each)) or self.cols
+        return f"{self.rows}x{cols}-r{self.rank}-{'-'.join(names)}-{mode}"
+
+    @property
+    def sizes(self) -> tuple[list[int] | None, list[int] | None]:
+        """The op's `rows` and `ranks`."""
+        if not self.each:
+            return None, None
+        return [*map(abs, self.each)], [self.rank if n > 0 else 0 for n in self.each]
+
+    def windows(self) -> Iterator[tuple[slice, slice | None]]:
+        """Of each projection: its columns of dy, and of s and ds if it has an adapter."""
+        col = column = 0
+        for n in self.each or (self.cols,):
+            has = n > 0
+            yield (
+                slice(col, col + abs(n)),
+                slice(column, column + self.rank) if has else None,
+            )
+            col, column = col + abs(n), column + has * self.rank
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dy, B, s and a state whose other entries are NaN: none of them may be read."""
-        shapes = (self.rows, self.cols), (self.cols, self.rank), (self.rows, self.rank)
+        columns = sum(self.sizes[1] or [self.rank])
+        shapes = (self.rows, self.cols), (self.cols, self.rank), (self.rows, columns)
         types = self.dtype, self.b_dtype, self.dtype
         dy, b, s = (
             torch.randn(shape, device="cuda").to(dtype)
@@ -48,14 +75,18 @@ class Case:
         )
         state = torch.full((3, 4), torch.nan, device="cuda")
         state[0, COLUMN], state[-1, COLUMN] = 0.0, self.scale
+        for cols, window in self.windows():
+            if window is None:
+                b[cols] = torch.nan
         return dy, b, s, state
 
     def run(
         self, dy: Tensor, b: Tensor | None, s: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, ...]:
-        assert ladder.why_not_one_pass(dy, b, s) is None
+        assert ladder.why_not_one_pass(dy, b, s, self.sizes[0]) is None
+        arguments = (dy, b, s, state, COLUMN, self.delayed, SCALING, self.fp8)
         with mock.patch.object(MODULE, "in_torch", side_effect=AssertionError("not in one pass")):
-            return ops.quantize_grad(dy, b, s, state, COLUMN, self.delayed, SCALING, self.fp8)
+            return ops.quantize_grad(*arguments, *self.sizes)
 
 
 def assert_same_bytes(found: Tensor, expected: Tensor, fp8: torch.dtype) -> None:
@@ -86,9 +117,15 @@ def check(case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     if not bool(((magnitude > 1e-30) & (magnitude < 1e30)).all()):
         return  # the sums leave the range of normal numbers
     assert ds.dtype == dy.dtype and dB.dtype == b.dtype
-    scaled, size = SCALING * exact_dy, SCALING * exact_dy.abs()
-    assert_near(ds, scaled @ exact_b, size @ exact_b.abs(), case.cols)
-    assert_near(dB, scaled.t() @ exact_s, size.t() @ exact_s.abs(), case.rows)
+    assert ds.shape == s.shape and dB.shape == b.shape
+    for cols, window in case.windows():
+        if window is None:
+            assert not bool(dB[cols].any())
+            continue
+        d, f, t = exact_dy[:, cols], exact_b[cols], exact_s[:, window]
+        size = SCALING * d.abs()
+        assert_near(ds[:, window], SCALING * d @ f, size @ f.abs(), d.shape[1])
+        assert_near(dB[cols], SCALING * d.t() @ t, size.t() @ t.abs(), case.rows)
 
 
 # Every rank that is padded or not, rows and columns on both sides of a tile (128), of a strip (512; 256 for rank 128)
@@ -107,8 +144,27 @@ CASES = [
 ]
 
 
+def side_by_side(rows: int, rank: int, *each: int, **options: object) -> Case:
+    return Case(rows, sum(map(abs, each)), rank, each=each, **options)
+
+
+# Strips of 128 columns (few rows, or a border inside of a wide strip) and wide ones; adapters everywhere, or lacking at
+# the start, in the middle, at the end; as many projections as it takes, an empty one; a ragged last one; blocks of the
+# grid that begin and end inside of each projection.
+SIDE_BY_SIDE = [
+    *(side_by_side(500, rank, 384, 128, 128) for rank in (7, 8, 16, 33, 64, 128)),
+    *(side_by_side(2100, rank, 4096, 1024, 1024) for rank in (8, 16, 64, 128)),
+    *(side_by_side(2100, 16, *each) for each in ((4096, -1024, 1024), (4224, 896, 1024))),
+    *(side_by_side(rows, 16, 512, -256, 136) for rows in (0, 1, 200)),
+    side_by_side(300, 8, -128, 256, 0, 1000, b_dtype=FP32),
+    side_by_side(300, 64, 1024, 512, -8, dtype=FP16, b_dtype=FP32, fp8=E4M3),
+    side_by_side(4100, 16, -2048, 2048, dtype=FP16, b_dtype=FP16, delayed=False),
+    side_by_side(130, 16, 1000),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + SIDE_BY_SIDE, ids=str)
 def test_against_reference_and_float64(case: Case) -> None:
     check(case, case.inputs())
 
@@ -141,9 +197,55 @@ def test_amax_only_rises_and_nan_stays() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [16, 64, 128], ids="r{}".format)
-def test_same_bits_every_time(rank: int) -> None:
-    case = Case(1000, 2056, rank)
+@pytest.mark.parametrize("rows", [3000, 132 * 128])
+def test_side_by_side_equals_one_after_the_other(rows: int) -> None:
+    """dy8 and amax as bits; ds too where strips are as wide alone, which needs many rows."""
+    case = side_by_side(rows, 16, 2048, -512, 512)
+    dy, b, s, state = case.inputs()
+    alone = state.clone()
+    whole8, whole_inv, ds, dB = case.run(dy, b, s, state)
+    for cols, window in case.windows():
+        d, own = dy[:, cols].contiguous(), Case(rows, cols.stop - cols.start, 16)
+        operands = (None, None) if window is None else (b[cols], s[:, window].contiguous())
+        dy8, inv, own_ds, own_dB = own.run(d, *operands, alone)
+        assert torch.equal(whole8[:, cols], dy8) and torch.equal(whole_inv, inv)
+        if window is None:
+            continue
+        assert rows < 132 * 128 or torch.equal(ds[:, window], own_ds)
+        size = SCALING * d.double().abs()
+        weights = size @ b[cols].double().abs(), size.t() @ s[:, window].double().abs()
+        pairs = (ds[:, window], own_ds, d.shape[1]), (dB[cols], own_dB, rows)
+        for weight, (found, other, terms) in zip(weights, pairs, strict=True):
+            # each is within half of this of the exact sum, whose size is that of `other` but for a rounding
+            bound = other.double().abs() * torch.finfo(BF16).eps * (1 + 2**-7)
+            bound += 2 * weight * torch.finfo(FP32).eps * (terms**0.5 + 4)
+            assert bool(((found.double() - other.double()).abs() <= bound).all())
+    assert torch.equal(state.nan_to_num(7.0), alone.nan_to_num(7.0))
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_in_its_projection() -> None:
+    case = side_by_side(300, 16, 512, -128, 512)
+    dy, b, s, state = case.inputs()
+    clean = case.run(dy, b, s, state.clone())
+    dy[5, 600], dy[7, 700] = torch.inf, torch.nan  # in the second, the third
+    _, _, ds, dB = case.run(dy, b, s, state)
+    assert bool(ds[7, 16:].isnan().all()) and bool(dB[700].isnan().all())
+    ds[7, 16:], dB[700] = clean[2][7, 16:], clean[3][700]
+    assert torch.equal(ds, clean[2]) and torch.equal(dB, clean[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(1000, 2056, rank) for rank in (16, 64, 128)),
+        side_by_side(2100, 16, 4096, -1024, 1024),
+        side_by_side(1000, 16, 384, 128, 136),
+    ],
+    ids=str,
+)
+def test_same_bits_every_time(case: Case) -> None:
     inputs = case.inputs()
     first = case.run(*inputs)
     for _ in range(20):
@@ -152,8 +254,10 @@ def test_same_bits_every_time(rank: int) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_not_asked_for_is_empty() -> None:
-    case = Case(300, 1032, 16)
+@pytest.mark.parametrize(
+    "case", [Case(300, 1032, 16), side_by_side(300, 16, 512, -256, 264)], ids=str
+)
+def test_what_is_not_asked_for_is_empty(case: Case) -> None:
     dy, b, s, state = case.inputs()
     whole = case.run(dy, b, s, state)
     without_b = case.run(dy, None, s, state)
@@ -168,11 +272,21 @@ def test_what_is_not_asked_for_is_empty() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [16, 33], ids="r{}".format)
-def test_nothing_is_written_beside_the_results(rank: int) -> None:
-    """Every result lies between guards; scratch is exactly what quantize_grad_workspace asks for."""
-    case, guards, sizes = Case(300, 1032, rank, b_dtype=FP32), [], []
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(300, 1032, rank, b_dtype=FP32) for rank in (16, 33)),
+        side_by_side(300, 16, 512, -256, 264, b_dtype=FP32),
+        side_by_side(2100, 16, -1024, 4096, 1032, b_dtype=FP32),
+    ],
+    ids=str,
+)
+def test_nothing_is_written_beside_the_results(case: Case) -> None:
+    """Every result lies between guards; scratch is exactly what quantize_grad_workspace asks for, its old bytes not
+    read."""
+    guards, sizes = [], []
     dy, b, s, state = case.inputs()
+    expected = case.run(dy, b, s, state)
     empty = torch.empty
 
     def guarded(*size: object, **options: object) -> Tensor:
@@ -188,7 +302,8 @@ def test_nothing_is_written_beside_the_results(rank: int) -> None:
         mock.patch.object(MODULE.torch, "empty", guarded),
         mock.patch.object(MODULE.torch, "empty_like", lambda t: guarded(*t.shape, dtype=t.dtype)),
     ):
-        MODULE.in_one_pass(dy, b, s, state, COLUMN, True, SCALING, E5M2)
+        found = MODULE.in_one_pass(dy, b, s, state, COLUMN, True, SCALING, E5M2, *case.sizes)
+    assert all(map(torch.equal, found, expected))
     assert len(guards) == 5  # dy8, scale_inv, ds, dB, scratch
     for room, count in zip(guards, sizes, strict=True):
         edges = torch.cat((room[:256], room[256 + count :]))
@@ -233,6 +348,90 @@ def test_what_it_does_not_take_goes_through_torch(change, reason: str) -> None:
         torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-1)  # two roundings to bf16
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", [(500, 100, 424), (128, 128, -128, 256, 128)], ids=str)
+def test_side_by_side_what_it_does_not_take_goes_through_torch(each: tuple[int, ...]) -> None:
+    case = side_by_side(300, 16, *each)
+    dy, b, s, state = case.inputs()
+    assert ladder.why_not_one_pass(dy, b, s, case.sizes[0])
+    arguments = (COLUMN, True, SCALING, E5M2, *case.sizes)
+    expected = reference.quantize_grad(dy, b, s, state.clone(), *arguments)
+    found = ops.quantize_grad(dy, b, s, state, *arguments)
+    assert_same_bytes(found[0], expected[0], E5M2)
+    for a, e in zip(found[2:], expected[2:], strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-1)  # two roundings to bf16
+
+
+def test_why_side_by_side_goes_through_torch() -> None:
+    dy, b = torch.zeros(2, 640, dtype=BF16), torch.zeros(640, 8)
+    with (
+        mock.patch.object(ladder, "capability_of", return_value=(9, 0)),
+        mock.patch.object(ladder, "why_not_wgmma", return_value=None),
+    ):
+        for rows in (None, [640], [128, 512], [0, 128, 384, 128], [384, 256], [512, 0, 128]):
+            assert ladder.why_not_one_pass(dy, b, None, rows) is None
+        for rows, reason in (
+            ([64, 576], r"rows [64, 576] before the last must be multiples of 128"),
+            ([128] * 5, "5 projections are more than 4"),
+        ):
+            assert ladder.why_not_one_pass(dy, b, None, rows) == reason
+            assert ladder.why_not_one_pass(dy, None, None, rows) is None
+
+
+FORMS = {"reference": reference.quantize_grad, "torch": MODULE.in_torch, "op": ops.quantize_grad}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("each", [(3, 2), (4, -3, 2), (-1, 5, 0, 2, -2)], ids=str)
+def test_side_by_side_equals_the_block_diagonal(
+    each: tuple[int, ...], dtype: torch.dtype, form: str
+) -> None:
+    """Small integers: every sum and product is exact, in any order and any of the types."""
+    rank, case = 3, Case(6, sum(map(abs, each)), 3, each=each)
+    dy, b = (torch.randint(-3, 4, (n, m)).float() for n, m in ((6, case.cols), (case.cols, rank)))
+    s = torch.randint(-3, 4, (6, sum(case.sizes[1]))).to(dtype)
+    whole = torch.zeros(case.cols, s.shape[1])
+    for cols, window in case.windows():
+        if window is not None:
+            whole[cols, window] = b[cols]
+        else:
+            b[cols] = torch.nan
+    arguments = (torch.ones(2, 2), 0, True, 2.0, E5M2)
+    dy = dy.to(dtype)
+    expected = reference.quantize_grad(dy, whole, s, *arguments)
+    dy8, _, ds, dB = FORMS[form](dy, b, s, *arguments, *case.sizes)
+    assert torch.equal(dy8, expected[0]) and torch.equal(ds, expected[2])
+    assert ds.dtype == dtype and dB.dtype == FP32 and dB.shape == b.shape
+    for cols, window in case.windows():
+        assert torch.equal(
+            dB[cols], torch.zeros_like(b[cols]) if window is None else expected[3][cols, window]
+        )
+    without_s = FORMS[form](dy, b, None, *arguments, *case.sizes)
+    assert torch.equal(without_s[2], ds) and without_s[3].numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "message"),
+    [
+        ([4, 4], [2], r"rows and ranks must be of one length, found \[4, 4\] and \[2\]"),
+        (None, [2, 2], "rows and ranks must be of one length"),
+        ([4, 5], [2, 2], r"rows must sum to dy's 8 columns, found \[4, 5\]"),
+        ([9, -1], [2, 2], "rows must sum to dy's 8 columns"),
+        ([4, 4], [2, 1], r"ranks must be one rank R > 0, or 0 without an adapter, found \[2, 1\]"),
+        ([4, 4], [0, 0], "ranks must be one rank"),
+        ([4, 4], [3, 0], r"lora_B must be \[8, 3\] .* found \[8, 2\]"),
+        ([4, 4], [2, 0], r"s must be \[5, 2\] .* found \[5, 4\]"),
+    ],
+)
+@pytest.mark.parametrize("op", [ops.quantize_grad, MODULE.quantize_grad], ids=["cpu", "cuda"])
+def test_what_does_not_fit_is_refused(op, rows, ranks, message: str) -> None:
+    dy, b, s, state = torch.ones(5, 8), torch.ones(8, 2), torch.ones(5, 4), torch.zeros(2, 1)
+    with pytest.raises(ValueError, match=message):
+        op(dy, b, s, state, 0, True, 1.0, E5M2, rows, ranks)
+    assert not bool(state.any())
+
+
 def test_workspace_and_refusals() -> None:
     ext = extension()
     assert ext.quantize_grad_workspace(1000, 64, 0, True) == 0
@@ -251,3 +450,17 @@ def test_workspace_and_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ext.quantize_grad_workspace(*sizes, True)
+    # side by side: wide strips where each begins one, else narrow ones, of one adapter's ranks each way
+    tall = 128 * panels, 1024, 16, False
+    assert ext.quantize_grad_workspace(*tall, [(512, 16), (512, 0)]) == 2 * panels * 128 * 16
+    assert ext.quantize_grad_workspace(*tall, [(640, 16), (384, 0)]) == 8 * panels * 128 * 16
+    for projections, message in (
+        ([(128, 16)] * 5, "at most 4, got 5"),
+        ([(64, 16), (448, 16)], "begin at multiples of 128"),
+        ([(128, 16), (128, 16)], "512 columns together"),
+        ([(512, 16), (128, 16)], "512 columns together"),
+        ([(-128, 16), (640, 16)], "512 columns together"),
+        ([(128, 16), (384, 8)], "rank 0 or 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ext.quantize_grad_workspace(128, 512, 16, True, projections)

@@ -53,6 +53,18 @@ def arguments(device):
         "quantize_grad-fp8": (dy, b, ds, state, 0, True, 0.5, E5M2),
         "quantize_grad-base only": (dy, None, None, state, 0, True, 0.5, E5M2),
         "quantize_grad-frozen B": (dy, b, None, None, 0, False, 0.5, E5M2),
+        "quantize_grad-side by side": (
+            dy,
+            b,
+            torch.cat((ds, ds), 1),
+            state,
+            0,
+            True,
+            0.5,
+            E5M2,
+            [4, 1, 5],
+            [r, 0, r],
+        ),
         "fp8_grad_input-fp8": (
             dy8,
             one,
