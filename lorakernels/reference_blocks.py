@@ -35,10 +35,10 @@ def block_diagonal(
 def block_diagonal_parts(
     matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
 ) -> list[Tensor]:
-    """f_i D_i of each R_i > 0, contiguous, in the matrix's dtype.
+    """f_i D_i of each R_i > 0, contiguous, in the matrix's dtype, for f `factors` fp32 [n].
 
     Raises:
-        ValueError: the sizes do not sum to the matrix's.
+        ValueError, TypeError: they do not fit together.
     """
     check_matrix(matrix, rows, ranks, factors)
     return [
@@ -49,12 +49,14 @@ def block_diagonal_parts(
 def check_matrix(
     matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
 ) -> None:
-    """ValueError where `block_diagonal_parts` cannot take these."""
-    if matrix.shape != (sum(rows), sum(ranks)) or factors.shape != (len(rows),):
+    """ValueError or TypeError where `block_diagonal_parts` cannot take these."""
+    if matrix.shape != (sum(rows), sum(ranks)):
         raise ValueError(
-            f"matrix {tuple(matrix.shape)} and factors {tuple(factors.shape)} do not fit rows {list(rows)}, "
-            f"ranks {list(ranks)}"
+            f"matrix {tuple(matrix.shape)} does not fit rows {list(rows)}, ranks {list(ranks)}"
         )
+    if not matrix.is_floating_point():
+        raise TypeError(f"matrix must be of a floating dtype, found {matrix.dtype}")
+    _check_factors(factors, len(rows))
 
 
 def check_blocks(
@@ -67,9 +69,13 @@ def check_blocks(
         raise ValueError(f"blocks must be {expected}, found {found}")
     if len({block.dtype for block in blocks}) > 1:
         raise TypeError(f"blocks must have one dtype, found {[block.dtype for block in blocks]}")
-    if factors.shape != (2, len(rows)) or factors.dtype != torch.float32:
+    _check_factors(factors, 2, len(rows))
+
+
+def _check_factors(factors: Tensor, *shape: int) -> None:
+    if factors.shape != shape or factors.dtype != torch.float32:
         raise ValueError(
-            f"factors must be float32 [2, {len(rows)}], found {factors.dtype} {tuple(factors.shape)}"
+            f"factors must be float32 {list(shape)}, found {factors.dtype} {tuple(factors.shape)}"
         )
 
 

@@ -83,8 +83,14 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.block_diagonal([blocks[0], blocks[1].half()], [4, 4], [2, 2], factors)
     with pytest.raises(ValueError, match=r"factors must be float32 \[2, 2\]"):
         ops.block_diagonal(blocks, [4, 4], [2, 2], factors[:1])
-    with pytest.raises(ValueError, match="do not fit rows"):
-        ops.block_diagonal_parts(torch.ones(8, 5), [4, 4], [2, 2], factors[0])
+    matrix, sizes = torch.ones(8, 4), ([4, 4], [2, 2])
+    with pytest.raises(ValueError, match=r"matrix \(8, 5\) does not fit rows \[4, 4\]"):
+        ops.block_diagonal_parts(torch.ones(8, 5), *sizes, factors[0])
+    for wrong in (factors, factors[0].half(), factors[0].double()):
+        with pytest.raises(ValueError, match=r"factors must be float32 \[2\], found torch\.float"):
+            ops.block_diagonal_parts(matrix, *sizes, wrong)
+    with pytest.raises(TypeError, match=r"floating dtype, found torch\.int32"):
+        ops.block_diagonal_parts(matrix.int(), *sizes, factors[0])
 
 
 if __name__ == "__main__":
