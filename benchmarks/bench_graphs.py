@@ -21,6 +21,9 @@ state, and nothing that broke, reaches another's rows. Columns:
     capture s      warm-up and capture, compilation included
     MB, driver MB  what the allocator reserves at most above the weights, cuBLAS's workspaces included; what the driver
                    took besides, where it could be told
+
+The exit code is 1 if a row is WRONG or one of GraphManager's raised; a peer that raises is a row, and so is what
+--budget-s left no time for.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from graph_providers import PROVIDERS, SIZES
 from workers import Local, Worker, WorkerError, reason_of, serve
 
 NAME = "graphs"
+OURS = ("GraphManager", "GraphManager, grads by autograd")
+NO_TIME = "--budget-s was spent"
 SAME = ("device", "torch", "cuda", "triton", "driver", "commit")  # of runs that may be merged
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # Hopper's default; torch asks for it to be said
 
@@ -57,12 +62,14 @@ def rows_of(
         left = until - time.monotonic()
         try:
             if left < 1:
-                raise WorkerError("not run: --budget-s was spent")
+                raise WorkerError(f"not run: {NO_TIME}")
             options = {"count": count, "most": max(counts), "repetitions": args.repetitions}
             longest = min(left, args.compile_s if compiles(name) else args.timeout_s)
             row |= worker.ask("measure", longest, size=size, **options)
         except WorkerError as error:
-            row |= {"check": f"raised: {error}", **{column: "" for column in COLUMNS}}
+            cut = left >= 1 and time.monotonic() >= until
+            reason = f"not finished: {NO_TIME}" if cut else str(error)
+            row |= {"check": f"raised: {reason}", **{column: "" for column in COLUMNS}}
         yield row
     with contextlib.suppress(WorkerError):
         worker.ask("release", 60)
@@ -148,6 +155,17 @@ def _number(text: str) -> object:
     return text
 
 
+def finish(rows: list[common.Row], facts: dict[str, str], output: Path | None) -> int:
+    """`common.finish`; 1 also where ours raised, for another reason than want of time."""
+    code = common.finish(NAME, rows, facts, output)
+    for row in rows:
+        check = str(row["check"])
+        if row["provider"] in OURS and check.startswith("raised: ") and NO_TIME not in check:
+            print(f"{row['size']}, {row['layers']} layers, {row['provider']} {check}")
+            code = 1
+    return code
+
+
 def handlers(name: str, device: torch.device) -> dict[str, Callable[..., Any]]:
     measurer = Measurer(name, device)
     return {"load": measurer.load, "measure": measurer.measure, "release": measurer.release}
@@ -171,7 +189,7 @@ def main() -> int:
         serve(handlers(args.worker, device))
         return 0
     if args.merge:
-        return common.finish(NAME, *merged(args.merge), args.output)
+        return finish(*merged(args.merge), args.output)
     if device.type != "cuda":
         options.error("CUDA graphs need a CUDA device")
     args.repetitions = 3 if args.quick else args.repetitions
@@ -183,7 +201,7 @@ def main() -> int:
         facts["a pair of Functions, CPU µs"] = f"{function_pair_us(device):.1f}"
     except Exception as error:
         facts["a pair of Functions, CPU µs"] = reason_of(error)
-    return common.finish(NAME, rows, facts, args.output)
+    return finish(rows, facts, args.output)
 
 
 if __name__ == "__main__":

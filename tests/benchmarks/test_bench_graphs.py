@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +65,44 @@ def test_rows(bench: Any) -> None:
         assert rows["broken", count]["check"] == "raised: RuntimeError: no such library"
         assert rows["GraphManager", count]["÷ GraphManager"] == 1.0
     assert len({tuple(row) for row in rows.values()}) == 1, "one table"
+
+
+@pytest.mark.parametrize(
+    ("provider", "check", "code"),
+    [
+        ("GraphManager", "bit-equal", 0),
+        ("GraphManager", "raised: CaptureError: capture of layer '0'", 1),
+        ("GraphManager, grads by autograd", "raised: no answer within 40 s", 1),
+        ("GraphManager", "WRONG: 1.0e-01 of output", 1),
+        ("GraphManager", "raised: not run: --budget-s was spent", 0),
+        ("GraphManager", "raised: not finished: --budget-s was spent", 0),
+        ("TE make_graphed_callables", "raised: ImportError: no such library", 0),
+    ],
+)
+def test_it_fails_where_ours_does(bench: Any, provider: str, check: str, code: int) -> None:
+    row = {"size": "small", "layers": 4, "provider": provider, "check": check}
+    row |= {name: "" for name in bench.COLUMNS}
+    assert {provider, *bench.OURS} <= {*bench.PROVIDERS}
+    assert bench.finish([row | {"provider": "eager", "check": "bit-equal"}, row], {}, None) == code
+
+
+def test_an_answer_that_the_budget_cuts_off_is_no_failure(bench: Any) -> None:
+    """And one that was given all of its time is."""
+
+    class Silent:
+        def ask(self, request: str, timeout: float, **options: Any) -> None:
+            if request == "measure":
+                time.sleep(timeout)
+                raise bench.WorkerError(f"no answer within {timeout:.0f} s")
+
+    args = argparse.Namespace(layers=[1], repetitions=1, timeout_s=1.05, compile_s=1.0)
+    for budget, expected in (
+        (1.02, "not finished: --budget-s was spent"),
+        (9.0, "no answer within 1 s"),
+    ):
+        until = time.monotonic() + budget
+        rows = list(bench.rows_of("tiny", "GraphManager", Silent(), args, until))
+        assert rows[0]["check"] == f"raised: {expected}"
 
 
 def test_time_that_is_spent_is_said(bench: Any) -> None:
