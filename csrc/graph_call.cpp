@@ -51,6 +51,23 @@ class Matcher {
     return taken ? tensors.release().ptr() : py::none().release().ptr();
   }
 
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(tensor_type_.ptr());
+    Py_VISIT(watch_object_.ptr());
+    for (const py::object& entry : spec_) Py_VISIT(entry.ptr());
+    for (const py::object& entry : autocast_) Py_VISIT(entry.ptr());
+    for (const auto& [place, given] : given_) Py_VISIT(given.ptr());
+    for (const auto& [place, like] : like_) Py_VISIT(like.ptr());
+    return 0;
+  }
+
+  void clear() {  // an empty `spec_` takes no call
+    watch_ = nullptr;
+    const auto type = std::exchange(tensor_type_, {}), watch = std::exchange(watch_object_, {});
+    const auto spec = std::exchange(spec_, {}), autocast = std::exchange(autocast_, {});
+    const auto given = std::exchange(given_, {}), like = std::exchange(like_, {});
+  }
+
  private:
   bool next_is(PyObject* object, size_t& at) const { return at < spec_.size() && spec_[at++].ptr() == object; }
 
@@ -136,21 +153,19 @@ class Matcher {
   std::vector<std::pair<size_t, size_t>> same_;
 };
 
-constexpr const char* kMatcher = "lorakernels.Matcher";
-
 PyObject* match(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  const auto* matcher = static_cast<const Matcher*>(PyCapsule_GetPointer(self, kMatcher));
-  if (matcher == nullptr) return nullptr;
   if (count != 2 || !PyTuple_Check(arguments[0]) || !PyDict_Check(arguments[1])) {
     PyErr_SetString(PyExc_TypeError, "match takes a tuple of arguments and a dict of named ones");
     return nullptr;
   }
   try {
-    return matcher->match(arguments[0], arguments[1]);
+    return held<Matcher>(self)->match(arguments[0], arguments[1]);
   } catch (py::error_already_set& error) {
     error.restore();
-    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
   }
+  return nullptr;
 }
 
 // A builtin, match(args, kwargs): a method of a bound class would take twice as long to call as what it does.
@@ -160,12 +175,10 @@ PyMethodDef match_definition = {"match", reinterpret_cast<PyCFunction>(reinterpr
 
 py::object matcher(const py::list& spec, const py::object& tensor_type, const py::list& given, const py::list& same,
                    const py::list& like, const py::tuple& autocast, const py::object& watch) {
-  auto made = std::make_unique<Matcher>(spec, tensor_type, given, same, like, autocast, watch);
-  const auto destroy = [](PyObject* capsule) { delete static_cast<Matcher*>(PyCapsule_GetPointer(capsule, kMatcher)); };
-  const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(made.get(), kMatcher, destroy));
-  if (!capsule) throw py::error_already_set();
-  made.release();
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&match_definition, capsule.ptr()));
+  const auto made = py::cast(std::make_unique<Matcher>(spec, tensor_type, given, same, like, autocast, watch));
+  const auto found = py::reinterpret_steal<py::object>(PyCFunction_New(&match_definition, made.ptr()));
+  if (!found) throw py::error_already_set();
+  return found;
 }
 
 // The gradients of parameters, and the memory they have in a slab: `targets` have `parameter`, `grad` and `references`.
@@ -184,6 +197,7 @@ class GradSlots {
   // kInstalled: each `parameter.grad` is `grad`. kFree: each is None, and nobody else holds a `grad`: not more than the
   // `references` that sys.getrefcount counts, one of them its own argument.
   int state() const {
+    if (cleared_) throw std::runtime_error("GradSlots.state: the garbage collector has cleared it");
     size_t installed = 0;
     for (const Slot& slot : slots_) {
       const py::object now = get(slot.parameter.ptr(), grad_.ptr(), slot.getter);
@@ -207,6 +221,20 @@ class GradSlots {
     }
   }
 
+  int traverse(visitproc visit, void* arg) const {
+    for (const Slot& slot : slots_) {
+      Py_VISIT(slot.target.ptr());
+      Py_VISIT(slot.parameter.ptr());
+      Py_VISIT(slot.grad.ptr());
+    }
+    return 0;
+  }
+
+  void clear() {
+    cleared_ = true;
+    const auto slots = std::exchange(slots_, {});
+  }
+
  private:
   struct Slot {
     py::object target, parameter, grad;
@@ -219,6 +247,7 @@ class GradSlots {
 
   py::object grad_ = name("grad"), references_ = name("references");
   std::vector<Slot> slots_;
+  bool cleared_ = false;
 };
 
 }  // namespace
@@ -226,7 +255,8 @@ class GradSlots {
 void register_graph_call(py::module_& m) {
   m.def("matcher", &matcher, py::arg("spec"), py::arg("tensor_type"), py::arg("given"), py::arg("same"),
         py::arg("like"), py::arg("autocast"), py::arg("watch"));
-  py::class_<GradSlots>(m, "GradSlots")
+  py::class_<Matcher>(m, "Matcher", collected<Matcher>());
+  py::class_<GradSlots>(m, "GradSlots", collected<GradSlots>())
       .def(py::init<const py::list&>(), py::arg("targets"))
       .def("state", &GradSlots::state)
       .def("install", &GradSlots::install);

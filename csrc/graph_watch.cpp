@@ -43,7 +43,7 @@ py::tuple flatten(const py::object& value, const py::object& tensor_type) {
 }  // namespace
 
 void register_graph_watch(py::module_& m) {
-  py::class_<Watch>(m, "Watch")
+  py::class_<Watch>(m, "Watch", collected<Watch>())
       .def(py::init<>())
       .def("add_dict", &Watch::add_dict, py::arg("dict"), py::arg("keys") = py::none())
       .def("add_address", &Watch::add_address, py::arg("data_ptr"), py::arg("expected"))

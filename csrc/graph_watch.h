@@ -54,6 +54,14 @@ inline py::object get(PyObject* owner, PyObject* name, const PyGetSetDef* getter
   return value;
 }
 
+// The T of a bound object; null before its constructor is through, which is when it is tracked already.
+template <typename T>
+T* held(PyObject* self) {
+  auto* instance = reinterpret_cast<py::detail::instance*>(self);
+  const bool made = instance->simple_layout && instance->simple_holder_constructed;
+  return made ? static_cast<T*>(instance->simple_value_holder[0]) : nullptr;
+}
+
 struct Entry {
   py::object key, value;
   bool watched;
@@ -99,6 +107,26 @@ struct WatchedDict {
   }
 };
 
+// For py::class_<T>: lets the garbage collector see what a T holds, for T holds what in the end holds it (layers, and
+// with them the graphs). T::traverse visits every object that it owns a reference to, T::clear lets go of them; a
+// cleared T is still there to be called, and must not answer that all is well.
+template <typename T>
+py::custom_type_setup collected() {
+  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    PyTypeObject* type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) -> int {
+      Py_VISIT(Py_TYPE(self));
+      const T* value = held<T>(self);
+      return value == nullptr ? 0 : value->traverse(visit, arg);
+    };
+    type->tp_clear = [](PyObject* self) -> int {
+      if (T* value = held<T>(self)) value->clear();
+      return 0;
+    };
+  });
+}
+
 class Watch {
  public:
   // keys: which entries count; None for all, and for their number.
@@ -125,6 +153,7 @@ class Watch {
 
   // -1, or the number of the first thing that changed: dicts first, then addresses, then attributes, as added.
   int64_t check() const {
+    if (cleared_) throw std::runtime_error("Watch.check: the garbage collector has cleared it");
     int64_t index = 0;
     for (const WatchedDict& watched : dicts_) {
       if (!watched.same()) return index;
@@ -146,6 +175,30 @@ class Watch {
     return -1;
   }
 
+  int traverse(visitproc visit, void* arg) const {
+    for (const WatchedDict& watched : dicts_) {
+      Py_VISIT(watched.dict.ptr());
+      for (const Entry& entry : watched.entries) {
+        Py_VISIT(entry.key.ptr());
+        Py_VISIT(entry.value.ptr());
+      }
+    }
+    for (const Address& address : addresses_) Py_VISIT(address.data_ptr.ptr());
+    for (const Attribute& attribute : attributes_) {
+      Py_VISIT(attribute.owner.ptr());
+      Py_VISIT(attribute.name.ptr());
+      Py_VISIT(attribute.expected.ptr());
+    }
+    return 0;
+  }
+
+  void clear() {  // out of the members first: what dies then may run Python code
+    cleared_ = true;
+    const auto dicts = std::exchange(dicts_, {});
+    const auto addresses = std::exchange(addresses_, {});
+    const auto attributes = std::exchange(attributes_, {});
+  }
+
  private:
   struct Attribute {
     py::object owner, name, expected;
@@ -159,6 +212,7 @@ class Watch {
   std::vector<WatchedDict> dicts_;
   std::vector<Address> addresses_;
   std::vector<Attribute> attributes_;
+  bool cleared_ = false;
 };
 
 }  // namespace lorakernels

@@ -9,6 +9,7 @@ for its own CUDAGraph, not reachable from Python: under relaxed capture the allo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,13 +34,18 @@ def check_torch() -> None:
 
 
 class Pool:
-    """A private pool of the caching allocator on one device."""
+    """A private pool of the caching allocator on one device; released when it goes, if not before."""
+
+    _references = 0
 
     def __init__(self, device: int) -> None:
         check_torch()
         self.device = device
         self.id = torch.cuda.graph_pool_handle()
-        self._references = 0
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
 
     @contextmanager
     def routing(self) -> Iterator[None]:

@@ -64,11 +64,15 @@ class Snapshot:
 
 
 class Pins:
-    """The pins on an FP8 state's addresses that a capture adds, its own and the state's, to be taken off together."""
+    """The pins on an FP8 state's addresses that a capture adds, its own and the state's, to be taken off together: by
+    `remove`, or when this goes."""
 
     def __init__(self, fp8_state: Any) -> None:
         self._state = fp8_state
         self._before = self._now()
+
+    def __del__(self) -> None:
+        self.remove()
 
     def _now(self) -> set[str]:
         found = getattr(self._state, "pinned_by", None)
@@ -79,8 +83,10 @@ class Pins:
             self._state.pin(PINNED_BY)
 
     def remove(self) -> None:
+        """Once: what is pinned later is others' pin."""
         for pin in self._now() - self._before:
             self._state.unpin(pin)
+        self._state = None
 
 
 @contextmanager

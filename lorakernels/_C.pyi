@@ -281,6 +281,9 @@ def matcher(
     watch: Watch,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]: ...
 
+class Matcher:
+    """What a function that `matcher` makes is bound to."""
+
 class GradSlots:
     """Where parameters' gradients are (csrc/graph_call.cpp)."""
 
