@@ -106,6 +106,7 @@ class Matcher {
       }
       return true;
     }
+    if (PyType_Check(value) && !next_is(reinterpret_cast<PyObject*>(&PyType_Type), at)) return false;
     return at < spec_.size() && unchanged(spec_[at++].ptr(), value);  // of one type: 1 == 1.0 == True
   }
 

@@ -8,7 +8,7 @@ namespace lorakernels {
 namespace {
 
 // Depth first: tensors into `tensors`; into `spec` a container's type and length (and a dict's keys), the tensor type
-// in place of a tensor, and everything else as it is.
+// in place of a tensor, `type` before a class, which is a constant, and everything else as it is.
 void flatten_into(PyObject* value, PyObject* tensor_type, py::list& tensors, py::list& spec) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(tensor_type))) {
@@ -30,6 +30,7 @@ void flatten_into(PyObject* value, PyObject* tensor_type, py::list& tensors, py:
       flatten_into(item, tensor_type, tensors, spec);
     }
   } else {
+    if (PyType_Check(value)) spec.append(py::handle(reinterpret_cast<PyObject*>(&PyType_Type)));
     spec.append(py::handle(value));
   }
 }

@@ -25,6 +25,7 @@ PLAIN = (
     torch.device,
     torch.Size,
     torch.memory_format,
+    type,
 )
 
 
@@ -86,12 +87,8 @@ def distinct(x: Tensor) -> Tensor:
 
 def number_types(spec: list[Any]) -> list[tuple[int, type]]:
     """Where `spec` has numbers, and their types: 1, 1.0 and True are equal, but do not compute the same."""
-    containers = (tuple, list, dict)
-    return [
-        (i, type(value))
-        for i, value in enumerate(spec)
-        if isinstance(value, (int, float, complex)) and not (i and spec[i - 1] in containers)
-    ]
+    numbers = (int, float, complex)
+    return [(i, type(value)) for i, value in enumerate(spec) if isinstance(value, numbers)]
 
 
 def typed(spec: list[Any]) -> tuple[tuple[type, Any], ...]:
@@ -103,7 +100,7 @@ class Signature:
     """A nesting of tuples, lists and dicts, taken apart: `spec` has everything but the tensors.
 
     `spec` is comparable: container types, lengths, keys and constants in depth-first order, with `Tensor` itself in
-    place of each tensor. `paths` names the places of the tensors.
+    place of each tensor, and `type` before a constant that is a class. `paths` names the places of the tensors.
     """
 
     def __init__(self, value: Any) -> None:
@@ -126,7 +123,7 @@ class Signature:
                 key = next(spec)
                 self._walk(spec, f"{path}.{key}" if path else str(key))
         else:
-            self.constants.append((path or "value", head))
+            self.constants.append((path or "value", next(spec) if head is type else head))
 
     def unsupported(self) -> str | None:
         """The first constant whose changes nobody could see, described; None if there is none."""
@@ -142,11 +139,7 @@ def flatten(value: Any) -> tuple[list[Tensor], list[Any]]:
 
 
 def _is_function(value: Any) -> bool:
-    return (
-        callable(value)
-        and not isinstance(value, (torch.nn.Module, type))
-        and hasattr(value, "__code__")
-    )
+    return callable(value) and not isinstance(value, torch.nn.Module) and hasattr(value, "__code__")
 
 
 def builder(spec: list[Any]) -> Callable[[Sequence[Tensor]], Any]:
@@ -166,20 +159,27 @@ def _build(spec: Any, tensors: Any) -> Any:
         return head(_build(spec, tensors) for _ in range(next(spec)))
     if head is dict:
         return {next(spec): _build(spec, tensors) for _ in range(next(spec))}
-    return head
+    return next(spec) if head is type else head
 
 
 def difference(expected: list[Any], found: list[Any]) -> tuple[str, str] | None:
     """The first place where two specs differ, as (expected, found); None if they are equal."""
-    for a, b in zip(expected, found, strict=False):
+    constant = False  # the entry before says that this one is a class
+    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a is not b and not (type(a) is type(b) and a == b):
-            return _show(a), _show(b)
+            return _show(expected[i:], constant), _show(found[i:], constant)
+        constant = a is type and not constant
     if len(expected) != len(found):
         return f"{len(expected)} entries", f"{len(found)} entries"
     return None
 
 
-def _show(value: Any) -> str:
-    if value is Tensor:
+def _show(spec: list[Any], constant: bool) -> str:
+    head = spec[0]
+    if constant:
+        return repr(head)
+    if head is type:
+        return repr(spec[1])
+    if head is Tensor:
         return "a tensor"
-    return f"a {value.__name__}" if value in (tuple, list, dict) else repr(value)
+    return f"a {head.__name__}" if isinstance(head, type) else repr(head)

@@ -142,4 +142,4 @@ class Turns:
 
 def _kinds(spec: Sequence[Any]) -> list[tuple[type, Any]]:
     """`typed`, but an object that cannot be a constant counts by its type alone: each call has its own."""
-    return [(type(x), x if x is None or isinstance(x, (*PLAIN, type)) else None) for x in spec]
+    return [(type(x), x if x is None or isinstance(x, PLAIN) else None) for x in spec]

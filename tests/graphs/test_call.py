@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorakernels.graphs import grads
-from lorakernels.graphs.signature import extension, flatten, typed
+from lorakernels.graphs.signature import Signature, difference, extension, flatten, typed
 from torch import Tensor
 
 from tests.graphs.layers import batches, managed, run, same, twins, warm
 
 CPU = torch.device("cpu")
 X = torch.zeros(2)
-CONSTANTS = st.sampled_from([None, 0, 1, 1.0, True, False, "a", -0.0, torch.float16])
+CLASSES = [tuple, list, dict, type, Tensor, int]
+CONSTANTS = st.sampled_from([None, 0, 1, 1.0, True, False, "a", -0.0, torch.float16, *CLASSES])
 VALUES = st.recursive(
     st.just(X) | CONSTANTS,
     lambda inner: (
@@ -46,6 +47,30 @@ def test_a_call_is_matched_where_its_structure_and_constants_are(first: Any, sec
     assert (found is not None) == (typed(spec) == typed(flatten(first)[1]))
     assert found is None or all(a is b for a, b in zip(found, tensors, strict=True))
     assert matcher(second)(*second) is not None, "itself"
+    taken_apart = Signature(second)
+    assert same_call(taken_apart.rebuild(tensors), second) and taken_apart.unsupported() is None
+
+
+def same_call(a: Any, b: Any) -> bool:
+    """As == has it, but for 1 == 1.0 == True and tensors."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return [*a] == [*b] and same_call([*a.values()], [*b.values()])
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same_call, a, b))
+    return a is b or (not isinstance(a, Tensor) and a == b)
+
+
+@settings(max_examples=300, deadline=None)
+@given(CALLS, CALLS)
+def test_calls_that_differ_are_told_apart(first: Any, second: Any) -> None:
+    """No two calls are written down alike, and each difference can be shown."""
+    spec, other = flatten(first)[1], flatten(second)[1]
+    assert (typed(spec) == typed(other)) == same_call(first, second)
+    found = difference(spec, other)
+    assert (found is None) == same_call(first, second)
+    assert found is None or found[0] != found[1]
 
 
 class Given:

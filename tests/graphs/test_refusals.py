@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +175,62 @@ def test_changed_arguments(device: torch.device, change: dict, message: str) -> 
     change = {k: other.get(v, v) if isinstance(v, str) else v for k, v in change.items()}
     with pytest.raises(ReplayError, match=message):
         call(layers[1], x, cos, **change)
+
+
+class Gathers(Block):
+    """Returns its output and its input in what it is told."""
+
+    def forward(self, x: torch.Tensor, into: Any = tuple) -> Any:
+        return into((super().forward(x), x.detach()))
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (list, "<class 'list'>"),
+        (torch.Tensor, "<class 'torch.Tensor'>"),
+        ((), "a tuple"),
+        (3, "3"),
+        (torch.zeros(()), "a tensor"),
+    ],
+    ids=["another", "the tensors'", "an instance", "a number", "a tensor"],
+)
+def test_a_class_is_a_constant(device: torch.device, other: Any, found: str) -> None:
+    ours, theirs = twins(device, 1, Gathers)
+    manager = managed(ours, device)
+    for _ in range(4):
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            results = layers[0](x, into=tuple)
+            assert isinstance(results, tuple)
+            results[0].sum().backward()
+        same(ours, theirs)
+        manager.end_iteration()
+    assert manager.phase == "replaying"
+    expected = re.escape(f"arguments: expected <class 'tuple'>, found {found}")
+    with pytest.raises(ReplayError, match=expected):
+        ours[0](x, into=other)
+    ours[0](x, into=tuple)[0].sum().backward()
+    manager.end_iteration()
+
+
+@pytest.mark.parametrize("class_first", [False, True], ids=["a tensor", "a class"])
+def test_a_tensor_is_not_its_class(device: torch.device, class_first: bool) -> None:
+    layers = stack(device, 1, Mixes)
+    manager = managed(layers, device)
+    x = next(batches(device, 1))
+    kinds = [x.clone(), torch.Tensor]
+    kinds = kinds[::-1] if class_first else kinds
+    for _ in range(2):
+        layers[0](x, kinds[0]).sum().backward()
+        manager.end_iteration()
+    with pytest.raises(ReplayError, match="arguments: expected"):
+        layers[0](x, kinds[1])
+
+
+class Mixes(Block):
+    def forward(self, x: torch.Tensor, with_what: Any) -> torch.Tensor:
+        return super().forward(x if with_what is torch.Tensor else x + with_what)
 
 
 def test_order(device: torch.device) -> None:
