@@ -12,14 +12,14 @@ resumed microbatches draw the same masks, so that a run is the same to the bit w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lorakernels import FP8State, LoRALinear, LoRAReport, PhiloxState, fuse, model_parallel_states
-from lorakernels.graphs import CaptureError, GraphManager, OrderError
+from lorakernels.graphs import CaptureError, GraphManager, OrderError, ReplayError
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
@@ -128,8 +128,9 @@ class Runtime:
     def run(
         self, compute: Callable[..., Any], optimizer: torch.optim.Optimizer, *inputs: Any
     ) -> Any:
-        """`compute(*inputs)`, a whole step: what `scope` "step" captures. Where that fails, the layers are captured
-        instead, and the run says why."""
+        """`compute(*inputs)`, a whole step: what `scope` "step" captures. Where that fails, or a replay is refused
+        later, the layers are captured instead; where one of theirs is refused, they run eagerly from then on. The run
+        says why, and the step itself starts anew: nothing is lost."""
         if self.scope == "step" and self.manager is None:
             self.manager = GraphManager(
                 compute, "iteration", modules=[self.model], optimizers=[optimizer], **self._shared
@@ -139,12 +140,26 @@ class Runtime:
                 result = self.manager(*inputs)
             except CaptureError as error:
                 self._give_up(f"{error}. {self.manager.explain(error)}")
+            except ReplayError as error:
+                self._give_up(_refusal(error, "--graphs layer, or --eager"))
             else:
                 self.replayed = self.replaying
                 if self.random is not None and not self.replayed:
                     self.random.advance()
                 return result
         self.replayed = self.replaying
+        return self._by_layers(compute, inputs) if self.replayed else compute(*inputs)
+
+    def _by_layers(self, compute: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """Until the last backward a step changes gradients, which it zeroes first, amaxes, which come out the same, and
+        the random state; so it can be repeated."""
+        before = None if self.random is None else self.random.tensor[1].clone()
+        try:
+            return compute(*inputs)
+        except (ReplayError, OrderError) as error:
+            self._give_up(_refusal(error, "--eager"))
+        self.replayed = False
+        self._set_offset(before)
         return compute(*inputs)
 
     def begin_microbatch(self) -> None:
@@ -180,6 +195,7 @@ class Runtime:
         """From whole steps to layers, from layers to eager ones."""
         whole = self.scope == "step"
         self.close()
+        self.replay_from = None
         if whole:
             self._say(f"steps are not replayed as a whole: {reason}")
             self._capture_layers()
@@ -193,14 +209,26 @@ class Runtime:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The offset of the run; the seed stays this rank's."""
-        if self.random is not None:
+        self._set_offset(None if self.random is None else state["philox"][1])
+
+    def _set_offset(self, offset: Tensor | None) -> None:
+        if self.random is not None and offset is not None:
             with torch.no_grad():
-                self.random.tensor[1].copy_(state["philox"][1])
+                self.random.tensor[1].copy_(offset)
 
     def close(self) -> None:
         if self.manager is not None:
             self.manager.reset() if self.scope == "step" else self.manager.close()
             self.manager = None
+
+
+def _refusal(error: ReplayError | OrderError, instead: str) -> str:
+    """For who runs the command: what a replay found, and what to do about it."""
+    what = str(error)
+    if isinstance(error, ReplayError):
+        found = f"expected {error.expected}, found {error.found}"
+        what = f"replay of layer {error.layer!r}: {error.what}: {found}"
+    return f"{what}. It was refused before its launch and the step starts anew; to do without it: {instead}"
 
 
 def _why_not(

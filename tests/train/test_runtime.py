@@ -285,6 +285,47 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(make, graphs):
     eager.close(), trainer.close()
 
 
+@pytest.mark.parametrize("graphs", ["step", "layer"])
+def test_a_refused_replay_is_said_and_nothing_is_lost(make, graphs):
+    """A parameter moves while graphs replay, in step 5, for layers between its microbatches: the run goes on with the
+    eager one's bits."""
+    eager, _ = make(False)
+    trainer, said = make(True, graphs=graphs)
+    results = [trainer.step() for _ in range(4)]
+    assert results[-1].replayed and len(said) == 2, said
+    parameter = trainer.model.model.layers[1].self_attn.q_proj.lora_A
+    begin, calls = trainer.runtime.begin_microbatch, []
+
+    def moves_it() -> None:
+        calls.append(0)
+        if len(calls) == (1 if graphs == "step" else 2):
+            parameter.data = parameter.data.clone()
+        begin()
+
+    if graphs == "step":
+        moves_it()
+    else:
+        trainer.runtime.begin_microbatch = moves_it
+    results += [trainer.step() for _ in range(4)]
+    whole = graphs == "step"
+    assert [r.replayed for r in results[4:]] == [False, False, whole, whole], said
+    refused = [line for line in said if "refused before its launch" in line]
+    assert len(refused) == 1
+    assert "lora_A': expected 0x" in refused[0] and ", found 0x" in refused[0]
+    if whole:
+        assert refused[0].startswith(
+            "steps are not replayed as a whole: replay of layer 'modules[0]'"
+        )
+        assert refused[0].endswith("to do without it: --graphs layer, or --eager")
+        assert "layers replayed as CUDA graphs from step 7 on" in said
+    else:
+        assert refused[0].startswith("layers run eagerly: replay of layer '1': address of ")
+        assert refused[0].endswith("to do without it: --eager")
+    assert [r.loss for r in results] == [eager.step().loss for _ in range(8)]
+    assert_same(trained(eager), trained(trainer))
+    eager.close(), trainer.close()
+
+
 def test_what_waits_outside_of_the_layers_leaves_their_graphs(make):
     """The last norm waits for the device: the step cannot be captured, the layers can, after as many more steps."""
     eager, _ = make(False)
