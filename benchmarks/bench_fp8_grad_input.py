@@ -12,8 +12,8 @@ relative, in the Frobenius norm, and more than twice that of "cublaslt, split" i
 fast accumulation is shown, not judged). An H200 under load lowers its clock within a second: "÷ cublaslt" divides by
 the mean of two runs of "cublaslt, split", one before and one after the provider.
 
-"mask given" is what a layer's backward does: `lora_grad_a_and_mask` has drawn the mask already and hands it over, a bit
-an element, which is read here. "ours, single" and "ours, both" draw it themselves, as where dA is not wanted.
+"mask given" is what a layer's backward does: `quantize_grad_and_mask` has drawn the mask already, a bit an element,
+which is read here. "ours, single" and "ours, both" draw it themselves, as where dA is not wanted.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def make_inputs(shape: str, rank: int, p: float, device: torch.device) -> Inputs
         p=p,
     )
     if p > 0:
-        x8 = torch.zeros(m, k, dtype=torch.uint8, device=device)
-        arguments = (i.ds, x8, one, i.slot, p, SITE, torch.float32)
-        i.dropped = ops.lora_grad_a_and_mask(*arguments)[1]
+        i.dropped = reference.dropped_bits(reference.drawn_mask(i.slot, p, SITE, m, k))
     return i
 
 

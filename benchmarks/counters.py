@@ -86,8 +86,9 @@ def step(m: int, n: int, k: int, rank: int) -> None:
     def run() -> None:
         x8, x_inv, s = ops.quantize_lora_down(x, a, state.forward, 0, True, *place)
         ops.fp8_linear_lora(x8, x_inv, weight, one, None, s, b, 2.0, x.dtype)
-        dy8, dy_inv, ds, _ = ops.quantize_grad(dy, b, s, state.backward, 0, True, 2.0, e5m2)
-        _, mask = ops.lora_grad_a_and_mask(ds, x8, x_inv, *place, torch.float32)
+        grad = (dy, b, s, state.backward, 0, True, 2.0, e5m2)
+        dy8, dy_inv, ds, _, mask = ops.quantize_grad_and_mask(*grad, *place, k)
+        ops.lora_grad_a(ds, x8, x_inv, *place, torch.float32, 0, 0, mask)
         weight_t = ops.transpose_fp8(weight)
         base = (dy8, dy_inv, e5m2, weight, one, weight_t, ds, a, *place, x.dtype, 0, 0)
         ops.fp8_grad_input(*base, True, mask)

@@ -112,42 +112,4 @@ struct Threshold {
   }
 };
 
-// The signs of a draw's lanes, a byte each.
-__device__ __forceinline__ uint2 signs_of_lanes(const PhiloxDraw& draw) {
-  constexpr uint32_t kOfHalves = 0xFDB9;
-  return make_uint2(permuted(draw.word[0], draw.word[1], kOfHalves), permuted(draw.word[2], draw.word[3], kOfHalves));
-}
-
-// Hands dropout.h's bits over. Lanes 4 g + t of a warp have 8 columns of some rows, g those of a draw of which a word
-// has four; these lanes exchange until each, or every other one, has the word of one row.
-struct MaskWriter {
-  uint32_t draw = threadIdx.x % 16 / 4;
-  uint32_t first = 0x04040101u << draw / 2, second = 0x40401010u << draw / 2;  // bits of the bytes
-
-  // Of 4 or 2 rows, from signs_of_lanes that tell what is dropped. Which one is left to this lane, if any, `row` says.
-  template <int kRows>
-  __device__ uint32_t word(const uint2 (&signs)[kRows]) const {
-    static_assert(kRows == 2 || kRows == 4);
-    uint32_t mine[kRows / 2];  // of byte h, or 2 + h: columns h and 4 + h, or 2 + h and 6 + h
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const uint2 &a = signs[i], &b = signs[kRows / 2 + i];
-      mine[i] = exchanged((a.x & first) | (a.y & second), (b.x & first) | (b.y & second), draw / 2 == 1, 8);
-      mine[i] = (permuted(mine[i], 0, 0x4140) | permuted(mine[i], 0, 0x4342)) << draw % 2 * 8;
-    }
-    if constexpr (kRows == 4) return exchanged(mine[0], mine[1], draw % 2 == 1, 4);
-    return mine[0] | __shfl_xor_sync(0xFFFFFFFFu, mine[0], 4);
-  }
-
-  template <int kRows>
-  __device__ int row() const {
-    return kRows == 4 ? draw / 2 * 2 + draw % 2 : draw % 2 == 0 ? draw / 2 : -1;
-  }
-
-  // What both lanes have of the first, or in the lane that is second of the second one.
-  static __device__ uint32_t exchanged(uint32_t first, uint32_t second, bool is_second, int lanes) {
-    return (is_second ? second : first) | __shfl_xor_sync(0xFFFFFFFFu, is_second ? first : second, lanes);
-  }
-};
-
 }  // namespace lorakernels

@@ -52,7 +52,7 @@ void lora_grad_a(uintptr_t dA, uintptr_t partial, uintptr_t ds, uintptr_t x, uin
                                half_type("dtype", dtype),
                                float_type("out_dtype", out_dtype),
                                dropout_params(slot, site, threshold, first_row, first_col),
-                               reinterpret_cast<uint32_t*>(dropped)};
+                               reinterpret_cast<const uint32_t*>(dropped)};
   launch_lora_grad_a(params, reinterpret_cast<void*>(stream), device);
 }
 

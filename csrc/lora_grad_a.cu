@@ -21,16 +21,12 @@ constexpr uint32_t kLowBytes = 0x5140, kHighBytes = 0x7362;  // bytes 0 and 1, o
 constexpr uint32_t kSignsInTurn = 0xFBD9;                    // of the low halves, of the high halves; a byte each
 constexpr uint32_t kLowSigns = 0xDD99, kHighSigns = 0xFFBB;  // of the low, or the high halves; two bytes each
 
-// Of kRows rows, four apart, from what `Threshold` left.
-template <int kRows>
-__device__ void hand_over(const PhiloxDraw (&draws)[kRows], uint32_t* target, int64_t words, uint32_t rows_left) {
-  const MaskWriter writer;
-  uint2 signs[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) signs[i] = signs_of_lanes(draws[i]);
-  const uint32_t bits = writer.word(signs);
-  const int row = writer.template row<kRows>();
-  if (row >= 0 && 4 * row < rows_left) target[4 * row * words] = bits;
+enum class Mask { kNone, kDrawn, kGiven };
+
+// A row's draw as `Threshold` leaves it, as far as its signs go, from the 32 columns' bits that dropout.h describes.
+__device__ PhiloxDraw signs_of_bits(uint32_t bits, uint32_t draw) {
+  const uint32_t mine = bits >> dropped_shift(draw);
+  return {{mine << 15, mine << 13, mine << 11, mine << 9}};
 }
 
 // Four e4m3 bytes as fp16, which holds them all, in two words.
@@ -125,15 +121,36 @@ struct Ring {
   }
 };
 
+// The same for the mask's bits: of each row the 64 columns' of the warp.
+template <int kStages, int kRows>
+struct RingBits {
+  static constexpr int kBytesOfBlock = kStages * kRows * 8 * (kThreads / 32);
+  uint32_t* base;
+
+  __device__ explicit RingBits(void* shared)
+      : base(static_cast<uint32_t*>(shared) + threadIdx.x / 32 * (kStages * kRows * 2)) {}
+
+  static __device__ uint32_t copied_row() { return threadIdx.x % 32; }
+  __device__ void copy(int stage, const uint32_t* source, bool inside) const {
+    if (copied_row() >= kRows) return;
+    copy_async(reinterpret_cast<uint2*>(base + (stage * kRows + copied_row()) * 2), source, inside);
+  }
+
+  __device__ uint32_t word(int stage, uint32_t row) const {
+    return base[(stage * kRows + row) * 2 + threadIdx.x % 32 / 16];
+  }
+};
+
 template <bool kFp8, int kRank>
 struct Tiling {
   static constexpr int kRows = !kFp8 && kRank <= 32 ? 2 : 4;  // of a thread in a step
   static constexpr int kStages = kFp8 || kRows == 2 ? 4 : 3;
   using RingX = Ring<kStages, 4 * kRows, kFp8 ? 8 : 16>;
   using RingDs = Ring<kStages, 4 * kRows, kRank / 4>;
+  using Bits = RingBits<kStages, 4 * kRows>;
   static constexpr int kTiles = kRank / 16;
   using Sums = float[8][kTiles][4];  // of a thread: tiles of 16 ranks × 8 columns
-  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock;
+  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + Bits::kBytesOfBlock;
   static constexpr int kBytes = std::max(kRingBytes, static_cast<int>(kThreads / 2 * sizeof(Sums)));
 };
 
@@ -192,7 +209,7 @@ __device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t co
 // of one draw. An MMA contracts over the rows, in any order that both operands share, so its slots of a thread stand
 // for the thread's rows, and its column g for one of the thread's. Its rows g and g + 8 stand for ranks
 // kRank / 8 · g + 2 i and the next one, i counting the MMAs over the ranks.
-template <typename T, bool kFp8, int kRank, bool kDropout>
+template <typename T, bool kFp8, int kRank, Mask kMask>
 __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     lora_grad_a_kernel(const LoraGradAParams params, uint32_t slice_rows) {
   using Tile = Tiling<kFp8, kRank>;
@@ -211,6 +228,8 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
 
   const RingX ring_x(shared);
   const RingDs ring_ds(reinterpret_cast<uint8_t*>(shared) + RingX::kBytesOfBlock);
+  const typename Tile::Bits ring_bits(reinterpret_cast<uint8_t*>(shared) + RingX::kBytesOfBlock +
+                                      RingDs::kBytesOfBlock);
   const int64_t x_pitch = params.cols * kElementBytes, ds_pitch = params.ds_pitch * 2;
   const uint32_t copied_col = warp_col + RingX::copied_piece() * (16 / kElementBytes);
   const uint32_t copied_rank = block_rank + RingDs::copied_piece() * 8;
@@ -218,6 +237,9 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
   uint32_t x_ahead = first_row + RingX::copied_row(0), ds_ahead = first_row + RingDs::copied_row(0);
   const uint8_t* x = static_cast<const uint8_t*>(params.x) + x_ahead * x_pitch + int64_t{copied_col} * kElementBytes;
   const uint8_t* ds = static_cast<const uint8_t*>(params.ds) + ds_ahead * ds_pitch + copied_rank * 2;
+  const int64_t words = dropped_words(params.cols);
+  uint32_t bits_row = first_row + Tile::Bits::copied_row();
+  const uint32_t* bits_ahead = params.dropped + bits_row * words + warp_col / 32;
   const auto copy_step = [&](int stage) {
 #pragma unroll
     for (int i = 0; i < RingX::kCopies; ++i) {
@@ -229,6 +251,10 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
       constexpr uint32_t kCopyRows = 32 / RingDs::kPieces;
       ring_ds.copy(stage, i, ds + i * kCopyRows * ds_pitch, ds_ahead + i * kCopyRows < ds_end);
     }
+    if constexpr (kMask == Mask::kGiven) {
+      ring_bits.copy(stage, bits_ahead, bits_row < slice_end);
+      bits_ahead += kRowStep * words, bits_row += kRowStep;
+    }
     commit_copies();
     x_ahead += kRowStep, ds_ahead += kRowStep, x += kRowStep * x_pitch, ds += kRowStep * ds_pitch;
   };
@@ -238,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
   const Threshold threshold(params.dropout.threshold);
   uint32_t offset = 0;
   RoundKeys keys;
-  if constexpr (kDropout) {
+  if constexpr (kMask == Mask::kDrawn) {
     keys = RoundKeys(static_cast<uint64_t>(params.dropout.slot[0]));
     offset = static_cast<uint32_t>(params.dropout.slot[1]);
   }
@@ -253,22 +279,26 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     uint32_t of_x[kRows][2 * kElementBytes], of_ds[kRows][kTiles];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) ring_x.load(stage, 4 * i + t, of_x[i]), ring_ds.load(stage, 4 * i + t, of_ds[i]);
+    [[maybe_unused]] uint32_t bits[kRows];
+    if constexpr (kMask == Mask::kGiven) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) bits[i] = ring_bits.word(stage, 4 * i + t);
+    }
     copy_step(stage == 0 ? kStages - 1 : stage - 1);
     stage = stage == kStages - 1 ? 0 : stage + 1;
 
     PhiloxDraw draws[kRows];
-    if constexpr (kDropout) {
+    if constexpr (kMask == Mask::kGiven) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) draws[i] = signs_of_bits(bits[i], g % 4);
+    }
+    if constexpr (kMask == Mask::kDrawn) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) draws[i] = {{draw_row + row + 4 * i, draw_col, offset, params.dropout.site}};
       keys.draw(draws);
       threshold.apply(draws);
-      if (params.dropped != nullptr && blockIdx.z == 0) {
-        const int64_t words = dropped_words(params.cols), mine = row + t;
-        const uint32_t rows_left = mine < slice_end ? slice_end - static_cast<uint32_t>(mine) : 0;
-        hand_over(draws, params.dropped + mine * words + warp_col / 32 + g / 4, words, rows_left);
-      }
     }
-    add_products<T, kFp8, kDropout>(sum, of_ds, of_x, draws);
+    add_products<T, kFp8, kMask != Mask::kNone>(sum, of_ds, of_x, draws);
   }
 
   wait_for_copies<0>();
@@ -316,9 +346,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraG
   }
 }
 
-template <typename T, bool kFp8, int kRank, bool kDropout>
+template <typename T, bool kFp8, int kRank, Mask kMask>
 void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
-  const auto kernel = lora_grad_a_kernel<T, kFp8, kRank, kDropout>;
+  const auto kernel = lora_grad_a_kernel<T, kFp8, kRank, kMask>;
   constexpr int kBytes = Tiling<kFp8, kRank>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
@@ -326,26 +356,29 @@ void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream
   launch_kernel(kernel, blocks, kThreads, kBytes, stream, true, params, static_cast<uint32_t>(grid.slice_rows));
 }
 
-template <typename T, bool kFp8, bool kDropout>
+template <typename T, bool kFp8, Mask kMask>
 void launch_rank(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
   switch (grid.padded_rank) {
     case 16:
-      return launch<T, kFp8, 16, kDropout>(params, grid, stream);
+      return launch<T, kFp8, 16, kMask>(params, grid, stream);
     case 32:
-      return launch<T, kFp8, 32, kDropout>(params, grid, stream);
+      return launch<T, kFp8, 32, kMask>(params, grid, stream);
     default:
-      return launch<T, kFp8, 64, kDropout>(params, grid, stream);
+      return launch<T, kFp8, 64, kMask>(params, grid, stream);
   }
+}
+
+template <typename T, bool kFp8>
+void launch_masked(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
+  if (params.dropout.threshold == 0) return launch_rank<T, kFp8, Mask::kNone>(params, grid, stream);
+  params.dropped == nullptr ? launch_rank<T, kFp8, Mask::kDrawn>(params, grid, stream)
+                            : launch_rank<T, kFp8, Mask::kGiven>(params, grid, stream);
 }
 
 template <typename T>
 void launch_typed(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
-  const bool drops = params.dropout.threshold > 0;
-  if (params.scale_inv != nullptr) {
-    drops ? launch_rank<T, true, true>(params, grid, stream) : launch_rank<T, true, false>(params, grid, stream);
-  } else {
-    drops ? launch_rank<T, false, true>(params, grid, stream) : launch_rank<T, false, false>(params, grid, stream);
-  }
+  params.scale_inv != nullptr ? launch_masked<T, true>(params, grid, stream)
+                              : launch_masked<T, false>(params, grid, stream);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // dA = dsᵀ D(x),  D(x) = mask ⊙ x / (1 − p), in one read of x [rows, cols], which is e4m3 bytes or has ds's dtype.
-// The mask is drawn on the way. Products run on the tensor cores in ds's dtype, where e4m3 is exact, with fp32
-// accumulation, and are summed in an order that depends on the shape alone; 1 / (1 − p) and scale_inv are applied to
-// the sum, which is rounded once.
+// The mask is drawn on the way, or comes from a kernel before. Products run on the tensor cores in ds's dtype, where
+// e4m3 is exact, with fp32 accumulation, and are summed in an order that depends on the shape alone; 1 / (1 − p) and
+// scale_inv are applied to the sum, which is rounded once.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct LoraGradAParams {
   FloatType dtype;         // of ds: kBFloat16 or kFloat16
   FloatType out_dtype;
   DropoutParams dropout;
-  uint32_t* dropped;  // [rows, dropped_words(cols)], to be written with threshold > 0; or null
+  const uint32_t* dropped;  // [rows, dropped_words(cols)], the mask; null: draw it
 };
 
 // A block takes a strip of columns in a slice of the rows, its warps a part of the strip in every few 8 or 16 rows of

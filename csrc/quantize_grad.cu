@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_fp8.h>
 
+#include "draw_mask.h"
 #include "factor.h"
 #include "launch.h"
 #include "pairs.h"
@@ -15,6 +16,7 @@ using Grid = QuantizeGradGrid;
 
 constexpr int kGroups = 2;  // warpgroups of a block
 constexpr int kThreads = 128 * kGroups;
+constexpr int kDrawers = 128;  // one more, where the mask is asked for
 constexpr int kSumThreads = 256;
 constexpr int kAtom = 64;  // rows, and columns, of a matrix of 128-byte rows
 constexpr int kAtomBytes = kAtom * 128;
@@ -46,8 +48,9 @@ struct Tiling {
   static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
   static constexpr int kOffsetB = kStages * kStageBytes;
   static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
-  static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;  // full, then empty ones
-  static constexpr int kBytes = kOffsetBarriers + 2 * kStages * 8;
+  static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;     // full, then empty ones
+  static constexpr int kOffsetDrawn = kOffsetBarriers + 2 * kStages * 8;  // units of the mask
+  static constexpr int kBytes = kOffsetDrawn + 4;
   static_assert(kBytes <= 227 * 1024);
 };
 
@@ -203,8 +206,18 @@ __device__ void store_sums(float* target, const float (&sum)[kSums]) {
   }
 }
 
-template <typename T, int kRank, int kSteps>
-__global__ void __launch_bounds__(kThreads, 1)
+// Of all but the drawers.
+template <bool kDraws>
+__device__ __forceinline__ void sync_threads() {
+  if constexpr (kDraws) {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  } else {
+    __syncthreads();
+  }
+}
+
+template <typename T, int kRank, int kSteps, bool kDraws>
+__global__ void __launch_bounds__(kThreads + (kDraws ? kDrawers : 0), 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -216,6 +229,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   begin_after_previous_kernel();
   const uint32_t base = shared_address(shared);
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // in a uniform register
+  [[maybe_unused]] const auto drawn = reinterpret_cast<uint32_t*>(shared + Tile::kOffsetDrawn);
   TileRing<Tile::kStages, kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   if (threadIdx.x == 0) {
     for (TileRing<Tile::kStages, kStageBytes> each = ring; each.round == 0; each.advance()) {
@@ -223,8 +237,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_barrier(each.empty(), kThreads / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if constexpr (kDraws) *drawn = 0;
   }
   __syncthreads();
+  if constexpr (kDraws) {
+    if (threadIdx.x >= kThreads) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+      return draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+  }
   Cursor now(grid), ahead = now;
   Producer<Tile> producer(now, ring);
   for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
@@ -243,12 +265,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         Rows::descriptor(base + Tile::kOffsetS + now.count % 2 * Tile::kFactorBytes, kPanelRows);
     if constexpr (kRank > 0) {
       if (begins) {
-        __syncthreads();
+        sync_threads<kDraws>();
         load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
       }
       wait_for_copies();
       fence_for_async();
-      __syncthreads();
+      sync_threads<kDraws>();
       ahead.advance();
       if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
     }
@@ -299,6 +321,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+  if constexpr (kDraws && kRank < 64) {  // with 64 that spills registers
+    draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
+  }
 #endif
 }
 
@@ -379,19 +404,27 @@ CUtensorMap map_of(const QuantizeGradParams& params) {
   return tensor_map(params.dy, type, 2, params.rows, params.cols, kPanelRows);
 }
 
-template <typename T, int kRank, int kSteps>
+template <typename T, int kRank, int kSteps, bool kDraws>
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
-  const auto kernel = quantize_grad_kernel<T, kRank, kSteps>;
+  const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws>;
   constexpr int kBytes = Tiling<kRank, kSteps>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreads, kBytes, stream, true, map_of(params), params,
-                grid);
+  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreads + (kDraws ? kDrawers : 0), kBytes, stream, true,
+                map_of(params), params, grid);
+}
+
+template <typename T, int kRank, bool kDraws>
+void launch_drawing(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
+  grid.steps == 1 ? launch_strips<T, kRank, 1, kDraws>(params, grid, stream)
+                  : launch_strips<T, kRank, Grid::most_steps(kRank), kDraws>(params, grid, stream);
 }
 
 template <typename T, int kRank>
 void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
-  grid.steps == 1 ? launch_strips<T, kRank, 1>(params, grid, stream)
-                  : launch_strips<T, kRank, Grid::most_steps(kRank)>(params, grid, stream);
+  if constexpr (kRank > 0 && kRank <= Grid::kDrawsToRank) {
+    if (params.dropped != nullptr) return launch_drawing<T, kRank, true>(params, grid, stream);
+  }
+  launch_drawing<T, kRank, false>(params, grid, stream);
 }
 
 template <typename T>

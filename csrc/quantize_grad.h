@@ -5,7 +5,8 @@
 // one below the other and their columns of s and ds side by side:
 //   ds[:, window i] = scaling · dy[:, cols i] B[cols i]   dB[cols i] = scaling · dy[:, cols i]ᵀ s[:, window i]
 // Products run on the tensor cores with fp32 accumulation. Each block sums its share into a workspace, and a second
-// kernel adds the shares up in an order that depends on the shape alone, scales and rounds once. For sm_90a.
+// kernel adds the shares up in an order that depends on the shape alone, scales and rounds once. Memory bounds all
+// that, so that a mask can be drawn beside, which lora_grad_a and fp8_grad_input then read. For sm_90a.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "amax.h"
+#include "dropout.h"
 #include "float_type.h"
 
 namespace lorakernels {
@@ -71,6 +73,11 @@ struct QuantizeGradParams {
   FloatType b_dtype;  // of B, dB
   bool is_e5m2;       // dy8 is e5m2, else e4m3
   QuantizeGradProjections projections;
+
+  // The mask of the layer's input, drawn beside for the kernels that follow; with a rank of 1 to 64.
+  uint32_t* dropped;      // [rows, dropped_words(dropped_cols)], 16-byte aligned; or null
+  int64_t dropped_cols;   // below 2^31
+  DropoutParams dropout;  // first_col a multiple of 8
 };
 
 // dy is cut into strips of columns, each of one projection, and panels of rows. A block takes a run of neighbouring
@@ -79,7 +86,8 @@ struct QuantizeGradParams {
 struct QuantizeGradGrid {
   static constexpr int kPanelRows = 128;
   static constexpr int kTileCols = 128;
-  static constexpr int64_t kBlocks = 132;  // an H200's multiprocessors
+  static constexpr int64_t kBlocks = 132;      // an H200's multiprocessors
+  static constexpr int64_t kDrawsToRank = 64;  // above, registers do not suffice
 
   int padded_rank;  // 16, 32, 64 or 128; 16 for none as well
   int steps;  // tiles of a strip: what registers hold of dB, or one where that leaves multiprocessors idle or would

@@ -42,8 +42,8 @@ __all__ = [
     "fp8_grad_input",
     "fp8_linear_lora",
     "lora_grad_a",
-    "lora_grad_a_and_mask",
     "quantize_grad",
+    "quantize_grad_and_mask",
     "quantize_lora_down",
     "rms_norm_backward",
     "rms_norm_quantize",
@@ -101,15 +101,45 @@ def fp8_linear_lora(  # type: ignore[no-untyped-def]
     return _empty(x, x.shape[0], weight.shape[0], dtype=out_dtype)
 
 
-@_define("quantize_grad", mutates=("state",))
-def quantize_grad(  # type: ignore[no-untyped-def]
-    dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows=None, ranks=None
-):
+def _fake_quantized_grad(
+    dy: Tensor, lora_B: Tensor | None, s: Tensor | None, state: Tensor | None, rows: Any, ranks: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dy8, scale_inv = _fake_quantized(dy, state)
     rank = 0 if lora_B is None else sum(ranks) if rows else lora_B.shape[1]
     ds = _empty(dy, 0) if lora_B is None else _empty(dy, dy.shape[0], rank)
     dB = _empty(dy, 0) if lora_B is None or s is None else torch.empty_like(lora_B)
     return dy8, scale_inv, ds, dB
+
+
+@_define("quantize_grad", mutates=("state",))
+def quantize_grad(  # type: ignore[no-untyped-def]
+    dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows=None, ranks=None
+):
+    return _fake_quantized_grad(dy, lora_B, s, state, rows, ranks)
+
+
+@_define("quantize_grad_and_mask", mutates=("state",))
+def quantize_grad_and_mask(  # type: ignore[no-untyped-def]
+    dy,
+    lora_B,
+    s,
+    state,
+    column,
+    delayed,
+    scaling,
+    fp8_dtype,
+    slot,
+    p,
+    site,
+    cols,
+    row0=0,
+    col0=0,
+    rows=None,
+    ranks=None,
+):
+    words = reference.dropped_words(cols)
+    dropped = _empty(dy, dy.shape[0], words, dtype=torch.int32)
+    return *_fake_quantized_grad(dy, lora_B, s, state, rows, ranks), dropped
 
 
 @_define("fp8_grad_input")
@@ -136,18 +166,9 @@ def fp8_grad_input(  # type: ignore[no-untyped-def]
 
 @_define("lora_grad_a")
 def lora_grad_a(  # type: ignore[no-untyped-def]
-    ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0
+    ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0, dropped=None
 ):
     return _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
-
-
-@_define("lora_grad_a_and_mask")
-def lora_grad_a_and_mask(  # type: ignore[no-untyped-def]
-    ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0
-):
-    words = reference.dropped_words(x.shape[1])
-    dA = _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
-    return dA, _empty(ds, x.shape[0], words, dtype=torch.int32)
 
 
 @_define("transpose_fp8")

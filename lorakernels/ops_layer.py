@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from lorakernels import checks_layer as checks
+from lorakernels import reference_blocks
 from lorakernels.define import define, empty, fake_quantized
 
 _FP32 = torch.float32
@@ -62,11 +63,12 @@ def swiglu_quantize_grad(  # type: ignore[no-untyped-def]
 
 
 @define("block_diagonal")
-def block_diagonal(blocks, rows, ranks, factors):  # type: ignore[no-untyped-def]
-    first, second = (empty(blocks[0], sum(rows), sum(ranks)) for _ in range(2))
+def block_diagonal(blocks, rows, ranks, factors, compact=False):  # type: ignore[no-untyped-def]
+    widths = (reference_blocks.width(ranks, below) for below in (False, compact))
+    first, second = (empty(blocks[0], sum(rows), columns) for columns in widths)
     return first, second
 
 
 @define("block_diagonal_parts")
-def block_diagonal_parts(matrix, rows, ranks, factors):  # type: ignore[no-untyped-def]
+def block_diagonal_parts(matrix, rows, ranks, factors, compact=False):  # type: ignore[no-untyped-def]
     return [empty(matrix, n, r) for n, r in zip(rows, ranks, strict=True) if r]

@@ -282,6 +282,29 @@ def quantize_grad(
     return dy8, scale_inv, ds, dB
 
 
+def quantize_grad_and_mask(
+    dy: Tensor,
+    lora_B: Tensor,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    scaling: float,
+    fp8_dtype: torch.dtype,
+    slot: Tensor,
+    p: float,
+    site: int,
+    cols: int,
+    row0: int = 0,
+    col0: int = 0,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_grad`, and `dropped_bits` of the input's mask [M, cols]: int32 [M, dropped_words(cols)]."""
+    found = quantize_grad(dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows, ranks)
+    return *found, dropped_bits(drawn_mask(slot, p, site, len(dy), cols, row0, col0))
+
+
 def adapter_places(
     rows: Sequence[int] | None, ranks: Sequence[int] | None
 ) -> list[tuple[slice, slice]]:
@@ -313,7 +336,7 @@ def fp8_grad_input(
 ) -> Tensor:
     """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy.
 
-    `dropped` holds the same mask where `lora_grad_a_and_mask` left it: a kernel may read that instead of drawing.
+    `dropped` holds the same mask where `quantize_grad_and_mask` drew it: a kernel may read that instead of drawing.
     Sums are fp32's here, whatever `split` asks of the FP8 tensor cores.
     """
     acc = _dequantize(dy, dy_scale_inv, fp8_dtype) @ _dequantize(weight, weight_scale_inv)
@@ -333,26 +356,11 @@ def lora_grad_a(
     out_dtype: torch.dtype,
     row0: int = 0,
     col0: int = 0,
+    dropped: Tensor | None = None,
 ) -> Tensor:
-    """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or from x."""
+    """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or x. `dropped`: as in `fp8_grad_input`."""
     xd, factor = masked(_dequantize(x, x_scale_inv), slot, p, site, row0, col0)
     return ((ds.float().t() @ xd) * factor).to(out_dtype)
-
-
-def lora_grad_a_and_mask(
-    ds: Tensor,
-    x: Tensor,
-    x_scale_inv: Tensor | None,
-    slot: Tensor,
-    p: float,
-    site: int,
-    out_dtype: torch.dtype,
-    row0: int = 0,
-    col0: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """`lora_grad_a`, and `dropped_bits` of the mask it drew: int32 [M, dropped_words(K)]."""
-    dA = lora_grad_a(ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
-    return dA, dropped_bits(drawn_mask(slot, p, site, x.shape[0], x.shape[1], row0, col0))
 
 
 def transpose_fp8(weight: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 
 block_diagonal         diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR] for two choices of f, the forward's and the backward's
 block_diagonal_parts   of D [ΣN, ΣR]: f_i D[rows of i, columns of i]
+
+compact: what the backward has, of blocks of one rank R, is [ΣN, R] instead, one below the other.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ from torch import Tensor
 
 
 def block_diagonal(
-    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    blocks: Sequence[Tensor],
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype, for f the first and the second row of `factors` fp32 [2, n].
+    `compact`: the second is [ΣN, R], its rows zeros where R_i = 0.
 
     `rows` N_i and `ranks` R_i are those of n projections; the `blocks`, [N_i, R_i] of one dtype, are those of the ones
     with R_i > 0.
@@ -24,33 +31,50 @@ def block_diagonal(
     Raises:
         ValueError, TypeError: they do not fit together.
     """
-    check_blocks(blocks, rows, ranks, factors)
-    first, second = (blocks[0].new_zeros(sum(rows), sum(ranks)) for _ in range(2))
-    for block, (i, place) in zip(blocks, _places(rows, ranks), strict=True):
-        for out, factor in zip((first, second), factors[:, i], strict=True):
-            out[place] = (block.float() * factor).to(out.dtype)
-    return first, second
+    check_blocks(blocks, rows, ranks, factors, compact)
+    found = []
+    for of_factors, below in zip(factors, (False, compact), strict=True):
+        out = blocks[0].new_zeros(sum(rows), width(ranks, below))
+        for block, (i, place) in zip(blocks, _places(rows, ranks, below), strict=True):
+            out[place] = (block.float() * of_factors[i]).to(out.dtype)
+        found.append(out)
+    return found[0], found[1]
 
 
 def block_diagonal_parts(
-    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    matrix: Tensor,
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> list[Tensor]:
     """f_i D_i of each R_i > 0, contiguous, in the matrix's dtype, for f `factors` fp32 [n].
 
     Raises:
         ValueError, TypeError: they do not fit together.
     """
-    check_matrix(matrix, rows, ranks, factors)
+    check_matrix(matrix, rows, ranks, factors, compact)
     return [
-        (matrix[place].float() * factors[i]).to(matrix.dtype) for i, place in _places(rows, ranks)
+        (matrix[place].float() * factors[i]).to(matrix.dtype)
+        for i, place in _places(rows, ranks, compact)
     ]
 
 
+def width(ranks: Sequence[int], compact: bool) -> int:
+    """Columns of D."""
+    return max(ranks) if compact else sum(ranks)
+
+
 def check_matrix(
-    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    matrix: Tensor,
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> None:
     """ValueError or TypeError where `block_diagonal_parts` cannot take these."""
-    if matrix.shape != (sum(rows), sum(ranks)):
+    _check_ranks(ranks, compact)
+    if matrix.shape != (sum(rows), width(ranks, compact)):
         raise ValueError(
             f"matrix {tuple(matrix.shape)} does not fit rows {list(rows)}, ranks {list(ranks)}"
         )
@@ -60,9 +84,14 @@ def check_matrix(
 
 
 def check_blocks(
-    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    blocks: Sequence[Tensor],
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> None:
     """ValueError or TypeError where `block_diagonal` cannot take these."""
+    _check_ranks(ranks, compact)
     expected = [(n, r) for n, r in zip(rows, ranks, strict=True) if r]
     found = [tuple(block.shape) for block in blocks]
     if found != expected or not blocks:
@@ -72,6 +101,11 @@ def check_blocks(
     _check_factors(factors, 2, len(rows))
 
 
+def _check_ranks(ranks: Sequence[int], compact: bool) -> None:
+    if compact and len({*ranks} - {0}) > 1:
+        raise ValueError(f"ranks must be one rank R, or 0, to be compact, found {list(ranks)}")
+
+
 def _check_factors(factors: Tensor, *shape: int) -> None:
     if factors.shape != shape or factors.dtype != torch.float32:
         raise ValueError(
@@ -79,9 +113,11 @@ def _check_factors(factors: Tensor, *shape: int) -> None:
         )
 
 
-def _places(rows: Sequence[int], ranks: Sequence[int]) -> Iterator[tuple[int, tuple[slice, slice]]]:
+def _places(
+    rows: Sequence[int], ranks: Sequence[int], compact: bool
+) -> Iterator[tuple[int, tuple[slice, slice]]]:
     row = rank = 0
     for i, (n, r) in enumerate(zip(rows, ranks, strict=True)):
         if r:
             yield i, (slice(row, row + n), slice(rank, rank + r))
-        row, rank = row + n, rank + r
+        row, rank = row + n, rank + (0 if compact else r)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, hands_mask_over
+from lorakernels.autograd.lora_linear import LoRASpec, draws_mask
+from lorakernels.kernels import ladder
 
 
 class Mask(NamedTuple):
@@ -78,6 +79,13 @@ class Projections(NamedTuple):
     @property
     def quantized(self) -> bool:
         return self.state_x is not None
+
+    @property
+    def beside(self) -> tuple[list[int] | None, list[int] | None]:
+        """rows and ranks where `quantize_grad` takes the projections side by side, from B_i below each other."""
+        if self.factors is None or not ladder.side_by_side(self.rows, self.ranks):
+            return None, None
+        return list(self.rows), list(self.ranks)
 
     def parts(self, matrix: Tensor, dim: int = 0) -> list[Tensor]:
         """Of each adapter, its share of the ΣR rows (or columns)."""
@@ -173,25 +181,40 @@ def gradients(
     spec = to.spec
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = None
+    dropped = None
     if dy8 is None or block is not None:
         state = to.state_dy if dy8 is None else None
         saved_s = s if needs.B else None
-        found8, scale_inv, ds, dB = ops.quantize_grad(
-            dy,
-            block,
-            saved_s,
-            state,
-            spec.column,
-            spec.delayed,
-            spec.scaling,
-            spec.backward_dtype,
-        )
+        arguments = (dy, block, saved_s, state, spec.column, spec.delayed, spec.scaling)
+        found8, scale_inv, ds, dB, dropped = _quantize(to, *arguments, needs)
         if dy8 is None:
             dy8 = (found8, scale_inv) if to.quantized else (dy, None)
-    dA, dropped = _grad_A(to, ds, operand, lora_A, needs)
+    dA = _grad_A(to, ds, operand, lora_A, needs, dropped)
     dx = _grad_x(to, dy8, ds, dropped, dtype or dy.dtype) if needs.x else None
     unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
     return Gradients(dx, dA, unstacked or [None] * len(lora_B))
+
+
+def _quantize(
+    to: Projections,
+    dy: Tensor,
+    block: Tensor | None,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    scaling: float,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """dy8, its scale_inv, ds, dB, and the mask's bits where the kernels behind read them."""
+    arguments = (dy, block, s, state, column, delayed, scaling, to.spec.backward_dtype)
+    rows, ranks = to.beside
+    if block is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
+        mask, scale_inv = to.masks[0], to.grad_scale_inv  # that of x may be unknown yet
+        if draws_mask(dy, block, s, to.lora_A, scale_inv, mask.slot, mask.p, to.weight, rows):
+            place = (to.weight.shape[1], 0, 0)
+            return ops.quantize_grad_and_mask(*arguments, *mask, *place, rows, ranks)
+    return *ops.quantize_grad(*arguments, rows, ranks), None
 
 
 def _grad_A(
@@ -200,24 +223,17 @@ def _grad_A(
     operand: Callable[[], Operand],
     lora_A: Sequence[Tensor],
     needs: Needs,
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """([dA_i], the mask's bits where `lora_grad_a` left them)."""
+    dropped: Tensor | None,
+) -> list[Tensor | None]:
     if not (needs.A and to.adapted) or ds is None:
-        return [None] * len(lora_A), None
+        return [None] * len(lora_A)
     x, x_scale_inv = operand()
     dtype = lora_A[0].dtype
     if len(to.masks) > 1:
         pieces = zip(to.parts(ds, 1), to.masks, strict=True)
-        return [
-            ops.lora_grad_a(d.contiguous(), x, x_scale_inv, *mask, dtype) for d, mask in pieces
-        ], None
-    slot, p, site = to.masks[0]
-    arguments = (ds, x, x_scale_inv, slot, p, site, dtype)
-    fp8 = to.grad_scale_inv  # which GEMM reads the mask; x may be unquantized
-    if needs.x and hands_mask_over(ds, x, fp8, slot, p, to.weight.shape[0]):
-        dA, dropped = ops.lora_grad_a_and_mask(*arguments)
-        return [*to.parts(dA)], dropped
-    return [*to.parts(ops.lora_grad_a(*arguments))], None
+        return [ops.lora_grad_a(d.contiguous(), x, x_scale_inv, *mask, dtype) for d, mask in pieces]
+    dA = ops.lora_grad_a(ds, x, x_scale_inv, *to.masks[0], dtype, 0, 0, dropped)
+    return [*to.parts(dA)]
 
 
 def _grad_x(
@@ -253,7 +269,8 @@ def _grad_x(
 
 
 def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """diag(f_i B_i) [ΣN, ΣR] with the forward's and with the backward's factors, in one launch.
+    """diag(f_i B_i) [ΣN, ΣR] with the forward's and with the backward's factors, in one launch; the backward's are one
+    below the other [ΣN, R] where `to.beside` says so.
 
     For one projection (B itself, None); without adapters (None, None).
     """
@@ -261,7 +278,9 @@ def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, T
         return None, None
     if to.factors is None:
         return lora_B[0], None
-    first, second = ops.block_diagonal(list(lora_B), list(to.rows), list(to.ranks), to.factors)
+    compact = to.beside[0] is not None
+    sizes = (list(to.rows), list(to.ranks))
+    first, second = ops.block_diagonal(list(lora_B), *sizes, to.factors, compact)
     return first, second
 
 
@@ -269,7 +288,8 @@ def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
-    return [*ops.block_diagonal_parts(dB, list(to.rows), list(to.ranks), to.factors[1])]
+    sizes, compact = (list(to.rows), list(to.ranks)), to.beside[0] is not None
+    return [*ops.block_diagonal_parts(dB, *sizes, to.factors[1], compact)]
 
 
 def bias_gradients(

@@ -11,6 +11,7 @@ saved by reference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -103,7 +104,8 @@ def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
     weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
     spec, state_dy = ctx.spec, ctx.state_dy
     dx = dA = dbias = dropped = None
-    dy8, dy_scale_inv, ds, dB = ops.quantize_grad(
+    place = (spec.row0, spec.col0)
+    arguments = (
         dy,
         lora_B,
         s,
@@ -113,13 +115,14 @@ def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
         spec.scaling,
         spec.backward_dtype,
     )
-    place = (spec.row0, spec.col0)
+    if needs.A and needs.x and draws_mask(dy, lora_B, s, lora_A, x_scale_inv, slot, spec.p, weight):
+        mask = (slot, spec.p, spec.site, weight.shape[1], *place)
+        dy8, dy_scale_inv, ds, dB, dropped = ops.quantize_grad_and_mask(*arguments, *mask)
+    else:
+        dy8, dy_scale_inv, ds, dB = ops.quantize_grad(*arguments)
     if needs.A:
-        arguments = (ds, x8, x_scale_inv, slot, spec.p, spec.site, ctx.dtypes[0], *place)
-        if needs.x and hands_mask_over(ds, x8, x_scale_inv, slot, spec.p, weight.shape[0]):
-            dA, dropped = ops.lora_grad_a_and_mask(*arguments)
-        else:
-            dA = ops.lora_grad_a(*arguments)
+        source = (x8, x_scale_inv, slot, spec.p, spec.site)
+        dA = ops.lora_grad_a(ds, *source, ctx.dtypes[0], *place, dropped)
     if needs.x:
         quantized = state_dy is not None
         dx = ops.fp8_grad_input(
@@ -144,19 +147,31 @@ def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dA, dB if needs.B else None, dbias, ds if needs.ds else None
 
 
-def hands_mask_over(
-    ds: Tensor, x8: Tensor, x_scale_inv: Tensor | None, slot: Tensor | None, p: float, n: int
+def draws_mask(
+    dy: Tensor,
+    lora_B: Tensor,
+    s: Tensor | None,
+    lora_A: Tensor,
+    scale_inv: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    weight: Tensor,
+    rows: Sequence[int] | None = None,
 ) -> bool:
-    """Whether `lora_grad_a` leaves the mask it draws to `fp8_grad_input`, a bit an element for the length of one
-    backward: where both are one kernel. A trace asks the dtypes and ranks only: on a GPU without these kernels its
-    mask is drawn twice, and dA and dx are the same."""
-    if x_scale_inv is None or slot is None or not x8.is_cuda or ds.dtype == torch.float32:
+    """Whether `quantize_grad` draws the mask for `lora_grad_a` and `fp8_grad_input`, a bit an element for the length of
+    one backward: over an FP8 base (`scale_inv`), where all three are kernels that can. A trace asks the dtypes and
+    ranks only: on a GPU without these kernels its mask is drawn once more, and dA and dx are the same."""
+    if scale_inv is None or slot is None or not dy.is_cuda or dy.dtype == torch.float32:
         return False
-    if reference.dropout_threshold(p) == 0 or ds.shape[1] > ladder.GRAD_A_RANK:
+    if reference.dropout_threshold(p) == 0 or lora_A.shape[0] > ladder.GRAD_A_RANK:
+        return False
+    if ladder.why_not_drawing(lora_B.shape[1], 0):
         return False
     if torch.compiler.is_compiling():
         return True
-    return ladder.can_hand_mask_over(capability_of(x8.device), n, x8.shape[1])
+    if ladder.why_not_one_pass(dy, lora_B, s, rows):
+        return False
+    return ladder.can_hand_mask_over(capability_of(dy.device), *weight.shape)
 
 
 class _LoRALinear(torch.autograd.Function):

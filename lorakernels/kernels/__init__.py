@@ -11,8 +11,8 @@ from lorakernels.kernels.block_diagonal import block_diagonal, block_diagonal_pa
 from lorakernels.kernels.cross_entropy import cross_entropy_
 from lorakernels.kernels.fp8_grad_input import fp8_grad_input
 from lorakernels.kernels.fp8_linear_lora import fp8_linear_lora
-from lorakernels.kernels.lora_grad_a import lora_grad_a, lora_grad_a_and_mask
-from lorakernels.kernels.quantize_grad import quantize_grad
+from lorakernels.kernels.lora_grad_a import lora_grad_a
+from lorakernels.kernels.quantize_grad import quantize_grad, quantize_grad_and_mask
 from lorakernels.kernels.quantize_lora_down import quantize_lora_down
 from lorakernels.kernels.rms_norm_backward import rms_norm_backward
 from lorakernels.kernels.rms_norm_quantize import rms_norm_quantize
@@ -32,8 +32,8 @@ __all__ = [
     "fp8_grad_input",
     "fp8_linear_lora",
     "lora_grad_a",
-    "lora_grad_a_and_mask",
     "quantize_grad",
+    "quantize_grad_and_mask",
     "quantize_lora_down",
     "rms_norm_backward",
     "rms_norm_quantize",

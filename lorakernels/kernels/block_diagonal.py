@@ -35,15 +35,22 @@ def _places(row, column, n0, n1, r0, r1):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
-    first, second, block, at, inside, factors, index, COUNT: tl.constexpr, SPLIT: tl.constexpr
-):
+    first, second, block, row, column, n0, n1, r0, r1, factors, index,
+    COUNT: tl.constexpr, SPLIT: tl.constexpr, COMPACT: tl.constexpr,
+):  # fmt: skip
     """SPLIT: the block's elements of `first`, times its factor, are stored; else they are added to both."""
     factor = tl.load(factors + index)
+    at, inside = _places(row, column, n0, n1, r0, r1)
+    below, is_below = at, inside
+    if COMPACT:
+        below, is_below = _places(row, column, n0, n1, 0, r1 - r0)
     if SPLIT:
-        tl.store(block + at, (first * factor).to(block.dtype.element_ty), inside)
+        tl.store(block + below, (first * factor).to(block.dtype.element_ty), is_below)
     else:
         value = tl.load(block + at, inside, other=0).to(tl.float32)
         first += value * factor
+        if COMPACT:
+            value = tl.load(block + below, is_below, other=0).to(tl.float32)
         second += value * tl.load(factors + COUNT + index)
     return first, second
 
@@ -52,9 +59,9 @@ def _block(  # type: ignore[no-untyped-def]
 def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
     out, out2,
     b0, b1, b2, b3, factors,
-    n1, n2, n3, n4, r1, r2, r3, r4,
+    n1, n2, n3, n4, r1, r2, r3, r4, compact_rank,
     COUNT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    COMPACT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: the blocks are written, from `out`; else read."""
     begin(False, False, OVERLAP)
@@ -67,46 +74,59 @@ def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
         rows, ranks = n3, r3
     if COUNT > 3:
         rows, ranks = n4, r4
-    whole = row.to(tl.int64)[:, None] * ranks + column[None, :]
-    valid = (row < rows)[:, None] & (column < ranks)[None, :]
+    width = compact_rank if COMPACT else ranks
+    below = row.to(tl.int64)[:, None] * width + column[None, :]
+    is_below = (row < rows)[:, None] & (column < width)[None, :]
     one = tl.zeros((TILE, COLUMNS), tl.float32)
     two = tl.zeros((TILE, COLUMNS), tl.float32)
     if SPLIT:
-        one = tl.load(out + whole, valid, other=0).to(tl.float32)
-    at, inside = _places(row, column, 0, n1, 0, r1)
-    one, two = _block(one, two, b0, at, inside, factors, 0, COUNT, SPLIT)
+        one = tl.load(out + below, is_below, other=0).to(tl.float32)
+    one, two = _block(one, two, b0, row, column, 0, n1, 0, r1, factors, 0, COUNT, SPLIT, COMPACT)
     if COUNT > 1:
-        at, inside = _places(row, column, n1, n2, r1, r2)
-        one, two = _block(one, two, b1, at, inside, factors, 1, COUNT, SPLIT)
+        one, two = _block(
+            one, two, b1, row, column, n1, n2, r1, r2, factors, 1, COUNT, SPLIT, COMPACT
+        )
     if COUNT > 2:
-        at, inside = _places(row, column, n2, n3, r2, r3)
-        one, two = _block(one, two, b2, at, inside, factors, 2, COUNT, SPLIT)
+        one, two = _block(
+            one, two, b2, row, column, n2, n3, r2, r3, factors, 2, COUNT, SPLIT, COMPACT
+        )
     if COUNT > 3:
-        at, inside = _places(row, column, n3, n4, r3, r4)
-        one, two = _block(one, two, b3, at, inside, factors, 3, COUNT, SPLIT)
+        one, two = _block(
+            one, two, b3, row, column, n3, n4, r3, r4, factors, 3, COUNT, SPLIT, COMPACT
+        )
     if not SPLIT:
+        whole = row.to(tl.int64)[:, None] * ranks + column[None, :]
+        valid = (row < rows)[:, None] & (column < ranks)[None, :]
         tl.store(out + whole, one.to(out.dtype.element_ty), valid)
-        tl.store(out2 + whole, two.to(out.dtype.element_ty), valid)
+        tl.store(out2 + below, two.to(out.dtype.element_ty), is_below)
 
 
 def block_diagonal(
-    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    blocks: Sequence[Tensor],
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`reference_blocks.block_diagonal`."""
-    reference_blocks.check_blocks(blocks, rows, ranks, factors)
+    reference_blocks.check_blocks(blocks, rows, ranks, factors, compact)
     if _why_not(blocks, rows):
-        return reference_blocks.block_diagonal(blocks, rows, ranks, factors)
-    return stacked(blocks, rows, ranks, factors)
+        return reference_blocks.block_diagonal(blocks, rows, ranks, factors, compact)
+    return stacked(blocks, rows, ranks, factors, compact)
 
 
 def block_diagonal_parts(
-    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    matrix: Tensor,
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> list[Tensor]:
     """`reference_blocks.block_diagonal_parts`."""
-    reference_blocks.check_matrix(matrix, rows, ranks, factors)
+    reference_blocks.check_matrix(matrix, rows, ranks, factors, compact)
     if _why_not([matrix], rows):
-        return reference_blocks.block_diagonal_parts(matrix, rows, ranks, factors)
-    return parted(matrix, rows, ranks, factors)
+        return reference_blocks.block_diagonal_parts(matrix, rows, ranks, factors, compact)
+    return parted(matrix, rows, ranks, factors, compact)
 
 
 def _why_not(tensors: Sequence[Tensor], rows: Sequence[int]) -> str | None:
@@ -116,18 +136,27 @@ def _why_not(tensors: Sequence[Tensor], rows: Sequence[int]) -> str | None:
 
 
 def stacked(
-    blocks: Sequence[Tensor], rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    blocks: Sequence[Tensor],
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    first, second = (blocks[0].new_empty(sum(rows), sum(ranks)) for _ in range(2))
-    _launch(first, second, blocks, rows, ranks, factors.contiguous(), split=False)
+    widths = (reference_blocks.width(ranks, below) for below in (False, compact))
+    first, second = (blocks[0].new_empty(sum(rows), columns) for columns in widths)
+    _launch(first, second, blocks, rows, ranks, factors, compact, split=False)
     return first, second
 
 
 def parted(
-    matrix: Tensor, rows: Sequence[int], ranks: Sequence[int], factors: Tensor
+    matrix: Tensor,
+    rows: Sequence[int],
+    ranks: Sequence[int],
+    factors: Tensor,
+    compact: bool = False,
 ) -> list[Tensor]:
     blocks = [matrix.new_empty(n, r) for n, r in zip(rows, ranks, strict=True) if r]
-    _launch(matrix, matrix, blocks, rows, ranks, factors, split=True)
+    _launch(matrix, matrix, blocks, rows, ranks, factors, compact, split=True)
     return blocks
 
 
@@ -138,6 +167,7 @@ def _launch(
     rows: Sequence[int],
     ranks: Sequence[int],
     factors: Tensor,
+    compact: bool,
     *,
     split: bool,
 ) -> None:
@@ -155,10 +185,12 @@ def _launch(
             factors.contiguous(),
             *ends[0],
             *ends[1],
+            max(ranks),
             COUNT=len(rows),
             COLUMNS=triton.next_power_of_2(r[-1]),
             TILE=TILE,
             SPLIT=split,
+            COMPACT=compact,
             OVERLAP=early,
             **quantizing.launch_options(early),
         )

@@ -38,6 +38,7 @@ DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
 DOWN_RANK = 128
 GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
 GRAD_RANK = 128
+DRAWN_RANK = 64  # quantize_grad draws a mask up to here
 GRAD_PROJECTIONS = 4  # side by side, for quantize_grad in one pass
 GRAD_PROJECTION_MULTIPLE = 128  # of the columns of each but the last
 GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
@@ -354,9 +355,22 @@ def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | No
     return "N = 0" if n == 0 else None
 
 
+def why_not_drawing(rank: int, col0: int) -> str | None:
+    """None if csrc's `quantize_grad` can draw the mask as well; otherwise the reason why not."""
+    if rank > DRAWN_RANK:
+        return f"rank {rank} is above {DRAWN_RANK}"
+    return f"col0 = {col0} must be a multiple of 8" if col0 % 8 else None
+
+
+def side_by_side(rows: Sequence[int], ranks: Sequence[int]) -> bool:
+    """Whether csrc's `quantize_grad` takes such projections side by side; otherwise their B is stacked diagonally."""
+    aligned = not any(n % GRAD_PROJECTION_MULTIPLE for n in rows[:-1])
+    return aligned and len(rows) <= GRAD_PROJECTIONS and len({*ranks} - {0}) == 1
+
+
 def can_hand_mask_over(capability: tuple[int, int], n: int, k: int) -> bool:
-    """Whether `lora_grad_a` and `fp8_grad_input` of an FP8 base [n, k] are one kernel of csrc each, the first of which
-    can leave its mask to the second."""
+    """Whether `lora_grad_a` and `fp8_grad_input` of an FP8 base [n, k] are one kernel of csrc each, which can read a
+    mask that `quantize_grad` drew."""
     return not (_why_not_lora_grad_a(capability, k, True) or _why_not_wgmma_gemm(capability, n, k))
 
 

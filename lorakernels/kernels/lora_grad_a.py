@@ -2,10 +2,11 @@
 """dA = dsᵀ D(x) on CUDA.
 
 ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/lora_grad_a.cu reads x once: MK bytes
-of x8, 2MK of a plain x; the mask is drawn on the way, the product runs on the tensor cores in ds's dtype, in which
-e4m3 is exact, with fp32 sums in an order that depends on the shape alone, and scale_inv and the dropout factor are
-applied to the sums before their one rounding. What it does not take (`ladder.why_not_lora_grad_a`) goes through
-PyTorch's kernels. There fp16, whose range ends at 65504 and whose unscaled sum could overflow, runs in fp32.
+of x8, 2MK of a plain x; the mask is drawn on the way or comes as bits (MK / 8 bytes), the product runs on the tensor
+cores in ds's dtype, in which e4m3 is exact, with fp32 sums in an order that depends on the shape alone, and scale_inv
+and the dropout factor are applied to the sums before their one rounding. What it does not take
+(`ladder.why_not_lora_grad_a`) goes through PyTorch's kernels. There fp16, whose range ends at 65504 and whose unscaled
+sum could overflow, runs in fp32.
 """
 
 from __future__ import annotations
@@ -32,33 +33,12 @@ def lora_grad_a(
     out_dtype: torch.dtype,
     row0: int = 0,
     col0: int = 0,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """`reference.lora_grad_a`."""
     why_not = ladder.why_not_lora_grad_a(ds, x, x_scale_inv, out_dtype, col0)
     arguments = (ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
-    return in_torch(*arguments) if why_not else in_one_pass(*arguments, None)
-
-
-def lora_grad_a_and_mask(
-    ds: Tensor,
-    x: Tensor,
-    x_scale_inv: Tensor | None,
-    slot: Tensor,
-    p: float,
-    site: int,
-    out_dtype: torch.dtype,
-    row0: int = 0,
-    col0: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """`reference.lora_grad_a_and_mask`."""
-    why_not = ladder.why_not_lora_grad_a(ds, x, x_scale_inv, out_dtype, col0)
-    arguments = (ds, x, x_scale_inv, slot, p, site, out_dtype, row0, col0)
-    if why_not or reference.dropout_threshold(p) == 0:
-        keep = reference.drawn_mask(slot, p, site, x.shape[0], x.shape[1], row0, col0)
-        return lora_grad_a(*arguments), reference.dropped_bits(keep)
-    words = reference.dropped_words(x.shape[1])
-    dropped = torch.empty(x.shape[0], words, dtype=torch.int32, device=x.device)
-    return in_one_pass(*arguments, dropped), dropped
+    return in_torch(*arguments) if why_not else in_one_pass(*arguments, dropped)
 
 
 def in_torch(
@@ -93,10 +73,12 @@ def in_one_pass(
     col0: int,
     dropped: Tensor | None,
 ) -> Tensor:
-    """What `ladder.why_not_lora_grad_a` has no objection to, by csrc; the mask it draws goes to `dropped` too."""
+    """What `ladder.why_not_lora_grad_a` has no objection to, by csrc; the mask is `dropped`, if given."""
     checks.slot(slot, x.device)
+    checks.dropped(dropped, len(x), reference.dropped_words(x.shape[1]), x.device)
     rows, cols = x.shape
     rank, ext = ds.shape[1], extension()
+    threshold = 0 if slot is None else reference.dropout_threshold(p)
     dA = torch.empty(rank, cols, dtype=out_dtype, device=x.device)
     floats = ext.lora_grad_a_partial(rows, cols, rank)
     partial = torch.empty(floats, device=x.device)
@@ -115,10 +97,10 @@ def in_one_pass(
         name(out_dtype),
         address(slot),
         site,
-        0 if slot is None else reference.dropout_threshold(p),
+        threshold,
         row0,
         col0,
-        address(dropped),
+        address(dropped) if threshold else 0,
         stream(x.device),
         x.get_device(),
     )

@@ -3,7 +3,8 @@
 
 dy [M, N], B [N, R], s [M, R], ds [M, R], dB [N, R]; projections side by side have B and dB one below the other and s
 and ds side by side (`reference.quantize_grad`). csrc/quantize_grad.cu reads dy once and writes dy8: 3MN bytes;
-the sums are kept in registers and shared memory and added up in an order that depends on the shape alone. What it does
+the sums are kept in registers and shared memory and added up in an order that depends on the shape alone. While it
+waits for memory it draws the mask that lora_grad_a and fp8_grad_input will read. What it does
 not take (`ladder.why_not_one_pass`) goes through PyTorch's kernels. Both products have dy's dtype, fp32 accumulation
 and one rounding; in PyTorch's form dB is rounded to dy's dtype first, and fp16, whose range ends at 65504, sums
 dB in fp32: there loss scaling makes it large.
@@ -12,6 +13,7 @@ dB in fp32: there loss scaling makes it large.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from lorakernels import checks, reference
 from lorakernels.device import extension
 from lorakernels.kernels import ladder
-from lorakernels.kernels.pointers import cell, name, stream
+from lorakernels.kernels.pointers import address, cell, name, stream
 from lorakernels.kernels.product import product
 
 
@@ -41,6 +43,54 @@ def quantize_grad(
     if ladder.why_not_one_pass(dy, lora_B, s, rows):
         return in_torch(*arguments)
     return in_one_pass(*arguments)
+
+
+def quantize_grad_and_mask(
+    dy: Tensor,
+    lora_B: Tensor,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    scaling: float,
+    fp8_dtype: torch.dtype,
+    slot: Tensor,
+    p: float,
+    site: int,
+    cols: int,
+    row0: int = 0,
+    col0: int = 0,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference.quantize_grad_and_mask`."""
+    checks.side_by_side(dy, lora_B, s, rows, ranks)
+    checks.slot(slot, dy.device)
+    arguments = (dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows, ranks)
+    one_pass = not ladder.why_not_one_pass(dy, lora_B, s, rows)
+    draws = reference.dropout_threshold(p) > 0 and not ladder.why_not_drawing(lora_B.shape[1], col0)
+    if not (one_pass and draws):
+        keep = reference.drawn_mask(slot, p, site, len(dy), cols, row0, col0)
+        found = in_one_pass(*arguments) if one_pass else in_torch(*arguments)
+        return *found, reference.dropped_bits(keep)
+    words = reference.dropped_words(cols)
+    dropped = torch.empty(len(dy), words, dtype=torch.int32, device=dy.device)
+    return *in_one_pass(*arguments, Mask(dropped, cols, slot, p, site, row0, col0)), dropped
+
+
+class Mask(NamedTuple):
+    """A mask [M, cols] to draw into `dropped`; none: nothing is drawn."""
+
+    dropped: Tensor | None = None
+    cols: int = 0
+    slot: Tensor | None = None
+    p: float = 0.0
+    site: int = 0
+    row0: int = 0
+    col0: int = 0
+
+
+NO_MASK = Mask()
 
 
 def in_torch(
@@ -86,8 +136,9 @@ def in_one_pass(
     fp8_dtype: torch.dtype,
     rows: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    mask: Mask = NO_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `ladder.why_not_one_pass` has no objection to, by csrc."""
+    """What `ladder.why_not_one_pass` has no objection to, by csrc, and a mask that `why_not_drawing` has none to."""
     height, cols = dy.shape
     ext = extension()
     if lora_B is None:
@@ -123,6 +174,13 @@ def in_one_pass(
         name(b_dtype),
         name(fp8_dtype).removeprefix("float8_"),
         reference.FP8_MAX[fp8_dtype],
+        address(mask.dropped),
+        mask.cols,
+        address(mask.slot),
+        mask.site,
+        reference.dropout_threshold(mask.p),
+        mask.row0,
+        mask.col0,
         stream(dy.device),
         dy.get_device(),
         projections,

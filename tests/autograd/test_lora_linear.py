@@ -320,38 +320,48 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
     assert backward.call_args.args[-2] is (not fprop)
 
 
-@pytest.mark.parametrize("hands", [False, True], ids=["drawn twice", "handed over"])
-def test_dx_gets_the_mask_that_dA_drew(hands, monkeypatch):
+@pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])
+def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
     """What a GPU's backward does, with the reference's ops."""
-    monkeypatch.setattr(lora_linear_module, "hands_mask_over", lambda *_: hands)
+    monkeypatch.setattr(lora_linear_module, "draws_mask", lambda *_: draws)
     layer = make_layer(40, 16, 4, p=0.3)
     x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
     with (
         mock.patch.object(lora_module, "draw_slot", lambda *_: slot),
-        mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as op,
+        mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as grad_x,
+        mock.patch.object(ops, "lora_grad_a", wraps=ops.lora_grad_a) as grad_a,
     ):
         layer(x).sum().backward()
-    dropped = op.call_args.args[-1]
     keep = reference.dropout_keep(slot, 0.3, layer.site, 8, 40)
-    assert torch.equal(dropped, reference.dropped_bits(keep)) if hands else dropped is None
+    for op in (grad_x, grad_a):
+        dropped = op.call_args.args[-1]
+        assert torch.equal(dropped, reference.dropped_bits(keep)) if draws else dropped is None
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "archs", "hands"),
+    ("n", "k", "archs", "draws"),
     [(32, 64, "90a", True), (32, 72, "90a", False), (40, 64, "90a", False), (32, 64, "90", False)],
-    ids=["both are kernels", "K", "N", "no wgmma"],
+    ids=["all are kernels", "K", "N", "no wgmma"],
 )
-def test_a_mask_is_handed_over_only_to_a_kernel_that_reads_it(n, k, archs, hands, monkeypatch):
+def test_a_mask_is_drawn_once_only_for_kernels_that_read_it(n, k, archs, draws, monkeypatch):
     """Elsewhere it would be drawn, packed and thrown away."""
     built = mock.Mock(build_info=lambda: {"cuda_archs": archs})
     monkeypatch.setattr(ladder, "why_not_csrc", lambda _: None)
     monkeypatch.setattr(ladder, "extension", lambda: built)
+    monkeypatch.setattr(ladder, "why_not_one_pass", lambda *_: None)
     monkeypatch.setattr(lora_linear_module, "capability_of", lambda _: (9, 0))
-    with FakeTensorMode():
-        ds = torch.empty(8, 4, dtype=torch.bfloat16, device="cuda")
-        x8 = torch.empty(8, k, dtype=torch.uint8, device="cuda")
+
+    def asked(p=0.1, ranks=4, rank=4, dtype=torch.bfloat16):
+        dy, b = (
+            torch.empty(rows, columns, device="cuda", dtype=dtype)
+            for rows, columns in ((8, n), (n, rank))
+        )
+        a = torch.empty(ranks, k, device="cuda")
+        weight = torch.empty(n, k, dtype=torch.uint8, device="cuda")
         one, slot = torch.empty(1, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
-        assert lora_linear_module.hands_mask_over(ds, x8, one, slot, 0.1, n) == hands
-        assert not lora_linear_module.hands_mask_over(ds, x8, one, slot, 0.0, n)
-        wide = torch.empty(8, 129, dtype=torch.bfloat16, device="cuda")
-        assert not lora_linear_module.hands_mask_over(wide, x8, one, slot, 0.1, n)
+        return lora_linear_module.draws_mask(dy, b, None, a, one, slot, p, weight)
+
+    with FakeTensorMode():
+        assert asked() == draws
+        assert not asked(p=0.0) and not asked(dtype=torch.float32)
+        assert not asked(ranks=129) and not asked(rank=65, ranks=65)

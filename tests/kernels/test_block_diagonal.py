@@ -23,6 +23,7 @@ CASES = [  # rows, ranks: one block, gaps, rows that end inside of a tile
     ([100, 30, 70], [3, 0, 5]),
     ([70, 10, 3], [0, 4, 0]),
     ([5, 6, 7, 8], [1, 2, 3, 4]),
+    ([40, 20, 9], [16, 0, 16]),
     ([3, 2, 1, 2, 4], [1, 1, 1, 0, 2]),  # more blocks than the kernel takes
 ]
 
@@ -39,11 +40,17 @@ def blocks_of(rows, ranks, dtype, device="cpu"):
 
 def check(stack, part, rows, ranks, dtype, device) -> None:
     blocks, factors = blocks_of(rows, ranks, dtype, device)
-    expected = reference_blocks.block_diagonal(blocks, rows, ranks, factors)
-    found = stack(blocks, rows, ranks, factors)
-    assert all(map(torch.equal, found, expected)) and not torch.equal(*found)
-    parts = part(found[0], rows, ranks, factors[1])
-    theirs = reference_blocks.block_diagonal_parts(expected[0], rows, ranks, factors[1])
+    for compact in [False, True] if len({*ranks} - {0}) == 1 else [False]:
+        expected = reference_blocks.block_diagonal(blocks, rows, ranks, factors, compact)
+        found = stack(blocks, rows, ranks, factors, compact)
+        assert all(map(torch.equal, found, expected)) and not torch.equal(*found)
+        parts = part(found[compact], rows, ranks, factors[1], compact)
+        check_parts(parts, blocks, rows, ranks, factors, compact)
+
+
+def check_parts(parts, blocks, rows, ranks, factors, compact) -> None:
+    second = reference_blocks.block_diagonal(blocks, rows, ranks, factors, compact)[compact]
+    theirs = reference_blocks.block_diagonal_parts(second, rows, ranks, factors[1], compact)
     assert len(parts) == len(blocks)
     for part, other in zip(parts, theirs, strict=True):
         assert part.is_contiguous() and torch.equal(part, other)
@@ -65,13 +72,14 @@ def test_interpreted_kernel_equals_reference() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("split", [False, True], ids=["stacked", "parted"])
-def test_hopper_s_code(split, tmp_path) -> None:
+@pytest.mark.parametrize(("split", "compact"), [(False, False), (False, True), (True, True)])
+def test_hopper_s_code(split, compact, tmp_path) -> None:
     """It starts early (by_triton.sm90); nothing spilled."""
     kernel = importlib.import_module("lorakernels.kernels.block_diagonal")
     types = dict.fromkeys(("out", "out2", "b0", "b1", "b2", "b3", "factors"), "*fp32")
-    types |= dict.fromkeys(("n1", "n2", "n3", "n4", "r1", "r2", "r3", "r4"), "i32")
+    types |= dict.fromkeys(("n1", "n2", "n3", "n4", "r1", "r2", "r3", "r4", "compact_rank"), "i32")
     constants = {"COUNT": 3, "COLUMNS": 64, "TILE": kernel.TILE, "SPLIT": split}
+    constants["COMPACT"] = compact
     assert not spills(sm90(kernel._block_diagonal_kernel, types, constants, 4, tmp_path))
 
 
@@ -83,6 +91,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.block_diagonal([blocks[0], blocks[1].half()], [4, 4], [2, 2], factors)
     with pytest.raises(ValueError, match=r"factors must be float32 \[2, 2\]"):
         ops.block_diagonal(blocks, [4, 4], [2, 2], factors[:1])
+    with pytest.raises(ValueError, match=r"one rank R, or 0, to be compact, found \[2, 1\]"):
+        ops.block_diagonal([blocks[0], blocks[1][:, :1]], [4, 4], [2, 1], factors, True)
     matrix, sizes = torch.ones(8, 4), ([4, 4], [2, 2])
     with pytest.raises(ValueError, match=r"matrix \(8, 5\) does not fit rows \[4, 4\]"):
         ops.block_diagonal_parts(torch.ones(8, 5), *sizes, factors[0])

@@ -363,16 +363,16 @@ def test_side_by_side_what_it_does_not_take_goes_through_torch(each: tuple[int, 
 
 
 def test_why_side_by_side_goes_through_torch() -> None:
-    dy, b = torch.zeros(2, 640, dtype=BF16), torch.zeros(640, 8)
+    dy, b = torch.zeros(2, 648, dtype=BF16), torch.zeros(648, 8)
     with (
         mock.patch.object(ladder, "capability_of", return_value=(9, 0)),
         mock.patch.object(ladder, "why_not_wgmma", return_value=None),
     ):
-        for rows in (None, [640], [128, 512], [0, 128, 384, 128], [384, 256], [512, 0, 128]):
+        for rows in (None, [648], [128, 520], [0, 128, 384, 136], [384, 264], [640, 0, 8]):
             assert ladder.why_not_one_pass(dy, b, None, rows) is None
         for rows, reason in (
-            ([64, 576], r"rows [64, 576] before the last must be multiples of 128"),
-            ([128] * 5, "5 projections are more than 4"),
+            ([64, 584], "rows [64, 584] before the last must be multiples of 128"),
+            ([128] * 4 + [136], "5 projections are more than 4"),
         ):
             assert ladder.why_not_one_pass(dy, b, None, rows) == reason
             assert ladder.why_not_one_pass(dy, None, None, rows) is None

@@ -53,6 +53,7 @@ def arguments(device):
         "quantize_grad-fp8": (dy, b, ds, state, 0, True, 0.5, E5M2),
         "quantize_grad-base only": (dy, None, None, state, 0, True, 0.5, E5M2),
         "quantize_grad-frozen B": (dy, b, None, None, 0, False, 0.5, E5M2),
+        "quantize_grad_and_mask": (dy, b, ds, state, 0, True, 0.5, E5M2, slot, 0.1, 3, x.shape[1]),
         "quantize_grad-side by side": (
             dy,
             b,
@@ -81,7 +82,6 @@ def arguments(device):
         ),
         "fp8_grad_input-plain": (dy, None, E5M2, w, None, None, None, None, None, 0.0, 0, bf16),
         "lora_grad_a-fp8": (ds, x8, one, slot, 0.1, 3, torch.float32),
-        "lora_grad_a_and_mask": (ds, x8, one, slot, 0.1, 3, torch.float32),
         "lora_grad_a-plain": (ds, x, None, None, 0.0, 0, bf16),
         "transpose_fp8": (w8,),
         "amax_and_scale_update-gated": (forward, backward, None, True, 448.0, 57344.0, 0, False),
