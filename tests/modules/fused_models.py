@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
+from lorakernels import FrozenFP8Linear, FuseReport, LoRAConfig, LoRALinear, apply_lora, fuse
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,6 +19,19 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 VOCABULARY = 64
+# Two orders of fp32 sums, some twenty roundings along a layer and each at most 2^-24 of what is added up
+FP32 = 64 * 2.0**-24
+# e4m3 rounds gate and up to 2^-4 of themselves at most; SwiGLU's derivative reads both
+E4M3_GATE_UP = 2 * 2.0**-4
+
+
+def tokens(batch: int = 2, length: int = 12, device: torch.device | str = "cpu") -> Tensor:
+    return torch.randint(VOCABULARY, (batch, length), device=device)
+
+
+def fused_copy(model: nn.Module, **options: Any) -> tuple[nn.Module, FuseReport]:
+    twin = copy.deepcopy(model)
+    return twin, fuse(twin, **options)
 
 
 def model_of(family: str, **options: Any) -> nn.Module:

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, fuse, group_projections, unfuse
 from tests.autograd.test_decoder_layer import Launches
-from tests.modules.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, run, same_within
-
-FP32 = 64 * 2.0**-24  # two orders of fp32 sums, as in test_fuse.py
-
-
-def tokens(length: int = 12) -> Tensor:
-    return torch.randint(VOCABULARY, (2, length))
+from tests.modules.fused_models import ATTENTION, FP32, LINEARS, adapted, run, same_within, tokens
 
 
 def layer_of(model: nn.Module) -> nn.Module:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fused layer is given: packed sequences, padding, a sliding window, a key-value cache, no adapters at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels import apply_lora
+from lorakernels.config import LoRAConfig
+from tests.modules.fused_models import (
+    FP32,
+    adapted,
+    difference,
+    fused_copy,
+    model_of,
+    run,
+    same_within,
+    tokens,
+)
+
+
+def test_packed_sequences_by_mask_and_positions() -> None:
+    model = adapted()
+    twin, _ = fused_copy(model)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+    starts = torch.tensor([0] * 5 + [1] * 7)
+    allowed = (starts[:, None] == starts) & torch.ones(12, 12, dtype=torch.bool).tril()
+    mask = allowed[None, None].expand(2, 1, 12, 12)
+    x = tokens()
+    found = [run(m, x, attention_mask=mask, position_ids=positions) for m in (twin, model)]
+    same_within(*found, FP32)
+    assert difference(found[0]["logits"], run(twin, x)["logits"]) > 1e-2
+
+
+@pytest.mark.parametrize("save", ["recompute", "checkpoint"])
+def test_packed_sequences_by_their_starts(save: str) -> None:
+    """As flash attention takes them, one without tokens among them; a mask beside them is not read."""
+    model = adapted()
+    twin, _ = fused_copy(model, save=save)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+    owner = torch.tensor([0] * 5 + [1] * 7)
+    mask = (owner[:, None] == owner) & torch.ones(12, 12, dtype=torch.bool).tril()
+    starts = torch.tensor([0, 5, 5, 12, 17, 24], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7}
+    x = tokens()
+    found = run(twin, x, position_ids=positions, **packed)
+    expected = run(
+        model, x, position_ids=positions, attention_mask=mask[None, None].expand(2, 1, 12, 12)
+    )
+    same_within(found, expected, FP32)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be int32 \[sequences \+ 1\]"):
+        starts = starts.long()
+        twin(x, use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+    with pytest.raises(ValueError, match="must be one tensor, found two"):
+        twin(x, use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts.clone())
+
+
+def test_padding_and_a_sliding_window_come_as_masks() -> None:
+    model = adapted("Mistral", model={"sliding_window": 5})
+    twin, _ = fused_copy(model)
+    x, mask = tokens(), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    for options in ({}, {"attention_mask": mask}):
+        same_within(run(twin, x, **options), run(model, x, **options), FP32)
+
+
+def test_generation_with_a_cache_is_the_layers_own() -> None:
+    model = adapted().eval()
+    twin, _ = fused_copy(model)
+    x = tokens(2, 5)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(twin.generate(x, **options), model.generate(x, **options))
+    twin.train()
+    with pytest.raises(RuntimeError, match="without a key-value cache"):
+        twin(x, use_cache=True)
+
+
+def test_apply_lora_keeps_away_from_what_was_never_adapted() -> None:
+    """Adapters on the MLP only: attention runs frozen, and the first layer's input may need no gradient."""
+    plain = model_of("Llama")
+    apply_lora(plain, LoRAConfig(r=4, target_modules=["gate_proj", "down_proj"], fp8=None))
+    twin, _ = fused_copy(plain)
+    x = tokens()
+    for m in (plain, twin):
+        m.zero_grad()
+        m(x, labels=x, use_cache=False).loss.backward()
+    for (name, p), q in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad.norm() > 0:
+            assert difference(p.grad, q.grad) <= FP32, name

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fuse refuses before it changes anything, and what a fused layer refuses at its call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import DelayedScaling, LoRALinear, PhiloxState, fuse, group_projections
+from tests.modules.fused_models import adapted, model_of, run, tokens
+
+
+def on_layer(change):
+    def wrapped(model: nn.Module) -> None:
+        change(model.model.layers[1])
+
+    return wrapped
+
+
+def _tie(model: nn.Module) -> None:
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def _share(model: nn.Module) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+REFUSALS = {
+    "hook": (
+        on_layer(lambda m: m.mlp.register_forward_hook(lambda *_: None)),
+        r"layers\.1\.mlp has a hook",
+    ),
+    "attention dropout": (
+        on_layer(lambda m: setattr(m.self_attn, "attention_dropout", 0.1)),
+        r"attention_dropout must be 0, found 0\.1",
+    ),
+    "activation": (on_layer(lambda m: setattr(m.mlp, "act_fn", nn.GELU())), "must be SiLU"),
+    "shared layer": (_share, r"layers\.1 and model\.layers\.0 are one layer"),
+    "tied weight": (_tie, "shares its memory with"),
+    "trained base": (
+        on_layer(lambda m: m.mlp.up_proj.weight.requires_grad_()),
+        r"up_proj\.weight is trained",
+    ),
+    "not finite": (
+        on_layer(lambda m: m.mlp.up_proj.weight.data.fill_(float("nan"))),
+        r"up_proj\.weight must be finite",
+    ),
+    "another linear": (
+        on_layer(lambda m: setattr(m.mlp, "up_proj", nn.Bilinear(2, 2, 2))),
+        r"layers\.1\.mlp\.up_proj is a Bilinear",
+    ),
+    "another module": (
+        on_layer(lambda m: m.add_module("gate", nn.Linear(2, 2))),
+        r"must have the modules",
+    ),
+    "another norm": (
+        on_layer(lambda m: setattr(m, "input_layernorm", nn.LayerNorm(32))),
+        "is a LayerNorm, expected an RMSNorm",
+    ),
+    "merged": (on_layer(lambda m: m.self_attn.q_proj.merge()), "q_proj is merged"),
+    "dropout": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "lora_dropout", 0.5)),
+        "must have one lora_dropout",
+    ),
+    "rng": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "rng_state", PhiloxState(1))),
+        "must have one rng_state",
+    ),
+    "group": (
+        lambda m: group_projections(m, [("q_proj", "k_proj", "v_proj")]),
+        "fuse groups by itself",
+    ),
+    "attention": (
+        lambda m: setattr(m.config, "_attn_implementation", "flash_attention_2"),
+        "flash_attention_2",
+    ),
+    "epsilon": (
+        on_layer(lambda m: setattr(m.input_layernorm, "variance_epsilon", 0.5)),
+        "one epsilon",
+    ),
+    "meta": (on_layer(lambda m: m.mlp.to("meta")), "must be on one device"),
+    "device": (on_layer(lambda m: m.to("meta")), "meta device"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_before_anything_is_changed(case: str) -> None:
+    change, message = REFUSALS[case]
+    model = adapted(fp8=DelayedScaling())
+    change(model)
+    before = [type(m) for m in model.modules()]
+    names = model.model.layers[0].self_attn.q_proj.fp8_state.names
+    with pytest.raises((ValueError, TypeError), match=message):
+        fuse(model)
+    assert [type(m) for m in model.modules()] == before
+    assert model.model.layers[0].self_attn.q_proj.fp8_state.names == names
+
+
+def test_other_refusals() -> None:
+    model = adapted(fp8=DelayedScaling())
+    for options, message in (
+        ({"save": "some"}, "save must be one of"),
+        ({"attention": "fast"}, "attention must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fuse(model, **options)
+    with pytest.raises(ValueError, match="no LoRALinear: call apply_lora"):
+        fuse(model_of("Llama"))
+    with pytest.raises(ValueError, match="Sequential has no decoder layer"):
+        fuse(nn.Sequential(nn.Linear(2, 2)))
+    state = model.model.layers[0].self_attn.q_proj.fp8_state
+    state.pin("a graph")
+    with pytest.raises(RuntimeError, match="pinned by a graph"):
+        fuse(model)
+    state.unpin()
+    fuse(model)
+    with pytest.raises(ValueError, match=r"layers\.0 is fused already"):
+        fuse(model)
+
+
+def test_another_family_is_refused_by_name() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(TypeError, match=r"h\.0 is a GPT2Block: fuse knows LlamaDecoderLayer"):
+        fuse(model)
+
+
+def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
+    model = adapted()
+    fuse(model)
+    x, layer = tokens(), model.model.layers[0]
+    handle = layer.mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="mlp has a hook"):
+        run(model, x)
+    handle.remove()
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        model(x, output_attentions=True, use_cache=False)
+    model(x, output_hidden_states=True, use_cache=False)
+    run(model, x)  # transformers' idle collectors stay behind as hooks
+    old, layer.mlp.up_proj = layer.mlp.up_proj, nn.Linear(32, 48, bias=False)
+    with pytest.raises(RuntimeError, match=r"mlp\.up_proj is another module"):
+        run(model, x)
+    layer.mlp.up_proj = old
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast to"):
+        run(model, x)
+    with pytest.raises(ValueError, match="position_embeddings"):
+        layer(torch.randn(1, 3, 32))
+    with pytest.raises(TypeError, match="4-D tensor"):
+        layer(torch.randn(1, 3, 32), attention_mask=torch.ones(1, 3))
+    assert isinstance(layer.self_attn.q_proj, LoRALinear)
