@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8_linear_lora's kernels: against float64 on the GPU; Triton's also interpreted on the CPU, and its sm_90 code."""
+"""fp8_linear_lora's kernels: against float64 on the GPU; Triton's also interpreted on the CPU."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,7 @@ import numpy
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from lorakernels import ops, reference
 from lorakernels.kernels import fp8_linear_lora_csrc as csrc
@@ -324,114 +320,6 @@ def test_what_it_cannot_take_is_named_and_right(change, reason):
     y = ops.fp8_linear_lora(*args).double()
     # three roundings to bf16 and fast accumulation
     assert (y - expected).norm() <= 1e-2 * expected.norm()
-
-
-@pytest.mark.parametrize(
-    ("problem", "block"),
-    [
-        (tuning.Problem(8192, 8192, 8192, 16), (128, 256)),
-        (tuning.Problem(1024, 4096, 4096, 16), (128, 128)),
-        (tuning.Problem(100, 8192, 8192, 16), (64, 64)),
-        (tuning.Problem(64, 57344, 8192, 16), (64, 64)),
-        (tuning.Problem(1, 8192, 8192, 8), (64, 64)),
-    ],
-    ids=str,
-)
-def test_configurations_by_shape(problem, block):
-    config = tuning.choose(problem, HOPPER, 132)
-    assert (config.block_m, config.block_n) == block
-    assert tuning.is_valid(config, problem, HOPPER)
-
-
-def test_an_unknown_gpu_gets_the_default_that_fits_it():
-    config = tuning.choose(tuning.Problem(8192, 8192, 8192, 16), (12, 7), 100)
-    assert config == tuning.DEFAULT[0]
-    assert tuning.shared_memory(config) <= tuning.SMALLEST_SHARED_MEMORY
-    assert not tuning.is_valid(tuning.TILES[HOPPER][0], tuning.Problem(99, 9, 9, 0), (12, 7))
-
-
-def test_the_choice_is_printed_once_when_asked(monkeypatch, capsys):
-    monkeypatch.setenv("LORAKERNELS_PRINT_CONFIGS", "1")
-    problem = tuning.Problem(12345, 16, 16, 5)
-    for _ in range(2):
-        tuning.choose(problem, HOPPER, 132)
-    assert capsys.readouterr().err.count("m=12345") == 1
-
-
-def compiled(rank: int, config: tuning.KernelConfig, b: str, epilogue: bool = False):
-    """For sm_90, no GPU needed."""
-    constants = {
-        "RANK": rank,
-        "STEP": tuning.rank_step(rank),
-        "HAS_BIAS": True,
-        "HAS_RESIDUAL": epilogue,
-        "SCALE_PER_ROW": epilogue,
-        "S_DTYPE": tl.bfloat16,
-        "B_DTYPE": {"i32": tl.float32, "i16": tl.bfloat16}[b],
-        "DOT_DTYPE": tl.bfloat16,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP": config.group,
-    }
-    types = {
-        "y_tiles": f"tensordesc<bf16[{config.block_m}, {config.block_n // 2}]>",
-        "x_tiles": f"tensordesc<fp8e4nv[{config.block_m}, {config.block_k}]>",
-        "w_tiles": f"tensordesc<fp8e4nv[{config.block_n}, {config.block_k}]>",
-        "residual_tiles": f"tensordesc<bf16[{config.block_m}, {config.block_n // 2}]>",
-        "s_bits": "*i16",
-        "b_bits": f"*{b}",
-        "bias": "*bf16",
-        "x_scale_inv": "*fp32",
-        "w_scale_inv": "*fp32",
-        "scaling": "fp32",
-        **dict.fromkeys("MNK", "i32"),
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    names = kernel._fp8_linear_lora_kernel.arg_names
-    aligned = [n for n in names if types[n].startswith("*") or n in ("N", "K")]
-    source = ASTSource(
-        fn=kernel._fp8_linear_lora_kernel,
-        signature={n: types[n] for n in names},
-        constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("epilogue", [False, True], ids=["", "scale by row, residual"])
-@pytest.mark.parametrize(
-    ("rank", "config", "b"),
-    [
-        (0, tuning.TILES[HOPPER][0], "i32"),
-        (16, tuning.TILES[HOPPER][0], "i32"),
-        (64, tuning.TILES[HOPPER][0], "i32"),
-        (64, tuning.TILES[HOPPER][0], "i16"),
-        (128, tuning.TILES[HOPPER][0], "i32"),
-        (256, tuning.TILES[HOPPER][0], "i32"),
-        (16, tuning.TILES[HOPPER][1], "i32"),
-        (16, tuning.TILES[HOPPER][2], "i32"),
-    ],
-    ids=lambda v: f"{v.block_m}x{v.block_n}" if isinstance(v, tuning.KernelConfig) else str(v),
-)
-def test_hopper_s_code(rank, config, b, epilogue, tmp_path):
-    """FP8 wgmma, issued back to back; bf16 wgmma for LoRA; TMA both ways; nothing spilled; it fits."""
-    result = compiled(rank, config, b, epilogue)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(result.asm["cubin"])
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
-    opcodes = re.findall(r"\b(QGMMA|HGMMA|UTMALDG|UTMASTG|STL|LDL)\b", sass.stdout)
-    assert {"QGMMA", "UTMALDG", "UTMASTG"} <= set(opcodes)
-    assert ("HGMMA" in opcodes) == (rank > 0)
-    if rank < 256 or not epilogue:  # there, bias, residual and scales leave a few registers too few
-        assert not {"STL", "LDL"} & set(opcodes)
-    # gsb0 ends a group of wgmmas: one per step, or ptxas has serialized them (C7515)
-    fp8 = re.findall(r"QGMMA.*", sass.stdout)
-    assert sum("gsb0" in line for line in fp8) * (config.block_k // 32) <= len(fp8)
-    assert result.metadata.shared <= tuning.shared_memory(config)
 
 
 if __name__ == "__main__":
