@@ -1,110 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files: PEFT reads ours, we read PEFT's, nothing is half read, half written or run."""
+"""Adapter files: PEFT reads ours, we read PEFT's, nothing is half written."""
 
 from __future__ import annotations
 
 import copy
 import json
 import resource
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 
-from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, apply_lora, disable_lora, merge_lora
+from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, apply_lora, disable_lora
 from lorakernels.adapters import load_adapter, save_adapter
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-CASES = {
-    "plain": {"target_modules": ["q", "v"], "r": 3, "lora_alpha": 7},
-    "rank and alpha patterns": {
-        "target_modules": ["q", "v"],
-        "rank_pattern": {"layers.0.q": 5, "^layers.1.v": 1},
-        "alpha_pattern": {"v": 11},
-    },
-    "rslora": {"target_modules": ["q"], "use_rslora": True, "r": 5, "rank_pattern": {"1.q": 2}},
-    "scaled": {"target_modules": ["v"], "modules_to_save": ["head", "norm"], "lora_alpha": 16},
-    "saved modules": {"target_modules": ["v"], "modules_to_save": ["head", "norm"]},
-    "every bias": {"target_modules": ["q", "v"], "bias": "all"},
-    "every bias and a saved module": {
-        "target_modules": ["q"],
-        "bias": "all",
-        "modules_to_save": ["head"],
-    },
-    "adapted biases": {"target_modules": ["q", "v"], "bias": "lora_only"},
-    "regex": {"target_modules": r"layers\.\d\.[qv]", "exclude_modules": r".*\.0\.v"},
-    "layers": {"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": "layers"},
-    "all-linear": {"target_modules": "all-linear"},
-}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.v = nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
-        self.norm = nn.LayerNorm(12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.v(torch.tanh(self.q(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(12, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def randomize(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            nn.init.normal_(parameter, std=0.5)
-
-
-def adapted(base: nn.Module, case: str = "plain", fp8: DelayedScaling | None = None) -> nn.Module:
-    model = copy.deepcopy(base)
-    apply_lora(model, LoRAConfig(**CASES[case], fp8=fp8))
-    randomize(model)
-    return model.eval()
-
-
-def peft_adapted(base: nn.Module, **kwargs) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**kwargs))
-    randomize(model)
-    return model.eval()
-
-
-def peft_load(base: nn.Module, folder: Path) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a missing key is only a warning there
-        return peft.PeftModel.from_pretrained(copy.deepcopy(base), folder)
-
-
-def tensor_bytes(folder: Path) -> dict[str, tuple]:
-    tensors = load_file(folder / WEIGHTS)
-    return {
-        key: (value.dtype, tuple(value.shape), value.view(torch.uint8).numpy().tobytes())
-        for key, value in tensors.items()
-        if "original_module" not in key and "modules_to_save" not in key
-    }
-
-
-def assert_same_outputs(first: nn.Module, second: nn.Module, fp8: bool = False) -> None:
-    x = torch.randn(2, 5, 12)
-    # fp32: another order of the same sums; with FP8 both run the same code on the same bytes
-    tolerance = {"rtol": 0, "atol": 0} if fp8 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(first(x), second(x), **tolerance)
+from tests.adapter_files import (
+    CASES,
+    CONFIG,
+    WEIGHTS,
+    Model,
+    adapted,
+    assert_same_outputs,
+    peft_adapted,
+    peft_load,
+    tensor_bytes,
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -214,160 +134,6 @@ def test_the_same_parameters_are_trained_as_in_peft(bias):
     }
     found = {name.removesuffix(".weight") for name, p in ours.named_parameters() if p.requires_grad}
     assert found == trained
-
-
-REFUSED = [
-    ({"use_dora": True}, "use_dora=True is not supported.*DoRA"),
-    ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
-    ({"layer_replication": [[0, 1]]}, "layer_replication"),
-    ({"lora_bias": True}, "lora_bias"),
-    ({"target_parameters": ["w"]}, "target_parameters"),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-    ({"use_qalora": True}, "use_qalora"),
-    ({"use_bdlora": {"x": 1}}, "use_bdlora"),
-    ({"kasa_config": {"x": 1}}, "kasa_config"),
-    ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'.*changed the base weights"),
-    ({"init_lora_weights": "corda"}, "'corda'.*changed the base weights"),
-    ({"init_lora_weights": "olora"}, "'olora'.*changed the base weights"),
-    ({"init_lora_weights": "loftq"}, "'loftq'.*changed the base weights"),
-    ({"peft_type": "IA3"}, "peft_type must be 'LORA', got 'IA3'"),
-    ({"peft_type": None}, "peft_type must be 'LORA', got None"),
-    ({"r": None}, "r must be set, got null"),
-    ({"r": "8"}, "LoRAConfig.r must be an int, got '8'"),
-    ({"r": 0}, "LoRAConfig.r must be at least 1"),
-    ({"target_modules": ["nothing"]}, "does not fit this model.*matches no module"),
-    ({"lora_alpha": 8, "modules_to_save": ["nope"]}, "no module ends with 'nope'"),
-]
-ACCEPTED = [{"init_lora_weights": "eva"}, {"init_lora_weights": "orthogonal"}, {"later_field": {}}]
-
-
-def edit_config(folder: Path, change: dict) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | change))
-
-
-def state_of(model: nn.Module) -> dict:
-    return {
-        name: (type(module), module.training, sorted(module.__dict__))
-        for name, module in model.named_modules()
-    } | {name: (p.data_ptr(), p.clone(), p.requires_grad) for name, p in model.named_parameters()}
-
-
-def assert_refused(model: nn.Module, folder: Path, message: str, error=ValueError) -> None:
-    before = state_of(model)
-    with pytest.raises(error, match=rf"(?s){message}") as raised:
-        load_adapter(model, folder)
-    assert str(folder) in str(raised.value)
-    after = state_of(model)
-    assert before.keys() == after.keys()
-    for name, (first, *rest) in before.items():
-        assert after[name][0] == first and str(after[name][1:]) == str(tuple(rest)), name
-
-
-@pytest.mark.parametrize("change, message", REFUSED, ids=lambda value: str(value)[:40])
-def test_other_maths_is_refused_by_name(change, message, tmp_path):
-    base = Model()
-    save_adapter(adapted(base), tmp_path)
-    edit_config(tmp_path, change)
-    assert_refused(base, tmp_path, message)
-
-
-@pytest.mark.parametrize("change", ACCEPTED, ids=str)
-def test_what_does_not_matter_is_read(change, tmp_path):
-    base = Model()
-    save_adapter(adapted(base), tmp_path)
-    edit_config(tmp_path, change)
-    load_adapter(base, tmp_path)
-
-
-def damage(folder: Path, what: str) -> None:
-    weights, config = folder / WEIGHTS, folder / CONFIG
-    data, tensors = weights.read_bytes(), load_file(weights)
-    first = next(iter(tensors))
-    writes = {
-        "truncated": lambda: weights.write_bytes(data[: len(data) - 9]),
-        "cut in the header": lambda: weights.write_bytes(data[:40]),
-        "empty": lambda: weights.write_bytes(b""),
-        "header length": lambda: weights.write_bytes(b"\xff" * 8 + data[8:]),
-        "header text": lambda: weights.write_bytes(data[:8] + b"\x00" * 50 + data[58:]),
-        "a pickle": lambda: weights.write_bytes(b"\x80\x04."),
-        "no weights": weights.unlink,
-        "only a .bin": lambda: weights.rename(folder / "adapter_model.bin"),
-        "no config": config.unlink,
-        "config cut": lambda: config.write_text(config.read_text()[:-20]),
-        "config no object": lambda: config.write_text("[1]"),
-        "config no text": lambda: config.write_bytes(b"\xff\xfe\x00"),
-        "a key less": lambda: save_file({k: v for k, v in tensors.items() if k != first}, weights),
-        "a key more": lambda: save_file(tensors | {"base_model.model.z": torch.ones(1)}, weights),
-        "a shape": lambda: save_file(tensors | {first: torch.ones(3, 13)}, weights),
-        "a dtype": lambda: save_file(
-            tensors | {first: tensors[first].to(torch.float8_e4m3fn)}, weights
-        ),
-    }
-    writes[what]()
-
-
-DAMAGED = {
-    "truncated": "not a whole safetensors file",
-    "cut in the header": "not a whole safetensors file",
-    "empty": "not a whole safetensors file",
-    "header length": "not a whole safetensors file",
-    "header text": "not a whole safetensors file",
-    "a pickle": "not a whole safetensors file",
-    "no weights": "has no adapter_model.safetensors",
-    "only a .bin": "adapter_model.bin is a pickle, which is not read",
-    "no config": "has no adapter_config.json",
-    "config cut": "adapter_config.json",
-    "config no object": "expected a JSON object, found list",
-    "config no text": "adapter_config.json",
-    "a key less": "does not fit this model:.*1 missing:.*lora_A.weight",
-    "a key more": "1 unexpected:.*base_model.model.z",
-    "a shape": r"1 of another shape:.*: \(3, 13\), expected \(3, 12\)",
-    "a dtype": "1 not float32, bfloat16 or float16:.*float8_e4m3fn",
-}
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-@pytest.mark.parametrize("fresh", [True, False], ids=["plain model", "adapted model"])
-def test_damaged_files_change_nothing(what, fresh, tmp_path):
-    base = Model()
-    save_adapter(adapted(base), tmp_path)
-    damage(tmp_path, what)
-    error = (
-        FileNotFoundError if "has no" in DAMAGED[what] or "pickle," in DAMAGED[what] else ValueError
-    )
-    assert_refused(base if fresh else adapted(base), tmp_path, DAMAGED[what], error)
-
-
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        (lambda: nn.Sequential(nn.Linear(3, 3)), "does not fit this model.*matches no module"),
-        (lambda: Model(width=9), "does not fit this model.*head.weight: .7, 12., expected .9, 12."),
-        (lambda: nn.Sequential(Model()), "10 missing.*10 unexpected"),
-        (lambda: Model().to("meta"), "layers.0.q.weight is on the meta device"),
-        (lambda: adapted(Model(), "scaled"), "layers.0.v has scaling 2, the file's is 1"),
-        (lambda: adapted(Model(), "plain"), "4 missing:.*6 unexpected:.*4 of another shape"),
-    ],
-    ids=["other names", "other width", "one level down", "meta", "other scaling", "other targets"],
-)
-def test_adapter_for_another_model(model, message, tmp_path):
-    save_adapter(adapted(Model(), "saved modules"), tmp_path)
-    assert_refused(model(), tmp_path, message)
-
-
-def test_merged_and_disabled_models_say_so(tmp_path):
-    model = adapted(Model())
-    save_adapter(model, tmp_path)
-    merge_lora(model)
-    assert_refused(model, tmp_path, "layers.0.q is merged: call unmerge_lora first")
-    before = tensor_bytes(tmp_path)
-    save_adapter(model, tmp_path)  # a merged model still has its adapter
-    assert tensor_bytes(tmp_path) == before
-    with disable_lora(model), pytest.raises(ValueError, match="leave disable_lora first"):
-        save_adapter(model, tmp_path)
-    with pytest.raises(ValueError, match="Model has no LoRALinear"):
-        save_adapter(Model(), tmp_path)
 
 
 @pytest.mark.parametrize("exists", [True, False], ids=["over an adapter", "new"])
