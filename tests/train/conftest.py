@@ -15,6 +15,8 @@ import torch
 for _module in ("numpy", "rich", "matplotlib", "yaml", "transformers", "tokenizers"):
     pytest.importorskip(_module, reason="finetune needs the extras hf and train")
 
+from tests.train.replays import by_starts, make, plain_attention, rows  # noqa: E402, F401
+
 Cli = Callable[..., int]
 
 

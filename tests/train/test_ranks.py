@@ -19,8 +19,8 @@ import torch
 
 from lorakernels.train.errors import OptionError
 from lorakernels.train.ranks import Ranks, ranks_of_environment
+from tests.train.replays import assert_same, records
 from tests.train.test_resume import adapter, steps_logged
-from tests.train.test_runtime import assert_same, records
 
 Cli = Callable[..., int]
 
