@@ -25,6 +25,7 @@ from tests.adapter_files import (
     peft_load,
     tensor_bytes,
 )
+from tests.processes import on_ranks
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,15 +162,11 @@ def test_a_file_is_not_a_directory(tmp_path):
         save_adapter(adapted(Model()), tmp_path / "adapter")
 
 
-def sharded_rank(rank: int, folder: str) -> None:
+def sharded_rank(rank: int, device: torch.device, folder: str) -> None:
     """Save from FSDP2 shards, load into other shards; rank 0 also loads into a plain model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     base = Model(width=8)
@@ -186,9 +183,8 @@ def sharded_rank(rank: int, folder: str) -> None:
     load_adapter(plain, f"{folder}/adapter", fp8=None)
     for model in (again, plain):
         torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-5)
-    torch.distributed.destroy_process_group()
 
 
 def test_sharded_parameters_are_saved_whole(tmp_path):
-    torch.multiprocessing.spawn(sharded_rank, (str(tmp_path),), nprocs=2)
+    on_ranks(sharded_rank, 2, "gloo", str(tmp_path))
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [CONFIG, WEIGHTS]

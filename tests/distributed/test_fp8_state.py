@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8State over several ranks: one spawn per world runs all scenarios, each test looks at one of them.
+"""FP8State over several ranks: one start per world runs all scenarios, each test looks at one of them.
 
 A result is {scenario: fp32 [2, L + 1, n], forward and backward}, and what `all_reduce` was called with.
 """
@@ -7,16 +7,14 @@ A result is {scenario: fp32 [2, L + 1, n], forward and backward}, and what `all_
 from __future__ import annotations
 
 import math
-import os
-import socket
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear
+from tests.processes import on_ranks
 
 NAMES, STEPS = ("a", "b", "c"), 6
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -121,26 +119,16 @@ def scenarios(rank, world, device):
     return found
 
 
-def worker(rank, world, port, backend, results):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, rank=rank, world_size=world)
+def worker(rank, device):
     calls, real = [], dist.all_reduce
 
     def counted(tensor, *args, **kwargs):
         calls.append((tensor.numel(), str(tensor.dtype)))
         return real(tensor, *args, **kwargs)
 
-    try:
-        with mock.patch.object(dist, "all_reduce", counted):
-            per_scenario = scenarios(rank, world, device)
-        results[rank] = {name: t.numpy() for name, t in per_scenario.items()}, calls
-    finally:
-        dist.destroy_process_group()
+    with mock.patch.object(dist, "all_reduce", counted):
+        per_scenario = scenarios(rank, dist.get_world_size(), device)
+    return {name: t.numpy() for name, t in per_scenario.items()}, calls
 
 
 WORLDS = [
@@ -156,13 +144,7 @@ def ranks(request):
     backend, world = request.param
     if backend == "nccl" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, found {torch.cuda.device_count()}")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (world, port, backend, results), nprocs=world)
-        collected = [results[rank] for rank in range(world)]
+    collected = on_ranks(worker, world, backend)
     return [({k: torch.tensor(v) for k, v in found.items()}, calls) for found, calls in collected]
 
 

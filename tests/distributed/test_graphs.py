@@ -8,21 +8,19 @@ by either; NCCL on two GPUs, and gloo with the graphs that tests/graphs/fake.py 
 from __future__ import annotations
 
 import copy
-import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lorakernels.graphs import GraphManager
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora
 from lorakernels.modules import frozen
 from tests.graphs.layers import backend_for
+from tests.processes import on_ranks
 
 WORLD, STEPS, WIDTH, ROWS = 2, 5, 64, 32
 Found = list[tuple[Tensor, ...]]
@@ -164,27 +162,17 @@ def around_layers(rank: int, device: torch.device, group: Any, ddp: bool) -> tup
     return found
 
 
-def worker(rank: int, port: int, backend: str, results: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if backend == "gloo":
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
         frozen.STORAGE = torch.uint8  # gloo broadcasts no FP8
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, rank=rank, world_size=WORLD)
     group = dist.new_group(list(range(WORLD)))
-    try:
-        *step, nccl = whole_step(rank, device, group)
-        results[rank] = {
-            "a whole step": step,
-            "DDP": around_layers(rank, device, group, ddp=True),
-            "an all-reduce after the backward": around_layers(rank, device, group, ddp=False),
-            "NCCL kernels": nccl,
-        }
-    finally:
-        dist.destroy_process_group()
+    *step, nccl = whole_step(rank, device, group)
+    return {
+        "a whole step": step,
+        "DDP": around_layers(rank, device, group, ddp=True),
+        "an all-reduce after the backward": around_layers(rank, device, group, ddp=False),
+        "NCCL kernels": nccl,
+    }
 
 
 @pytest.fixture(
@@ -198,13 +186,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """By rank: {scenario: (graphed, eager)}, each a list over steps of what was computed."""
     if request.param == "nccl" and torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (port, request.param, results), nprocs=WORLD)
-        return [results[rank] for rank in range(WORLD)]
+    return on_ranks(worker, WORLD, request.param)
 
 
 SCENARIOS = ["a whole step", "DDP", "an all-reduce after the backward"]

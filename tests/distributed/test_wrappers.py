@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.torch_version import TorchVersion
 
 from lorakernels import LoRAConfig, apply_lora, merge_lora
 from lorakernels.modules import frozen
+from tests.processes import on_ranks
 
 WORLD = 2
 
@@ -37,41 +33,31 @@ def loss_of(model, x):
     return model(x).pow(2).mean()
 
 
-def worker(rank, port, wrap, storage, backend, results):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def worker(rank, device, wrap, storage):
     frozen.STORAGE = storage
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, rank=rank, world_size=WORLD)
-    try:
-        model = net().to(device)
-        if wrap == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        else:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    model = net().to(device)
+    if wrap == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            mesh = init_device_mesh(device.type, (WORLD,))
-            dtype = torch.bfloat16 if wrap == "fsdp2, bf16" else None
-            policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
-            for layer in (model[0], model[2]):
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
-            with pytest.raises(RuntimeError, match="sharded"):
-                merge_lora(model)
-        for _ in range(2):
-            model.zero_grad()
-            loss_of(wrapped, batch().chunk(WORLD)[rank].to(device)).backward()
-            model[0].fp8_state.reduce_and_update()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
-        scales = torch.cat((model[0].fp8_state.forward[-1], model[0].fp8_state.backward[-1]))
-        results[rank] = ({n: g.cpu().numpy() for n, g in full.items()}, scales.cpu().numpy())
-    finally:
-        dist.destroy_process_group()
+        mesh = init_device_mesh(device.type, (WORLD,))
+        dtype = torch.bfloat16 if wrap == "fsdp2, bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
+        with pytest.raises(RuntimeError, match="sharded"):
+            merge_lora(model)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(wrapped, batch().chunk(WORLD)[rank].to(device)).backward()
+        model[0].fp8_state.reduce_and_update()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+    scales = torch.cat((model[0].fp8_state.forward[-1], model[0].fp8_state.backward[-1]))
+    return {n: g.cpu().numpy() for n, g in full.items()}, scales.cpu().numpy()
 
 
 @pytest.mark.slow
@@ -95,13 +81,7 @@ def test_gradients_are_those_of_the_full_batch(wrap, storage, backend):
         pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
     if backend == "gloo" and wrap != "ddp" and TorchVersion(torch.__version__) < "2.9":
         pytest.skip("torch 2.8's FSDP2 sums gradients over gloo, a plain nn.Linear's too")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (port, wrap, storage, backend, results), nprocs=WORLD)
-        (grads, scales), (_, other_scales) = results[0], results[1]
+    (grads, scales), (_, other_scales) = on_ranks(worker, WORLD, backend, wrap, storage)
     assert (scales == other_scales).all(), "ranks with different data end with equal scales"
     model = net()
     for _ in range(2):

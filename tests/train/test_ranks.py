@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from lorakernels.train.errors import OptionError
 from lorakernels.train.ranks import Ranks, ranks_of_environment
+from tests import processes
 from tests.train.replays import assert_same, records
 from tests.train.test_resume import adapter, steps_logged
 
@@ -45,62 +45,52 @@ def test_ranks_of_environment(monkeypatch):
     assert ranks_of_environment() == Ranks(3, 4, 1)
 
 
-DRIVER = """
-import argparse, json, os, shutil, sys, torch
-torch.set_num_threads(1)
-from lorakernels.cli.finetune import add_arguments, run
-from lorakernels.train import job
+def drive(rank: int, size: int, port: int, runs: list[list[str]]) -> None:
+    """The runs one after the other; after each, what this rank trained and its scales are in `rank<i>.pt`."""
+    from lorakernels.cli.finetune import add_arguments, run
+    from lorakernels.train import job
 
-real = job.adapt
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    real = job.adapt
 
-def adapt(options, *rest):
-    result = real(options, *rest)
-    trainer = result.session.trainer
-    state = trainer.fp8_state
-    kept = {"scales": torch.zeros(0) if state is None else torch.stack((state.forward, state.backward)),
-            **{n: p.detach() for n, p in trainer.trainable.items()}}
-    torch.save(kept, f"{options.output}/rank{os.environ['RANK']}.pt")
-    return result
+    def adapt(options: Any, *rest: Any) -> Any:
+        result = real(options, *rest)
+        trainer = result.session.trainer
+        state = trainer.fp8_state
+        scales = () if state is None else (state.forward, state.backward)
+        kept = {"scales": torch.stack(scales) if scales else torch.zeros(0)}
+        kept |= {name: p.detach() for name, p in trainer.trainable.items()}
+        torch.save(kept, f"{options.output}/rank{rank}.pt")
+        return result
 
-job.adapt = adapt
-for i, arguments in enumerate(json.loads(sys.argv[1])):
-    os.environ["MASTER_PORT"] = str(int(sys.argv[2]) + i)
-    if arguments[0] == "copy":
-        if os.environ["RANK"] == "0":
-            shutil.copytree(*arguments[1:3])
-            shutil.rmtree(f"{arguments[2]}/checkpoints/{arguments[3]}")
-        continue
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    if code := run(parser.parse_args(arguments)):
-        sys.exit(code)
-"""
+    job.adapt = adapt
+    for i, arguments in enumerate(runs):
+        os.environ["MASTER_PORT"] = str(port + i)
+        if arguments[0] == "copy":
+            if rank == 0:
+                shutil.copytree(*arguments[1:3])
+                shutil.rmtree(f"{arguments[2]}/checkpoints/{arguments[3]}")
+            continue
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        if code := run(parser.parse_args(arguments)):
+            sys.exit(code)
 
 
-def on_ranks(runs: list[list[Any]], size: int = 2) -> None:
+def on_ranks(runs: list[list[Any]], folder: Path, size: int = 2) -> None:
     """The runs one after the other, on processes with the variables that torchrun gives them."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    words = json.dumps([[str(word) for word in run] for run in runs])
-    processes = []
-    for rank in range(size):
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        command = [sys.executable, "-c", DRIVER, words, str(port)]
-        process = subprocess.Popen(
-            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
-        processes.append(process)
-    said = [p.communicate(timeout=300)[1] for p in processes]
-    assert [p.returncode for p in processes] == [0] * size, said
+    words = [[str(word) for word in run] for run in runs]
+    on_gpu = any("cuda" in run for run in words)
+    port = processes.free_port()
+    said = [folder / f"said{rank}" for rank in range(size)]
+    ranks = [
+        processes.start(drive, rank, size, port, words, on_gpu=on_gpu, said=said[rank])
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.join(300)
+    assert [p.exitcode for p in ranks] == [0] * size, [path.read_text() for path in said]
 
 
 def losses(output: Path) -> list[float]:
@@ -126,7 +116,8 @@ def two_ranks(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*run, "--output", folder / "parts", "--resume"],
             [*run, "--output", folder / "plain", *plain],
             [*run, "--output", folder / "dropout", "--lora-dropout", "0.5", "--steps", 2],
-        ]
+        ],
+        folder,
     )
     return folder
 
@@ -174,6 +165,6 @@ def test_two_gpus_are_one_with_the_doubled_batch(
     """NCCL, graphs and FP8 on: bf16 and FP8 rounding of the first step's own scales."""
     run = [*gpu_run, "--lora-dropout", "0", "--steps", 12]
     assert cli(*run, "--output", tmp_path / "one", "--grad-accum", 4) == 0
-    on_ranks([[*run, "--output", tmp_path / "two"]])
+    on_ranks([[*run, "--output", tmp_path / "two"]], tmp_path)
     found, expected = ([r["loss"] for r in records(tmp_path / n)] for n in ("two", "one"))
     np.testing.assert_allclose(found, expected, rtol=1e-2)

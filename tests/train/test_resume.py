@@ -3,31 +3,24 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorakernels.train.session import Session
+from tests import processes
 
 Cli = Callable[..., int]
-
-RUN = """
-import argparse, sys, torch
-torch.set_num_threads(1)
-from lorakernels.cli.finetune import add_arguments, run
-parser = argparse.ArgumentParser()
-add_arguments(parser)
-sys.exit(run(parser.parse_args()))
-"""
 
 
 def adapter(output: Path) -> bytes:
@@ -149,45 +142,48 @@ def test_resumed_run_on_a_gpu_is_the_whole_run(
     assert adapter(tmp_path) == whole
 
 
-def start(args: list[Any]) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    words = [sys.executable, "-c", RUN, *map(str, args)]
-    return subprocess.Popen(
-        words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+def finetune(arguments: list[str]) -> None:
+    """In a process of its own, whose exit status is the command's."""
+    from lorakernels.cli.finetune import add_arguments, run
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    sys.exit(run(parser.parse_args(arguments)))
 
 
-def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+def start(arguments: list[Any], said: Path) -> BaseProcess:
+    words = [str(word) for word in arguments]
+    return processes.start(finetune, words, on_gpu="cuda" in words, said=said)
+
+
+def wait_for_step(process: BaseProcess, said: Path, output: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while len(steps_logged(output)) < step:
-        assert process.poll() is None, process.communicate()[1]
+        assert process.is_alive(), said.read_text()
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.01)
 
 
 def test_sigterm_then_kill_9_then_resume(cli: Cli, base_args: list[str], tmp_path: Path) -> None:
     """One run in three processes: asked to stop, killed without warning, finished here. Nothing is lost."""
-    steps = 40
+    steps = 30
     output = tmp_path / "stopped"
     run = [*base_args, "--steps", steps, "--save-every", 3]
     assert cli(*run, "--output", tmp_path / "whole") == 0
 
-    process = start([*run, "--output", output])
-    wait_for_step(process, output, 3)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143 and "SIGTERM: saved" in said
+    said = tmp_path / "said"
+    process = start([*run, "--output", output], said)
+    wait_for_step(process, said, output, 3)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143 and "SIGTERM: saved" in said.read_text()
     saved = len(steps_logged(output))
     assert saved < steps and (output / "checkpoints" / f"step-{saved:08d}").is_dir()
 
-    process = start([*run, "--output", output, "--resume"])
-    wait_for_step(process, output, saved + 5)
+    process = start([*run, "--output", output, "--resume"], said)
+    wait_for_step(process, said, output, saved + 5)
     process.kill()
-    process.communicate()
+    process.join()
     killed = len(steps_logged(output))
     assert killed < steps, "killed before it was done"
     newest = max(int(p.name[5:]) for p in (output / "checkpoints").glob("step-*"))

@@ -148,10 +148,11 @@ def test_killed_between_replays_and_resumed_is_the_whole_run(
     run = [*gpu_run, "--steps", steps, "--graphs", graphs]
     assert cli(*run, "--output", tmp_path / "whole") == 0
     output = tmp_path / "killed"
-    process = start([*run, "--output", output])
-    wait_for_step(process, output, 14)
+    said = tmp_path / "said"
+    process = start([*run, "--output", output], said)
+    wait_for_step(process, said, output, 14)
     process.kill()
-    process.communicate()
+    process.join()
     killed = records(output)
     assert killed[-1]["replayed"] and len(killed) < steps, "killed while it replayed"
     assert cli(*run, "--output", output, "--resume") == 0

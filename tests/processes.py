@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes for ranks and runs. Those on the CPU are forked from a server that imports torch once, for all of them;
+those on a GPU start afresh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+multiprocessing.set_forkserver_preload(
+    [
+        "pytest",
+        "lorakernels.graphs",
+        "torch._dynamo",  # DistributedDataParallel imports it
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "lorakernels.train.job",
+    ]
+)
+
+
+def start_method(on_gpu: bool) -> str:
+    return "spawn" if on_gpu else "forkserver"
+
+
+def start(target: Callable[..., None], *args: Any, on_gpu: bool, said: Path) -> BaseProcess:
+    """A process that runs `target`, its standard error in the file `said`."""
+    context = multiprocessing.get_context(start_method(on_gpu))
+    process = context.Process(target=_quiet, args=(target, args, said))
+    process.start()
+    return process
+
+
+def _quiet(target: Callable[..., None], args: tuple[Any, ...], said: Path) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_num_threads(1)
+    target(*args)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
+    """What `worker(rank, device, *args)` returns, by rank: one thread each, within a group over `backend`.
+
+    The device is the CPU for gloo, and the rank's own GPU for nccl.
+    """
+    with mp.Manager() as manager:
+        results = manager.dict()
+        arguments = (worker, world, backend, free_port(), results, args)
+        mp.start_processes(
+            _rank, arguments, nprocs=world, start_method=start_method(backend == "nccl")
+        )
+        return [results[rank] for rank in range(world)]
+
+
+def _rank(
+    rank: int, worker: Callable[..., Any], world: int, backend: str, port: int, results: Any, args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, rank=rank, world_size=world)
+    try:
+        results[rank] = worker(rank, device, *args)
+    finally:
+        dist.destroy_process_group()
