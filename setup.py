@@ -164,7 +164,9 @@ def ninja_rules(build_dir: Path, cuda: Cuda | None) -> list[str]:
     ]
     if cuda:
         compile_cu = f"{nvcc} {NVCC_FLAGS} {cuda.gencode}"
-        rules += ["rule nvcc", f"  command = {compile_cu} {depfile} -c $in -o $out", deps]
+        # ptxas' report stays beside the object: tests/csrc/test_compile.py reads it
+        keep = "2> $out.log; code=$$?; cat $out.log >&2; exit $$code"
+        rules += ["rule nvcc", f"  command = {compile_cu} {depfile} -c $in -o $out {keep}", deps]
     return rules
 
 
