@@ -35,14 +35,14 @@ def start_method(on_gpu: bool) -> str:
 def start(target: Callable[..., None], *args: Any, on_gpu: bool, said: Path) -> BaseProcess:
     """A process that runs `target`, its standard error in the file `said`."""
     context = multiprocessing.get_context(start_method(on_gpu))
-    process = context.Process(target=_quiet, args=(target, args, said))
+    process = context.Process(target=_quiet, args=(target, args, said), daemon=True)
     process.start()
     return process
 
 
 def _quiet(target: Callable[..., None], args: tuple[Any, ...], said: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
     target(*args)
 
