@@ -3,7 +3,8 @@
 
     python benchmarks/bench_lora_grad_a.py --output DIR [--shapes 8192x8192 …] [--ranks 16 64] [--p 0 0.1] [--x x8 x]
 
-    reads x8 [M, K], one byte an element (x itself, of a plain base: two); ds and dA are a rank's size and not counted
+    reads x8 [M, K], one byte an element (x itself, of a plain base: two); ds and dA are a rank's size and not counted,
+    nor is a given mask, a bit an element
 
 The floor is those bytes at the bandwidth of a copy measured in the same run. Each provider is checked in float64 before
 it is timed; one that misses is not timed and the exit code is 1.
@@ -43,6 +44,7 @@ class Inputs:
     scale_inv: Tensor | None
     slot: Tensor | None
     p: float
+    dropped: Tensor | None = None
 
     def arguments(self) -> tuple[object, ...]:
         operands = (self.ds, self.x, self.scale_inv, self.slot)
@@ -57,10 +59,15 @@ def make_inputs(shape: str, rank: int, p: float, fp8: bool, device: torch.device
         for size in ((rows, rank), (rows, cols))
     )
     slot = torch.tensor([11, 5], device=device) if p else None
+    bits = None
+    if slot is not None:
+        bits = reference.dropped_bits(reference.drawn_mask(slot, p, SITE, rows, cols))
     if not fp8:
-        return Inputs(ds, x, None, slot, p)
+        return Inputs(ds, x, None, slot, p, bits)
     x8 = reference.quantize_fp8(x, torch.full((1,), 60.0, device=device), reference.E4M3)
-    return Inputs(ds, x8.view(torch.uint8), torch.full((1,), 1 / 60.0, device=device), slot, p)
+    return Inputs(
+        ds, x8.view(torch.uint8), torch.full((1,), 1 / 60.0, device=device), slot, p, bits
+    )
 
 
 def ours(i: Inputs) -> Tensor:
@@ -72,7 +79,17 @@ def pytorch(i: Inputs) -> Tensor:
     return sys.modules[kernels.lora_grad_a.__module__].in_torch(*i.arguments(), 0, 0)
 
 
-PROVIDERS: dict[str, Callable[[Inputs], Tensor]] = {"ours": ours, "torch": pytorch}
+def with_mask(i: Inputs) -> Tensor:
+    """As in a layer's backward, where quantize_grad has drawn the mask."""
+    return ops.lora_grad_a(*i.arguments(), 0, 0, i.dropped)
+
+
+GIVEN = "ours, mask given"
+PROVIDERS: dict[str, Callable[[Inputs], Tensor]] = {
+    "ours": ours,
+    GIVEN: with_mask,
+    "torch": pytorch,
+}
 
 
 def fault(i: Inputs, found: Tensor) -> str:
@@ -96,7 +113,8 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str,
 def bench_case(
     case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
 ) -> list[Row]:
-    runs = {name: partial(PROVIDERS[name], inputs) for name in args.providers}
+    names = [name for name in args.providers if name != GIVEN or inputs.dropped is not None]
+    runs = {name: partial(PROVIDERS[name], inputs) for name in names}
     floor_ms = inputs.x.numel() * inputs.x.element_size() / bandwidth * 1e3
     return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
 

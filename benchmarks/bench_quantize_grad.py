@@ -45,6 +45,7 @@ class Inputs:
     s: Tensor | None
     state: Tensor
     delayed: bool
+    slot: Tensor
 
     def arguments(self) -> tuple[object, ...]:
         operands = (self.dy, self.lora_B, self.s, self.state)
@@ -59,11 +60,18 @@ def make_inputs(shape: str, rank: int, delayed: bool, device: torch.device) -> I
         for size in ((rows, cols), (cols, rank), (rows, rank))
     )
     state = torch.full((2, 2), 3.0, device=device)
-    return Inputs(dy, lora_B if rank else None, s if rank else None, state, delayed)
+    slot = torch.tensor([11, 5], device=device)
+    return Inputs(dy, lora_B if rank else None, s if rank else None, state, delayed, slot)
 
 
 def ours(i: Inputs) -> Results:
     return ops.quantize_grad(*i.arguments())
+
+
+def with_mask(i: Inputs) -> Results:
+    """And a mask of as many columns drawn beside, as in a layer's backward."""
+    found = ops.quantize_grad_and_mask(*i.arguments(), i.slot, 0.1, 3, i.dy.shape[1])
+    return found[0], found[1], found[2], found[3]
 
 
 def pytorch(i: Inputs) -> Results:
@@ -71,7 +79,12 @@ def pytorch(i: Inputs) -> Results:
     return sys.modules[kernels.quantize_grad.__module__].in_torch(*i.arguments())
 
 
-PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pytorch}
+DRAWS = "ours, drawing a mask"
+PROVIDERS: dict[str, Callable[[Inputs], Results]] = {
+    "ours": ours,
+    DRAWS: with_mask,
+    "torch": pytorch,
+}
 
 
 def fault(inputs: Inputs, results: Results) -> str:
@@ -102,7 +115,8 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str,
 def bench_case(
     case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
 ) -> list[Row]:
-    runs = {name: partial(PROVIDERS[name], inputs) for name in args.providers}
+    names = [name for name in args.providers if name != DRAWS or inputs.lora_B is not None]
+    runs = {name: partial(PROVIDERS[name], inputs) for name in names}
     floor_ms = 3 * inputs.dy.numel() / bandwidth * 1e3
     return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
 

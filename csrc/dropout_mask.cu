@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cuda_check.h"
+#include "draw_mask.h"
 #include "dropout_mask.h"
-#include "philox.h"
 
 namespace lorakernels {
 namespace {
@@ -41,7 +41,24 @@ __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMas
   }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    dropped_bits_kernel(const DropoutParams dropout, uint32_t* dropped, int64_t rows, int64_t cols) {
+  __shared__ uint32_t drawn;
+  if (threadIdx.x == 0) drawn = 0;
+  __syncthreads();
+  draw_mask(dropout, dropped, rows, cols, &drawn);
+}
+
 }  // namespace
+
+void launch_dropped_bits(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols, void* stream,
+                         int device) {
+  if (rows == 0 || cols == 0) return;
+  const DeviceGuard guard(device);
+  const auto blocks = static_cast<unsigned>(std::min((rows + kRowsOfUnit - 1) / kRowsOfUnit, kMaxBlocks));
+  dropped_bits_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(dropout, dropped, rows, cols);
+  LORAKERNELS_CHECK_LAUNCH("dropped_bits");
+}
 
 void launch_dropout_mask(const DropoutMaskParams& params, void* stream, int device) {
   if (params.rows == 0 || params.cols == 0) return;

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "dropout.h"
+
 namespace lorakernels {
 
 struct DropoutMaskParams {
@@ -19,5 +21,9 @@ struct DropoutMaskParams {
 
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
 void launch_dropout_mask(const DropoutMaskParams& params, void* stream, int device);
+
+// dropout.h's bits [rows, dropped_words(cols)] with a threshold above 0; first_col a multiple of 8.
+void launch_dropped_bits(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols, void* stream,
+                         int device);
 
 }  // namespace lorakernels

@@ -141,17 +141,19 @@ struct RingBits {
   }
 };
 
-template <bool kFp8, int kRank>
+template <bool kFp8, int kRank, Mask kMask>
 struct Tiling {
   static constexpr int kRows = !kFp8 && kRank <= 32 ? 2 : 4;  // of a thread in a step
-  static constexpr int kStages = kFp8 || kRows == 2 ? 4 : 3;
+  static constexpr bool kGiven = kMask == Mask::kGiven, kFullRing = kFp8 && kRank == 64 && kGiven;
+  static constexpr int kStages = (kFp8 || kRows == 2) && !kFullRing ? 4 : 3;
   using RingX = Ring<kStages, 4 * kRows, kFp8 ? 8 : 16>;
   using RingDs = Ring<kStages, 4 * kRows, kRank / 4>;
   using Bits = RingBits<kStages, 4 * kRows>;
   static constexpr int kTiles = kRank / 16;
   using Sums = float[8][kTiles][4];  // of a thread: tiles of 16 ranks × 8 columns
-  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + Bits::kBytesOfBlock;
+  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + (kGiven ? Bits::kBytesOfBlock : 0);
   static constexpr int kBytes = std::max(kRingBytes, static_cast<int>(kThreads / 2 * sizeof(Sums)));
+  static_assert(kBytes <= 99 * 1024, "what every GPU from sm_86 on has");
 };
 
 // sum += dsᵀ D(x) of 4 kRows rows: a thread's numbers of ds and x, row by row, and what the draws leave of x.
@@ -212,7 +214,7 @@ __device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t co
 template <typename T, bool kFp8, int kRank, Mask kMask>
 __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     lora_grad_a_kernel(const LoraGradAParams params, uint32_t slice_rows) {
-  using Tile = Tiling<kFp8, kRank>;
+  using Tile = Tiling<kFp8, kRank, kMask>;
   using RingX = typename Tile::RingX;
   using RingDs = typename Tile::RingDs;
   constexpr int kStages = Tile::kStages, kRows = Tile::kRows, kTiles = Tile::kTiles, kElementBytes = kFp8 ? 1 : 2;
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraG
 template <typename T, bool kFp8, int kRank, Mask kMask>
 void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
   const auto kernel = lora_grad_a_kernel<T, kFp8, kRank, kMask>;
-  constexpr int kBytes = Tiling<kFp8, kRank>::kBytes;
+  constexpr int kBytes = Tiling<kFp8, kRank, kMask>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
                     static_cast<unsigned>(grid.parts));

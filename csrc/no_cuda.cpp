@@ -55,6 +55,9 @@ void launch_lora_grad_a(const LoraGradAParams&, void*, int) { not_compiled("lora
 void launch_transpose_fp8(const TransposeFp8Params&, void*, int) { not_compiled("transpose_fp8"); }
 
 void launch_dropout_mask(const DropoutMaskParams&, void*, int) { not_compiled("dropout_mask"); }
+void launch_dropped_bits(const DropoutParams&, uint32_t*, int64_t, int64_t, void*, int) {
+  not_compiled("dropped_bits");
+}
 
 void Graph::instantiate() { not_compiled("Graph.instantiate"); }
 void Graph::upload(uintptr_t) { not_compiled("Graph.upload"); }

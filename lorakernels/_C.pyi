@@ -34,6 +34,18 @@ def dropout_mask_host(
     first_row: int = 0,
     first_col: int = 0,
 ) -> None: ...
+def dropped_bits(
+    dropped: int,
+    rows: int,
+    cols: int,
+    slot: int,
+    site: int,
+    threshold: int,
+    first_row: int,
+    first_col: int,
+    stream: int,
+    device: int,
+) -> None: ...
 def dropout_mask(
     out: int,
     rows: int,

@@ -211,7 +211,8 @@ def _quantize(
     rows, ranks = to.beside
     if block is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
         mask, scale_inv = to.masks[0], to.grad_scale_inv  # that of x may be unknown yet
-        if draws_mask(dy, block, s, to.lora_A, scale_inv, mask.slot, mask.p, to.weight, rows):
+        one = (to.lora_A, scale_inv, mask.slot, mask.p, to.weight, 0, rows)
+        if draws_mask(dy, block, s, *one):
             place = (to.weight.shape[1], 0, 0)
             return ops.quantize_grad_and_mask(*arguments, *mask, *place, rows, ranks)
     return *ops.quantize_grad(*arguments, rows, ranks), None

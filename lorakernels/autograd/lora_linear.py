@@ -4,6 +4,8 @@
     forward    x8, s = quantize_lora_down(x, A)        y  = fp8_linear_lora(x8, W8, s, B, bias)
     backward   dy8, ds, dB = quantize_grad(dy, B, s)   dA = lora_grad_a(ds, x8)   dx = fp8_grad_input(dy8, W8, ds, A)
 
+Forward draws the dropout mask in `quantize_lora_down`; in backward `quantize_grad` draws it again, for both others.
+
 `dy B` first: it is rank-sized, so no [N, K] product is ever formed. Saved for backward: x8 and its 4-byte scale_inv
 (x itself when the base is not FP8), s, and the 16-byte slot; only what the gradients asked for need. The parameters are
 saved by reference.
@@ -115,7 +117,11 @@ def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
         spec.scaling,
         spec.backward_dtype,
     )
-    if needs.A and needs.x and draws_mask(dy, lora_B, s, lora_A, x_scale_inv, slot, spec.p, weight):
+    if (
+        needs.A
+        and needs.x
+        and draws_mask(dy, lora_B, s, lora_A, x_scale_inv, slot, spec.p, weight, spec.col0)
+    ):
         mask = (slot, spec.p, spec.site, weight.shape[1], *place)
         dy8, dy_scale_inv, ds, dB, dropped = ops.quantize_grad_and_mask(*arguments, *mask)
     else:
@@ -156,6 +162,7 @@ def draws_mask(
     slot: Tensor | None,
     p: float,
     weight: Tensor,
+    col0: int = 0,
     rows: Sequence[int] | None = None,
 ) -> bool:
     """Whether `quantize_grad` draws the mask for `lora_grad_a` and `fp8_grad_input`, a bit an element for the length of
@@ -163,15 +170,12 @@ def draws_mask(
     ranks only: on a GPU without these kernels its mask is drawn once more, and dA and dx are the same."""
     if scale_inv is None or slot is None or not dy.is_cuda or dy.dtype == torch.float32:
         return False
-    if reference.dropout_threshold(p) == 0 or lora_A.shape[0] > ladder.GRAD_A_RANK:
-        return False
-    if ladder.why_not_drawing(lora_B.shape[1], 0):
+    if reference.dropout_threshold(p) == 0 or lora_A.shape[0] > ladder.GRAD_A_RANK or col0 % 8:
         return False
     if torch.compiler.is_compiling():
         return True
-    if ladder.why_not_one_pass(dy, lora_B, s, rows):
-        return False
-    return ladder.can_hand_mask_over(capability_of(dy.device), *weight.shape)
+    readable = ladder.can_hand_mask_over(capability_of(dy.device), *weight.shape)
+    return readable and not ladder.why_not_one_pass(dy, lora_B, s, rows)
 
 
 class _LoRALinear(torch.autograd.Function):

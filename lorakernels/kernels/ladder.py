@@ -38,7 +38,7 @@ DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
 DOWN_RANK = 128
 GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
 GRAD_RANK = 128
-DRAWN_RANK = 64  # quantize_grad draws a mask up to here
+DRAWN_RANK = 64  # above, quantize_grad has the mask drawn by another kernel
 GRAD_PROJECTIONS = 4  # side by side, for quantize_grad in one pass
 GRAD_PROJECTION_MULTIPLE = 128  # of the columns of each but the last
 GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
@@ -221,8 +221,8 @@ def why_not_one_pass(
         return why_not
     if dy.dtype not in (torch.bfloat16, torch.float16):
         return f"dy is {dy.dtype}, not bfloat16 or float16"
-    if dy.shape[1] % GRAD_MULTIPLE:
-        return f"N = {dy.shape[1]} must be a multiple of {GRAD_MULTIPLE}"
+    if dy.shape[1] % GRAD_MULTIPLE or dy.shape[1] == 0:
+        return f"N = {dy.shape[1]} must be a positive multiple of {GRAD_MULTIPLE}"
     if dy.data_ptr() % 16 or not dy.is_contiguous():
         return f"dy must be contiguous and 16-byte aligned, found strides {dy.stride()}"
     if lora_B is None:
@@ -353,13 +353,6 @@ def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | No
     if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
         return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
     return "N = 0" if n == 0 else None
-
-
-def why_not_drawing(rank: int, col0: int) -> str | None:
-    """None if csrc's `quantize_grad` can draw the mask as well; otherwise the reason why not."""
-    if rank > DRAWN_RANK:
-        return f"rank {rank} is above {DRAWN_RANK}"
-    return f"col0 = {col0} must be a multiple of 8" if col0 % 8 else None
 
 
 def side_by_side(rows: Sequence[int], ranks: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import checks, reference
-from lorakernels.device import extension
+from lorakernels.device import capability_of, extension
 from lorakernels.kernels import ladder
 from lorakernels.kernels.pointers import address, cell, name, stream
 from lorakernels.kernels.product import product
@@ -67,15 +67,14 @@ def quantize_grad_and_mask(
     checks.side_by_side(dy, lora_B, s, rows, ranks)
     checks.slot(slot, dy.device)
     arguments = (dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows, ranks)
-    one_pass = not ladder.why_not_one_pass(dy, lora_B, s, rows)
-    draws = reference.dropout_threshold(p) > 0 and not ladder.why_not_drawing(lora_B.shape[1], col0)
-    if not (one_pass and draws):
-        keep = reference.drawn_mask(slot, p, site, len(dy), cols, row0, col0)
-        found = in_one_pass(*arguments) if one_pass else in_torch(*arguments)
-        return *found, reference.dropped_bits(keep)
     words = reference.dropped_words(cols)
     dropped = torch.empty(len(dy), words, dtype=torch.int32, device=dy.device)
-    return *in_one_pass(*arguments, Mask(dropped, cols, slot, p, site, row0, col0)), dropped
+    mask = Mask(dropped, cols, slot, p, site, row0, col0)
+    if ladder.why_not_one_pass(dy, lora_B, s, rows):
+        return *in_torch(*arguments), draw(mask)
+    if lora_B.shape[1] > ladder.DRAWN_RANK or not _by_csrc(mask):
+        return *in_one_pass(*arguments), draw(mask)
+    return *in_one_pass(*arguments, mask), dropped
 
 
 class Mask(NamedTuple):
@@ -91,6 +90,24 @@ class Mask(NamedTuple):
 
 
 NO_MASK = Mask()
+
+
+def _by_csrc(mask: Mask) -> bool:
+    return reference.dropout_threshold(mask.p) > 0 and mask.col0 % 8 == 0
+
+
+def draw(mask: Mask) -> Tensor:
+    """`mask.dropped`, drawn by itself."""
+    dropped, cols, slot, p, site, *place = mask
+    assert dropped is not None and slot is not None
+    if not _by_csrc(mask) or ladder.why_not_csrc(capability_of(dropped.device)):
+        keep = reference.drawn_mask(slot, p, site, len(dropped), cols, *place)
+        return reference.dropped_bits(keep)
+    threshold, device = reference.dropout_threshold(p), dropped.get_device()
+    where = (*place, stream(dropped.device), device)
+    size, source = (len(dropped), cols), (slot.data_ptr(), site, threshold)
+    extension().dropped_bits(dropped.data_ptr(), *size, *source, *where)
+    return dropped
 
 
 def in_torch(
@@ -138,7 +155,7 @@ def in_one_pass(
     ranks: Sequence[int] | None = None,
     mask: Mask = NO_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `ladder.why_not_one_pass` has no objection to, by csrc, and a mask that `why_not_drawing` has none to."""
+    """What `ladder.why_not_one_pass` has no objection to, by csrc, and a mask at a col0 that is a multiple of 8."""
     height, cols = dy.shape
     ext = extension()
     if lora_B is None:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse
+from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse, ops
+from lorakernels.autograd import fused_linear
+from lorakernels.kernels import ladder
 from lorakernels.modules.fused_group import FusedGroup
 from tests.modules.fused_models import ATTENTION, LINEARS, adapted
 
@@ -175,3 +178,37 @@ def test_amaxes_are_of_one_pass(save: str) -> None:
 
 
 ATTENTION_ORDER = [f"self_attn.{n}" for n in ATTENTION] + [f"mlp.{n}" for n in LINEARS[4:]]
+
+
+@pytest.mark.parametrize("targets", [ATTENTION, ["q_proj", "v_proj"]], ids=["q k v o", "q v"])
+def test_one_mask_and_a_compact_B_as_on_hopper(targets, monkeypatch) -> None:
+    """There projections stand side by side in `quantize_grad`, whose mask the kernels behind it read. Sums run over
+    fewer zeros: fp32's rounding apart, the gradients are those of the block diagonal."""
+
+    def gradients(hopper: bool) -> tuple[Counter[str], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        monkeypatch.setattr(ladder, "GRAD_PROJECTION_MULTIPLE", 1 if hopper else 128)
+        monkeypatch.setattr(fused_linear, "draws_mask", lambda *_: hopper)
+        _, layer, h, angles = layer_and_input(targets=targets, lora_dropout=0.3)
+        for name, parameter in layer.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter)
+        torch.manual_seed(1)
+        out = layer(h, position_embeddings=angles)
+        trained = [h, *(p for p in layer.parameters() if p.requires_grad)]
+        with (
+            Launches() as backward,
+            mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as dx,
+        ):
+            found = torch.autograd.grad(out, trained, torch.ones_like(out))
+        given = [call.args[-1] is not None for call in dx.call_args_list]
+        adapted_inputs = 2 if "o_proj" in targets else 1
+        assert sum(given) == (adapted_inputs if hopper else 0)
+        return backward.counts, list(found)
+
+    plain, expected = gradients(False)
+    counts, found = gradients(True)
+    assert counts["quantize_grad_and_mask"] == plain["lora_grad_a"] > 0
+    assert counts["quantize_grad"] == plain["quantize_grad"] - counts["quantize_grad_and_mask"]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7 * float(other.abs().max()))

@@ -351,17 +351,17 @@ def test_a_mask_is_drawn_once_only_for_kernels_that_read_it(n, k, archs, draws, 
     monkeypatch.setattr(ladder, "why_not_one_pass", lambda *_: None)
     monkeypatch.setattr(lora_linear_module, "capability_of", lambda _: (9, 0))
 
-    def asked(p=0.1, ranks=4, rank=4, dtype=torch.bfloat16):
+    def asked(p=0.1, ranks=4, dtype=torch.bfloat16, col0=0):
         dy, b = (
             torch.empty(rows, columns, device="cuda", dtype=dtype)
-            for rows, columns in ((8, n), (n, rank))
+            for rows, columns in ((8, n), (n, 4))
         )
         a = torch.empty(ranks, k, device="cuda")
         weight = torch.empty(n, k, dtype=torch.uint8, device="cuda")
         one, slot = torch.empty(1, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
-        return lora_linear_module.draws_mask(dy, b, None, a, one, slot, p, weight)
+        return lora_linear_module.draws_mask(dy, b, None, a, one, slot, p, weight, col0)
 
     with FakeTensorMode():
         assert asked() == draws
         assert not asked(p=0.0) and not asked(dtype=torch.float32)
-        assert not asked(ranks=129) and not asked(rank=65, ranks=65)
+        assert not asked(ranks=129) and not asked(col0=4)

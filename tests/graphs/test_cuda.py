@@ -205,7 +205,7 @@ def test_other_threads_may_use_cuda_meanwhile(mode: str) -> None:
 
     def load() -> None:
         while not stop.is_set():
-            torch.randn(1 << 16).pin_memory().to(CUDA, non_blocking=True)
+            torch.ones(1 << 16).pin_memory().to(CUDA, non_blocking=True)
 
     thread = threading.Thread(target=load)
     thread.start()

@@ -72,7 +72,9 @@ def test_interpreted_kernel_equals_reference() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("split", "compact"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("split", "compact"), [(False, False), (False, True), (True, False), (True, True)]
+)
 def test_hopper_s_code(split, compact, tmp_path) -> None:
     """It starts early (by_triton.sm90); nothing spilled."""
     kernel = importlib.import_module("lorakernels.kernels.block_diagonal")

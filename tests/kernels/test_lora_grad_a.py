@@ -119,7 +119,7 @@ def test_the_mask_is_the_reference_s_bit_for_bit(fp8, p):
     ("m", "k", "r"), [(1, 16, 1), (33, 272, 16), (1025, 4112, 33), (777, 1040, 128)]
 )
 def test_a_mask_that_is_given_is_read_instead_of_drawn(m, k, r, fp8, p, dtype):
-    """Another slot is named beside it; the bits behind the last column are set, and behind the last row nothing is."""
+    """Another slot is named beside it; the bits behind the last column are set."""
     ds, x, scale_inv, slot = inputs(m, k, r, dtype, fp8)
     keep = reference.dropout_keep(slot, p, SITE, m, k, 7, 40)
     columns = reference.dropped_bits(torch.zeros_like(keep))  # bits that stand for a column
