@@ -16,7 +16,8 @@ using Grid = QuantizeGradGrid;
 
 constexpr int kGroups = 2;  // warpgroups of a block
 constexpr int kThreads = 128 * kGroups;
-constexpr int kDrawers = 128;  // one more, where the mask is asked for
+template <bool kDraws>
+constexpr int kThreadsOf = kThreads + (kDraws ? 128 : 0);  // one warpgroup more, where the mask is asked for
 constexpr int kSumThreads = 256;
 constexpr int kAtom = 64;  // rows, and columns, of a matrix of 128-byte rows
 constexpr int kAtomBytes = kAtom * 128;
@@ -217,7 +218,7 @@ __device__ __forceinline__ void sync_threads() {
 }
 
 template <typename T, int kRank, int kSteps, bool kDraws>
-__global__ void __launch_bounds__(kThreads + (kDraws ? kDrawers : 0), 1)
+__global__ void __launch_bounds__(kThreadsOf<kDraws>, 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -409,8 +410,8 @@ void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStrea
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws>;
   constexpr int kBytes = Tiling<kRank, kSteps>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreads + (kDraws ? kDrawers : 0), kBytes, stream, true,
-                map_of(params), params, grid);
+  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOf<kDraws>, kBytes, stream, true, map_of(params),
+                params, grid);
 }
 
 template <typename T, int kRank, bool kDraws>

@@ -31,6 +31,7 @@ REGISTERS = {
     "sum_shares_kernel": 64,
     "amax_and_scale_update_kernel": 64,
     "dropout_mask_kernel": 64,
+    "dropped_bits_kernel": 128,
     "bias_dropout_add_kernel": 128,
     "bias_dropout_add_backward_kernel": 128,
     "bias_grad_kernel": 64,
