@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -63,30 +64,62 @@ class Snapshot:
             torch.cuda.set_rng_state(state, device)
 
 
-class Pins:
-    """The pins on an FP8 state's addresses that a capture adds, its own and the state's, to be taken off together: by
-    `remove`, or when this goes."""
+class _Pinned:
+    """What graphs have pinned of one FP8 state, common to all of its `Pins`: a state knows each pin once."""
 
     def __init__(self, fp8_state: Any) -> None:
-        self._state = fp8_state
-        self._before = self._now()
+        self.state, self.by, self.holders = fp8_state, set[str](), 0
+
+    def now(self) -> set[str]:
+        found = self.state.pinned_by
+        return set(found.split(", ")) if found else set()
+
+
+_PINNED: WeakValueDictionary[int, _Pinned] = WeakValueDictionary()  # by the state's id
+
+
+class Pins:
+    """The pins on an FP8 state's addresses that a capture adds, its own and the state's: taken off by `remove`, or when
+    this goes, with the last of those that live on the state. What others have pinned stays.
+
+    Make it before the capture, and `add` after: what is new then is the capture's. One that was made before another
+    goes keeps the other's pins.
+    """
+
+    _pinned: _Pinned | None = None
+
+    def __init__(self, fp8_state: Any) -> None:
+        if hasattr(fp8_state, "pinned_by"):
+            pinned = _PINNED.get(id(fp8_state)) or _Pinned(fp8_state)
+            self._before: set[str] | None = pinned.now()
+            self._pinned = _PINNED[id(fp8_state)] = pinned
+            pinned.holders += 1
 
     def __del__(self) -> None:
         self.remove()
 
-    def _now(self) -> set[str]:
-        found = getattr(self._state, "pinned_by", None)
-        return set(found.split(", ")) if found else set()
-
     def add(self) -> None:
-        if self._state is not None:
-            self._state.pin(PINNED_BY)
+        if self._pinned is not None:
+            self._pinned.state.pin(PINNED_BY)
+            self._take_charge(self._pinned)
+
+    def _take_charge(self, pinned: _Pinned) -> None:
+        """Of what has been pinned since this was made; once."""
+        if self._before is not None:
+            pinned.by |= pinned.now() - self._before
+            self._before = None
 
     def remove(self) -> None:
         """Once: what is pinned later is others' pin."""
-        for pin in self._now() - self._before:
-            self._state.unpin(pin)
-        self._state = None
+        pinned, self._pinned = self._pinned, None
+        if pinned is None:
+            return
+        self._take_charge(pinned)  # of a capture that failed
+        pinned.holders -= 1
+        if not pinned.holders:
+            for pin in pinned.by & pinned.now():
+                pinned.state.unpin(pin)
+            pinned.by.clear()
 
 
 @contextmanager

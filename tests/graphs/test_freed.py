@@ -7,6 +7,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -153,6 +154,66 @@ def test_pins_go_too() -> None:
     del second
     gc.collect()
     assert state.pinned_by is None
+
+
+class Collecting(FakeBackend):
+    """As on CUDA: looks for garbage before it captures, and what runs under capture makes the state pin itself."""
+
+    def __init__(self, state: FP8State) -> None:
+        super().__init__()
+        self.state = state
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        gc.collect()
+        with super().session():
+            yield
+
+    @contextmanager
+    def capture(self, replaced: Any = None) -> Iterator[Any]:
+        self.state.pin("a CUDA graph")
+        with super().capture(replaced) as captured:
+            yield captured
+
+
+@pytest.mark.parametrize("others", [[], ["a CUDA graph"]], ids=["ours", "another graph's too"])
+def test_the_pins_of_a_step_that_goes_while_the_next_one_captures(others: list[str]) -> None:
+    state, model = FP8State(("x",), DelayedScaling()), nn.Linear(8, 8)
+    state.reduce_and_update()
+    for pin in others:
+        state.pin(pin)
+    for _ in range(3):
+        graph = graphed(Sgd(model), CPU, backend=lambda: Collecting(state), fp8_state=state)
+        for x in batches(CPU, 4):
+            graph(x)
+        assert set(str(state.pinned_by).split(", ")) == {"a CUDA graph", PINNED_BY}
+        graph.itself = graph  # so that only the collector finds it
+    state.pin("the demo")
+    del graph
+    gc.collect()
+    assert state.pinned_by == ", ".join([*others, "the demo"])
+    state.unpin()
+    state.register("y")
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the older goes first", "the younger goes first"])
+def test_two_managers_pin_one_state(first: int) -> None:
+    state = FP8State(("x",), DelayedScaling())
+    state.reduce_and_update()
+
+    def loop() -> tuple[GraphManager, nn.ModuleList]:
+        layers = stack(CPU, 2)
+        manager = managed(layers, CPU, fp8_state=state, backend=lambda: Collecting(state))
+        warm(manager, layers, CPU)
+        return manager, layers
+
+    loops = [loop(), loop()]
+    for left in (1, 0):
+        with pytest.raises(RuntimeError, match=f"by a CUDA graph, {PINNED_BY}; drop what"):
+            state.register("y")
+        del loops[first * left]
+        gc.collect()
+    assert state.pinned_by is None and state.register("y") == 1
 
 
 class Target:
