@@ -12,6 +12,7 @@ resumed microbatches draw the same masks, so that a run is the same to the bit w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class Runtime:
                 f"graphs=step is for one process, found {ranks.size} ranks: take graphs=layer or auto"
             )
         self.model, self.options, self.random, self._say = model, options, random, say
-        self.replayed, self.warmup = False, warmup
+        self.ranks, self.replayed, self.warmup = ranks, False, warmup
         self.manager: Any = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
@@ -130,7 +131,9 @@ class Runtime:
     ) -> Any:
         """`compute(*inputs)`, a whole step: what `scope` "step" captures. Where that fails, or a replay is refused
         later, the layers are captured instead; where one of theirs is refused, they run eagerly from then on. The run
-        says why, and the step itself starts anew: nothing is lost."""
+        says why, and the step runs again from its start: the same data, draws of `random`, gradients and FP8
+        statistics. What else the layers' refused attempt did stays: a buffer that a module writes in forward has it
+        twice, and torch's CUDA generator is not put back."""
         if self.scope == "step" and self.manager is None:
             self.manager = GraphManager(
                 compute, "iteration", modules=[self.model], optimizers=[optimizer], **self._shared
@@ -152,7 +155,7 @@ class Runtime:
 
     def _by_layers(self, compute: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """Until the last backward a step changes gradients, which it zeroes first, amaxes, which come out the same, and
-        the random state; so it can be repeated."""
+        the random state; so it can be repeated, but for what `run` names."""
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
@@ -197,12 +200,18 @@ class Runtime:
         self.close()
         self.replay_from = None
         if whole:
-            self._say(f"steps are not replayed as a whole: {reason}")
+            self._say_on_any_rank(f"steps are not replayed as a whole: {reason}")
             self._capture_layers()
         else:
             self.scope, self.why_not = None, reason
         if self.manager is None:
-            self._say(f"layers run eagerly: {self.why_not}")
+            self._say_on_any_rank(f"layers run eagerly: {self.why_not}")
+
+    def _say_on_any_rank(self, text: str) -> None:
+        """What may be so on one rank alone: `say` is silent on all but the first."""
+        self._say(text)
+        if not self.ranks.first:
+            print(f"rank {self.ranks.rank}: {text}", file=sys.stderr, flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.random is None else self.random.state_dict()

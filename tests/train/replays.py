@@ -18,6 +18,7 @@ from lorakernels import LoRAConfig, linear_cross_entropy, load_quantized
 from lorakernels.train.loop import Trainer
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 
@@ -50,7 +51,11 @@ def make(
     """A trainer over FP8 with dropout, and what its runtime said. `replay` imitates CUDA graphs on the CPU."""
 
     def make(
-        replay: bool, fused: bool = False, targets: Any = "all-linear", **options: Any
+        replay: bool,
+        fused: bool = False,
+        targets: Any = "all-linear",
+        ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+        **options: Any,
     ) -> tuple[Trainer, list[str]]:
         said: list[str] = []
         torch.manual_seed(1)
@@ -70,8 +75,9 @@ def make(
         )
         assert fuse_layers(loaded.model, made, CPU, said.append) == fused, said
         backend = FakeBackend if replay else None
+        told: dict[str, Any] = {"ranks": ranks, "say": said.append}
         runtime = Runtime(
-            loaded.model, made, loaded.fp8_state, random, warmup=2, backend=backend, say=said.append
+            loaded.model, made, loaded.fp8_state, random, warmup=2, backend=backend, **told
         )
         return Trainer(loaded.model, made, rows, loaded.fp8_state, runtime), said
 

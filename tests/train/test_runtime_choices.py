@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_fused_says_why(model_dir: Path):
 
 
 @pytest.mark.parametrize("graphs", ["step", "layer"])
-def test_a_refused_replay_is_said_and_nothing_is_lost(make, graphs):
+def test_a_refused_replay_is_said_and_its_step_runs_again(make, graphs):
     """A parameter moves while graphs replay, in step 5, for layers between its microbatches: the run goes on with the
     eager one's bits."""
     eager, _ = make(False)
@@ -168,3 +168,18 @@ def test_a_refused_replay_is_said_and_nothing_is_lost(make, graphs):
     assert [r.loss for r in results] == [eager.step().loss for _ in range(8)]
     assert_same(trained(eager), trained(trainer))
     eager.close(), trainer.close()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_refused_replay_is_said_on_the_rank_where_it_is(make, rank, capsys):
+    """The others' output is off."""
+    trainer, said = make(True, graphs="layer", ranks=Ranks(rank, 4))
+    for _ in range(4):
+        trainer.step()
+    assert not capsys.readouterr().err
+    parameter = trainer.model.model.layers[1].self_attn.q_proj.lora_A
+    parameter.data = parameter.data.clone()
+    assert not trainer.step().replayed
+    assert said[-1].startswith("layers run eagerly: replay of layer '1': ")
+    assert capsys.readouterr().err == (f"rank 3: {said[-1]}\n" if rank else "")
+    trainer.close()
