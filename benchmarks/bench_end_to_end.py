@@ -40,7 +40,7 @@ from models import ADAPTED, SPECS, sizes, token_rows
 from peers.base import Unavailable
 from peers.te import te_first_or_hidden
 from peers.training import HfPeft, HfTe, Ours, Training
-from workers import Local, Worker, WorkerError, reason_of, serve
+from workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 
 from lorakernels.train.flops import Peak, find_peak
 
@@ -341,7 +341,7 @@ class Asker:
             found: dict[str, Any] = worker.receive(min(self.args.timeout, left))
         except WorkerError as why:
             found = {"check": f"{_kind(provider)}: {why}"}
-            if time.perf_counter() >= self.end:
+            if isinstance(why, WorkerTimeout) and left < self.args.timeout:
                 found = {"check": f"not finished: --budget-s {self.args.budget_s:g} was spent"}
         worker.close()
         return found

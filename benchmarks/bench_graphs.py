@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 from graph_measure import COLUMNS, Measurer, function_pair_us
 from graph_providers import PROVIDERS, SIZES
-from workers import Local, Worker, WorkerError, reason_of, serve
+from workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 
 NAME = "graphs"
 OURS = ("GraphManager", "GraphManager, grads by autograd")
@@ -60,14 +60,14 @@ def rows_of(
     for count in counts:
         row: common.Row = {"size": size, "layers": count, "provider": name}
         left = until - time.monotonic()
+        most = args.compile_s if compiles(name) else args.timeout_s
         try:
             if left < 1:
                 raise WorkerError(f"not run: {NO_TIME}")
             options = {"count": count, "most": max(counts), "repetitions": args.repetitions}
-            longest = min(left, args.compile_s if compiles(name) else args.timeout_s)
-            row |= worker.ask("measure", longest, size=size, **options)
+            row |= worker.ask("measure", min(left, most), size=size, **options)
         except WorkerError as error:
-            cut = left >= 1 and time.monotonic() >= until
+            cut = isinstance(error, WorkerTimeout) and left < most
             reason = f"not finished: {NO_TIME}" if cut else str(error)
             row |= {"check": f"raised: {reason}", **{column: "" for column in COLUMNS}}
         yield row

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Handler = Callable[..., Any]
 LONGEST_REASON = 200
@@ -30,6 +30,10 @@ LONGEST_REASON = 200
 
 class WorkerError(RuntimeError):
     """Why there is no answer, in one line."""
+
+
+class WorkerTimeout(WorkerError):
+    """There was none in the time that was given."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -77,15 +81,15 @@ class Worker:
         """The answer to the oldest request that has none.
 
         Raises:
-            WorkerError: the handler raised, the process ended, or there was no answer within `timeout` seconds, after
-                which the process is killed.
+            WorkerTimeout: there was no answer within `timeout` seconds, after which the process is killed.
+            WorkerError: the handler raised, or the process has ended.
         """
         if self._why_dead:
             raise WorkerError(self._why_dead)
         try:
             line = self._answers.get(timeout=max(timeout, 0.0))
         except queue.Empty:
-            self._end(f"no answer within {timeout:.0f} s")
+            self._end(f"no answer within {timeout:.0f} s", WorkerTimeout)
         if line is None:
             self._process.wait()
             self._end(f"ended with code {self._process.returncode}: {self._last_line()}")
@@ -98,10 +102,10 @@ class Worker:
         self.send(request, **options)
         return self.receive(timeout)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, kind: type[WorkerError] = WorkerError) -> NoReturn:
         self._why_dead = why[:LONGEST_REASON]
         self.close()
-        raise WorkerError(self._why_dead)
+        raise kind(self._why_dead)
 
     def _last_line(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,23 +85,39 @@ def test_it_fails_where_ours_does(bench: Any, provider: str, check: str, code: i
     assert bench.finish([row | {"provider": "eager", "check": "bit-equal"}, row], {}, None) == code
 
 
-def test_an_answer_that_the_budget_cuts_off_is_no_failure(bench: Any) -> None:
-    """And one that was given all of its time is."""
+@pytest.mark.parametrize(
+    ("budget", "late", "expected", "code"),
+    [
+        (20.0, None, "not finished: --budget-s was spent", 0),
+        (90.0, None, "no answer within 40 s", 1),
+        (20.0, "CaptureError: capture of layer '0'", "CaptureError: capture of layer '0'", 1),
+    ],
+    ids=["the budget cuts it off", "it had all of its time", "an error as the budget ends"],
+)
+def test_only_an_answer_that_the_budget_cuts_off_is_no_failure(
+    bench: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: float,
+    late: str | None,
+    expected: str,
+    code: int,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    class Silent:
+    class Slow:
         def ask(self, request: str, timeout: float, **options: Any) -> None:
             if request == "measure":
-                time.sleep(timeout)
-                raise bench.WorkerError(f"no answer within {timeout:.0f} s")
+                now[0] += timeout
+                if late is not None:
+                    raise bench.WorkerError(late)
+                raise bench.WorkerTimeout(f"no answer within {timeout:.0f} s")
 
-    args = argparse.Namespace(layers=[1], repetitions=1, timeout_s=1.05, compile_s=1.0)
-    for budget, expected in (
-        (1.02, "not finished: --budget-s was spent"),
-        (9.0, "no answer within 1 s"),
-    ):
-        until = time.monotonic() + budget
-        rows = list(bench.rows_of("tiny", "GraphManager", Silent(), args, until))
-        assert rows[0]["check"] == f"raised: {expected}"
+    args = argparse.Namespace(layers=[1], repetitions=1, timeout_s=40.0, compile_s=1.0)
+    rows = list(bench.rows_of("tiny", "GraphManager", Slow(), args, 100.0 + budget))
+    assert [row["check"] for row in rows] == [f"raised: {expected}"]
+    eager = rows[0] | {"provider": "eager", "check": "bit-equal"}
+    assert bench.finish([eager, *rows], {}, None) == code
 
 
 def test_time_that_is_spent_is_said(bench: Any) -> None:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,28 @@ def test_what_the_budget_does_not_cover_is_not_run(
     rows = rows_of(tmp_path / "end_to_end.csv")
     assert {row["check"] for row in rows} == {"not run: --budget-s 0 was spent before"}
     assert len(rows) == 2 and not any(row["tokens/s"] for row in rows)
+
+
+def test_an_error_as_the_budget_ends_is_not_laid_to_it(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    args = argparse.Namespace(budget_s=20.0, timeout=40.0, output=None)
+    found = []
+    for error in (bench.WorkerTimeout("no answer within 20 s"), bench.WorkerError("OSError: late")):
+        now[0] = 0.0
+        asker = bench.Asker(args, CPU, [("tiny", "ours, eager")])
+
+        def receive(timeout: float, error: Exception = error) -> None:
+            now[0] += timeout
+            raise error
+
+        monkeypatch.setattr(asker.next, "receive", receive)
+        monkeypatch.setattr(asker.next, "send", lambda *_, **__: None)
+        found.append(asker.ask("ours, eager")["check"])
+    assert found[0] == "not finished: --budget-s 20 was spent"
+    assert found[1].endswith(": OSError: late")
 
 
 def test_rates_are_of_tokens_and_flops(bench: Any) -> None:

@@ -85,8 +85,11 @@ def test_a_process_that_hangs_is_killed(start: Any) -> None:
     worker = start()
     assert worker.ask("noisy", 30, x=1) == 2
     began = time.perf_counter()
-    with pytest.raises(start.module.WorkerError, match=r"^no answer within 0 s$"):
+    with pytest.raises(start.module.WorkerTimeout, match=r"^no answer within 0 s$"):
         worker.ask("hangs", 0.3)
+    with pytest.raises(start.module.WorkerError, match=r"^no answer within 0 s$") as again:
+        worker.ask("noisy", 30, x=1)
+    assert again.type is start.module.WorkerError, "it is dead: nothing was waited for"
     assert time.perf_counter() - began < 10 and worker._process.poll() is not None
 
 
