@@ -73,14 +73,14 @@ def check_matrix(
     compact: bool = False,
 ) -> None:
     """ValueError or TypeError where `block_diagonal_parts` cannot take these."""
-    _check_ranks(ranks, compact)
+    _check_sizes(rows, ranks, compact)
     if matrix.shape != (sum(rows), width(ranks, compact)):
         raise ValueError(
             f"matrix {tuple(matrix.shape)} does not fit rows {list(rows)}, ranks {list(ranks)}"
         )
     if not matrix.is_floating_point():
         raise TypeError(f"matrix must be of a floating dtype, found {matrix.dtype}")
-    _check_factors(factors, len(rows))
+    _check_factors(factors, matrix.device, len(rows))
 
 
 def check_blocks(
@@ -91,26 +91,32 @@ def check_blocks(
     compact: bool = False,
 ) -> None:
     """ValueError or TypeError where `block_diagonal` cannot take these."""
-    _check_ranks(ranks, compact)
+    _check_sizes(rows, ranks, compact)
     expected = [(n, r) for n, r in zip(rows, ranks, strict=True) if r]
     found = [tuple(block.shape) for block in blocks]
     if found != expected or not blocks:
         raise ValueError(f"blocks must be {expected}, found {found}")
     if len({block.dtype for block in blocks}) > 1:
         raise TypeError(f"blocks must have one dtype, found {[block.dtype for block in blocks]}")
-    _check_factors(factors, 2, len(rows))
+    _check_factors(factors, blocks[0].device, 2, len(rows))
 
 
-def _check_ranks(ranks: Sequence[int], compact: bool) -> None:
+def _check_sizes(rows: Sequence[int], ranks: Sequence[int], compact: bool) -> None:
+    if len(rows) != len(ranks) or min(*rows, *ranks, 0) < 0:
+        raise ValueError(
+            f"rows and ranks must be as many and none negative, found {list(rows)} and {list(ranks)}"
+        )
     if compact and len({*ranks} - {0}) > 1:
         raise ValueError(f"ranks must be one rank R, or 0, to be compact, found {list(ranks)}")
 
 
-def _check_factors(factors: Tensor, *shape: int) -> None:
+def _check_factors(factors: Tensor, device: torch.device, *shape: int) -> None:
     if factors.shape != shape or factors.dtype != torch.float32:
         raise ValueError(
             f"factors must be float32 {list(shape)}, found {factors.dtype} {tuple(factors.shape)}"
         )
+    if factors.device != device:
+        raise ValueError(f"factors must be on {device}, found {factors.device}")
 
 
 def _places(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (factors, factors[0].half(), factors[0].double()):
         with pytest.raises(ValueError, match=r"factors must be float32 \[2\], found torch\.float"):
             ops.block_diagonal_parts(matrix, *sizes, wrong)
+    for wrong in (([8], [2, 2]), ([4, 4], [4]), ([9, -1], [2, 2]), ([4, 4], [5, -1])):
+        match = re.escape(f"none negative, found {wrong[0]} and {wrong[1]}")
+        with pytest.raises(ValueError, match=match):
+            ops.block_diagonal_parts(matrix, *wrong, factors[0])
+        with pytest.raises(ValueError, match=match):
+            ops.block_diagonal(blocks, *wrong, factors)
+    elsewhere = factors.to("meta")
+    with pytest.raises(ValueError, match="factors must be on cpu, found meta"):
+        reference_blocks.block_diagonal(blocks, *sizes, elsewhere)
+    with pytest.raises(ValueError, match="factors must be on cpu, found meta"):
+        reference_blocks.block_diagonal_parts(matrix, *sizes, elsewhere[0])
     with pytest.raises(TypeError, match=r"floating dtype, found torch\.int32"):
         ops.block_diagonal_parts(matrix.int(), *sizes, factors[0])
 
