@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes for ranks and runs. Those on the CPU are forked from a server that imports torch once, for all of them;
-those on a GPU start afresh."""
+those on a GPU start afresh. Both have the environment of who starts them (what torch reads at its import excepted)."""
 
 from __future__ import annotations
 
@@ -35,12 +35,22 @@ def start_method(on_gpu: bool) -> str:
 def start(target: Callable[..., None], *args: Any, on_gpu: bool, said: Path) -> BaseProcess:
     """A process that runs `target`, its standard error in the file `said`."""
     context = multiprocessing.get_context(start_method(on_gpu))
-    process = context.Process(target=_quiet, args=(target, args, said), daemon=True)
+    arguments = (dict(os.environ), target, args, said)
+    process = context.Process(target=_quiet, args=arguments, daemon=True)
     process.start()
     return process
 
 
-def _quiet(target: Callable[..., None], args: tuple[Any, ...], said: Path) -> None:
+def take_environment(environment: dict[str, str]) -> None:
+    """The server has that of whoever needed it first."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _quiet(
+    environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...], said: Path
+) -> None:
+    take_environment(environment)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
@@ -60,7 +70,8 @@ def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -
     """
     with mp.Manager() as manager:
         results = manager.dict()
-        arguments = (worker, world, backend, free_port(), results, args)
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        arguments = (os.environ | variables, worker, world, backend, results, args)
         mp.start_processes(
             _rank, arguments, nprocs=world, start_method=start_method(backend == "nccl")
         )
@@ -68,9 +79,10 @@ def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -
 
 
 def _rank(
-    rank: int, worker: Callable[..., Any], world: int, backend: str, port: int, results: Any, args: tuple[Any, ...],
+    rank: int, environment: dict[str, str], worker: Callable[..., Any], world: int, backend: str, results: Any,
+    args: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    take_environment(environment)
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if backend == "nccl":
