@@ -46,8 +46,20 @@ OPS = (
         {"rank": ("16", "64"), "mode": ("delayed",)},
         ("rank", "p"),
     ),
-    Op("quantize_grad", SQUARE, {"rank": ("16", "64"), "mode": ("delayed",)}, ("rank",)),
-    Op("lora_grad_a", SQUARE, {"rank": ("16", "64"), "reads": ("x8",)}, ("rank", "p")),
+    Op(
+        "quantize_grad",
+        SQUARE,
+        {"rank": ("16", "64"), "mode": ("delayed",)},
+        ("rank",),
+        ours=("ours", "ours, drawing a mask"),
+    ),
+    Op(
+        "lora_grad_a",
+        SQUARE,
+        {"rank": ("16", "64"), "reads": ("x8",)},
+        ("rank", "p"),
+        ours=("ours", "ours, mask given"),
+    ),
     Op("transpose_fp8", SQUARE),
     Op("bias_dropout_add", SQUARE, {"p": ("0.1",), "bias": ("yes",)}, ("p", "direction")),
     Op("rms_norm_quantize", SQUARE, {}, ("pass",)),
@@ -104,8 +116,7 @@ def _op_lines(op: Op, rows: list[Row]) -> Iterator[tuple[list[str], Row]]:
         same = [key, *(name for name in PROBLEM if name in row)]
         beside = [r for r in rows if all(r[name] == row[name] for name in same)]
         said = [times(row[key]), *(f"{NAMES[name]}{row[name]}" for name in op.by)]
-        if len(op.ours) > 1:
-            said.append(row["provider"].split(", ")[1])
+        said += row["provider"].split(", ")[1:2]
         ratio = f"{float(row[op.ratio]):.2f}" if number(row[op.ratio]) is not None else "–"
         ratios = [ratio, ""] if op.ratio == "÷ floor" else ["", ratio]
         yield [f"`{op.csv}` {', '.join(said)}", f"{ms * 1e3:.1f}", *ratios, _other(beside)], row

@@ -64,11 +64,13 @@ def targets() -> Iterator[Target]:
         yield _gemm("fp8_grad_input", what, square, bound, rank=16, p=0.1, provider=provider)
     for op, bound, where in (
         ("quantize_lora_down", 1.3, {"p": 0.1, "mode": "delayed"}),
-        ("quantize_grad", 1.4, {"mode": "delayed"}),
-        ("lora_grad_a", 1.5, {"p": 0.1, "reads": "x8"}),
+        # as a layer's backward calls them
+        ("quantize_grad", 1.4, {"mode": "delayed", "provider": "ours, drawing a mask"}),
+        ("lora_grad_a", 1.5, {"p": 0.1, "reads": "x8", "provider": "ours, mask given"}),
     ):
         where = {"shape": "8192x8192", "rank": 16, "provider": "ours", **where}
-        yield Target(f"`{op}` ÷ its bytes, 8192×8192, R = 16", op, where, "÷ floor", bound)
+        how = ", ".join(["R = 16", *str(where["provider"]).split(", ")[1:]])
+        yield Target(f"`{op}` ÷ its bytes, 8192×8192, {how}", op, where, "÷ floor", bound)
     for direction in ("forward", "backward"):
         where = {"shape": "8192x8192", "p": 0.1, "bias": "yes", "direction": direction}
         what = f"`bias_dropout_add` {direction} ÷ its bytes, 8192×8192"
