@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -72,3 +74,18 @@ def why_not_csrc(capability: tuple[int, int]) -> str | None:
         ):
             return None
     return f"lorakernels._C was built for sm_{build['cuda_archs']}, not for {capability}"
+
+
+def cudnn_folders(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """Folders of the cuDNNs that this process has loaded; [] where there is no /proc.
+
+    torch's parts of a cuDNN and another's do not fit together: a package that loads one of its own (Transformer Engine
+    looks for one in CUDNN_HOME, then on the system) may leave NaN in torch's attention, or end the process.
+    """
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return sorted(
+        {m[1] for m in re.finditer(r"(/\S*)/libcudnn\w*\.so[.\d]*$", lines, re.MULTILINE)}
+    )

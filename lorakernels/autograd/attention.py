@@ -10,6 +10,7 @@ fixed. Backends without variable lengths get a mask.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorakernels.device import capability_of
+from lorakernels.device import capability_of, cudnn_folders
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -55,6 +56,8 @@ def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ca
         heads = (q, *expanded(name, q, k, v))
         params = torch.backends.cuda.SDPAParams(*heads, mask, 0.0, causal, _grouped(q, heads[1]))
         if name == "math" or _takes(name)(params):
+            if name == "cudnn" and not torch.compiler.is_compiling():
+                _check_cudnn()
             return name
     raise ValueError(
         f"attention={wanted!r} does not take q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
@@ -77,6 +80,16 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
 def check(wanted: str) -> None:
     if wanted != "auto" and wanted not in BACKENDS:
         raise ValueError(f"attention must be one of {['auto', *BACKENDS]}, found {wanted!r}")
+
+
+def _check_cudnn() -> None:
+    if len(folders := cudnn_folders()) > 1:
+        warnings.warn(
+            f"this process has loaded cuDNN from {' and '.join(folders)}: torch's attention may compute NaN. Set "
+            "CUDNN_HOME to the folder of torch's, or do not import what loads the other",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 @cache

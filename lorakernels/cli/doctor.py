@@ -23,6 +23,11 @@ PACKAGES = (
     "transformer_engine",
 )
 PROBE_SECONDS = 120
+PROBE = """
+import transformer_engine.pytorch
+from lorakernels.device import cudnn_folders
+print("\\n".join(cudnn_folders()))
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +72,15 @@ def _transformer_engine(version: str | None) -> str:
     """Imported in a process of its own: a library built for another torch may abort instead of raising."""
     if version is None:
         return "not installed"
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    command = [sys.executable, "-c", PROBE]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return f"import took more than {PROBE_SECONDS} s"
     if result.returncode == 0:
-        return "imports"
+        folders = result.stdout.split()
+        two = f", with two cuDNNs in the process ({' and '.join(folders)}): set CUDNN_HOME"
+        return "imports" + (two if len(folders) > 1 else "")
     lines = result.stderr.strip().splitlines()
     return f"import fails: {lines[-1] if lines else f'exit code {result.returncode}'}"
 

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lorakernels.autograd import attention
+from lorakernels.device import cudnn_folders
 
 BF16 = torch.bfloat16
 
@@ -23,6 +27,35 @@ def test_the_table() -> None:
     assert attention.preference((8, 0), False)[0] == "flash"
     assert attention.preference((9, 0), True)[0] == "efficient"
     assert attention.preference(None, False) == ("torch",)
+
+
+MAPS = """7f0a r-xp 00000000 08:01 11   /venv/nvidia/cudnn/lib/libcudnn.so.9
+7f0b r--p 00000000 08:01 11   /venv/nvidia/cudnn/lib/libcudnn.so.9
+7f0c r-xp 00000000 08:01 12   /venv/nvidia/cudnn/lib/libcudnn_graph.so.9
+7f0d r-xp 00000000 08:01 13   /venv/lib/libcudart.so.13
+7f0e rw-p 00000000 00:00 0    [heap]
+"""
+
+
+@pytest.mark.parametrize("others", ["", "7f0f r-xp 0 08:01 21   /usr/lib/libcudnn.so.9.1.0\n"])
+def test_a_second_cudnn_in_the_process_is_said(others: str, tmp_path: Path, monkeypatch) -> None:
+    """As Transformer Engine may bring it: torch's attention then computed NaN."""
+    maps = tmp_path / "maps"
+    maps.write_text(MAPS + others)
+    folders = cudnn_folders(maps)
+    assert folders == (["/usr/lib"] if others else []) + ["/venv/nvidia/cudnn/lib"]
+    monkeypatch.setattr(attention, "cudnn_folders", lambda: folders)
+    monkeypatch.setattr(attention, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(attention, "_takes", lambda _: lambda _: True)
+    with FakeTensorMode():
+        tensors = heads("cuda", BF16)
+        if others:
+            with pytest.warns(RuntimeWarning, match=r"cuDNN from /usr/lib and .*CUDNN_HOME"):
+                assert attention.choose("auto", *tensors, None, True) == "cudnn"
+        assert attention.choose("flash", *tensors, None, True) == "flash"
+        if not others:
+            assert attention.choose("auto", *tensors, None, True) == "cudnn"
+    assert cudnn_folders(tmp_path / "no such file") == []
 
 
 def test_refused_by_name() -> None:

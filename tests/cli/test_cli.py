@@ -52,6 +52,18 @@ def test_a_broken_transformer_engine_does_not_break_doctor(monkeypatch: pytest.M
     assert doctor._transformer_engine(None) == "not installed"
 
 
+@pytest.mark.parametrize("folders", [["/a"], ["/a", "/b"]], ids=["one cuDNN", "two"])
+def test_doctor_says_whether_transformer_engine_brings_another_cudnn(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = subprocess.CompletedProcess([], 0, "\n".join(folders) + "\n", "")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: found)
+    expected = (
+        "imports" if len(folders) == 1 else "imports, with two cuDNNs in the process (/a and /b): "
+    )
+    assert doctor._transformer_engine("2.0") == expected + "set CUDNN_HOME" * (len(folders) > 1)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
