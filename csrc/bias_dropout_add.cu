@@ -128,7 +128,7 @@ struct Dropout {
     if constexpr (kDropout) dropout_draws(draws, first_row + row, step, group, key, offset, site);
   }
 
-  // mask ⊙ value / (1 − p), the product rounded by itself as reference.py rounds it
+  // mask ⊙ value / (1 − p), the product rounded by itself as reference_layer.py rounds it
   __device__ void apply(float (&value)[kLanes], const PhiloxDraw& draw) const {
     if constexpr (kDropout) {
 #pragma unroll

@@ -19,7 +19,6 @@ x8 and W8 hold e4m3, dy8 holds the `fp8_dtype` it is passed with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -272,12 +271,12 @@ def quantize_grad(
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = adapter_places(rows, ranks)
     b = lora_B.to(dy.dtype).float()
-    ds = torch.cat([dy[:, cols].float() @ b[cols] for cols, _ in places], 1)
+    ds = torch.cat([dy[:, cols].float() @ b[cols] for _, (cols, _) in places], 1)
     ds = (scaling * ds).to(dy.dtype)
     if s is None:
         return dy8, scale_inv, ds, dy.new_empty(0)
     dB = torch.zeros_like(lora_B)
-    for cols, window in places:
+    for _, (cols, window) in places:
         dB[cols] = (scaling * (dy[:, cols].float().t() @ s[:, window].float())).to(dB.dtype)
     return dy8, scale_inv, ds, dB
 
@@ -306,14 +305,20 @@ def quantize_grad_and_mask(
 
 
 def adapter_places(
-    rows: Sequence[int] | None, ranks: Sequence[int] | None
-) -> list[tuple[slice, slice]]:
-    """Of each projection with R_i > 0: its columns of dy, its columns of s and ds; of one without `rows`: all."""
+    rows: Sequence[int] | None, ranks: Sequence[int] | None, compact: bool = False
+) -> list[tuple[int, tuple[slice, slice]]]:
+    """Of each projection with R_i > 0: i, its N_i, and its R_i of the ΣR side by side; `compact`: of one R for all.
+
+    Without `rows` there is one projection, which has everything.
+    """
     if not rows or not ranks:
-        return [(slice(None), slice(None))]
-    ends = zip(accumulate(rows), accumulate(ranks), strict=True)
-    sizes = zip(rows, ranks, ends, strict=True)
-    return [(slice(n - width, n), slice(r - rank, r)) for width, rank, (n, r) in sizes if rank]
+        return [(0, (slice(None), slice(None)))]
+    places, row, rank = [], 0, 0
+    for i, (n, r) in enumerate(zip(rows, ranks, strict=True)):
+        if r:
+            places.append((i, (slice(row, row + n), slice(rank, rank + r))))
+        row, rank = row + n, rank + (0 if compact else r)
+    return places
 
 
 def fp8_grad_input(
@@ -368,64 +373,6 @@ def transpose_fp8(weight: Tensor) -> Tensor:
     return weight.t().clone(memory_format=torch.contiguous_format)
 
 
-def bias_dropout_add(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    row0: int = 0,
-    col0: int = 0,
-) -> Tensor:
-    """residual + mask ⊙ (x + bias) / (1 − p) over [M, N], in x's dtype; residual has x's dtype, bias [N] any.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape or device does not fit.
-    """
-    checks.bias_dropout_add(x, bias, residual, p)
-    checks.slot(slot, x.device)
-    xb = x.float() if bias is None else x.float() + bias.float()
-    dropped, factor = masked(xb, slot, p, site, row0, col0)
-    out = dropped * factor
-    return (out if residual is None else out + residual.float()).to(x.dtype)
-
-
-def bias_dropout_add_(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    row0: int = 0,
-    col0: int = 0,
-) -> None:
-    """`bias_dropout_add`, written over `residual`."""
-    residual.copy_(bias_dropout_add(x, bias, residual, slot, p, site, row0, col0))
-
-
-def bias_dropout_add_backward(
-    dout: Tensor,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    bias_dtype: torch.dtype | None,
-    row0: int = 0,
-    col0: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """dx = mask ⊙ dout / (1 − p) and dbias = Σ_rows dx.
-
-    dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
-    """
-    dropped, factor = masked(dout.float(), slot, p, site, row0, col0)
-    dx = dropped * factor
-    dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
-    if slot is None or dropout_threshold(p) == 0:
-        return dout.new_empty(0), dbias
-    return dx.to(dout.dtype), dbias
-
-
 def amax_and_scale_update(
     forward: Tensor,
     backward: Tensor,
@@ -465,28 +412,3 @@ def amax_and_scale_update(
         rolled = torch.cat((history[1:], new[None]))
         rolled[0] = 0.0
         history.copy_(torch.where(live, rolled, history))
-
-
-def cross_entropy_(
-    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
-) -> Tensor:
-    """Losses [M] = log Σ_v exp z_v − z_label, fp32 (fp64 of fp64), 0 where the label is `ignore_index`.
-
-    `gradient`: logits become dz = factor · (softmax(z) − onehot(label)), 0 in ignored rows, whatever they held. A label
-    outside of [0, V) makes loss and gradient of its row NaN.
-    """
-    checks.cross_entropy(logits, labels, factor)
-    ignored = labels == ignore_index
-    known = (labels >= 0) & (labels < logits.shape[1])
-    target = torch.where(known, labels, 0)[:, None]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_p = logits.to(wide).log_softmax(-1)
-    losses = torch.where(known, -log_p.gather(1, target)[:, 0], torch.nan)
-    if gradient:
-        dz = log_p.exp_()
-        dz.scatter_add_(1, target, torch.full_like(dz[:, :1], -1.0))
-        if factor is not None:
-            dz *= factor
-        dz.masked_fill_(~known[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
-        logits.copy_(dz)
-    return losses.masked_fill(ignored, 0.0)

@@ -9,10 +9,12 @@ compact: what the backward has, of blocks of one rank R, is [ΣN, R] instead, on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from lorakernels.reference import adapter_places
 
 
 def block_diagonal(
@@ -35,7 +37,7 @@ def block_diagonal(
     found = []
     for of_factors, below in zip(factors, (False, compact), strict=True):
         out = blocks[0].new_zeros(sum(rows), width(ranks, below))
-        for block, (i, place) in zip(blocks, _places(rows, ranks, below), strict=True):
+        for block, (i, place) in zip(blocks, adapter_places(rows, ranks, below), strict=True):
             out[place] = (block.float() * of_factors[i]).to(out.dtype)
         found.append(out)
     return found[0], found[1]
@@ -56,7 +58,7 @@ def block_diagonal_parts(
     check_matrix(matrix, rows, ranks, factors, compact)
     return [
         (matrix[place].float() * factors[i]).to(matrix.dtype)
-        for i, place in _places(rows, ranks, compact)
+        for i, place in adapter_places(rows, ranks, compact)
     ]
 
 
@@ -117,13 +119,3 @@ def _check_factors(factors: Tensor, device: torch.device, *shape: int) -> None:
         )
     if factors.device != device:
         raise ValueError(f"factors must be on {device}, found {factors.device}")
-
-
-def _places(
-    rows: Sequence[int], ranks: Sequence[int], compact: bool
-) -> Iterator[tuple[int, tuple[slice, slice]]]:
-    row = rank = 0
-    for i, (n, r) in enumerate(zip(rows, ranks, strict=True)):
-        if r:
-            yield i, (slice(row, row + n), slice(rank, rank + r))
-        row, rank = row + n, rank + (0 if compact else r)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder layer's ops between its GEMMs, in plain PyTorch; the conventions are reference.py's.
+"""A decoder layer's ops between its GEMMs and a model's loss, in plain PyTorch; the conventions are reference.py's.
 
     RMSNorm   rstd = 1 / √(mean(x²) + ε)        normed = weight ⊙ (x · rstd)
               dx = dresidual + rstd · (g − h · mean(g ⊙ h)),   g = dnormed ⊙ weight,   h = x · rstd
@@ -24,8 +24,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import checks_layer as checks
-from lorakernels.reference import E4M3, FP8_MAX, quantize, quantize_fp8, scale_of
+from lorakernels import checks, checks_layer
+from lorakernels.reference import (
+    E4M3,
+    FP8_MAX,
+    dropout_threshold,
+    masked,
+    quantize,
+    quantize_fp8,
+    scale_of,
+)
 
 
 def rms_norm_quantize(
@@ -42,7 +50,7 @@ def rms_norm_quantize(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    checks.rms_norm(x, weight, state)
+    checks_layer.rms_norm(x, weight, state)
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
     h = (wide * rstd).to(x.dtype)
@@ -64,7 +72,7 @@ def rms_norm_backward(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    checks.rms_norm_backward(dnormed, x, weight, rstd, dresidual)
+    checks_layer.rms_norm_backward(dnormed, x, weight, rstd, dresidual)
     wide = dnormed.float()
     h = x.float() * rstd.view(-1, 1)
     g = wide * weight.float()
@@ -81,7 +89,7 @@ def rope_qkv_(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_head
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    checks.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
+    checks_layer.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
     turned = num_heads + num_kv_heads
     heads = qkv.view(qkv.shape[0], turned + num_kv_heads, cos.shape[1])[:, :turned]
     c1, c2, s1, s2 = _angles(cos, sin, qkv.shape[0])
@@ -97,7 +105,7 @@ def rope_qkv_backward(
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device does not fit.
     """
-    checks.rope_qkv_backward(dq, dk, dv, cos, sin, multiplier)
+    checks_layer.rope_qkv_backward(dq, dk, dv, cos, sin, multiplier)
     rows, dim = dq.shape[0] * dq.shape[2], dq.shape[3]
     c1, c2, s1, s2 = _angles(cos, sin, rows)
     parts = [d.transpose(1, 2).reshape(rows, d.shape[1], dim).float() for d in (dq, dk, dv)]
@@ -131,7 +139,7 @@ def swiglu_quantize(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    dtype = checks.swiglu(gate_up, gate_up_scale_inv, state, out_dtype)
+    dtype = checks_layer.swiglu(gate_up, gate_up_scale_inv, state, out_dtype)
     gate, up = _gate_up(gate_up, gate_up_scale_inv)
     act = (torch.nn.functional.silu(gate) * up).to(dtype)
     a8, scale_inv = quantize(act, state, column, delayed, E4M3)
@@ -149,11 +157,11 @@ def swiglu_quantize_and_pack(
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
     results = swiglu_quantize(gate_up, None, state, column, delayed, keep)
-    rows, scales = checks.packed_scales(*gate_up.shape)
-    width, padded = gate_up.shape[1] // 2, scales * checks.PACKED_COLUMNS
+    rows, scales = checks_layer.packed_scales(*gate_up.shape)
+    width, padded = gate_up.shape[1] // 2, scales * checks_layer.PACKED_COLUMNS
     values = gate_up.new_zeros(rows, 2, padded)
     values[:, :, :width] = gate_up.reshape(rows, 2, width)
-    values = values.view(rows, 2, scales, checks.PACKED_COLUMNS)
+    values = values.view(rows, 2, scales, checks_layer.PACKED_COLUMNS)
     scale = scale_of(values.abs().amax((1, 3)).float(), FP8_MAX[E4M3])
     bytes_ = quantize_fp8(values, scale[:, None, :, None], E4M3).view(torch.uint8)
     packed = bytes_.view(rows, 2, padded)[:, :, :width].reshape(gate_up.shape)
@@ -178,7 +186,7 @@ def swiglu_quantize_grad(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    checks.swiglu_grad(dact, gate_up, gate_up_scale_inv, multiplier, state_dy)
+    checks_layer.swiglu_grad(dact, gate_up, gate_up_scale_inv, multiplier, state_dy)
     gate, up = _gate_up(gate_up, gate_up_scale_inv)
     wide, sigmoid = dact.float(), torch.sigmoid(gate)
     dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
@@ -194,5 +202,88 @@ def _gate_up(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]
         gate, up = gate_up.float().chunk(2, 1)
         return gate, up
     gate, up = gate_up.view(E4M3).float().chunk(2, 1)
-    factor = scale_inv.repeat_interleave(checks.PACKED_COLUMNS, 1)[:, : gate.shape[1]]
+    factor = scale_inv.repeat_interleave(checks_layer.PACKED_COLUMNS, 1)[:, : gate.shape[1]]
     return gate * factor, up * factor
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    row0: int = 0,
+    col0: int = 0,
+) -> Tensor:
+    """residual + mask ⊙ (x + bias) / (1 − p) over [M, N], in x's dtype; residual has x's dtype, bias [N] any.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    checks.bias_dropout_add(x, bias, residual, p)
+    checks.slot(slot, x.device)
+    xb = x.float() if bias is None else x.float() + bias.float()
+    dropped, factor = masked(xb, slot, p, site, row0, col0)
+    out = dropped * factor
+    return (out if residual is None else out + residual.float()).to(x.dtype)
+
+
+def bias_dropout_add_(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    row0: int = 0,
+    col0: int = 0,
+) -> None:
+    """`bias_dropout_add`, written over `residual`."""
+    residual.copy_(bias_dropout_add(x, bias, residual, slot, p, site, row0, col0))
+
+
+def bias_dropout_add_backward(
+    dout: Tensor,
+    slot: Tensor | None,
+    p: float,
+    site: int,
+    bias_dtype: torch.dtype | None,
+    row0: int = 0,
+    col0: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """dx = mask ⊙ dout / (1 − p) and dbias = Σ_rows dx.
+
+    dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
+    """
+    dropped, factor = masked(dout.float(), slot, p, site, row0, col0)
+    dx = dropped * factor
+    dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
+    if slot is None or dropout_threshold(p) == 0:
+        return dout.new_empty(0), dbias
+    return dx.to(dout.dtype), dbias
+
+
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """Losses [M] = log Σ_v exp z_v − z_label, fp32 (fp64 of fp64), 0 where the label is `ignore_index`.
+
+    `gradient`: logits become dz = factor · (softmax(z) − onehot(label)), 0 in ignored rows, whatever they held. A label
+    outside of [0, V) makes loss and gradient of its row NaN.
+    """
+    checks.cross_entropy(logits, labels, factor)
+    ignored = labels == ignore_index
+    known = (labels >= 0) & (labels < logits.shape[1])
+    target = torch.where(known, labels, 0)[:, None]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.to(wide).log_softmax(-1)
+    losses = torch.where(known, -log_p.gather(1, target)[:, 0], torch.nan)
+    if gradient:
+        dz = log_p.exp_()
+        dz.scatter_add_(1, target, torch.full_like(dz[:, :1], -1.0))
+        if factor is not None:
+            dz *= factor
+        dz.masked_fill_(~known[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
+        logits.copy_(dz)
+    return losses.masked_fill(ignored, 0.0)

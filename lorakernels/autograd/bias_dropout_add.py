@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops, reference
+from lorakernels import checks, ops, reference, reference_layer
 from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 
@@ -147,7 +147,7 @@ def get_bias_dropout_add(
         drops = training and reference.dropout_threshold(prob) > 0
         slot = draw_slot(state, x.device) if drops else None
         rows, add = _rows(x), _rows(residual.to(x.dtype))
-        return reference.bias_dropout_add(rows, bias, add, slot, prob, site).view(x.shape)
+        return reference_layer.bias_dropout_add(rows, bias, add, slot, prob, site).view(x.shape)
 
     return fused_form if fused else unfused_form
 

@@ -178,15 +178,11 @@ def gradients(
     `dy8` are its bytes and scale_inv where they are there already: dy may be empty then, unless there are adapters.
     `operand` makes x, or x8 and its scale_inv, for dA. dx is in `dtype`, or dy's.
     """
-    spec = to.spec
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
-    ds = dB = None
-    dropped = None
+    ds = dB = dropped = None
     if dy8 is None or block is not None:
         state = to.state_dy if dy8 is None else None
-        saved_s = s if needs.B else None
-        arguments = (dy, block, saved_s, state, spec.column, spec.delayed, spec.scaling)
-        found8, scale_inv, ds, dB, dropped = _quantize(to, *arguments, needs)
+        found8, scale_inv, ds, dB, dropped = _quantize(to, dy, block, s, state, needs)
         if dy8 is None:
             dy8 = (found8, scale_inv) if to.quantized else (dy, None)
     dA = _grad_A(to, ds, operand, lora_A, needs, dropped)
@@ -201,14 +197,13 @@ def _quantize(
     block: Tensor | None,
     s: Tensor | None,
     state: Tensor | None,
-    column: int,
-    delayed: bool,
-    scaling: float,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """dy8, its scale_inv, ds, dB, and the mask's bits where the kernels behind read them."""
-    arguments = (dy, block, s, state, column, delayed, scaling, to.spec.backward_dtype)
-    rows, ranks = to.beside
+    spec, (rows, ranks) = to.spec, to.beside
+    s = s if needs.B else None
+    operands = (dy, block, s, state, spec.column, spec.delayed, spec.scaling)
+    arguments = (*operands, spec.backward_dtype)
     if block is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
         mask, scale_inv = to.masks[0], to.grad_scale_inv  # that of x may be unknown yet
         one = (to.lora_A, scale_inv, mask.slot, mask.p, to.weight, 0, rows)

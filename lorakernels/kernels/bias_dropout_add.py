@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import checks, reference
+from lorakernels import checks, reference, reference_layer
 from lorakernels.device import capability_of, extension, why_not_csrc
 from lorakernels.kernels.pointers import address, name, stream
 
@@ -26,9 +26,9 @@ def bias_dropout_add(
     row0: int = 0,
     col0: int = 0,
 ) -> Tensor:
-    """`reference.bias_dropout_add`, bit for bit."""
+    """`reference_layer.bias_dropout_add`, bit for bit."""
     if why_not_csrc(capability_of(x.device)):
-        return reference.bias_dropout_add(x, bias, residual, slot, p, site, row0, col0)
+        return reference_layer.bias_dropout_add(x, bias, residual, slot, p, site, row0, col0)
     out = torch.empty_like(x)
     _launch(out, x, bias, residual, slot, p, site, row0, col0)
     return out
@@ -44,9 +44,9 @@ def bias_dropout_add_(
     row0: int = 0,
     col0: int = 0,
 ) -> None:
-    """`reference.bias_dropout_add_`: the same, written over `residual`."""
+    """`reference_layer.bias_dropout_add_`: the same, written over `residual`."""
     if why_not_csrc(capability_of(x.device)):
-        return reference.bias_dropout_add_(x, bias, residual, slot, p, site, row0, col0)
+        return reference_layer.bias_dropout_add_(x, bias, residual, slot, p, site, row0, col0)
     _launch(residual, x, bias, residual, slot, p, site, row0, col0)
 
 
@@ -59,9 +59,11 @@ def bias_dropout_add_backward(
     row0: int = 0,
     col0: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.bias_dropout_add_backward`; dbias in another, fixed order."""
+    """`reference_layer.bias_dropout_add_backward`; dbias in another, fixed order."""
     if why_not_csrc(capability_of(dout.device)):
-        return reference.bias_dropout_add_backward(dout, slot, p, site, bias_dtype, row0, col0)
+        return reference_layer.bias_dropout_add_backward(
+            dout, slot, p, site, bias_dtype, row0, col0
+        )
     _check(dout, slot)
     rows, cols = dout.shape
     drops = slot is not None and reference.dropout_threshold(p) > 0

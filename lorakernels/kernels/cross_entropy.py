@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import checks, reference
+from lorakernels import checks, reference_layer
 
 BLOCK = 8192  # logits a program holds at a time
 WARPS = 16
@@ -21,9 +21,9 @@ WARPS = 16
 def cross_entropy_(
     logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """`reference.cross_entropy_` in one kernel; float64 takes the reference itself."""
+    """`reference_layer.cross_entropy_` in one kernel; float64 takes the reference itself."""
     if logits.dtype == torch.float64:
-        return reference.cross_entropy_(logits, labels, factor, ignore_index, gradient)
+        return reference_layer.cross_entropy_(logits, labels, factor, ignore_index, gradient)
     checks.cross_entropy(logits, labels, factor)
     if not logits.is_contiguous():
         raise ValueError(f"logits must be contiguous, found strides {logits.stride()}")

@@ -128,7 +128,7 @@ def in_torch(
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = reference.adapter_places(rows, ranks)
     b = lora_B.to(dy.dtype)
-    parts = [product(dy[:, cols], b[cols], scaling) for cols, _ in places]
+    parts = [product(dy[:, cols], b[cols], scaling) for _, (cols, _) in places]
     ds = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if s is None:
         return dy8, scale_inv, ds, dy.new_empty(0)
@@ -137,7 +137,7 @@ def in_torch(
     if not rows:
         return dy8, scale_inv, ds, product(dy.t(), s.to(dy.dtype), scaling).to(lora_B.dtype)
     dB, s = torch.zeros_like(lora_B), s.to(dy.dtype)
-    for cols, window in places:
+    for _, (cols, window) in places:
         dB[cols] = product(dy[:, cols].t(), s[:, window], scaling)
     return dy8, scale_inv, ds, dB
 

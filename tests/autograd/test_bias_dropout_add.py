@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bias_dropout_add against float64, its kernel against reference.py bit for bit, and Megatron's way to call it."""
+"""bias_dropout_add against float64, its kernel against the reference bit for bit, and Megatron's way to call it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lorakernels import (
     get_bias_dropout_add,
     kernels,
     reference,
+    reference_layer,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -127,17 +128,19 @@ def test_the_kernel_equals_the_reference_and_writes_nothing_else(
         where = (slot, p, 9, row0, col0)
         for b, r in ((bias, residual), (None, residual), (bias, None)):
             found = kernels.bias_dropout_add(x, b, r, *where)
-            assert torch.equal(found, reference.bias_dropout_add(x, b, r, *where))
+            assert torch.equal(found, reference_layer.bias_dropout_add(x, b, r, *where))
         flat, target = matrix()
         before = flat.clone()
-        expected = reference.bias_dropout_add(x, bias, target, *where)
+        expected = reference_layer.bias_dropout_add(x, bias, target, *where)
         kernels.bias_dropout_add_(x, bias, target, *where)
         assert torch.equal(target, expected)
         inside = slice(offset, offset + rows * cols)
         before[inside] = flat[inside]
         assert torch.equal(flat, before), "wrote beside the residual"
         dx, dbias = kernels.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)
-        dx2, dbias2 = reference.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)
+        dx2, dbias2 = reference_layer.bias_dropout_add_backward(
+            dout, slot, p, 9, bias.dtype, row0, col0
+        )
         assert torch.equal(dx, dx2)
         eps = EPS[bias.dtype]
         torch.testing.assert_close(
@@ -359,7 +362,7 @@ def test_the_op_itself_refuses_what_its_kernel_would_misread(change, device):
     arguments = {"x": x, "bias": None, "residual": None, "slot": None, "p": 0.1, "site": 0}
     arguments |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     if device.type == "cpu" and getattr(change.get("residual"), "shape", None) == (4, 6):
-        pytest.skip("reference.py adds an fp32 residual, the kernel does not")
+        pytest.skip("reference_layer.py adds an fp32 residual, the kernel does not")
     with pytest.raises((TypeError, ValueError)):
         torch.ops.lorakernels.bias_dropout_add(**arguments)
 

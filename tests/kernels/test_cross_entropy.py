@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lorakernels import ops, reference
+from lorakernels import ops, reference_layer
 from lorakernels.kernels import cross_entropy_triton as kernel
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def check(case: Case, device: str, losses: Tensor, buffer: Tensor) -> None:
     logits, labels, factor = operands(case, device)
     z, wide = buffer[16:-16].view(logits.shape), logits.double()
     wide_factor = None if factor is None else factor.double()
-    exact = reference.cross_entropy_(wide, labels, wide_factor, IGNORE, case.gradient)
+    exact = reference_layer.cross_entropy_(wide, labels, wide_factor, IGNORE, case.gradient)
     # exp and log in fp32, sums of V terms by halves: a few ulps of the largest term, 25 or so
     torch.testing.assert_close(losses[1:-1].double(), exact, rtol=2e-6, atol=1e-5, equal_nan=True)
     if not case.gradient:
