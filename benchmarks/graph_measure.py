@@ -17,6 +17,7 @@ from torch import Tensor
 # Of the norm: bf16 keeps 2⁻⁸ of a number, and another order of additions passes through up to 32 layers. Other masks
 # change a third of what LoRA adds, which is some percent of the output
 TOLERANCE, WITH_OTHER_MASKS = 2**-5, 2**-3
+ROW_SECONDS = 0.5  # a row of steps is not longer but for one step that is
 COLUMNS = (
     "ms",
     "÷ kernels",
@@ -244,7 +245,8 @@ class Measurer:
         row: common.Row = {"check": checked(stack, run, FirstStep(stack, run))}
         if str(row["check"]).startswith("WRONG"):
             return row | {column: "" for column in COLUMNS}
-        in_a_row = max(1, min(8, 64 // len(run.layers)))
+        one = wall_seconds(stack, run, 1, 1)
+        in_a_row = max(1, min(8, 64 // len(run.layers), round(ROW_SECONDS / one)))
         wall = wall_seconds(stack, run, repetitions, in_a_row)
         host = host_seconds(stack, run, repetitions)
         kernels = gaps = float("nan")

@@ -42,10 +42,12 @@ def preference(capability: tuple[int, int] | None, masked: bool) -> tuple[str, .
 
 
 def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
-    """The backend for these tensors: `wanted`, or with "auto" the first of `preference` that takes them.
+    """The backend for these tensors: `wanted`, or with "auto" the first of `preference` that takes them. "auto" leaves
+    cuDNN out, with a warning, where this process has loaded parts of two: torch's attention then computes NaN.
 
     Raises:
         ValueError: `wanted` is none, or does not take these tensors.
+        RuntimeError: `wanted` is "cudnn", and this process has loaded parts of two.
     """
     check(wanted)
     capability = capability_of(q.device) if q.is_cuda else None
@@ -56,8 +58,11 @@ def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ca
         heads = (q, *expanded(name, q, k, v))
         params = torch.backends.cuda.SDPAParams(*heads, mask, 0.0, causal, _grouped(q, heads[1]))
         if name == "math" or _takes(name)(params):
-            if name == "cudnn" and not torch.compiler.is_compiling():
-                _check_cudnn()
+            if name == "cudnn" and (mixed := _mixed_cudnn()):
+                if wanted == "cudnn":
+                    raise RuntimeError(f'attention="cudnn": {mixed}')
+                warnings.warn(f"attention without cuDNN: {mixed}", RuntimeWarning, stacklevel=2)
+                continue
             return name
     raise ValueError(
         f"attention={wanted!r} does not take q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)}, "
@@ -82,14 +87,15 @@ def check(wanted: str) -> None:
         raise ValueError(f"attention must be one of {['auto', *BACKENDS]}, found {wanted!r}")
 
 
-def _check_cudnn() -> None:
-    if len(folders := cudnn_folders()) > 1:
-        warnings.warn(
-            f"this process has loaded cuDNN from {' and '.join(folders)}: torch's attention may compute NaN. Set "
-            "CUDNN_HOME to the folder of torch's, or do not import what loads the other",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _mixed_cudnn() -> str:
+    """What is wrong with this process' cuDNN, and what helps; "" if it has but one."""
+    folders = [] if torch.compiler.is_compiling() else cudnn_folders()
+    if len(folders) < 2:
+        return ""
+    return (
+        f"this process has loaded parts of cuDNN from {' and '.join(folders)}, which do not fit together. Start it with "
+        "LD_LIBRARY_PATH at the folder of torch's, or do not import what loads the other"
+    )
 
 
 @cache

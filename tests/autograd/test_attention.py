@@ -38,8 +38,8 @@ MAPS = """7f0a r-xp 00000000 08:01 11   /venv/nvidia/cudnn/lib/libcudnn.so.9
 
 
 @pytest.mark.parametrize("others", ["", "7f0f r-xp 0 08:01 21   /usr/lib/libcudnn.so.9.1.0\n"])
-def test_a_second_cudnn_in_the_process_is_said(others: str, tmp_path: Path, monkeypatch) -> None:
-    """As Transformer Engine may bring it: torch's attention then computed NaN."""
+def test_parts_of_a_second_cudnn_rule_cudnn_out(others: str, tmp_path: Path, monkeypatch) -> None:
+    """As Transformer Engine may bring them: torch's attention then computed NaN, or wrote where it must not."""
     maps = tmp_path / "maps"
     maps.write_text(MAPS + others)
     folders = cudnn_folders(maps)
@@ -49,12 +49,16 @@ def test_a_second_cudnn_in_the_process_is_said(others: str, tmp_path: Path, monk
     monkeypatch.setattr(attention, "_takes", lambda _: lambda _: True)
     with FakeTensorMode():
         tensors = heads("cuda", BF16)
-        if others:
-            with pytest.warns(RuntimeWarning, match=r"cuDNN from /usr/lib and .*CUDNN_HOME"):
-                assert attention.choose("auto", *tensors, None, True) == "cudnn"
         assert attention.choose("flash", *tensors, None, True) == "flash"
-        if not others:
+        if others:
+            found = r"cuDNN from /usr/lib and .*LD_LIBRARY_PATH"
+            with pytest.warns(RuntimeWarning, match=f"attention without cuDNN: .*{found}"):
+                assert attention.choose("auto", *tensors, None, True) == "flash"
+            with pytest.raises(RuntimeError, match=f'attention="cudnn": .*{found}'):
+                attention.choose("cudnn", *tensors, None, True)
+        else:
             assert attention.choose("auto", *tensors, None, True) == "cudnn"
+            assert attention.choose("cudnn", *tensors, None, True) == "cudnn"
     assert cudnn_folders(tmp_path / "no such file") == []
 
 
