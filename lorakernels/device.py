@@ -79,9 +79,9 @@ def why_not_csrc(capability: tuple[int, int]) -> str | None:
 def cudnn_folders(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """Folders of the cuDNNs that this process has loaded; [] where there is no /proc.
 
-    Parts of different ones do not fit together. torch loads libcudnn.so.9 with itself and the parts as it needs them, and
-    a loaded part serves whoever asks for its name: Transformer Engine 2.12 needs all of them, from where the system's
-    loader finds those that are not there yet, so torch's attention ran with another's parts and left NaN.
+    Parts of different ones do not fit together. torch loads libcudnn.so.9 with itself and the parts as it needs them,
+    and a loaded part serves whoever asks for its name: Transformer Engine 2.12 needs all of them, from where the
+    system's loader finds those that are not there yet, and torch's attention then ran with those and left NaN.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace")

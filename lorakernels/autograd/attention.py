@@ -93,8 +93,8 @@ def _mixed_cudnn() -> str:
     if len(folders) < 2:
         return ""
     return (
-        f"this process has loaded parts of cuDNN from {' and '.join(folders)}, which do not fit together. Start it with "
-        "LD_LIBRARY_PATH at the folder of torch's, or do not import what loads the other"
+        f"this process has loaded parts of cuDNN from {' and '.join(folders)}, which do not fit together. Start it "
+        "with CUDNN_HOME and LD_LIBRARY_PATH at torch's, or do not import what loads the other"
     )
 
 

@@ -79,7 +79,7 @@ def _transformer_engine(version: str | None) -> str:
         return f"import took more than {PROBE_SECONDS} s"
     if result.returncode == 0:
         folders = result.stdout.split()
-        two = f", with parts of two cuDNNs ({' and '.join(folders)}): LD_LIBRARY_PATH at torch's helps"
+        two = f", with parts of two cuDNNs ({' and '.join(folders)}): CUDNN_HOME and LD_LIBRARY_PATH help"
         return "imports" + (two if len(folders) > 1 else "")
     lines = result.stderr.strip().splitlines()
     return f"import fails: {lines[-1] if lines else f'exit code {result.returncode}'}"

@@ -51,7 +51,7 @@ def test_parts_of_a_second_cudnn_rule_cudnn_out(others: str, tmp_path: Path, mon
         tensors = heads("cuda", BF16)
         assert attention.choose("flash", *tensors, None, True) == "flash"
         if others:
-            found = r"cuDNN from /usr/lib and .*LD_LIBRARY_PATH"
+            found = r"cuDNN from /usr/lib and .*CUDNN_HOME and LD_LIBRARY_PATH"
             with pytest.warns(RuntimeWarning, match=f"attention without cuDNN: .*{found}"):
                 assert attention.choose("auto", *tensors, None, True) == "flash"
             with pytest.raises(RuntimeError, match=f'attention="cudnn": .*{found}'):
@@ -89,9 +89,9 @@ def test_backends_agree_with_float64(name: str, masked: bool) -> None:
         mask |= torch.eye(64, dtype=torch.bool, device="cuda")
     try:
         taken = attention.choose(name, q, k, v, mask, not masked)
-    except ValueError:
+    except (ValueError, RuntimeError) as why:
         assert (masked and name in ("flash", "cudnn")) or name == "cudnn"
-        pytest.skip(f"{name} does not take this on this GPU")
+        pytest.skip(str(why))
     print(name, taken)
     dout = torch.randn(2, 4, 64, 64, device="cuda", dtype=BF16)
     out = attention.attend(taken, q, k, v, mask, not masked, 0.125)

@@ -58,7 +58,7 @@ def test_doctor_says_whether_transformer_engine_brings_another_cudnn(
 ) -> None:
     found = subprocess.CompletedProcess([], 0, "\n".join(folders) + "\n", "")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: found)
-    two = ", with parts of two cuDNNs (/a and /b): LD_LIBRARY_PATH at torch's helps"
+    two = ", with parts of two cuDNNs (/a and /b): CUDNN_HOME and LD_LIBRARY_PATH help"
     assert doctor._transformer_engine("2.0") == "imports" + two * (len(folders) > 1)
 
 
