@@ -16,6 +16,8 @@ Columns:
     start s              until the first measured step: weights, warm-up, compilation, capture
     × hf + peft, …       how many times as fast as that peer
 
+"ours" keeps one layout of the weights and what save="recompute" does; "fast" both layouts and save="full".
+
 "check" is "ok", or why there are no numbers: "out of memory" is a peer's result. A first loss that differs by more than
 2 % from that of bf16 is WRONG, as is whatever ours raises: exit code 1. end_to_end.png shows the tokens per second.
 """
@@ -44,6 +46,7 @@ from workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 
 from lorakernels.train.flops import Peak, find_peak
 
+FAST: dict[str, Any] = {"save": "full", "weight_layout": "both"}  # where memory is there
 PROVIDERS: dict[str, Callable[..., Training]] = {
     "hf + peft bf16": HfPeft,
     "hf + peft bf16, liger": partial(HfPeft, liger=True),
@@ -55,6 +58,8 @@ PROVIDERS: dict[str, Callable[..., Training]] = {
     "ours, eager": Ours,
     "ours, graphs by layer": partial(Ours, graphs="layer"),
     "ours, one graph": partial(Ours, graphs="iteration"),
+    "ours, fast, one graph": partial(Ours, graphs="iteration", **FAST),
+    "ours, fast, FP8 head, one graph": partial(Ours, graphs="iteration", fp8_head=True, **FAST),
     "ours, fit, eager": partial(Ours, save="fit"),
     "ours, fit, graphs by layer": partial(Ours, graphs="layer", save="fit"),
     "ours, checkpoint, graphs by layer": partial(Ours, graphs="layer", save="checkpoint"),
@@ -75,6 +80,8 @@ DEFAULT: dict[tuple[str, str], tuple[str, ...]] = {
     ("1b", "all"): (),
     ("8b", "qkvo"): (
         "hf + peft bf16",
+        "ours, fast, one graph",
+        "ours, fast, FP8 head, one graph",
         "ours, graphs by layer",
         "hf + peft bf16, liger",
         "hf + te fp8 + lora",
@@ -82,7 +89,12 @@ DEFAULT: dict[tuple[str, str], tuple[str, ...]] = {
         "ours, eager",
         "ours, one graph",
     ),
-    ("8b", "all"): ("hf + peft bf16", "ours, graphs by layer", "hf + peft bf16, liger"),
+    ("8b", "all"): (
+        "hf + peft bf16",
+        "ours, fast, one graph",
+        "ours, graphs by layer",
+        "hf + peft bf16, liger",
+    ),
     ("70b", "qkvo"): (
         "ours, fit, graphs by layer",
         "ours, fit, eager",

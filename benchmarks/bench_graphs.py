@@ -11,7 +11,7 @@ state, and nothing that broke, reaches another's rows. Columns:
 
     check          of the first replayed step against an eager one from the same random and FP8 states: "bit-equal",
                    or the largest difference's norm ÷ the tensor's norm. ours must be as equal to eager as eager is to
-                   itself, peers within graph_measure.TOLERANCE; a row that is not is WRONG and not timed
+                   itself, peers within graph_measure.TOLERANCE; a row that is not is WRONG and has no times
     ms             wall time of a step, of up to half a second of them with the device idle before and after
     ÷ kernels      ms ÷ kernels ms: 1 is a device without a gap
     kernels ms     sum of the durations of kernels and copies in a step of the same provider, by torch's profiler

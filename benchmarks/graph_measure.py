@@ -76,9 +76,8 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[f
     return worst
 
 
-def checked(stack: Stack, run: Run, first: FirstStep) -> str:
-    """The `check` column."""
-    found = first(run)
+def checked(run: Run, first: FirstStep, found: dict[str, Tensor]) -> str:
+    """The `check` column of what `run` computed in its first step."""
     expected, again = first.eagerly(), first.eagerly()
     (own, _), (error, where) = difference(again, expected), difference(found, expected)
     if run.notes:  # gradients of the adapters see the masks
@@ -235,16 +234,22 @@ class Measurer:
             capture = time.perf_counter() - started
             # While no eager layer has run beside the graphs
             peak = torch.cuda.max_memory_reserved() - base if cuda else 0
-            row = self._timed(stack, run, repetitions)
+            first = FirstStep(stack, run)
+            found = first(run)
+            row = self._times(stack, run, repetitions)
+        run.layers = []  # their graphs' memory, beside which a stack of large layers has no room for an eager step
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+        check = checked(run, first, found)
         row["capture s"] = "" if self.name == "eager" else round(capture, 2)
         row["MB"] = round(peak / 1e6)
         row["driver MB"] = round(run.driver_bytes / 1e6) or ""
-        return row
+        if check.startswith("WRONG"):
+            row = {column: "" for column in COLUMNS}
+        return {"check": check, **row}
 
-    def _timed(self, stack: Stack, run: Run, repetitions: int) -> common.Row:
-        row: common.Row = {"check": checked(stack, run, FirstStep(stack, run))}
-        if str(row["check"]).startswith("WRONG"):
-            return row | {column: "" for column in COLUMNS}
+    def _times(self, stack: Stack, run: Run, repetitions: int) -> common.Row:
         one = wall_seconds(stack, run, 1, 1)
         in_a_row = max(1, min(8, 64 // len(run.layers), round(ROW_SECONDS / one)))
         wall = wall_seconds(stack, run, repetitions, in_a_row)
@@ -252,7 +257,7 @@ class Measurer:
         kernels = gaps = float("nan")
         if self.device.type == "cuda":
             kernels, gaps = busy_and_gaps(device_intervals(stack, run))
-        return row | {
+        return {
             "ms": round(wall * 1e3, 4),
             "÷ kernels": round(wall / kernels, 3),
             "kernels ms": round(kernels * 1e3, 4),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from models import ADAPTED, ALPHA, RANK, STD, P, Random, Spec, dtype_of, plain_model, value
@@ -200,7 +200,8 @@ class HfTe(Training):
 class Ours(Training):
     """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" or "iteration" by GraphManager.
 
-    `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device.
+    `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device. `weight_layout` is LoRAConfig's,
+    `fp8_head` linear_cross_entropy's `fp8`.
     """
 
     fp8 = True
@@ -212,10 +213,13 @@ class Ours(Training):
         device: torch.device,
         graphs: str | None = None,
         save: str | None = "recompute",
+        weight_layout: Literal["single", "both"] = "single",
+        fp8_head: bool = False,
     ) -> None:
         if graphs is not None and device.type != "cuda":
             raise Unavailable("needs a GPU")
         self.graphs, self.save = graphs, save
+        self.weight_layout, self.fp8_head = weight_layout, fp8_head
         self.rng = PhiloxState(1, device)
         super().__init__(spec, adapted, device)
         self.labels = torch.full((spec.batch, spec.length), IGNORE, device=device)
@@ -236,6 +240,7 @@ class Ours(Training):
             lora_dropout=P,
             target_modules=list(self.targets),
             fp8=DelayedScaling(),
+            weight_layout=self.weight_layout,
         )
         shape = self.spec.config()
         loaded = lorakernels.load_quantized(
@@ -290,8 +295,8 @@ class Ours(Training):
             hidden = layer(hidden, attention_mask=None, position_embeddings=self.embeddings)
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         self.labels[:, :-1].copy_(ids[:, 1:])
-        weight = self.model.lm_head.weight
-        return lorakernels.linear_cross_entropy(decoder.norm(hidden), weight, self.labels)
+        head = (self.model.lm_head.weight, self.labels)
+        return lorakernels.linear_cross_entropy(decoder.norm(hidden), *head, fp8=self.fp8_head)
 
     def _eager(self, ids: Tensor) -> Tensor:
         loss = super().step(ids)

@@ -249,6 +249,7 @@ def lora_config(options: FinetuneOptions, targets: str | list[str]) -> LoRAConfi
             target_modules=targets,
             exclude_modules=options.exclude_modules or None,
             use_rslora=options.use_rslora,
+            weight_layout=options.weight_layout,  # type: ignore[arg-type]
             fp8=DelayedScaling() if options.fp8 else None,
         )
     except (ValueError, TypeError) as error:

@@ -18,6 +18,7 @@ from typing import Any
 from lorakernels.train.errors import OptionError, require
 
 DTYPES = ("auto", "float32", "bfloat16")
+LAYOUTS = ("single", "both")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
 
@@ -178,6 +179,11 @@ class FinetuneOptions:
         "runtime",
         "one dropout mask for the adapters of q, k, v and one for those of gate, up in fused layers",
     )
+    weight_layout: str = option(
+        "single",
+        "runtime",
+        "both also holds the FP8 base transposed, one byte more per parameter, and spares backward its transpositions",
+    )
     fp8_head: bool = option(False, "runtime", "multiply by the output head in FP8 while training")
     seed: int = option(
         0, "machine", "seed of adapter values, dropout, data order and held-out split"
@@ -244,6 +250,10 @@ class FinetuneOptions:
             raise OptionError(f"memory_budget must be positive, got {self.memory_budget}")
         if self.save not in SAVE:
             raise OptionError(f"save must be one of {', '.join(SAVE)}, got {self.save!r}")
+        if self.weight_layout not in LAYOUTS:
+            raise OptionError(
+                f"weight_layout must be one of {', '.join(LAYOUTS)}, got {self.weight_layout!r}"
+            )
         if self.graphs not in GRAPHS:
             raise OptionError(f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
         if self.dtype not in DTYPES:

@@ -406,5 +406,14 @@ def test_config_of_the_adapter_follows_the_options() -> None:
     from lorakernels.train.job import lora_config
     from lorakernels.train.options import FinetuneOptions
 
-    found = lora_config(FinetuneOptions(r=3, use_rslora=True, fp8=False), "all-linear")
-    assert isinstance(found, LoRAConfig) and found.fp8 is None and found.r == 3 and found.use_rslora
+    options = FinetuneOptions(r=3, use_rslora=True, fp8=False, weight_layout="both")
+    expected = LoRAConfig(
+        r=3,
+        lora_alpha=32.0,
+        lora_dropout=0.05,
+        target_modules="all-linear",
+        use_rslora=True,
+        fp8=None,
+        weight_layout="both",
+    )
+    assert lora_config(options, "all-linear") == expected

@@ -70,6 +70,7 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"lr": -1.0}, "lr must be positive and finite, got -1.0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
+        ({"weight_layout": "dual"}, "weight_layout must be one of single, both, got 'dual'"),
         ({"graphs": "all"}, "graphs must be one of auto, step, layer, got 'all'"),
         ({"output": None}, "output is missing"),
         ({"data": []}, "data is missing"),
