@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakernels import checks, reference
 from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.pointers import stream
 
 
 def amax_and_scale_update(
@@ -51,6 +52,6 @@ def amax_and_scale_update(
         margin,
         "most_recent" if most_recent else "max",
         gated,
-        torch.cuda.current_stream(forward.device).cuda_stream,
+        stream(forward.device),
         forward.get_device(),
     )

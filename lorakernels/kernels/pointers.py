@@ -25,5 +25,5 @@ def name(dtype: torch.dtype) -> str:
 
 
 def stream(device: torch.device) -> int:
-    """The current stream of `device`."""
-    return torch.cuda.current_stream(device).cuda_stream
+    """The current stream of `device`, which has an index; as Triton asks for it, without a torch.cuda.Stream."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
