@@ -31,6 +31,10 @@ from .signature import Signature, distinct
 from .states import no_device_rng_in_checkpoints, repeats_nothing
 from .tracer import Recorded, Seen
 
+PIECE = (
+    1 << 14
+)  # elements: torch's foreach kernels give 65536 of one tensor to one block, and few blocks are slow
+
 
 @dataclass(eq=False)
 class _Running:
@@ -304,7 +308,7 @@ class Capturer:
         reached = [(p, g) for (_, p), g in zip(layer.trained, found, strict=True) if g is not None]
         if reached:
             targets = self.grads.of([p for p, _ in reached])
-            torch._foreach_add_([t.grad for t in targets], [g for _, g in reached])
+            _add_all([(t.grad, g) for t, (_, g) in zip(targets, reached, strict=True)])
 
     def _collect_grads(self, call: Call, plan: CallPlan, running: _Running) -> None:
         for i in call.differentiable:
@@ -329,3 +333,17 @@ class Capturer:
             names = [n for n, _, _ in reached]
             slabs = self.grads.slabs_of(targets)
             call.grads = LayerGrads(layer.name, names, targets, slabs)
+
+
+def _add_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """To the first of each pair the second; large ones in pieces, where the two lie alike."""
+    sums: list[Tensor] = []
+    terms: list[Tensor] = []
+    for total, grad in pairs:
+        if total.dtype == grad.dtype and total.is_contiguous() and grad.is_contiguous():
+            sums += total.view(-1).split(PIECE)
+            terms += grad.view(-1).split(PIECE)
+        else:
+            sums.append(total)
+            terms.append(grad)
+    torch._foreach_add_(sums, terms)

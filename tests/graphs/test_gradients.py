@@ -41,6 +41,33 @@ def test_accumulation_without_a_gradient_closed_form(device: torch.device) -> No
         manager.end_iteration()
 
 
+@pytest.mark.parametrize("main", ["none", "of another dtype", "transposed"])
+def test_large_gradients_are_added_in_pieces(device: torch.device, main: str) -> None:
+    """Small integers, so that sums are exact; the last piece of 300 × 200 is short."""
+    layer = nn.Linear(200, 300, device=device)
+    if main == "of another dtype":
+        layer.weight.main_grad = torch.zeros(300, 200, dtype=torch.float64, device=device)
+    elif main == "transposed":
+        layer.weight.main_grad = torch.zeros(200, 300, device=device).t()
+
+    def integers(*size: int) -> torch.Tensor:
+        return torch.randint(-4, 5, size, device=device).float()
+
+    manager = managed([layer], device)
+    run([layer], integers(8, 200)).sum().backward()
+    manager.end_iteration()
+    for _ in range(2):
+        layer.zero_grad(set_to_none=True)
+        x, g = integers(8, 200), integers(8, 300)
+        if main != "none":
+            layer.weight.main_grad.zero_()
+        layer(x).backward(g)
+        found = layer.weight.grad if main == "none" else layer.weight.main_grad
+        assert torch.equal(found, (g.T @ x).to(found.dtype))
+        assert torch.equal(layer.bias.grad, g.sum(0))
+        manager.end_iteration()
+
+
 @pytest.mark.parametrize(
     "how", ["kept", "a view of it kept", "an alias of it kept", "replaced", "given at capture"]
 )
