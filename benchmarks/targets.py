@@ -135,6 +135,20 @@ def _end_to_end_targets() -> Iterator[Target]:
             2.0,
         ),
         (
+            "Llama-3.1-8B",
+            "ours, fast, one graph",
+            "× hf + peft",
+            "the same, a step as one graph, weights in both layouts",
+            2.0,
+        ),
+        (
+            "Llama-3.1-8B",
+            "ours, fast, FP8 head, one graph",
+            "× hf + peft",
+            "the same, and an FP8 head",
+            2.0,
+        ),
+        (
             "Llama-2-70B",
             "ours, fit, graphs by layer",
             "tokens/s",
