@@ -31,9 +31,8 @@ from .signature import Signature, distinct
 from .states import no_device_rng_in_checkpoints, repeats_nothing
 from .tracer import Recorded, Seen
 
-PIECE = (
-    1 << 14
-)  # elements: torch's foreach kernels give 65536 of one tensor to one block, and few blocks are slow
+# Elements: torch's foreach kernels give 65536 of one tensor to one block, and few blocks are slow
+PIECE = 1 << 14
 
 
 @dataclass(eq=False)
