@@ -39,7 +39,6 @@ from lorakernels.train.loop import Trainer
 from lorakernels.train.metrics import plot_losses
 from lorakernels.train.model import (
     check_directory,
-    check_model,
     load_model,
     load_tokenizer,
     pick_device,
@@ -48,6 +47,7 @@ from lorakernels.train.model import (
     reproducible,
     save_activations,
 )
+from lorakernels.train.model_checks import check_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment

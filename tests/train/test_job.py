@@ -21,7 +21,8 @@ from lorakernels.train import demo
 from lorakernels.train.bytes import byte_tokenizer
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.job import fingerprint, locked
-from lorakernels.train.model import check_model, load_model, load_tokenizer
+from lorakernels.train.model import load_model, load_tokenizer
+from lorakernels.train.model_checks import check_model
 from lorakernels.train.packing import attention_mask
 
 Cli = Callable[..., int]

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse a model that `finetune` would train wrongly, before its first step.
+
+Two things are asked of a model. Its logits must be its output head applied to its hidden states, as the loss is
+computed without the model's own tail. Its packed documents must be computed as if each were alone.
+
+Each comparison is of like with like: the same shapes through the same kernels, on both sides the same tokens. An FP8
+base scales every tensor by its own amax in eval, so the tokens must be the same as a set; only their places differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.train.errors import ModelError, OptionError
+from lorakernels.train.model import decoder_and_head, hidden_states
+from lorakernels.train.packing import Batch
+
+FIRST, SECOND = 5, 7  # tokens of a row's two documents
+LARGE = 1000.0  # the largest logit that a model's own tail is asked for; caps in use are 30 and 50
+ROUNDINGS = 16  # more than layers of attention add up to, as their roundings are independent
+E4M3_ROUNDING = 2.0**-4
+
+
+class Isolation(NamedTuple):
+    """Relative differences of hidden states, each the root of a mean of squares.
+
+    `neighbour`: of second documents whose first one was exchanged. `place`: of documents that changed their order.
+    `rounding`: of all, by perturbed embeddings.
+    """
+
+    neighbour: float
+    place: float
+    rounding: float
+
+
+@torch.no_grad()
+def check_model(model: Any, seq_len: int, max_token: int) -> None:
+    """ModelError or OptionError for a model this job would train wrongly; the model is left as it was.
+
+    *Logits.* The model's own tail and its head get the same hidden states, so large that the largest logit is 1000.
+    They may differ by one rounding of that logit: a head that is called with other strides sums in another order, in
+    fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937.
+
+    *Documents.* See `isolation`. Neither difference may exceed what perturbing the embeddings makes of the same rows.
+    The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16, and at least 2⁻⁴, one rounding to e4m3, over an FP8
+    base. Exchanged neighbours change nothing at all in a right model, as every token keeps its column and every tensor
+    its amax. Documents in another order add up their attention in another order: one rounding of fp32 a layer, of which
+    few survive the rounding to the dtype. Both sides go through the same depth, so the bound grows as rounding does.
+    """
+    _check_sizes(model, seq_len, max_token)
+    with _evaluating(model):
+        try:
+            _check_logits(model)
+            found = isolation(model)
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            if isinstance(error, (ModelError, torch.OutOfMemoryError)):
+                raise
+            raise ModelError(
+                f"{type(model).__name__} does not run as finetune runs a decoder, with position_ids and a 4-D mask: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    name = type(model).__name__
+    if not found.neighbour <= found.rounding:
+        raise ModelError(
+            f"{name} lets packed documents see each other: hidden states change by {found.neighbour:.3g} of their size "
+            f"with the document before, rounding accounts for {found.rounding:.3g}; finetune cannot train it correctly"
+        )
+    if not found.place <= found.rounding:
+        raise ModelError(
+            f"{name} computes packed documents by where they lie in a row, not by their position_ids: hidden states "
+            f"change by {found.place:.3g} of their size, rounding accounts for {found.rounding:.3g}; finetune cannot "
+            "train it correctly"
+        )
+
+
+def _check_sizes(model: Any, seq_len: int, max_token: int) -> None:
+    config = model.config.get_text_config()
+    if max_token >= config.vocab_size:
+        raise ModelError(
+            f"the tokenizer makes token {max_token}, the model knows {config.vocab_size}: they do not belong together"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and seq_len > limit:
+        raise OptionError(
+            f"seq_len must be at most {limit}, the model's max_position_embeddings, got {seq_len}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and seq_len > window:
+        raise OptionError(
+            f"seq_len must be at most {window}, the model's sliding window, got {seq_len}"
+        )
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _check_logits(model: Any) -> None:
+    decoder, head = decoder_and_head(model)
+    rows = _documents(model)[0].input_ids
+    given: list[Tensor] = []
+
+    def enlarge(module: nn.Module, args: object, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        largest = head(hidden).float().abs().max()
+        factor = torch.where(largest > 0, LARGE / largest, 1.0)
+        given.append((hidden.float() * factor).to(hidden.dtype))
+        output.last_hidden_state = given[-1]
+        return output
+
+    # OPT, for one, calls a part of its own decoder; of two that are called, the outer one is the last
+    hooked = {id(module): module for module in (decoder, model.get_decoder())}.values()
+    hooks = [module.register_forward_hook(enlarge) for module in hooked]
+    try:
+        logits = model(input_ids=rows, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    expected = head(given[-1]).float()
+    difference = (logits.float() - expected).abs().max()
+    allowed = torch.finfo(given[-1].dtype).eps * expected.abs().max()
+    if not bool(difference <= allowed):
+        raise ModelError(
+            f"{type(model).__name__} changes logits after its output head (one of {float(expected.abs().max()):.4g} by "
+            f"up to {float(difference):.4g}): finetune cannot train it correctly"
+        )
+
+
+@torch.no_grad()
+def isolation(model: Any) -> Isolation:
+    """How far documents A, B, C, D depend on their places, of four forwards in eval: [A B] [C D]; then [C B] [A D],
+    which exchanges the neighbours of B and D; [B A] [D C]; and the first again, perturbed."""
+    given, exchanged, turned = _documents(model)
+    base = hidden_states(model, given).float()
+    neighbours = hidden_states(model, exchanged).float()
+    order = hidden_states(model, turned).float()
+    with _perturbed(model):
+        moved = hidden_states(model, given).float()
+    back = torch.cat([order[:, SECOND:], order[:, :SECOND]], 1)
+    return Isolation(
+        _relative(neighbours[:, FIRST:], base[:, FIRST:]),
+        _relative(back, base),
+        _relative(moved, base),
+    )
+
+
+def _documents(model: Any) -> tuple[Batch, Batch, Batch]:
+    """Two rows of two documents; with exchanged first ones; with documents in the other order."""
+    device = next(model.parameters()).device
+    words = model.config.get_text_config().vocab_size
+    a, b, c, d = (
+        torch.linspace(0, words - 1, 2 * (FIRST + SECOND), device=device)
+        .long()
+        .split([FIRST, SECOND, FIRST, SECOND])
+    )
+    return (
+        _packed_rows([[a, b], [c, d]]),
+        _packed_rows([[c, b], [a, d]]),
+        _packed_rows([[b, a], [d, c]]),
+    )
+
+
+def _packed_rows(rows: list[list[Tensor]]) -> Batch:
+    ids = torch.stack([torch.cat(row) for row in rows])
+    device = ids.device
+    positions = torch.cat([torch.arange(len(part), device=device) for part in rows[0]])
+    segments = torch.cat(
+        [torch.full((len(part),), i, device=device) for i, part in enumerate(rows[0])]
+    )
+    places = positions.expand_as(ids), segments.expand_as(ids)
+    return Batch(ids, ids, *places, ids.numel())
+
+
+@contextlib.contextmanager
+def _perturbed(model: Any) -> Iterator[None]:
+    """Embeddings that are larger or smaller by `ROUNDINGS` roundings, at random."""
+    over_fp8 = any(getattr(m, "weight_scale_inv", None) is not None for m in model.modules())
+
+    def move(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        relative = ROUNDINGS * torch.finfo(output.dtype).eps / 2
+        if over_fp8:
+            relative = max(relative, E4M3_ROUNDING)
+        signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(0))
+        return output * (1 + relative * (2 * signs - 1).to(output))
+
+    hook = model.get_input_embeddings().register_forward_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())

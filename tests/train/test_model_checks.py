@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models finetune refuses, and by what margin it takes the right ones: checked at the sizes that people train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import DelayedScaling, LoRAConfig, apply_lora
+from lorakernels.train import model as train_model
+from lorakernels.train.errors import ModelError
+from lorakernels.train.model import hidden_states
+from lorakernels.train.model_checks import check_model, isolation
+from lorakernels.train.packing import Batch, PackedRows, attention_mask
+
+SMALL = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA = {"intermediate_size": 96, "num_key_value_heads": 2}
+
+
+def small(kind: str, attention: str | None = None, **more: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **more})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", LLAMA),
+        ("qwen2", LLAMA),
+        ("gpt_neox", {"intermediate_size": 96}),
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    ],
+    ids=["rotary", "with biases", "parallel", "learned positions"],
+)
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+def test_right_models_change_nothing_with_their_places(
+    kind: str, more: dict[str, Any], fp8: DelayedScaling | None
+) -> None:
+    model = small(kind, "sdpa", **more)
+    apply_lora(model, LoRAConfig(r=2, target_modules="all-linear", fp8=fp8))
+    check_model(model, 64, 200)
+    assert model.training, "left as it was"
+    model.eval()
+    assert isolation(model).neighbour == 0, "every token keeps its column, every tensor its amax"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("gemma2", {**LLAMA, "head_dim": 16}, r"changes logits .*one of 1000 by up to 970"),
+        ("granite", {**LLAMA, "logits_scaling": 8.0}, r"changes logits .*by up to 875"),
+        ("cohere", LLAMA, r"changes logits .*by up to 937\.5"),
+        ("mpt", {"attn_config": {"attn_impl": "torch"}, "d_model": 64, "n_heads": 4, "n_layers": 2}, "see each other"),
+        ("bloom", {}, r"does not run as finetune runs a decoder"),
+        ("rwkv", {"attention_hidden_size": 64}, "see each other"),
+        ("recurrent_gemma", {**LLAMA, "num_key_value_heads": 1, "lru_width": 64}, "changes logits"),
+    ],
+    ids=["capped", "divided", "scaled", "ALiBi", "ALiBi of a 2-D mask", "recurrent", "recurrent and capped"],
+)  # fmt: skip
+def test_models_that_would_be_trained_wrongly_are_refused(
+    kind: str, more: dict[str, Any], said: str
+) -> None:
+    model = small(kind, **more)
+    with pytest.raises(ModelError, match=said):
+        check_model(model, 64, 200)
+    assert model.training, "left as it was"
+
+
+def in_place_of(model: Any, places: Any) -> None:
+    """The model's decoder, with other position_ids than it is given."""
+    forward = model.model.forward
+    model.model.forward = lambda position_ids=None, **kw: forward(
+        position_ids=places(position_ids), **kw
+    )
+
+
+def test_positions_that_count_a_rows_columns_are_refused() -> None:
+    """Learned positions of the row: harmless with rotary ones, which only know distances."""
+    learned = small("opt", "sdpa", ffn_dim=96, word_embed_proj_dim=64)
+    rotary = small("llama", "sdpa", **LLAMA)
+    for model in (learned, rotary):
+        in_place_of(
+            model,
+            lambda ids: None if ids is None else torch.arange(ids.shape[1]).expand_as(ids),
+        )
+    with pytest.raises(ModelError, match="by where they lie in a row, not by their position_ids"):
+        check_model(learned, 64, 200)
+    check_model(rotary, 64, 200)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = small("llama", "sdpa", **LLAMA)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = math.nan
+    with pytest.raises(ModelError, match="changes logits"):
+        check_model(model, 64, 200)
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "capturing"])
+def capturing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes what runs for a captured stream: then it does not look at values."""
+    from transformers.utils import import_utils
+
+    if request.param:
+        monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["as they are", "fused"])
+def test_rows_as_one_sequence_reach_attention_without_a_mask(
+    make: Any, rows: PackedRows, fused: bool, capturing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask, whatever it says, rules the fast kernels out. Documents apart need one, as their rows do not say so."""
+    trainer, _ = make(False, fused, isolate_documents=False)
+    model, batch = trainer.model.eval(), rows.batch([0, 1, 2])
+    trainer.close()
+    seen: list[tuple[Any, Any]] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*args: Any, attn_mask: Any = None, is_causal: bool = False, **kw: Any) -> Any:
+        seen.append((attn_mask, is_causal))
+        return real(*args, attn_mask=attn_mask, is_causal=is_causal, **kw)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with torch.no_grad():
+        dense = hidden_states(model, batch, isolate=False)
+        assert seen == [(None, True)] * 2
+        apart = hidden_states(model, batch)
+    assert [mask.shape for mask, _ in seen[2:]] == [(3, 1, 24, 24)] * 2
+    assert model.config._attn_implementation == "sdpa", "as it was"
+    # padding, at a row's end, is seen by nothing before it
+    cut = Batch(*(t[:, :20] for t in batch.tensors()[:4]), -1)  # type: ignore[index, misc]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            hidden_states(model, cut, isolate=False), dense[:, :20], rtol=1e-3, atol=1e-3
+        )
+    assert not torch.allclose(dense, apart, rtol=1e-3, atol=1e-3)
+
+
+# On a GPU
+
+
+def wide(width: str, layers: int) -> Any:
+    """Llama-3.1-8B's or Llama-2-70B's widths, random weights, bf16, on the GPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, middle, heads = {"8B": (4096, 14336, 32), "70B": (8192, 28672, 64)}[width]
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=middle,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        attn_implementation="sdpa",
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            torch.manual_seed(11)
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def like_trained(model: nn.Module) -> None:
+    """Rows of unequal size, norms too, and a few channels twenty times as large, as trained Llamas have them."""
+    torch.manual_seed(12)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            rows = torch.exp(0.6 * torch.randn(parameter.shape[0], device=parameter.device))
+            parameter.mul_(rows.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype))
+            if parameter.ndim == 1:
+                parameter[7::1021] *= 20
+
+
+@pytest.fixture
+def cleared() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "like trained"])
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("width", "layers"), [("8B", 8), ("70B", 3)], ids=["8B", "70B"])
+def test_llamas_of_real_widths_are_taken_and_leaking_ones_refused(
+    width: str, layers: int, fp8: DelayedScaling | None, trained: bool,
+    monkeypatch: pytest.MonkeyPatch, cleared: None,
+) -> None:  # fmt: skip
+    """What rounding does is far below the bound, what a leak does is above it. `pytest -s` shows the numbers."""
+    model = wide(width, layers)
+    if trained:
+        like_trained(model)
+    apply_lora(model, LoRAConfig(r=16, target_modules="all-linear", fp8=fp8))
+    check_model(model, 4096, 31999)
+    model.eval()
+    found = isolation(model)
+    print(f"\n{width} × {layers}, fp8 {fp8 is not None}, like trained {trained}: {found}", end=" ")
+    assert found.neighbour <= found.rounding / 10 and found.place <= found.rounding / 2
+    monkeypatch.setattr(
+        train_model, "attention_mask", lambda segments: attention_mask(torch.zeros_like(segments))
+    )
+    leaking = isolation(model)
+    print(f"leaking {leaking}")
+    assert leaking.neighbour > 1.5 * leaking.rounding
+    with pytest.raises(ModelError, match="see each other"):
+        check_model(model, 4096, 31999)
