@@ -31,6 +31,7 @@ from lorakernels import (
     load_quantized,
 )
 from lorakernels.train.checkpoint import Checkpoints
+from lorakernels.train.choices import choices
 from lorakernels.train.data import TokenFile, hold_out, tokenize_files
 from lorakernels.train.errors import DataError, FinetuneError, ModelError, OptionError, require
 from lorakernels.train.files import replace_dir, replace_file
@@ -53,7 +54,6 @@ from lorakernels.train.packing import PackedRows
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
-from lorakernels.train.runtime import describe as describe_runtime
 from lorakernels.train.session import Session
 
 
@@ -130,22 +130,22 @@ def adapt(
     check_head(model, options)
     if options.gradient_checkpointing:
         save_activations(model)
-    reporter.say(str(report).split("\n")[0])
-    fused = fuse_layers(model, options, device, reporter.say)
+    fused = fuse_layers(model, options, device)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
-    reporter.say(describe_runtime(report, runtime, fused))
     identity = {
         "tokens": tokens.path.name,
         "base": fingerprint(directory),
         "dtype": str(dtype),
         "on": device.type,
-        "fused": fused,
+        "fused": bool(fused),
     }
     metrics = output / "metrics.jsonl"
     session = make_session(model, options, train, held, reporter, metrics, report, runtime, ranks)
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
         session.resume()
+    for line in choices(report, runtime, fused, describe(device, ranks)):
+        reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()
     ranks.on_first(lambda: replace_file(output / "options.json", written))
     session.run()
@@ -157,7 +157,7 @@ def adapt(
         plot_losses(metrics, output / "loss.png", title)
 
     ranks.on_first(finish)
-    return Result(model, report, session, adapter, fused)
+    return Result(model, report, session, adapter, bool(fused))
 
 
 def load_adapted(
@@ -272,8 +272,8 @@ def make_session(
     trainer = Trainer(model, options, train, fp8_state, runtime, ranks)
     device = trainer.device
     peak = find_peak(device, next(model.parameters()).dtype, options.fp8)
-    where = f"{ranks.size} × {describe(device)}" if ranks.size > 1 else describe(device)
-    reporter.say(f"{trainer.steps} steps on {where}; {_mfu_line(peak)}")
+    tokens = trainer.rows_per_step * options.seq_len
+    reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
     flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
     return Session(trainer, held, options, reporter, metrics, flops, peak)
 
@@ -282,10 +282,11 @@ def _mfu_line(peak: Peak | str) -> str:
     return f"MFU against {peak.tflops:g} TFLOP/s ({peak.name})" if isinstance(peak, Peak) else peak
 
 
-def describe(device: torch.device) -> str:
+def describe(device: torch.device, ranks: Ranks) -> str:
+    one = f"the CPU, {torch.get_num_threads()} threads"
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"the CPU, {torch.get_num_threads()} threads"
+        one = torch.cuda.get_device_name(device)
+    return f"{ranks.size} × {one}" if ranks.size > 1 else one
 
 
 def fingerprint(directory: Path) -> str:

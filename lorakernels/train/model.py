@@ -48,7 +48,7 @@ def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B00
 
 @contextlib.contextmanager
 def reproducible(wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic kernels inside the context (attention's backward adds in any order otherwise)."""
+    """PyTorch's deterministic kernels inside the context: without cuDNN's attention, sums in one order."""
     if not wanted or not torch.cuda.is_available():
         yield
         return
@@ -232,7 +232,7 @@ def _no_mask(decoder: Any) -> Iterator[None]:
 def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
     """What keeps packed documents apart: where each begins, for fused layers, whose attention then computes nothing
     between them; else a mask [B, 1, T, T]."""
-    if batch.starts is None or not _takes_starts(decoder, batch):
+    if batch.starts is None or not takes_starts(decoder, batch.input_ids):
         return {"attention_mask": attention_mask(batch.segments)}
     # A 4-D mask, read by nobody, keeps transformers from looking for documents, for which it waits for the device
     unread = batch.starts.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -243,12 +243,13 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
     }
 
 
-def _takes_starts(decoder: Any, batch: Batch) -> bool:
-    """Where fused layers have flash attention of variable lengths; elsewhere they would make a mask of all rows."""
+def takes_starts(decoder: Any, like: Tensor) -> bool:
+    """Where fused layers have flash attention of variable lengths, on ``like``'s device; elsewhere they would make a
+    mask of all rows."""
     layers = getattr(decoder, "layers", None) or [decoder]
     fused = "FusedDecoderLayer" in {kind.__name__ for kind in type(layers[0]).__mro__}
     halves = (torch.bfloat16, torch.float16)
-    return fused and batch.input_ids.is_cuda and decoder.embed_tokens.weight.dtype in halves
+    return fused and like.is_cuda and decoder.embed_tokens.weight.dtype in halves
 
 
 def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:

@@ -94,8 +94,8 @@ class FinetuneOptions:
     isolate_documents: bool = option(
         True,
         "optimisation",
-        "attention does not cross documents packed into one row; without it a row is causal as a whole, which "
-        "faster attention kernels take",
+        "attention does not cross documents packed into one row; without it a row is causal as a whole, which on "
+        "Hopper GPUs cuDNN's attention takes, faster unless --deterministic",
     )
     batch_size: int = option(4, "optimisation", "packed sequences per microbatch")
     grad_accum: int = option(1, "optimisation", "microbatches per optimizer step")
@@ -151,13 +151,15 @@ class FinetuneOptions:
         "rewire decoder layers into fused kernels where the model allows it; default: on a GPU",
     )
     eager: bool = option(
-        False, "runtime", "launch every kernel anew instead of replaying CUDA graphs on a GPU"
+        False,
+        "runtime",
+        "launch every kernel anew instead of replaying CUDA graphs on a GPU; slower where the host bounds",
     )
     graphs: str = option(
         "auto",
         "runtime",
-        "what one CUDA graph replays: step, a whole optimizer step, or layer, one direction of a decoder layer; auto "
-        "is step on one GPU and layer on several",
+        "what one CUDA graph replays: step, a whole optimizer step, or layer, one direction of a decoder layer, which "
+        "is slower by a little; auto is step on one GPU and layer on several",
     )
     save: str = option(
         "recompute",
@@ -195,12 +197,16 @@ class FinetuneOptions:
         "auto", "machine", "cpu, cuda or cuda:N; auto takes the first GPU if there is one"
     )
     deterministic: bool = option(
-        True,
+        False,
         "machine",
-        "on a GPU take only kernels that give the same bits every time, which an exact --resume needs",
+        "on a GPU take only kernels that give the same bits every time, which a --resume to the bit needs; slower, by "
+        "a sixth at Llama-3.1-8B's widths, as attention does without cuDNN and adds up in one order",
     )
     gradient_checkpointing: bool = option(
-        False, "machine", "recompute activations in backward to save memory"
+        False,
+        "machine",
+        "recompute activations in backward: less memory, slower; layers are not fused then, --save checkpoint does "
+        "it fused",
     )
 
     def check(self) -> None:

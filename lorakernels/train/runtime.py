@@ -14,12 +14,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorakernels import FP8State, LoRALinear, LoRAReport, PhiloxState, fuse, model_parallel_states
+from lorakernels import (
+    FP8State,
+    FuseReport,
+    LoRALinear,
+    PhiloxState,
+    fuse,
+    model_parallel_states,
+)
 from lorakernels.graphs import CaptureError, GraphManager, OrderError, ReplayError
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head
@@ -36,32 +44,47 @@ def make_random_state(seed: int, rank: int, device: torch.device) -> PhiloxState
     return states.get_states()["data-parallel-rng"]
 
 
-def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device, say: Say) -> bool:
-    """Fuse the decoder layers if the options and the model allow it, and say so or why not."""
-    wanted = device.type == "cuda" if options.fuse is None else options.fuse
-    if not wanted:
-        return False
+@dataclass(frozen=True)
+class Fused:
+    """What came of fusing the decoder layers: `report`, or `why_not`."""
+
+    report: FuseReport | None = None
+    why_not: str = ""
+
+    def __bool__(self) -> bool:
+        return self.report is not None
+
+    def __str__(self) -> str:
+        if self.report is None:
+            return f"as transformers has them: {self.why_not}"
+        return str(self.report).split("\n")[0]
+
+
+def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device) -> Fused:
+    """Fuse the decoder layers if the options and the model allow it."""
+    if options.fuse is False:
+        return Fused(why_not="--no-fuse was asked for")
+    if options.fuse is None and device.type != "cuda":
+        return Fused(why_not="fused kernels are a GPU's; --fuse takes them elsewhere too")
     if options.gradient_checkpointing:
-        say(
-            "layers not fused: gradient_checkpointing recomputes whole layers; --save checkpoint does so fused"
+        return Fused(
+            why_not="gradient_checkpointing recomputes whole layers; --save checkpoint does so fused"
         )
-        return False
-    tokens = options.batch_size * options.seq_len
     budget = None if options.memory_budget is None else int(options.memory_budget * 2**30)
     try:
         report = fuse(
             model,
             save=options.save,
             memory_budget=budget,
-            tokens=tokens,
+            tokens=options.batch_size * options.seq_len,
             attention=options.attention,
             shared_dropout=options.shared_dropout,
         )
     except (ValueError, TypeError) as error:
-        say(f"layers not fused: {error}")
-        return False
-    say(str(report).split("\n")[0])
-    return True
+        if budget is not None and str(error).startswith("memory_budget"):
+            raise OptionError(str(error)) from error  # unfused layers would keep more
+        return Fused(why_not=str(error))
+    return Fused(report)
 
 
 class Runtime:
@@ -104,8 +127,8 @@ class Runtime:
             "rng_states": [] if random is None else [random],
             "backend": backend,
         }
-        device = next(model.parameters()).device
-        self.why_not = _why_not(model, options, device, random, backend)
+        self.device = next(model.parameters()).device
+        self.why_not = _why_not(model, options, self.device, random, backend)
         self.scope: str | None = None
         if self.why_not is None and ranks.size == 1 and options.graphs != "layer":
             self.scope = "step"
@@ -270,14 +293,3 @@ def _why_not_layers(model: nn.Module) -> str | None:
             # replayed layers draw no nonce, so it would take those that are theirs in an eager step
             return f"{path} has dropout {module.lora_dropout} outside of the decoder layers"
     return None
-
-
-def describe(report: LoRAReport, runtime: Runtime, fused: bool) -> str:
-    how = "fused" if fused else "as transformers has them"
-    steps = runtime.warmup
-    when = {
-        None: f"eager ({runtime.why_not})",
-        "layer": f"captured after {steps} steps",
-        "step": f"whole steps captured after {steps}",
-    }[runtime.scope]
-    return f"{len(report.adapted())} adapters; layers {how}, {when}"

@@ -125,4 +125,5 @@ def gpu_run(gpu_model: Path, data_file: Path) -> list[Any]:
         *("--model", gpu_model, "--data", data_file, "--device", "cuda", "--r", 8, "--lr", "1e-2"),
         *("--lora-dropout", "0.1", "--seq-len", 128, "--batch-size", 2, "--grad-accum", 2),
         *("--eval-fraction", "0.2", "--eval-every", 0, "--log-every", 1, "--save-every", 4),
+        "--deterministic",
     ]

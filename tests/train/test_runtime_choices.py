@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.train.model import _takes_starts, summed_loss
+from lorakernels.train.model import summed_loss, takes_starts
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.ranks import Ranks
@@ -59,8 +59,7 @@ def test_documents_come_by_starts_where_flash_takes_them(fused, on_gpu, dtype, t
     decoder = nn.Module()
     decoder.layers = nn.ModuleList([FusedDecoderLayer() if fused else nn.Module()])
     decoder.embed_tokens = nn.Embedding(2, 2, dtype=dtype)
-    batch = SimpleNamespace(input_ids=SimpleNamespace(is_cuda=on_gpu))
-    assert _takes_starts(decoder, batch) == takes
+    assert takes_starts(decoder, SimpleNamespace(is_cuda=on_gpu)) == takes  # type: ignore[arg-type]
 
 
 def test_masks_are_new_every_microbatch_and_differ_by_rank(make):
@@ -117,16 +116,20 @@ def test_replayed_layers_add_to_the_graphs_own_gradients(make):
     trainer.close()
 
 
-def test_a_model_that_cannot_be_fused_says_why(model_dir: Path):
+def test_layers_that_are_not_fused_say_why(model_dir: Path):
     from lorakernels.train.model import load_model
 
     model = load_model(model_dir, torch.float32, CPU)
-    said: list[str] = []
-    assert not fuse_layers(model, FinetuneOptions(fuse=True), CPU, said.append)
-    assert said[0].startswith("layers not fused: ")
+    for options, said in [
+        ({"fuse": True}, "LoRALinear"),
+        ({"fuse": False}, "--no-fuse was asked for"),
+        ({}, "fused kernels are a GPU's"),
+    ]:
+        done = fuse_layers(model, FinetuneOptions(**options), CPU)
+        assert not done and said in str(done)
     apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
-    options = FinetuneOptions(fuse=True, gradient_checkpointing=True)
-    assert not fuse_layers(model, options, CPU, said.append) and "--save checkpoint" in said[1]
+    done = fuse_layers(model, FinetuneOptions(fuse=True, gradient_checkpointing=True), CPU)
+    assert not done and "--save checkpoint" in done.why_not
 
 
 @pytest.mark.parametrize("graphs", ["step", "layer"])

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run chose and why, in five lines that stand together before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from lorakernels import LoRAReport
+from lorakernels.autograd import attention as backends
+from lorakernels.train.errors import OptionError
+from lorakernels.train.model import decoder_and_head, takes_starts
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.runtime import Fused, Runtime
+
+NAMES = {
+    "packed": "FlashAttention-2 by where documents begin",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention-2",
+    "efficient": "torch's memory-efficient kernel",
+    "math": "plain matrix products",
+}
+
+
+def choices(report: LoRAReport, runtime: Runtime, fused: Fused, where: str) -> list[str]:
+    """Device and precision, layers, attention, graphs, reproducibility: a line each."""
+    options, model = runtime.options, runtime.model
+    return [
+        f"device: {where}; {_precision(model, report)}; {len(report.adapted())} adapters of rank {options.r}, "
+        f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters trained",
+        f"layers: {fused}",
+        f"attention: {_attention(model, options)}",
+        f"graphs: {_graphs(runtime)}",
+        f"kernels: {_kernels(runtime.device)}",
+    ]
+
+
+def _precision(model: Any, report: LoRAReport) -> str:
+    dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    return f"{dtype}, frozen weights in FP8" if report.fp8_state is not None else dtype
+
+
+def _attention(model: Any, options: FinetuneOptions) -> str:
+    rows = "documents apart" if options.isolate_documents else "rows causal as a whole"
+    implementation = getattr(decoder_and_head(model)[0].config, "_attn_implementation", None)
+    if implementation != "sdpa":
+        return f"transformers' {implementation}; {rows}"
+    try:
+        name = attention_backend(model, options)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise OptionError(f"{rows}: {error}") from error
+    return f"{NAMES.get(name, name)}; {rows}"
+
+
+def attention_backend(model: Any, options: FinetuneOptions) -> str:
+    """The backend that a step's rows take, asked with tensors of their shapes: torch chooses by them.
+
+    ValueError: `options.attention` does not take them.
+    """
+    decoder: Any = decoder_and_head(model)[0]
+    config, weight = decoder.config, decoder.get_input_embeddings().weight
+    heads, rows, tokens = config.num_attention_heads, options.batch_size, options.seq_len
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+
+    def make(count: int) -> torch.Tensor:
+        shape = (rows, tokens, count, width)
+        made = torch.empty(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
+        return made.transpose(1, 2)
+
+    q, k, v = make(heads), make(kv_heads), make(kv_heads)
+    mask = None
+    if options.isolate_documents:
+        mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
+        mask = mask.expand(rows, 1, tokens, tokens)
+    fused = getattr(decoder.layers[0], "_fused", None) if hasattr(decoder, "layers") else None
+    if fused is not None and weight.is_cuda:
+        if takes_starts(decoder, weight):
+            return backends.choose_packed(fused.attention, q, k, v)
+        return backends.choose(fused.attention, q, k, v, mask, mask is None)
+    if mask is not None:  # transformers then repeats them
+        k, v = make(heads), make(heads)
+    found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
+    by_number = {int(backend.value): name for name, backend in backends.BACKENDS.items()}
+    return by_number.get(found, SDPBackend(found).name.lower())
+
+
+def _graphs(runtime: Runtime) -> str:
+    if runtime.scope is None:
+        return f"none, every kernel is launched anew: {runtime.why_not}"
+    what = "whole steps" if runtime.scope == "step" else "layers"
+    return f"{what}, captured after {runtime.warmup} steps and replayed from then on"
+
+
+def _kernels(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "the same bits every time: equal runs and --resume are exact"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic: equal runs and --resume are exact, without cuDNN's attention"
+    return "the fastest; not bit-exact: --deterministic"

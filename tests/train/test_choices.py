@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says before its first step: five lines that stand together, with the reasons for what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakernels import LoRAConfig, apply_lora
+from lorakernels.train.choices import NAMES, choices
+from lorakernels.train.errors import OptionError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
+from tests.graphs.fake import FakeBackend
+from tests.train.replays import CPU
+
+Cli = Callable[..., int]
+BEGINNINGS = ["device: ", "layers: ", "attention: ", "graphs: ", "kernels: "]
+
+
+def block(said: str) -> list[str]:
+    """The five lines, which must stand together, before anything of the run itself."""
+    lines = said.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(BEGINNINGS[0]))
+    found = lines[at : at + 5]
+    assert [line[: len(b)] for line, b in zip(found, BEGINNINGS, strict=True)] == BEGINNINGS, lines
+    assert sum(line.startswith(tuple(BEGINNINGS)) for line in lines) == 5, "said once"
+    assert not any("step 0" in line or "step 1/" in line for line in lines[:at])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            [],
+            [
+                "float32, frozen weights in FP8; 14 adapters of rank 4, ",
+                "as transformers has them: fused kernels are a GPU's",
+                "FlashAttention-2|plain matrix|; documents apart",
+                "none, every kernel is launched anew: CUDA graphs need a GPU",
+                "the same bits every time",
+            ],
+        ),
+        (
+            ["--no-fp8", "--dtype", "bfloat16", "--fuse", "--eager", "--no-isolate-documents"],
+            [
+                "bfloat16; 14 adapters",
+                "2 fused layers keep ",
+                "; rows causal as a whole",
+                "none, every kernel is launched anew: eager was asked for",
+                "the same bits every time",
+            ],
+        ),
+    ],
+    ids=["defaults on a CPU", "asked for"],
+)
+def test_the_block(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    more: list[str], expected: list[str],
+) -> None:  # fmt: skip
+    assert cli(*base_args, "--output", tmp_path, "--steps", 1, *more) == 0
+    for line, parts in zip(block(capsys.readouterr().out), expected, strict=True):
+        assert any(part in line for part in parts.split("|")), line
+
+
+def test_the_block_stands_after_what_is_resumed(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(*base_args, "--output", tmp_path, "--steps", 1) == 0
+    capsys.readouterr()
+    assert cli(*base_args, "--output", tmp_path, "--steps", 2, "--resume") == 0
+    said = capsys.readouterr().out
+    assert said.index("going on from step 1") < said.index("device: the CPU")
+    block(said)
+
+
+def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+    from lorakernels.train.model import load_model
+
+    model = load_model(model_dir, torch.float32, CPU)
+    report = apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
+    made = FinetuneOptions(seq_len=16, batch_size=2, **options)
+    random = make_random_state(7, 0, CPU)
+    runtime = Runtime(model, made, report.fp8_state, random, backend=FakeBackend)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "device", torch.device("cuda"))
+        return choices(report, runtime, fuse_layers(model, made, CPU), "2 × a GPU")
+
+
+def test_graphs_and_kernels_of_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are promised by what torch was told, not by the option."""
+    lines = lines_of(model_dir, monkeypatch)
+    assert lines[0].startswith("device: 2 × a GPU; ")
+    assert lines[3] == "graphs: whole steps, captured after 3 steps and replayed from then on"
+    assert lines[4] == "kernels: the fastest; not bit-exact: --deterministic"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    lines = lines_of(model_dir, monkeypatch, graphs="layer")
+    assert lines[3].startswith("graphs: layers, captured after 3 steps")
+    assert lines[4].startswith("kernels: deterministic: equal runs and --resume are exact")
+
+
+def test_an_attention_that_takes_no_rows_is_refused_before_the_run(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lorakernels.train import choices as module
+
+    def declines(*_: Any) -> str:
+        raise ValueError("attention='cudnn' does not take q (1, 2)")
+
+    monkeypatch.setattr(module, "attention_backend", declines)
+    with pytest.raises(OptionError, match="documents apart: attention='cudnn' does not take"):
+        lines_of(model_dir, monkeypatch)
+
+
+def test_a_budget_that_does_not_fit_is_not_a_run_that_takes_more(model_dir: Path) -> None:
+    from lorakernels.train.model import load_model
+
+    model = load_model(model_dir, torch.float32, CPU)
+    apply_lora(model, LoRAConfig(r=2, target_modules="all-linear"))
+    options = FinetuneOptions(fuse=True, memory_budget=1e-6, seq_len=32)
+    with pytest.raises(OptionError, match="memory_budget = 1073 bytes is too little for 2 layers"):
+        fuse_layers(model, options, CPU)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("more", "backend"),
+    [
+        ([], "FlashAttention-2 by where documents begin; documents apart"),
+        (["--no-isolate-documents"], "cuDNN; rows causal as a whole"),
+        (["--no-isolate-documents", "--deterministic"], "FlashAttention-2; rows causal as a whole"),
+    ],
+    ids=["packed", "dense", "dense deterministic"],
+)
+def test_attention_on_a_gpu_is_the_one_that_is_named(
+    cli: Cli, gpu_run: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, more: list[str], backend: str,
+) -> None:  # fmt: skip
+    """And fused layers take it, in captured steps too."""
+    from lorakernels import fuse
+    from lorakernels.train import runtime as module
+
+    if torch.cuda.get_device_capability() < (9, 0) and "cuDNN" in backend:
+        pytest.skip("cuDNN is preferred on Hopper and later")
+    reports: list[Any] = []
+    monkeypatch.setattr(module, "fuse", lambda *a, **k: reports.append(fuse(*a, **k)) or reports[0])
+    run = [word for word in gpu_run if word != "--deterministic"]
+    run += ["--steps", 6, "--eval-fraction", "0", *more]
+    assert cli(*run, "--output", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert block(said)[2] == f"attention: {backend}"
+    assert "whole steps replayed as CUDA graphs" in said
+    assert reports[0].backends == [
+        key for key, name in NAMES.items() if backend.startswith(f"{name};")
+    ]
