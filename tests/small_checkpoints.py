@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lorakernels import LoRAConfig, apply_lora, load_quantized
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("numpy", reason="the generator of checkpoints is finetune's")
 pytest.importorskip("rich", reason="the generator of checkpoints is finetune's")
 from lorakernels.train.synthetic import Synthetic as Synthetic  # noqa: E402
 from lorakernels.train.synthetic import write_checkpoint as write_checkpoint  # noqa: E402

@@ -45,7 +45,6 @@ class Interrupted(FinetuneError):
 
 
 EXTRAS = {
-    "numpy": "train",
     "rich": "train",
     "matplotlib": "train",
     "yaml": "train",

@@ -8,11 +8,13 @@ other's objects, so that the C++ sources are compiled once.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +98,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     without_nvcc = environment(folder / "bin")
     source = Tree(folder / "source", without_nvcc)
     source.path.mkdir()
-    for name in ("lorakernels", "graphs", "csrc"):
+    for name in ("lorakernels", "graphs", "csrc", "docs"):
         shutil.copytree(ROOT / name, source.path / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for file in filter(Path.is_file, ROOT.iterdir()):
         shutil.copy(file, source.path)
@@ -123,6 +125,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: tuple[Path, str]) -> No
     for name in (
         f"_C{suffix}",
         "_C.pyi",
+        "py.typed",
         "graphs/__init__.py",
         "cli/__main__.py",
         "modules/__init__.py",
@@ -144,6 +147,39 @@ def test_installed_wheel_imports_from_itself(tree: Tree, wheel: tuple[Path, str]
     *files, cuda = result.splitlines()
     assert all(Path(file).is_relative_to(site) for file in files), files
     assert cuda == "False"
+
+
+def test_sdist_holds_what_its_readme_links_to(tree: Tree) -> None:
+    linked = set(re.findall(r"(?:docs|graphs)/\w+\.md", (tree.path / "README.md").read_text()))
+    assert "docs/measured_facts.md" in linked
+    assert not [name for name in linked if not (tree.path / name).is_file()]
+
+
+def test_a_user_s_type_checker_sees_our_types(tree: Tree, wheel: tuple[Path, str]) -> None:
+    pytest.importorskip("mypy")
+    home = tree.path.parent / "user"
+    venv.create(home, with_pip=False)
+    site = next(home.glob("lib/python*/site-packages"))
+    zipfile.ZipFile(wheel[0]).extractall(site)
+    script = home / "script.py"
+    script.write_text(
+        "from lorakernels import LoRAConfig\nreveal_type(LoRAConfig(r=4).r)\nLoRAConfig(r='four')\n"
+    )
+    options = (
+        "--config-file=",
+        "--ignore-missing-imports",
+        f"--python-executable={home}/bin/python",
+    )
+    said = tree.attempt("-m", "mypy", *options, str(script)).stdout
+    assert 'Revealed type is "builtins.int"' in said or 'Revealed type is "int"' in said, said
+    assert 'script.py:3: error: Argument "r" to "LoRAConfig" has incompatible type' in said, said
+
+
+def test_wheel_requires_numpy(wheel: tuple[Path, str]) -> None:
+    """safetensors.torch.save imports it, and neither torch nor safetensors requires it."""
+    archive = zipfile.ZipFile(wheel[0])
+    metadata = next(name for name in archive.namelist() if name.endswith("/METADATA"))
+    assert "Requires-Dist: numpy\n" in archive.read(metadata).decode()
 
 
 def test_editable_serves_the_tree_and_its_graphs(tree: Tree, wheel: tuple[Path, str]) -> None:

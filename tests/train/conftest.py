@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-for _module in ("numpy", "rich", "matplotlib", "yaml", "transformers", "tokenizers"):
+for _module in ("rich", "matplotlib", "yaml", "transformers", "tokenizers"):
     pytest.importorskip(_module, reason="finetune needs the extras hf and train")
 
 from tests.train.replays import by_starts, make, plain_attention, rows  # noqa: E402, F401
