@@ -6,7 +6,11 @@ OUT ?= build/bench
 # BENCH=philox runs one of the benchmarks
 BENCH ?= all
 
-.PHONY: demo test bench sanitize lint format clean
+# FULL=1 for the long form of check-gpu, ARGS="--record" to write its ratios down. Its Python is .venv's where that is
+# there, else any with torch: a GPU machine without a network has its own.
+CHECKED_BY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3))
+
+.PHONY: demo test bench check-gpu sanitize lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(wildcard csrc/*)
@@ -20,6 +24,9 @@ test: $(BUILT)
 
 bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)
+
+check-gpu:
+	$(CHECKED_BY) benchmarks/check_gpu.py $(if $(FULL),--full) $(ARGS)
 
 # what goes through torch is cuBLAS's: initcheck does not see what its kernels store by TMA
 sanitize: $(BUILT)
