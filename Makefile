@@ -8,7 +8,7 @@ BENCH ?= all
 
 # FULL=1 for the long form of check-gpu, ARGS="--record" to write its ratios down. Its Python is .venv's where that is
 # there, else any with torch: a GPU machine without a network has its own.
-CHECKED_BY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3))
+CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
 .PHONY: demo test bench check-gpu sanitize lint format clean
 .DEFAULT_GOAL := test

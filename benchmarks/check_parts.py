@@ -24,7 +24,7 @@ from peers.base import Unavailable
 from peers.training import HfPeft, Training
 
 import lorakernels
-from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
+from lorakernels import LoRAConfig, apply_lora, fuse
 from lorakernels.train.metrics import read_metrics
 
 Found = dict[str, Any]
@@ -70,17 +70,15 @@ class DropIn(Training):
         self.fused, self.compiled = fused, compiled
         if attached and not hasattr(lorakernels, "attach"):
             raise Unavailable("lorakernels has no attach")
-        self.rng = PhiloxState(1, device) if attached else None
         super().__init__(spec, adapted, device)
-        if attached:
-            self.note = str(lorakernels.attach(self.model, self.optimizer)).partition("\n")[0]
+        self.attached = lorakernels.attach(self.model, self.optimizer) if attached else None
 
     def build(self) -> Any:
         model = plain_model(self.spec.config(), self.device)
         config = LoRAConfig(
             r=RANK, lora_alpha=ALPHA, lora_dropout=P, target_modules=list(self.targets)
         )
-        apply_lora(model, config, rng_state=self.rng)
+        apply_lora(model, config)
         if self.fused:
             fuse(model)
         if self.compiled:
@@ -107,7 +105,10 @@ def loop(name: str, shape: str, device: str) -> Found:
     training = LOOPS[name](spec, "all", where)
     rows = token_rows(spec.length, 8 * spec.batch).to(where)
     batches = rows.view(-1, spec.batch, spec.length)
-    return timed(training, batches, where)
+    found = timed(training, batches, where)
+    if attached := getattr(training, "attached", None):
+        found["note"] = str(attached).replace("\n", "; ")
+    return found
 
 
 def timed(training: Training, batches: torch.Tensor, device: torch.device) -> Found:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,5 +153,44 @@ def test_finetune_runs_through_the_command_line(load, tmp_path: Path) -> None:
     found = parts.run("finetune", "tiny 2x32", "cpu", str(tmp_path), 120.0)
     assert found["tokens_per_s"] > 0 and found["note"].startswith("0 of 20 steps replayed, loss")
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
-    with pytest.raises(RuntimeError, match=r"exit code 1: .* already holds checkpoints"):
-        parts.run("finetune", "tiny 2x32", "cpu", str(tmp_path), 120.0)
+
+
+def test_a_command_that_fails_says_its_last_line(load, tmp_path: Path) -> None:
+    parts, full = load("check_parts"), load("check_full")
+    with pytest.raises(RuntimeError, match="exit code 2: .*model is missing"):
+        parts.run_cli(["finetune", "--output", str(tmp_path)], tmp_path / "log", 1e12)
+    with pytest.raises(RuntimeError, match="exit code 2 after 0 steps, expected 143 before 20"):
+        full._interrupted(["finetune", "--output", str(tmp_path)], tmp_path, tmp_path / "log", 1e12)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(load, tmp_path: Path) -> None:
+    parts = load("check_parts")
+    found = parts.run("resume", "tiny 2x32", "cpu", str(tmp_path), 300.0)
+    assert found["note"].endswith("the same losses to the bit")
+
+
+@pytest.mark.slow
+def test_trainer_runs_our_layers(load, tmp_path: Path) -> None:
+    parts = load("check_parts")
+    part = "Trainer, fused, callback"
+    found = parts.run(part, "tiny 2x32", "cpu", str(tmp_path), 60.0)
+    assert found["tokens_per_s"] > 0 and "the model is on cpu" in found["note"]
+
+
+def test_gpu_tests_are_counted_and_stop_when_the_time_is_up(
+    load, tmp_path: Path, monkeypatch
+) -> None:
+    """On files of three tests, of which the second or none fails."""
+    parts, full = load("check_parts"), load("check_full")
+    monkeypatch.setattr(full, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "tests").mkdir()
+    tests = tmp_path / "tests" / "test_layering.py"
+    tests.write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    assert parts.run("gpu tests", "", "cpu", "", 60.0) == {"note": "3 passed of 3"}
+    assert parts.run("gpu tests", "", "cpu", "", 0.0) == {"note": "1 passed of 3"}
+    monkeypatch.delitem(sys.modules, "test_layering")
+    tests.write_text("def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass\n")
+    with pytest.raises(RuntimeError, match=r"2 passed, 1 failed of 3: .*test_b"):
+        parts.run("gpu tests", "", "cpu", "", 60.0)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of check_gpu.py --full: resume, export and reload, Trainer, TRL's SFTTrainer, the gpu tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_parts import SHAPES, STEPS, Found, prepared, run_cli, steps_of
+from models import ALPHA, RANK, P, dtype_of, plain_model, token_rows
+from peers.base import Unavailable
+
+from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAINER_STEPS, TRAINER_WARM_UP = 16, 6
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": P, "target_modules": TARGETS}
+
+
+def resume(shape: str, device: str, scratch: str, limit: float) -> Found:
+    """A deterministic run that is told to stop in the middle and goes on has the losses of one that is not."""
+    folder, end = Path(scratch), time.monotonic() + limit
+    options = ["finetune", *prepared(shape, device, folder), "--deterministic"]
+    whole, cut = folder / "whole", folder / "cut"
+    run_cli([*options, "--output", str(whole)], folder / "log", end)
+    command = [*options, "--output", str(cut)]
+    stopped_at = _interrupted(command, cut, folder / "log", end)
+    run_cli([*command, "--resume"], folder / "log", end)
+    found = [{r["step"]: r["loss"] for r in steps_of(output)} for output in (whole, cut)]
+    if found[0] != found[1] or len(found[0]) != STEPS:
+        raise RuntimeError(
+            f"stopped after step {stopped_at}; losses {found[0]}, resumed {found[1]}"
+        )
+    return {"note": f"stopped after step {stopped_at}; the same losses to the bit"}
+
+
+def _interrupted(command: list[str], output: Path, log: Path, end: float) -> int:
+    """Start `lorakernels …`, send SIGTERM in the middle; returns the last step it did."""
+    with log.open("a") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lorakernels.cli", *command], stdout=stream, stderr=stream
+        )
+        try:
+            while not steps_of(output) and process.poll() is None:
+                if time.monotonic() > end:
+                    raise TimeoutError("the run to be interrupted did no step")
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(max(1.0, end - time.monotonic()))
+        finally:
+            process.kill()
+    expected = 128 + signal.SIGTERM
+    done = steps_of(output)
+    if code != expected or len(done) >= STEPS:
+        raise RuntimeError(
+            f"exit code {code} after {len(done)} steps, expected {expected} before {STEPS}"
+        )
+    return int(done[-1]["step"])
+
+
+def export(shape: str, device: str, scratch: str, limit: float) -> Found:
+    """What `finetune` trained, exported for a server, has the logits of the adapter in PEFT."""
+    if importlib.util.find_spec("lorakernels.cli.export") is None:
+        raise Unavailable("lorakernels has no export")
+    folder, end = Path(scratch), time.monotonic() + limit
+    options = prepared(shape, device, folder)
+    run_cli(["finetune", *options, "--output", str(folder / "run")], folder / "log", end)
+    adapter, model = folder / "run" / "adapter", folder / "model"
+    target = folder / "exported"
+    where = ["--adapter", str(adapter), "--model", str(model), "--output", str(target)]
+    run_cli(["export", *where, "--format", "bf16"], folder / "log", end)
+    rows = token_rows(256, 2).to(device)
+    merged, peft = _logits(target, None, rows), _logits(model, adapter, rows)
+    worst = float((merged - peft).abs().max() / peft.abs().max())
+    if not worst <= 0.05:  # bf16 weights: the merged ones round once more, 2^-9 a weight
+        raise RuntimeError(f"logits of the export differ from PEFT's by {worst:.3f} of the largest")
+    return {"note": f"logits within {worst:.1e} of PEFT's largest"}
+
+
+def _logits(model: Path, adapter: Path | None, rows: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype_of(rows.device))
+    if adapter is not None:
+        import peft
+
+        loaded = peft.PeftModel.from_pretrained(loaded, adapter)
+    with torch.no_grad():
+        logits: torch.Tensor = loaded.to(rows.device).eval()(input_ids=rows).logits
+    return logits.float()
+
+
+class _Clock:
+    """When Trainer's steps began and ended; made a TrainerCallback by `clock`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, []  # type: ignore[var-annotated]
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(time.perf_counter())
+
+    def rate(self, tokens: int) -> float:
+        took = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return tokens / statistics.median(took[TRAINER_WARM_UP:])
+
+
+def clock(device: torch.device) -> Any:
+    from transformers import TrainerCallback
+
+    return type("Clock", (_Clock, TrainerCallback), {})(device)
+
+
+def trainer(shape: str, device: str, scratch: str, limit: float, ours: bool) -> Found:
+    """transformers' Trainer over rows of one length: PEFT's model, or ours fused with LoRAKernelsCallback."""
+    import transformers
+
+    spec, where = SHAPES[shape], torch.device(device)
+    torch.manual_seed(0)
+    model = plain_model(spec.config(), where)
+    timer = clock(where)
+    callbacks, kernels = [timer], None
+    if ours:
+        from lorakernels.integrations.transformers import LoRAKernelsCallback
+
+        rng = PhiloxState(1, where)
+        report = apply_lora(model, LoRAConfig(**LORA), rng_state=rng)
+        fuse(model)
+        kernels = LoRAKernelsCallback(model, report, rng_state=rng)
+        callbacks.append(kernels)
+    else:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    rows = [{"input_ids": r, "labels": r} for r in token_rows(spec.length, 8 * spec.batch)]
+    arguments = transformers.TrainingArguments(**_arguments(spec.batch, device, scratch))
+    result = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
+    note = f"layers eager: {kernels.why_not}" if kernels and kernels.why_not else ""
+    return _trained(result.training_loss, timer.rate(spec.batch * spec.length), note)
+
+
+def sft(shape: str, device: str, scratch: str, limit: float, ours: bool) -> Found:
+    """TRL's SFTTrainer over packed text with PEFT's model, its layers ours after `register` or its own."""
+    for name in ("trl", "datasets", "peft"):
+        if importlib.util.find_spec(name) is None:
+            raise Unavailable(f"{name} is not installed")
+    import datasets
+    import peft
+    import trl
+
+    from lorakernels.integrations.peft import register
+    from lorakernels.train.bytes import byte_tokenizer
+
+    spec, where = SHAPES[shape], torch.device(device)
+    torch.manual_seed(0)
+    model, config = plain_model(spec.config(), where), peft.LoraConfig(**LORA)
+    if ours:
+        register(config)
+    rows = token_rows(spec.length, 16 * spec.batch)
+    texts = [
+        {"text": bytes(t for t in row.tolist() if t < 256).decode(errors="ignore")} for row in rows
+    ]
+    timer = clock(where)
+    arguments = trl.SFTConfig(
+        max_length=spec.length, packing=True, **_arguments(spec.batch, device, scratch)
+    )
+    made = trl.SFTTrainer(
+        model,
+        arguments,
+        train_dataset=datasets.Dataset.from_list(texts),
+        processing_class=byte_tokenizer(),
+        peft_config=config,
+        callbacks=[timer],
+    )
+    result = made.train()
+    return _trained(result.training_loss, timer.rate(spec.batch * spec.length), "")
+
+
+def _arguments(batch: int, device: str, scratch: str) -> dict[str, Any]:
+    on_gpu = device.startswith("cuda")
+    return {
+        "output_dir": scratch,
+        "max_steps": TRAINER_STEPS,
+        "per_device_train_batch_size": batch,
+        "dataloader_drop_last": True,
+        "learning_rate": 2e-4,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def _trained(loss: float, rate: float, note: str) -> Found:
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the mean loss of {TRAINER_STEPS} steps is {loss}")
+    return {"tokens_per_s": rate, "note": f"mean loss {loss:.3f} {note}".strip()}
+
+
+class _Until:
+    """A pytest plugin: counts outcomes, and stops before the next test once the time is up."""
+
+    def __init__(self, end: float) -> None:
+        self.end, self.collected = end, 0
+        self.outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.collected = len(items)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome].append(report.nodeid)
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        if time.monotonic() > self.end:
+            item.session.shouldstop = "the time is up"
+
+
+def gpu_tests(shape: str, device: str, scratch: str, limit: float) -> Found:
+    """`pytest -m gpu` until the time is up; without a GPU, tests of the layering."""
+    import pytest
+
+    until = _Until(time.monotonic() + limit - 15)
+    on_gpu = device.startswith("cuda")
+    chosen = ["-m", "gpu"] if on_gpu else ["tests/test_layering.py"]
+    options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    with contextlib.chdir(ROOT) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
+        code = pytest.main([*chosen, *options], plugins=[until])
+    counts = {name: len(ids) for name, ids in until.outcomes.items()}
+    summary = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    if until.outcomes["failed"]:
+        raise RuntimeError(
+            f"{summary} of {until.collected}: {json.dumps(until.outcomes['failed'][:3])}"
+        )
+    if not counts["passed"]:
+        raise RuntimeError(
+            f"no test passed of {until.collected}, pytest's exit code is {int(code)}"
+        )
+    return {"note": f"{summary} of {until.collected}"}
+
+
+PARTS: dict[str, Callable[[str, str, str, float], Found]] = {
+    "resume": resume,
+    "export and reload": export,
+    "Trainer, PEFT bf16": partial(trainer, ours=False),
+    "Trainer, fused, callback": partial(trainer, ours=True),
+    "SFTTrainer, PEFT bf16": partial(sft, ours=False),
+    "SFTTrainer, register": partial(sft, ours=True),
+    "gpu tests": gpu_tests,
+}
