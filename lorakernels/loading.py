@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.fp8 import FP8State
 from lorakernels.loading_plan import Plan
-from lorakernels.modules import LoRALinear, LoRAReport, apply_lora
+from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor_weight
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.philox import PhiloxState, PhiloxStates
@@ -109,9 +109,9 @@ def load_quantized(
     model.to(target)
     report = None
     if lora is not None:
-        report = apply_lora(model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state)
-        assert report.fp8_state is not None
-        _share_state(model, report.fp8_state)
+        report = apply_lora(
+            model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
+        )
     state = loader.state if report is None or report.fp8_state is None else report.fp8_state
     seconds = time.perf_counter() - began
     return Loaded(model, report, state, plan.tensors, plan.bytes, loader.peak_host_bytes, seconds)
@@ -312,13 +312,6 @@ class _FP8Weight(nn.Module):
         self.register_buffer("weight_scale_inv", scales)
         self.block_size = block
         check_fp8_linear(name.removesuffix(".weight"), self)
-
-
-def _share_state(model: nn.Module, state: FP8State) -> None:
-    """Frozen layers keep their scales beside the adapted ones', so that one update serves all."""
-    for path, module in model.named_modules():
-        if isinstance(module, FrozenFP8Linear) and not isinstance(module, LoRALinear):
-            module.fp8_state, module._column = state, state.register(path)
 
 
 class _Line:

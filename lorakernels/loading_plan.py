@@ -8,6 +8,7 @@ import re
 from torch import nn
 
 from lorakernels.config import LoRAConfig
+from lorakernels.frozen_targets import frozen_targets
 from lorakernels.shards import TensorInfo
 from lorakernels.targets import match_saved, match_targets
 
@@ -32,7 +33,7 @@ class Plan:
         saved = () if lora is None else tuple(match_saved(model, lora))
         wanted = set(self.adapted)
         if frozen == "fp8":
-            wanted |= set(match_targets(model, LoRAConfig(target_modules="all-linear")))
+            wanted |= set(frozen_targets(model, self.adapted, saved)[0])
         # A tied weight is still whole when apply_lora looks at it, and unties it.
         self.quantized = [
             path

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("_C", "config"),
     ("checks", "device", "peft_format", "targets"),
-    ("checks_layer",),
+    ("checks_layer", "frozen_targets"),
     ("philox", "reference"),
     ("reference_blocks", "reference_layer"),
     ("kernels",),

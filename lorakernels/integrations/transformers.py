@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from transformers import PreTrainedModel, TrainerCallback
 from lorakernels.adapters import save_adapter
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
-from lorakernels.modules.convert import check_fp8_linear, per_tensor_weight
+from lorakernels.modules.convert import check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.undo import all_or_nothing
 from lorakernels.philox import PhiloxState
 from lorakernels.targets import is_fp8_linear
 
@@ -48,9 +50,9 @@ def convert_fp8_model(
     adapters. Scales of the layers' inputs follow `fp8`, in one FP8State.
 
     Raises:
-        ValueError: there is no FP8Linear, or its scales do not fit its weight.
+        ValueError: there is no FP8Linear, its scales do not fit its weight, or a value is not finite.
         TypeError: a layer holds FP8 or FP4 in a way we do not have. Nothing is changed before all
-            layers are checked.
+            layers are checked, and an exception in the middle leaves the model as it was.
     """
     _check_recipe(fp8)
     paths = [path for path, module in model.named_modules() if is_fp8_linear(module)]
@@ -60,13 +62,15 @@ def convert_fp8_model(
         _check_module(path, module)
     devices = {_tensor(model.get_submodule(path).weight).device for path in paths}
     state = FP8State(paths, fp8, devices.pop()) if len(devices) == 1 else None
-    for path in paths:
-        new = frozen_from_fp8_linear(
-            model.get_submodule(path), fp8, weight_layout=weight_layout, fp8_state=state, name=path
-        )
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new)
-    forget_quantizer(model)
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    with all_or_nothing(model, configs.values()) as before:
+        for path in paths:
+            old = model.get_submodule(path)
+            options = {"weight_layout": weight_layout, "fp8_state": state, "name": path}
+            new = before.patiently(partial(to_frozen, old, fp8, **options))
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new)
+        forget_quantizer(model)
     return paths
 
 
@@ -81,12 +85,7 @@ def frozen_from_fp8_linear(
     """A FrozenFP8Linear with the weight of a transformers FP8Linear; frozen bias, same mode."""
     _check_recipe(fp8)
     _check_module(name or "module", module)
-    raw, scale_inv = per_tensor_weight(module)
-    new = FrozenFP8Linear.__new__(FrozenFP8Linear)
-    nn.Module.__init__(new)
-    bias = module.bias if isinstance(module.bias, Tensor) else None
-    new._set_base(raw, scale_inv, bias, fp8, weight_layout, fp8_state, name)
-    return new.train(module.training)
+    return to_frozen(module, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name)
 
 
 def forget_quantizer(model: nn.Module) -> None:

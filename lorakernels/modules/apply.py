@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
-from lorakernels.modules.convert import check_fp8_linear, to_lora
+from lorakernels.frozen_targets import frozen_targets
+from lorakernels.modules.columns import join_state, joining
+from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import keep_original, mark_saved
+from lorakernels.modules.undo import Before, all_or_nothing
 from lorakernels.philox import PhiloxState, PhiloxStates
 from lorakernels.targets import is_fp8_linear, match_saved, match_targets
 
@@ -23,22 +29,31 @@ def apply_lora(
     *,
     adapter_dtype: torch.dtype | None = torch.float32,
     rng_state: PhiloxState | PhiloxStates | None = None,
+    frozen: str = "plain",
 ) -> LoRAReport:
     """Give the modules that `config` targets an adapter over a frozen base; everything else is frozen too.
+
+    FP8 layers that were there before come to the report's `fp8_state`, with their histories, where they follow the same
+    recipe on the same device.
 
     Args:
         model: any nn.Module; changed in place, parameter names outside the targets stay.
         config: what to adapt and how; PEFT's matching rules (targets.py).
         adapter_dtype: of lora_A and lora_B; fp32 as PEFT, or bf16. None takes each layer's own dtype.
         rng_state: where dropout draws from; None follows torch.manual_seed.
+        frozen: linear layers without an adapter: "plain" leaves them as they are; "fp8" holds their weights in FP8, as
+            `load_quantized` does. The output head, routers, tied weights, `modules_to_save` and layers that are not a
+            plain `nn.Linear` stay, and the report says why.
 
     Returns:
         A LoRAReport: every module with parameters, the path it takes and why, and the model's `fp8_state`.
 
     Raises:
-        ValueError: no module matches, the model has adapters already, the targets are on several devices, or a
-            weight is not finite.
-        TypeError: a target is not a linear layer, or `adapter_dtype` is none. Nothing is changed before all is checked.
+        ValueError: no module matches, the model has adapters already, the layers are on several devices, a weight is
+            not finite, or `frozen` is none of the two.
+        TypeError: a target is not a linear layer, or `adapter_dtype` is none.
+        RuntimeError: a graph holds the memory of an FP8 layer's state. Nothing is changed before all is checked, and an
+            exception in the middle, running out of memory for one, leaves the model as it was.
     """
     present = [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
     if present:
@@ -49,26 +64,69 @@ def apply_lora(
         raise TypeError(
             f"adapter_dtype must be float32, bfloat16 or float16, found {adapter_dtype}"
         )
+    _check_frozen(frozen, config)
     paths = match_targets(model, config)
     saved = match_saved(model, config)
-    device = _one_device(model, paths)
-    _check_weights(model, paths, config)
-    tied = _tied(model)
-    fp8_state = None if config.fp8 is None else FP8State(paths, config.fp8, device)
-    model.requires_grad_(False)
+    rest, stays = frozen_targets(model, paths, saved) if frozen == "fp8" else ([], {})
+    device = _one_device(model, [*paths, *rest])
+    _check_weights(model, [*paths, *rest], config)
+    there = joining(model, paths, config.fp8, device)
+    beside = [path for path, _ in model.named_modules() if path in {*rest, *there}]
+    reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
+    with all_or_nothing(model) as before:
+        fp8_state = config.fp8 and FP8State([*paths, *beside], config.fp8, device)
+        tied = _tied(model)
+        model.requires_grad_(False)
+        for site, path in enumerate(paths):
+            options: dict[str, Any] = {
+                "name": path,
+                "adapter_dtype": adapter_dtype,
+                "fp8_state": fp8_state,
+            }
+            old = model.get_submodule(path)
+            new = before.patiently(partial(to_lora, old, config, **options))
+            new.site, new.rng_state = site, rng_state
+            reasons[path] = ("lora", f"matches target_modules{_weight_note(old, new, tied)}")
+            _replace(model, old, new)
+        for path in rest:
+            _hold_in_fp8(model, path, config, fp8_state, before)
+            reasons[path] = ("frozen", "not a target, held in FP8")
+        for path, layer in there.items():
+            join_state(layer, path, fp8_state)
+        reasons |= _train(model, config, saved, tied)
+    return LoRAReport(model, config, fp8_state, reasons)
+
+
+def _hold_in_fp8(
+    model: nn.Module, path: str, config: LoRAConfig, state: FP8State | None, before: Before
+) -> None:
+    assert config.fp8 is not None
+    old = model.get_submodule(path)
+    options: dict[str, Any] = {"weight_layout": config.weight_layout, "fp8_state": state}
+    make = partial(to_frozen, old, config.fp8, name=path, **options)
+    _replace(model, old, before.patiently(make))
+
+
+def _train(
+    model: nn.Module, config: LoRAConfig, saved: list[str], tied: set[int]
+) -> dict[str, tuple[str, str]]:
+    """Let train what is no adapter: modules to save, and biases. What there is to report of the former."""
     reasons: dict[str, tuple[str, str]] = {}
-    for site, path in enumerate(paths):
-        old = model.get_submodule(path)
-        new = to_lora(old, config, name=path, adapter_dtype=adapter_dtype, fp8_state=fp8_state)
-        new.site, new.rng_state = site, rng_state
-        reasons[path] = ("lora", f"matches target_modules{_weight_note(old, new, tied)}")
-        _replace(model, old, new)
     for path in saved:
         untied = mark_saved(model.get_submodule(path), tied)
         note = f"; {', '.join(untied)} untied" if untied else ""
         reasons[path] = ("saved", f"in modules_to_save{note}")
     _train_biases(model, config)
-    return LoRAReport(model, config, fp8_state, reasons)
+    return reasons
+
+
+def _check_frozen(frozen: str, config: LoRAConfig) -> None:
+    if frozen not in ("plain", "fp8"):
+        raise ValueError(f'frozen must be "plain" or "fp8", found {frozen!r}')
+    if frozen == "fp8" and config.fp8 is None:
+        raise ValueError(
+            'frozen="fp8" needs a DelayedScaling in config.fp8 for the layers to follow, found None'
+        )
 
 
 def _tied(model: nn.Module) -> set[int]:
@@ -106,7 +164,7 @@ def _one_device(model: nn.Module, paths: list[str]) -> torch.device:
     }
     if len(devices) != 1:
         raise ValueError(
-            f"the targets must be on one device, found {sorted(devices)}: one FP8State holds the "
+            f"the layers must be on one device, found {sorted(devices)}: one FP8State holds the "
             "scales of the whole model. Apply LoRA before the model is spread over devices"
         )
     return torch.device(devices.pop())
@@ -128,7 +186,7 @@ def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> No
             )
 
 
-def _replace(model: nn.Module, old: nn.Module, new: LoRALinear) -> None:
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever `old` hangs: a module shared by two parents stays shared."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

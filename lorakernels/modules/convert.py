@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lorakernels.config import LoRAConfig
+from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.reference import E4M3, FP8_MAX
 from lorakernels.targets import is_fp8_linear
 
 
@@ -24,7 +25,7 @@ def check_fp8_linear(path: str, module: nn.Module) -> None:
 
     Raises:
         TypeError: the weight is not e4m3, or there are no scales.
-        ValueError: the scales' shape does not fit the weight's.
+        ValueError: the scales' shape does not fit the weight's, or a value is not finite.
     """
     weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
     assert isinstance(weight, Tensor)
@@ -39,6 +40,23 @@ def check_fp8_linear(path: str, module: nn.Module) -> None:
             f"{path}.weight_scale_inv must be {expected} for a weight {tuple(weight.shape)} in "
             f"blocks of {block}, found {tuple(scales.shape)}"
         )
+    if not (weight.is_meta or scales.is_meta or _is_finite(module)):
+        raise ValueError(f"{path}.weight must be finite to be held in FP8, found inf or NaN in it")
+
+
+def _is_finite(module: nn.Module) -> bool:
+    """e4m3 has no inf, and NaN in two bytes: the largest of the signed and of the unsigned ones."""
+    weight, scales = module.weight, _scales(module)
+    assert isinstance(weight, Tensor)
+    if not weight.numel():
+        return True
+    raw = weight.detach().view(torch.uint8)
+    if int(raw.view(torch.int8).max()) == 0x7F or int(raw.max()) == 0xFF:
+        return False
+    if not bool(scales.isfinite().all()):
+        return False
+    overflows = bool(scales.abs().max() > torch.finfo(torch.float32).max / FP8_MAX[E4M3])
+    return not overflows or bool(dequantize(module).isfinite().all())
 
 
 def dequantize(module: nn.Module) -> Tensor:
@@ -102,6 +120,28 @@ def to_lora(
     new = LoRALinear._take(weight, scale_inv, bias, config, adapter_dtype, fp8_state, name)
     if isinstance(module, FrozenFP8Linear):
         _hand_over_scales(module, new)
+    return new.train(module.training)
+
+
+def to_frozen(
+    module: nn.Module,
+    fp8: DelayedScaling,
+    *,
+    weight_layout: str,
+    fp8_state: FP8State | None,
+    name: str,
+) -> FrozenFP8Linear:
+    """A FrozenFP8Linear over the weight of an `nn.Linear` or a transformers `FP8Linear`; its bias frozen, same mode."""
+    if not is_fp8_linear(module):
+        assert isinstance(module, nn.Linear)
+        return FrozenFP8Linear.from_linear(
+            module, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name
+        )
+    raw, scale_inv = per_tensor_weight(module)
+    new = FrozenFP8Linear.__new__(FrozenFP8Linear)
+    nn.Module.__init__(new)
+    bias = module.bias if isinstance(module.bias, Tensor) else None
+    new._set_base(raw, scale_inv, bias, fp8, weight_layout, fp8_state, name)
     return new.train(module.training)
 
 

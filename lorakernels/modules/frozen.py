@@ -125,6 +125,7 @@ class FrozenFP8Linear(nn.Module):
         """
         if fp8_state is not None:
             _check_state(fp8_state, fp8, weight.device, name or "linear")
+        weight = weight.contiguous()
         self.out_features, self.in_features = weight.shape
         self.weight_layout = weight_layout
         self.name = name

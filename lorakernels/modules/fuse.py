@@ -3,33 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import nn
 
 from lorakernels.autograd import attention as attention_backends
-from lorakernels.fp8 import FP8State
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.fuse_checks import LAYERS, check_layers, decoder_layers, projections
+from lorakernels.modules.fuse_checks import LAYERS, check_layers, decoder_layers
 from lorakernels.modules.fuse_memory import SAVE, LayerSize, fit
-from lorakernels.modules.fused_group import FusedGroup
-from lorakernels.modules.fused_layer import (
-    DOWN,
-    GATE_UP,
-    OUTPUT,
-    QKV,
-    FusedDecoderLayer,
-    Parts,
-    fused_class,
-    original_class,
-)
-from lorakernels.modules.fused_norm import fuse_norm, is_norm, unfuse_norm
+from lorakernels.modules.fused_layer import Parts, original_class
 from lorakernels.modules.lora import LoRALinear
-
-_BEFORE = "_lorakernels_before_fuse"  # plain attribute of the model: what `unfuse` puts back
+from lorakernels.modules.rewire import Options, changed, rewire, unwire
 
 
 @dataclass(frozen=True)
@@ -86,16 +70,6 @@ class FuseReport:
         return "\n".join(lines)
 
 
-@dataclass(eq=False)
-class _Before:
-    """What `fuse` changed."""
-
-    replaced: list[tuple[nn.Module, str, nn.Linear]]
-    columns: dict[FusedGroup, list[torch.Tensor]]
-    norms: list[nn.Module]
-    use_cache: list[tuple[Any, Any]]
-
-
 def fuse(
     model: nn.Module,
     *,
@@ -147,32 +121,21 @@ def fuse(
     modes = [save] * len(sizes)
     if memory_budget is not None:
         modes = fit(sizes, memory_budget, tokens or 1, element)
-    before = _Before([], {}, [], [])
-    frozen = {
-        path: _freeze(path, layer, adapter, before, keep_linears) for path, layer in layers.items()
-    }
-    parts = [
-        _parts(layer, mode, attention, shared_dropout)
-        for layer, mode in zip(layers.values(), modes, strict=True)
-    ]
-    for layer, p in zip(layers.values(), parts, strict=True):
-        _rewire(layer, p, before)
-    before.norms += _last_norms(model, layers)
-    for norm in before.norms:
-        fuse_norm(norm)
-    _no_cache(model, before)
-    model.__dict__[_BEFORE] = before
+    parts, frozen = rewire(
+        model, layers, adapter, modes, Options(attention, shared_dropout, keep_linears)
+    )
     rows = [
         LayerReport(
             path,
             original_class(layer).__name__,
             p.save,
             size.saved_bytes(p.save, tokens or 1, element),
-            frozen[path],
+            names,
         )
-        for (path, layer), p, size in zip(layers.items(), parts, sizes, strict=True)
+        for (path, layer), p, size, names in zip(layers.items(), parts, sizes, frozen, strict=True)
     ]
-    notes = ("model.config.use_cache is False from now on",) if before.use_cache else ()
+    off = bool(changed(model).use_cache)
+    notes = ("model.config.use_cache is False from now on",) if off else ()
     return FuseReport(rows, tokens or 1, element, attention, sizes, parts, notes)
 
 
@@ -186,24 +149,14 @@ def unfuse(model: nn.Module) -> None:
     Raises:
         ValueError: `model` is not fused.
     """
-    layers = [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]
-    before = model.__dict__.pop(_BEFORE, None)
-    if before is None or not layers:
-        raise ValueError(
-            f"{type(model).__name__} is not fused: pass the model that fuse() was given"
+    stale = unwire(model)
+    if stale:
+        warnings.warn(
+            f"{', '.join(stale)} stay FrozenFP8Linears: they hold another weight than the nn.Linears that fuse kept, "
+            "which are dropped",
+            RuntimeWarning,
+            stacklevel=2,
         )
-    for layer in layers:
-        parts: Parts = layer.__dict__.pop("_fused")
-        plain: nn.Module = layer  # its class is not FusedDecoderLayer any more
-        plain.__class__ = original_class(layer)
-        for group in parts.groups:
-            group.separate()
-            _columns_back(group, before.columns.get(group))
-    _put_linears_back(before)
-    for norm in before.norms:
-        unfuse_norm(norm)
-    for config, value in before.use_cache:
-        config.use_cache = value
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:
@@ -214,147 +167,6 @@ def _an_adapter(model: nn.Module) -> LoRALinear:
     if any(m.fp8_state is not adapted[0].fp8_state for m in adapted):
         raise ValueError(f"the adapters of {type(model).__name__} must have one FP8State")
     return adapted[0]
-
-
-def _freeze(
-    path: str,
-    layer: nn.Module,
-    adapters: LoRALinear,
-    before: _Before,
-    keep_linears: bool,
-) -> tuple[str, ...]:
-    """Turn the layer's plain projections into FrozenFP8Linears, all on the adapters' FP8State; their names."""
-    state, names = adapters.fp8_state, []
-    for name, parent, module in projections(layer):
-        full = f"{path}.{name}" if path else name
-        if isinstance(module, FrozenFP8Linear):
-            _join_state(module, full, state)
-            continue
-        assert isinstance(module, nn.Linear)
-        _register(full, state)
-        new = FrozenFP8Linear.from_linear(
-            module,
-            None if state is None else state.recipe,
-            weight_layout=adapters.weight_layout,
-            fp8_state=state,
-            name=full,
-        )
-        new._parameters["bias"] = module._parameters[
-            "bias"
-        ]  # trained or not, an optimizer may have it
-        leaf = name.rpartition(".")[2]
-        if keep_linears:
-            before.replaced.append((parent, leaf, module))
-        parent._modules[leaf] = new
-        names.append(leaf)
-    return tuple(names)
-
-
-def _register(name: str, state: FP8State | None) -> None:
-    if state is not None and name not in state.names:
-        state.register(name)
-
-
-def _join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> None:
-    """A FrozenFP8Linear that has an FP8State of its own comes to `state`, with its histories."""
-    theirs = module.fp8_state
-    if state is None or theirs is None or theirs is state:
-        return
-    _register(name, state)
-    column = state.column(name)
-    state.set_values(column, theirs.values(module._column))
-    module.fp8_state, module._column, module.name = state, column, name
-
-
-def _put_linears_back(before: _Before) -> None:
-    for parent, leaf, module in before.replaced:
-        parent._modules[leaf] = module
-
-
-def _parts(layer: Any, save: str, attention: str, shared_dropout: bool) -> Parts:
-    config, attn = layer.self_attn.config, layer.self_attn
-    groups = [
-        FusedGroup([getattr(owner, name) for name in names], shared_dropout)
-        for owner, names in ((attn, QKV), (attn, OUTPUT), (layer.mlp, GATE_UP), (layer.mlp, DOWN))
-    ]
-    places = [
-        (path, layer.get_submodule(owner)._modules, name, module)
-        for path, module in layer.named_modules()
-        for owner, _, name in [path.rpartition(".")]
-        if path
-    ]
-    return Parts(
-        groups[0],
-        groups[1],
-        groups[2],
-        groups[3],
-        places,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attn.scaling,
-        layer.input_layernorm.variance_epsilon,
-        save,
-        attention,
-    )
-
-
-def _rewire(layer: nn.Module, parts: Parts, before: _Before) -> None:
-    for group in parts.groups:
-        before.columns[group] = _take_columns(group)
-        group.join()
-    layer.__dict__["_fused"] = parts
-    layer.__class__ = fused_class(type(layer))
-
-
-def _last_norms(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
-    """The `norm` beside each list of layers, where it is one of transformers' RMSNorms."""
-    owners = dict.fromkeys(path.rpartition(".")[0].rpartition(".")[0] for path in layers)
-    norms = (model.get_submodule(owner)._modules.get("norm") for owner in owners)
-    return [norm for norm in norms if norm is not None and is_norm(norm)]
-
-
-def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
-    """The members' columns of the FP8 state; a group's dy then has one of its own, which starts anew."""
-    state = group.first.fp8_state
-    if state is None:
-        return []
-    columns = [state.values(m._column) for m in group.members]
-    if len(group.members) > 1:
-        state.backward[:, group.first._column] = 0.0
-        state.joint.add(group.first._column)
-    return columns
-
-
-def _columns_back(group: FusedGroup, columns: list[torch.Tensor] | None) -> None:
-    state = group.first.fp8_state
-    if state is None or not columns or len(group.members) == 1:
-        return
-    state.joint.discard(group.first._column)
-    now = state.values(group.first._column)
-    device = now.device
-    if not bool(now[:, 1].any()) and torch.equal(now[:, 0], columns[0][:, 0].to(device)):
-        for member, column in zip(group.members, columns, strict=True):
-            state.set_values(member._column, column.to(device))
-        return
-    now[:, 1] = 0.0
-    for member in group.members:
-        state.set_values(member._column, now)
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    seen: set[int] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(getattr(config, "use_cache", None), bool) and id(config) not in seen:
-            seen.add(id(config))
-            yield config
-
-
-def _no_cache(model: nn.Module, before: _Before) -> None:
-    for config in _configs(model):
-        if config.use_cache:
-            before.use_cache.append((config, True))
-            config.use_cache = False
 
 
 __all__ = ["LAYERS", "FuseReport", "LayerReport", "fuse", "unfuse"]

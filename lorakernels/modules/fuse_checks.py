@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from lorakernels.modules.fused_layer import (
     OUTPUT,
     QKV,
     FusedDecoderLayer,
+    original_class,
     refuse_hooks,
 )
 from lorakernels.modules.group import GroupedLoRALinear
@@ -27,6 +30,7 @@ _PARTS = {
     "self_attn": {*QKV, *OUTPUT},
     "mlp": {*GATE_UP, *DOWN, "act_fn"},
 }
+_HEAD_NORMS = {"Qwen3DecoderLayer": {"q_norm", "k_norm"}}
 _SILU = ("SiLU", "SiLUActivation")
 
 
@@ -83,6 +87,7 @@ def check_layers(
     """
     for path, layer in layers.items():
         _check_structure(path, layer)
+        _check_classes(path, layer)
         _check_settings(path, layer)
         for name, module in layer.named_modules():
             if name:
@@ -103,9 +108,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _check_structure(path: str, layer: nn.Module) -> None:
     for owner, names in _PARTS.items():
+        if owner == "self_attn":
+            names = names | _HEAD_NORMS.get(type(layer).__name__, set())
         children = set(layer.get_submodule(owner)._modules)
-        extra = children - names - ({"q_norm", "k_norm"} if owner == "self_attn" else set())
-        if extra or not names <= children | {"act_fn"}:
+        if children - names or not names <= children | {"act_fn"}:
             raise TypeError(
                 f"{path}{'.' + owner if owner else ''} must have the modules {sorted(names)}, "
                 f"found {sorted(children)}"
@@ -117,9 +123,44 @@ def _check_structure(path: str, layer: nn.Module) -> None:
             )
         if isinstance(module, GroupedLoRALinear):
             raise ValueError(f"{path}.{name} is in {module.group}: fuse groups by itself")
-    for name, module in _norms(layer):
-        if not (hasattr(module, "variance_epsilon") and type(module).__name__.endswith("RMSNorm")):
-            raise TypeError(f"{path}.{name} is a {type(module).__name__}, expected an RMSNorm")
+
+
+def _check_classes(path: str, layer: nn.Module) -> None:
+    """A fused layer computes what transformers' own classes do, and never calls another forward."""
+    parts: dict[str, tuple[str, Any]] = {
+        "": ("DecoderLayer", layer),
+        "self_attn": ("Attention", layer.self_attn),
+        "mlp": ("MLP", layer.mlp),
+        **{name: ("RMSNorm", norm) for name, norm in _norms(layer)},
+    }
+    for name, (part, module) in parts.items():
+        where, kind = f"{path}.{name}" if name else path, type(module)
+        expected = class_beside(layer, part)
+        if kind is not expected:
+            family = type(layer).__name__.removesuffix("DecoderLayer")
+            raise TypeError(
+                f"{where} is a {kind.__module__}.{kind.__qualname__}, expected {type(layer).__module__}.{family}{part}"
+            )
+        home = getattr(inspect.unwrap(kind.forward), "__module__", "")
+        if home != kind.__module__:
+            raise TypeError(
+                f"{where}: the forward of {kind.__name__} was replaced by {home}'s, which a fused layer would not run"
+            )
+    for name, module in layer.named_modules():
+        if "forward" in vars(module):
+            where = f"{path}.{name}" if name else path
+            raise ValueError(
+                f"{where} has a forward of its own, set on the instance, which a fused layer would not run: remove it"
+            )
+
+
+def class_beside(layer: nn.Module, part: str) -> type[nn.Module] | None:
+    """The class that transformers defines for `part` in the module that defines the class of `layer`."""
+    kind = original_class(layer) if isinstance(layer, FusedDecoderLayer) else type(layer)
+    name = kind.__name__.removesuffix("DecoderLayer") + part
+    found = getattr(sys.modules.get(kind.__module__), name, None)
+    ours = isinstance(found, type) and (found.__module__, found.__name__) == (kind.__module__, name)
+    return found if ours else None
 
 
 def _norms(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -146,8 +187,14 @@ def _check_settings(path: str, layer: Any) -> None:
     dropout = getattr(layer.self_attn, "attention_dropout", 0.0)
     if dropout:
         raise ValueError(f"{path}: attention_dropout must be 0, found {dropout}")
-    activation = type(layer.mlp.act_fn).__name__
-    if activation not in _SILU:
+    if getattr(layer.self_attn, "is_causal", True) is not True:
+        raise ValueError(
+            f"{path}.self_attn.is_causal must be True, found {layer.self_attn.is_causal!r}: a fused layer's tokens "
+            "look back only"
+        )
+    kind = type(layer.mlp.act_fn)
+    activation = kind.__name__
+    if activation not in _SILU or not kind.__module__.startswith(("torch.nn.", "transformers.")):
         raise ValueError(f"{path}: the activation must be SiLU, found {activation}")
     epsilons = {name: norm.variance_epsilon for name, norm in _norms(layer)}
     if len(set(epsilons.values())) > 1:

@@ -123,7 +123,8 @@ class FusedGroup:
             ]
             if sum(ranks) <= DOWN_RANK and not any(masks):
                 del masks[1:]
-            factors = self._factors(adapted)
+            with torch.inference_mode(False):
+                factors = self._factors(adapted)
             self._variants[key] = _Variant(spec, ranks, factors, drop, tuple(masks))
         return self._variants[key]
 
@@ -188,17 +189,22 @@ class FusedGroup:
         if len(self.members) > 1 and not self._is_joined():
             self._refuse_in_capture()
             self._refuse_fsdp()
-            self._forget()
-            self._join_weights()
-            self._join_A()
-            self._join_biases()
+            self._join_all()
         seen = self._state_of_members()
         if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
             self._refuse_in_capture()
-            self._renew(self._derive())
+            with torch.inference_mode(False):
+                self._renew(self._derive())
             self._seen = seen
         assert self._derived is not None
         return self._derived
+
+    @torch.inference_mode(False)  # what is made here stays, for training too
+    def _join_all(self) -> None:
+        self._forget()
+        self._join_weights()
+        self._join_A()
+        self._join_biases()
 
     def _is_joined(self) -> bool:
         weight = self._weight
@@ -289,17 +295,24 @@ class FusedGroup:
 
     @torch.no_grad()
     def _derive(self) -> _Derived:
-        """Scales by column, their largest, the multipliers of dy, and Wᵀ."""
+        """Scales by column, their largest, the multipliers of dy, and Wᵀ.
+
+        The scale of a weight that is zero says nothing: it takes no part in the largest, and its multiplier is one.
+        """
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales:
             scale = scales[0] if scales else None
             ones = torch.ones(len(self.members), device=self.first._stored.device)
             return _Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
-        largest = each.max().view(1)
+        zero = torch.stack([_is_zero(m._stored) for m in self.members])
+        one = torch.ones((), device=each.device)
+        largest = each.masked_fill(zero, 0.0).max().view(1)
+        largest = torch.where(zero.all(), one, largest)
         counts = torch.tensor(self.rows, device=each.device)
         by_column = each.repeat_interleave(counts, output_size=sum(self.rows))
-        return _Derived(by_column, largest, each / largest, self._weight_t())
+        multiplier = torch.where(zero, one, each / largest)
+        return _Derived(by_column, largest, multiplier, self._weight_t())
 
     @torch.no_grad()
     def _renew(self, derived: _Derived) -> None:
@@ -360,6 +373,11 @@ class FusedGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _is_zero(raw: Tensor) -> Tensor:
+    """bool []: whether e4m3 bytes are all 0 or −0 (0x80), without a copy of them."""
+    return (raw.view(torch.int8).max() <= 0) & (raw.max() <= 0x80)
 
 
 def _storage(x: Tensor) -> int:

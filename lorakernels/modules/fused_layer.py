@@ -71,8 +71,8 @@ class FusedDecoderLayer(nn.Module):
     """Mixed in before a decoder layer's class. `forward` takes what that takes.
 
     With a key-value cache in eval it is the layer's own forward, over the same parameters. Sequences packed into rows
-    may come as transformers' flash attention takes them, `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`: then
-    `attention_mask` is not read (autograd/attention.py).
+    may come as transformers' flash attention takes them, `cu_seq_lens_q` and `max_length_q`: then `attention_mask` is
+    not read (autograd/attention.py). `cu_seq_lens_k` and `max_length_k`, where given, must be equal to them.
     """
 
     _fused: Parts
@@ -214,12 +214,12 @@ def _check_call(
         raise ValueError(
             "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
         )
-    starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if ends is not None and starts is not ends:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be one tensor, found two")
-    if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32):
-        found = f"{starts.dtype} {tuple(starts.shape)}"
-        raise ValueError(f"cu_seq_lens_q must be int32 [sequences + 1], found {found}")
+    _check_packing(kwargs)
+    causal = getattr(getattr(layer, "self_attn", None), "is_causal", True)
+    if causal is not True:
+        raise ValueError(
+            f"self_attn.is_causal must be True in a fused layer, found {causal!r}: unfuse the model first"
+        )
     kind = h.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != h.dtype:
         raise RuntimeError(
@@ -235,6 +235,27 @@ def _check_call(
         hooks = module.__dict__
         if any([hooks[kind] for kind in _HOOKS]):
             refuse_hooks(path, module)
+
+
+def _check_packing(kwargs: dict[str, Any]) -> None:
+    """Queries and keys are the same tokens. That `cu_seq_lens_k` holds the same numbers is not looked at: it would
+    wait for the device."""
+    starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32):
+        found = f"{starts.dtype} {tuple(starts.shape)}"
+        raise ValueError(f"cu_seq_lens_q must be int32 [sequences + 1], found {found}")
+    if ends is not None and (starts is None or _form(starts) != _form(ends)):
+        wanted = None if starts is None else _form(starts)
+        raise ValueError(
+            f"cu_seq_lens_k must be equal to cu_seq_lens_q, {wanted}, found {_form(ends)}"
+        )
+    longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    if None not in longest and longest[0] != longest[1]:
+        raise ValueError(f"max_length_q and max_length_k must be equal, found {longest}")
+
+
+def _form(x: Tensor) -> str:
+    return f"{str(x.dtype)[6:]} {list(x.shape)} on {x.device}"
 
 
 def _check_window(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> None:

@@ -34,13 +34,6 @@ def unfuse_norm(norm: nn.Module) -> None:
     norm.__class__ = _original(norm)
 
 
-def is_norm(module: nn.Module | None) -> bool:
-    """Whether it is one of transformers' RMSNorms, not fused yet."""
-    name = type(module).__name__
-    known = hasattr(module, "variance_epsilon") and name.endswith("RMSNorm")
-    return known and not isinstance(module, FusedRMSNorm)
-
-
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     if kind not in _classes:
         names = {"__reduce_ex__": _reduce, "__module__": kind.__module__}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, LoRALinear, PhiloxState, fuse, group_projections
-from tests.modules.fused_models import adapted, model_of, run, tokens
+from tests.modules.fused_models import FP32, adapted, model_of, run, same_within, tokens
 
 
 def on_layer(change):
@@ -25,6 +25,13 @@ def _tie(model: nn.Module) -> None:
 
 def _share(model: nn.Module) -> None:
     model.model.layers[1] = model.model.layers[0]
+
+
+def _become(module: nn.Module, name: str) -> None:
+    """Of a subclass that has the same name and changes what is computed."""
+    kind = type(module)
+    forward = lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs)  # noqa: E731
+    module.__class__ = type(name, (kind,), {"forward": forward, "__module__": "own"})
 
 
 REFUSALS = {
@@ -57,7 +64,43 @@ REFUSALS = {
     ),
     "another norm": (
         on_layer(lambda m: setattr(m, "input_layernorm", nn.LayerNorm(32))),
-        "is a LayerNorm, expected an RMSNorm",
+        r"layers\.1\.input_layernorm is a torch\..*LayerNorm, expected transformers.*LlamaRMSNorm",
+    ),
+    "a subclass of the norm": (
+        on_layer(lambda m: _become(m.input_layernorm, "LlamaRMSNorm")),
+        r"layers\.1\.input_layernorm is a .*own\.LlamaRMSNorm, expected transformers",
+    ),
+    "a subclass of the mlp": (
+        on_layer(lambda m: _become(m.mlp, "LlamaMLP")),
+        r"layers\.1\.mlp is a .*own\.LlamaMLP, expected transformers",
+    ),
+    "a subclass of the attention": (
+        on_layer(lambda m: _become(m.self_attn, "LlamaAttention")),
+        r"layers\.1\.self_attn is a .*own\.LlamaAttention, expected transformers",
+    ),
+    "a forward on the mlp": (
+        on_layer(lambda m: setattr(m.mlp, "forward", lambda x: x)),
+        r"layers\.1\.mlp has a forward of its own",
+    ),
+    "a forward on a projection": (
+        on_layer(lambda m: setattr(m.mlp.up_proj, "forward", m.mlp.up_proj.forward)),
+        r"layers\.1\.mlp\.up_proj has a forward of its own",
+    ),
+    "a forward on the layer": (
+        on_layer(lambda m: setattr(m, "forward", m.forward)),
+        r"layers\.1 has a forward of its own",
+    ),
+    "norms on heads that the family does not have": (
+        on_layer(lambda m: setattr(m.self_attn, "q_norm", m.input_layernorm)),
+        r"layers\.1\.self_attn must have the modules",
+    ),
+    "an activation of the same name": (
+        on_layer(lambda m: setattr(m.mlp, "act_fn", type("SiLU", (nn.GELU,), {})())),
+        "must be SiLU",
+    ),
+    "bidirectional": (
+        on_layer(lambda m: setattr(m.self_attn, "is_causal", False)),
+        r"layers\.1\.self_attn\.is_causal must be True, found False",
     ),
     "merged": (on_layer(lambda m: m.self_attn.q_proj.merge()), "q_proj is merged"),
     "dropout": (
@@ -96,6 +139,32 @@ def test_refused_before_anything_is_changed(case: str) -> None:
         fuse(model)
     assert [type(m) for m in model.modules()] == before
     assert model.model.layers[0].self_attn.q_proj.fp8_state.names == names
+
+
+@pytest.mark.parametrize("part", ["MLP", "Attention", "RMSNorm"])
+def test_a_class_that_was_patched_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    kind = getattr(modeling_llama, f"Llama{part}")
+    model = adapted()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", lambda self, *args, **kwargs: args[0])
+        with pytest.raises(TypeError, match=f"the forward of Llama{part} was replaced by"):
+            fuse(model)
+    other = type(f"Other{part}", (kind,), {})
+    monkeypatch.setattr(modeling_llama, f"Llama{part}", other)
+    with pytest.raises(TypeError, match=f"Other{part}, expected transformers.*Llama{part}"):
+        fuse(adapted())
+
+
+def test_a_last_norm_of_another_class_is_left_alone() -> None:
+    model, x = adapted(), tokens()
+    kind = type(model.model.norm)
+    forward = lambda self, h: 2 * kind.forward(self, h)  # noqa: E731
+    model.model.norm.__class__ = type("LlamaRMSNorm", (kind,), {"forward": forward})
+    expected = run(model, x)
+    fuse(model)
+    same_within(run(model, x), expected, FP32)
 
 
 def test_other_refusals() -> None:
@@ -141,6 +210,10 @@ def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
         model(x, output_attentions=True, use_cache=False)
     model(x, output_hidden_states=True, use_cache=False)
     run(model, x)  # transformers' idle collectors stay behind as hooks
+    layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="is_causal must be True in a fused layer, found False"):
+        run(model, x)
+    layer.self_attn.is_causal = True
     old, layer.mlp.up_proj = layer.mlp.up_proj, nn.Linear(32, 48, bias=False)
     with pytest.raises(RuntimeError, match=r"mlp\.up_proj is another module"):
         run(model, x)
