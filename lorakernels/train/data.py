@@ -26,21 +26,56 @@ from lorakernels.train.errors import DataError
 from lorakernels.train.files import replace_dir, write_bytes
 
 FORMAT = 1
-BLOCK = (
-    1 << 20
-)  # a text file is tokenized in blocks of about this many characters, cut after a newline
+# a text file is tokenized in blocks of about this many characters, cut after a newline
+BLOCK = 1 << 20
+_TABLE = (
+    'is a table: write it as .jsonl, one object with "text" per line, e.g. with '
+    'datasets.Dataset.{reader}(PATH).to_json("data.jsonl")'
+)
+_PACKED = "is compressed: unpack it first, e.g. with {command}"
+REFUSED = {
+    ".json": "is one JSON value: write a list as .jsonl, one object with \"text\" per line, e.g. with jq -c '.[]'",
+    ".ndjson": "has another name for .jsonl: rename it",
+    ".csv": _TABLE.format(reader="from_csv"),
+    ".tsv": _TABLE.format(reader="from_csv"),
+    ".parquet": _TABLE.format(reader="from_parquet"),
+    ".arrow": _TABLE.format(reader="from_file"),
+    ".gz": _PACKED.format(command="gunzip -k"),
+    ".zst": _PACKED.format(command="unzstd"),
+    ".xz": _PACKED.format(command="unxz -k"),
+    ".bz2": _PACKED.format(command="bunzip2 -k"),
+    ".zip": _PACKED.format(command="unzip"),
+}
+# keys of rows that other trainers take → what such a row is
+_ROWS = {
+    "messages": "a chat",
+    "conversations": "a chat",
+    "conversation": "a chat",
+    "prompt": "a prompt and its completion",
+    "instruction": "an instruction and its answer",
+}
+
+
+def check_kind(path: Path) -> None:
+    """DataError for a file that is not there, is empty, or is of a kind that would be read as what it is not."""
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise DataError(f"data file {path} {what}")
+    if reason := REFUSED.get(path.suffix.lower()):
+        raise DataError(f"data file {path} {reason}; text and .jsonl files are read")
+    if path.stat().st_size == 0:
+        raise DataError(f"data file {path} is empty")
+
+
+def is_jsonl(path: Path) -> bool:
+    return path.suffix.lower() == ".jsonl"
 
 
 def read_documents(path: Path) -> Iterator[str]:
     """The documents of one file: the whole of a text file, one per line of a .jsonl file. Blank ones are left out."""
-    if not path.is_file():
-        raise DataError(
-            f"data file {path} does not exist" if not path.exists() else f"{path} is not a file"
-        )
-    if path.stat().st_size == 0:
-        raise DataError(f"data file {path} is empty")
+    check_kind(path)
     found = False
-    for text in _jsonl(path) if path.suffix == ".jsonl" else [_decode(path.read_bytes(), path, 0)]:
+    for text in _jsonl(path) if is_jsonl(path) else [_decode(path.read_bytes(), path, 0)]:
         if text.strip():
             found = True
             yield text
@@ -72,13 +107,12 @@ def _jsonl(path: Path) -> Iterator[str]:
 def _text_of(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: an integer of too many digits, too
         raise DataError(f"{where}: not a JSON object ({error})") from error
     if not isinstance(record, dict):
         raise DataError(f'{where}: expected an object with "text", found {type(record).__name__}')
     if not isinstance(record.get("text"), str):
-        found = type(record["text"]).__name__ if "text" in record else f"only {sorted(record)[:8]}"
-        raise DataError(f'{where}: expected a string under "text", found {found}')
+        raise DataError(f'{where}: expected a string under "text", found {_found(record)}')
     text: str = record["text"]
     try:
         text.encode("utf-8")
@@ -87,6 +121,18 @@ def _text_of(line: str, where: str) -> str:
             f"{where}: character {error.start} of the text is a lone surrogate"
         ) from error
     return text
+
+
+def _found(record: dict[str, Any]) -> str:
+    if "text" in record:
+        return type(record["text"]).__name__
+    key = next((key for key in _ROWS if key in record), None)
+    if key is None:
+        return f"only {sorted(record)[:8]}"
+    return (
+        f'"{key}", {_ROWS[key]}: finetune learns whole texts; TRL\'s SFTTrainer takes such rows, with our layers after '
+        "lorakernels.integrations.peft.patch(peft_model)"
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +165,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def cache_key(paths: Sequence[Path], tokenizer: Any) -> str:
     digest = hashlib.sha256(f"{FORMAT} {tokenizer_fingerprint(tokenizer)}".encode())
     for path in paths:
-        digest.update(f"|{path.suffix == '.jsonl'}|{path.stat().st_size}|".encode())
+        digest.update(f"|{is_jsonl(path)}|{path.stat().st_size}|".encode())
         try:
             file = path.open("rb")
         except OSError as error:
@@ -133,8 +179,7 @@ def cache_key(paths: Sequence[Path], tokenizer: Any) -> str:
 def tokenize_files(paths: Sequence[Path], tokenizer: Any, cache: Path) -> TokenFile:
     """The tokens of the files, from the cache if they are there."""
     for path in paths:
-        if not path.is_file():
-            raise DataError(f"data file {path} does not exist")
+        check_kind(path)
     target = cache / cache_key(paths, tokenizer)
     if not (target / "meta.json").is_file():
         with replace_dir(target) as temporary:

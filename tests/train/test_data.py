@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from lorakernels.train import data
 from lorakernels.train.bytes import byte_tokenizer
-from lorakernels.train.data import TokenFile, hold_out, tokenize_files
+from lorakernels.train.data import TokenFile, cache_key, hold_out, tokenize_files
 from lorakernels.train.errors import DataError
 
 
@@ -56,6 +57,40 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
             "a.jsonl line 1: character 0 of the text is a lone surrogate",
         ),
         ("a.jsonl", b"[" * 100_000, "a.jsonl line 1: not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b", "n": ' + b"9" * 5000 + b"}\n",
+            "a.jsonl line 2: not a JSON object (Exceeds the limit",
+        ),
+        ("a.JSONL", b'{"txt": 3}\n', 'a.JSONL line 1: expected a string under "text", found only'),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": "a"}]}\n',
+            'a.jsonl line 1: expected a string under "text", found "messages", a chat: finetune learns',
+        ),
+        ("a.jsonl", b'{"conversations": []}\n', 'found "conversations", a chat: '),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "completion": "b"}\n',
+            'found "prompt", a prompt and its completion: finetune learns whole texts; TRL\'s',
+        ),
+        (
+            "a.jsonl",
+            b'{"instruction": "a"}\n',
+            'found "instruction", an instruction and its answer',
+        ),
+        ("a.json", b'[{"text": "a"}]', "a.json is one JSON value: write a list as .jsonl"),
+        ("a.JSON", b"[]", "a.JSON is one JSON value"),
+        ("a.ndjson", b'{"text": "a"}', "a.ndjson has another name for .jsonl: rename it"),
+        ("a.csv", b"text\na\n", "a.csv is a table: write it as .jsonl"),
+        ("a.tsv", b"text\na\n", "a.tsv is a table: write it as .jsonl"),
+        ("a.parquet", b"PAR1", "from_parquet(PATH).to_json"),
+        (
+            "a.jsonl.gz",
+            b"\x1f\x8b",
+            "a.jsonl.gz is compressed: unpack it first, e.g. with gunzip -k",
+        ),
+        ("a.txt.ZST", b"\x28\xb5", "a.txt.ZST is compressed: unpack it first, e.g. with unzstd"),
     ],
 )
 def test_bad_file_says_where(
@@ -64,10 +99,18 @@ def test_bad_file_says_where(
     path = file_of(tmp_path, name, content)
     with pytest.raises(DataError) as caught:
         tokenize_files([path], tokenizer, tmp_path / "cache")
-    assert message in str(caught.value)
-    assert not list((tmp_path / "cache").iterdir()), (
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    cache = tmp_path / "cache"
+    assert not cache.exists() or not list(cache.iterdir()), (
         "a failed run leaves no half-written token file"
     )
+
+
+def test_every_file_is_looked_at_before_the_first_is_read(tmp_path: Path, tokenizer: Any) -> None:
+    """Tokenizing may take hours: a file of another kind at the end of the list is refused at once."""
+    first = file_of(tmp_path, "a.txt", b"\xff")
+    with pytest.raises(DataError, match=r"b\.csv is a table"):
+        tokenize_files([first, file_of(tmp_path, "b.csv", b"text")], tokenizer, tmp_path / "cache")
 
 
 def test_missing_file(tmp_path: Path, tokenizer: Any) -> None:
@@ -105,9 +148,42 @@ def test_written_once_and_keyed_by_content(
         assert tokenize_files([path], tokenizer, tmp_path / "cache").path == first.path
     path.write_bytes(b"other")
     assert tokenize_files([path], tokenizer, tmp_path / "cache").path != first.path
-    tokenizer.eos_token_id, before = None, tokenizer.eos_token_id
-    assert tokenize_files([path], tokenizer, tmp_path / "cache").path != first.path
-    tokenizer.eos_token_id = before
+
+
+def stub(**changes: Any) -> Any:
+    """A tokenizer without a file of its own, in whose bytes its special tokens would show."""
+    special = {"bos_token_id": 1, "eos_token_id": 2, "get_vocab": lambda: {"a": 0, "b": 1, "c": 2}}
+    return SimpleNamespace(**{**special, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": 0},
+        {"eos_token_id": None},
+        {"bos_token_id": 0},
+        {"bos_token_id": None},
+        {"get_vocab": lambda: {"a": 1, "b": 0, "c": 2}},
+        {"backend_tokenizer": SimpleNamespace(to_str=lambda: "{}")},
+    ],
+    ids=["eos", "no eos", "bos", "no bos", "vocabulary", "backend"],
+)
+def test_another_tokenizer_is_another_key(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Each of these would make other tokens of the same file."""
+    path = [file_of(tmp_path, "a.txt", b"text")]
+    assert cache_key(path, stub(**changes)) != cache_key(path, stub()) == cache_key(path, stub())
+
+
+def test_other_files_are_another_key(tmp_path: Path) -> None:
+    """The order, where one file ends and the kind count as well as the bytes."""
+    one, two, both = (
+        file_of(tmp_path, *f) for f in (("1.txt", b"a"), ("2.txt", b"b"), ("3.txt", b"ab"))
+    )
+    lines = file_of(tmp_path, "3.jsonl", b"ab")
+    keys = [cache_key(paths, stub()) for paths in ([one, two], [two, one], [both], [lines], [one])]
+    assert len(set(keys)) == len(keys)
+    upper = file_of(tmp_path, "4.JSONL", b"ab")
+    assert cache_key([upper], stub()) == cache_key([lines], stub()), "named otherwise, read alike"
 
 
 def test_truncated_token_file_is_noticed(tmp_path: Path, tokenizer: Any) -> None:
