@@ -31,6 +31,7 @@ LAYERS = (
     ("integrations",),
     ("train",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOOLS = {"cli/doctor.py"}  # shows what is inside

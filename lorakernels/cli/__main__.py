@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels SUBCOMMAND …`; only the module of the subcommand that was asked for is imported."""
+"""`lorakernels SUBCOMMAND …`; only the module of the subcommand that was asked for is imported.
+
+Beside `add_arguments` and `run` a subcommand may have `PASSES_ARGUMENTS_ON`, for arguments that others read, or
+`unknown(words) -> str`, its message about words that are no option.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any, NoReturn
 
 COMMANDS = {
     "doctor": "what is installed, what was built, and which implementation each op takes",
@@ -16,11 +21,19 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Whole option names only, and errors of one line: --help has the options."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **keywords})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="lorakernels", description="LoRA training over an FP8 base"
-    )
+    parser = Parser(prog="lorakernels", description="LoRA training over an FP8 base")
     parser.add_argument(
         "--version", action="version", version=f"lorakernels {version('lorakernels')}"
     )
@@ -36,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parsers[chosen])
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(module, "PASSES_ARGUMENTS_ON", False):
-        parsers[chosen].error(f"unrecognized arguments: {' '.join(rest)}")
+        unknown = getattr(
+            module, "unknown", lambda words: f"unrecognized arguments: {' '.join(words)}"
+        )
+        parsers[chosen].error(unknown(rest))
     options.rest = rest
     return int(module.run(options))
 

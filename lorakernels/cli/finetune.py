@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lorakernels.train.errors import FinetuneError, Interrupted, OptionError, describe_os_error
+from lorakernels.train.errors import (
+    FinetuneError,
+    Interrupted,
+    OptionError,
+    describe_os_error,
+    require,
+)
+from lorakernels.train.names import unknown_argument
 from lorakernels.train.options import FinetuneOptions, default_of, kinds, resolve
 
+NEEDED = ("numpy", "rich", "matplotlib", "transformers", "tokenizers")
 EPILOG = """\
 exit codes: 0 done, 1 the run failed (the message says why), 2 an option is wrong,
 130 / 143 saved and stopped after SIGINT / SIGTERM: run again with --resume"""
@@ -50,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def unknown(words: Sequence[str]) -> str:
+    """What to say to words that are no option, with the option that another trainer's name stands for."""
+    return unknown_argument(words, [*kinds(), "config"])
+
+
 def _help(item: Any) -> str:
     default = default_of(item)
     shown = " ".join(default) if isinstance(default, list) else default
@@ -70,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
         options = resolve(given, DEMO_DEFAULTS)
         output = Path(str(options.output))
+        for module in NEEDED:
+            require(module)
         if options.demo:
             run_demo(options)
         else:

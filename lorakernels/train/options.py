@@ -7,7 +7,6 @@ demo's own defaults, then the YAML file, then the command line.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -16,19 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from lorakernels.train.errors import OptionError, require
+from lorakernels.train.names import near
 
 DTYPES = ("auto", "float32", "bfloat16")
 LAYOUTS = ("single", "both")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
+ATTENTION = ("auto", "cudnn", "flash", "efficient", "math")
+ALL_LINEAR = "all-linear"
 
 
-def about(group: str, text: str, metavar: str | None = None) -> dict[str, str | None]:
-    return {"group": group, "help": text, "metavar": metavar}
+def about(
+    group: str, text: str, metavar: str | None = None, choices: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """An option with `choices` takes one of them, which --help shows."""
+    shown = "{" + ",".join(choices) + "}" if choices else metavar
+    return {"group": group, "help": text, "metavar": shown, "choices": choices}
 
 
-def option(default: Any, group: str, text: str, metavar: str | None = None) -> Any:
-    return field(default=default, metadata=about(group, text, metavar))
+def option(
+    default: Any,
+    group: str,
+    text: str,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    return field(default=default, metadata=about(group, text, metavar, choices))
 
 
 @dataclass
@@ -160,11 +172,13 @@ class FinetuneOptions:
         "runtime",
         "what one CUDA graph replays: step, a whole optimizer step, or layer, one direction of a decoder layer, which "
         "is slower by a little; auto is step on one GPU and layer on several",
+        choices=GRAPHS,
     )
     save: str = option(
         "recompute",
         "runtime",
-        f"what a fused layer keeps for backward, from fastest to smallest: {', '.join(SAVE)}",
+        "what a fused layer keeps for backward, from fastest to smallest",
+        choices=SAVE,
     )
     memory_budget: float | None = option(
         None,
@@ -174,7 +188,8 @@ class FinetuneOptions:
     attention: str = option(
         "auto",
         "runtime",
-        "attention backend of fused layers: auto, cudnn, flash, efficient or math",
+        "attention backend of fused layers",
+        choices=ATTENTION,
     )
     shared_dropout: bool = option(
         True,
@@ -185,13 +200,14 @@ class FinetuneOptions:
         "single",
         "runtime",
         "both also holds the FP8 base transposed, one byte more per parameter, and spares backward its transpositions",
+        choices=LAYOUTS,
     )
     fp8_head: bool = option(False, "runtime", "multiply by the output head in FP8 while training")
     seed: int = option(
         0, "machine", "seed of adapter values, dropout, data order and held-out split"
     )
     dtype: str = option(
-        "auto", "machine", f"dtype of the base: {', '.join(DTYPES)}; auto is bfloat16 on a GPU"
+        "auto", "machine", "dtype of the base; auto is bfloat16 on a GPU", choices=DTYPES
     )
     device: str = option(
         "auto", "machine", "cpu, cuda or cuda:N; auto takes the first GPU if there is one"
@@ -252,18 +268,19 @@ class FinetuneOptions:
         for name in ("lr", "epochs", "lora_alpha"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise OptionError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if self.memory_budget is not None and not self.memory_budget > 0:
-            raise OptionError(f"memory_budget must be positive, got {self.memory_budget}")
-        if self.save not in SAVE:
-            raise OptionError(f"save must be one of {', '.join(SAVE)}, got {self.save!r}")
-        if self.weight_layout not in LAYOUTS:
+        if self.memory_budget is not None and not 0 < self.memory_budget < float("inf"):
             raise OptionError(
-                f"weight_layout must be one of {', '.join(LAYOUTS)}, got {self.weight_layout!r}"
+                f"memory_budget must be positive and finite, got {self.memory_budget}"
             )
-        if self.graphs not in GRAPHS:
-            raise OptionError(f"graphs must be one of {', '.join(GRAPHS)}, got {self.graphs!r}")
-        if self.dtype not in DTYPES:
-            raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if len(self.target_modules) > 1 and ALL_LINEAR in self.target_modules:
+            others = ", ".join(name for name in self.target_modules if name != ALL_LINEAR)
+            raise OptionError(
+                f"target_modules: {ALL_LINEAR} stands alone, found it beside {others or 'itself'}"
+            )
+        for item in fields(self):
+            allowed, value = item.metadata["choices"], getattr(self, item.name)
+            if allowed and value not in allowed:
+                raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
 
     def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
         value = getattr(self, name)
@@ -335,11 +352,9 @@ def read_yaml(path: str) -> dict[str, Any]:
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = (
-                f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
-            )
-            raise OptionError(f"{path}: unknown option {key!r}{hint}")
+            found = near(name, known)
+            hint = f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(known)}"
+            raise OptionError(f"{path}: unknown option {key!r}; {hint}")
         values[name] = _typed(name, value, known[name], path)
     return values
 

@@ -81,8 +81,8 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
             shared_dropout=options.shared_dropout,
         )
     except (ValueError, TypeError) as error:
-        if budget is not None and str(error).startswith("memory_budget"):
-            raise OptionError(str(error)) from error  # unfused layers would keep more
+        if budget is not None:  # unfused layers would keep more than it allows
+            raise OptionError(f"memory_budget cannot be kept: {error}") from error
         return Fused(why_not=str(error))
     return Fused(report)
 

@@ -76,8 +76,12 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["doktor"], "invalid choice: 'doktor'"),
         ([], "required: COMMAND"),
         (["doctor", "--jason"], "lorakernels doctor: error: unrecognized arguments: --jason"),
+        (["doctor", "--js"], "lorakernels doctor: error: unrecognized arguments: --js"),
+        (["finetune", "--learning-rate", "1e-3"], "option --learning-rate; did you mean --lr?"),
+        (["finetune", "--lora-d", "0"], "option --lora-d; did you mean --"),
+        (["finetune", "--r", "four"], "argument --r: invalid int value: 'four'"),
     ],
-    ids=["unknown-command", "no-command", "unknown-option"],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_usage_exits_with_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -85,7 +89,16 @@ def test_wrong_usage_exits_with_2(
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1, "one line, without the usage"
+
+
+@pytest.mark.parametrize("module", ["lorakernels", "lorakernels.cli"])
+def test_the_package_runs_as_a_module(module: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.startswith("lorakernels ")
 
 
 def test_bench_runs_one_by_name_and_passes_its_arguments_on(

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lorakernels.cli.finetune import add_arguments
+from lorakernels.cli.finetune import add_arguments, unknown
 from lorakernels.train.errors import OptionError
-from lorakernels.train.options import FinetuneOptions, resolve
+from lorakernels.train.names import PEERS
+from lorakernels.train.options import FinetuneOptions, kinds, resolve
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
@@ -22,6 +23,8 @@ def test_help_documents_every_option() -> None:
     for item in fields(FinetuneOptions):
         assert "--" + item.name.replace("_", "-") in shown
         assert len(item.metadata["help"]) > 10
+    for choices in ("{auto,step,layer}", "{auto,cudnn,flash,efficient,math}", "{single,both}"):
+        assert choices in shown
 
 
 def test_precedence_is_defaults_demo_file_command_line(tmp_path: Path) -> None:
@@ -43,7 +46,9 @@ def test_precedence_is_defaults_demo_file_command_line(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("lora_alfa: 3", "unknown option 'lora_alfa'; did you mean lora_alpha?"),
-        ("learning-rate: 3", "unknown option 'learning-rate'"),
+        ("learning-rate: 3", "unknown option 'learning-rate'; did you mean lr?"),
+        ("micro_batch_sise: 3", "unknown option 'micro_batch_sise'; did you mean batch_size"),
+        ("zzz: 3", "unknown option 'zzz'; known: model, "),
         ("r: true", "r must be of type int, got True"),
         ("lr: fast", "lr must be of type float, got 'fast'"),
         ("data: [1]", "data must be of type str, got 1"),
@@ -72,6 +77,17 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ({"weight_layout": "dual"}, "weight_layout must be one of single, both, got 'dual'"),
         ({"graphs": "all"}, "graphs must be one of auto, step, layer, got 'all'"),
+        ({"save": "none"}, "save must be one of full, recompute, fp8, checkpoint, got 'none'"),
+        (
+            {"attention": "flahs"},
+            "attention must be one of auto, cudnn, flash, efficient, math, got",
+        ),
+        ({"memory_budget": float("inf")}, "memory_budget must be positive and finite, got inf"),
+        ({"memory_budget": float("nan")}, "memory_budget must be positive and finite, got nan"),
+        (
+            {"target_modules": ["all-linear", "lm_head"]},
+            "target_modules: all-linear stands alone, found it beside lm_head",
+        ),
         ({"output": None}, "output is missing"),
         ({"data": []}, "data is missing"),
         ({"demo": True}, "demo brings its own model and data"),
@@ -90,3 +106,41 @@ def test_example_config_is_valid() -> None:
         resolve({"config": str(path), "output": "o"}, {}).seq_len
         == yaml.safe_load(path.read_text())["seq_len"]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--learning-rate 1e-3", "unknown option --learning-rate; did you mean --lr?"),
+        ("--num-train-epochs=3", "unknown option --num-train-epochs; did you mean --epochs?"),
+        ("--lora_r 8", "unknown option --lora_r; did you mean --r?"),
+        ("--lora_alpha 8", "unknown option --lora_alpha; did you mean --lora-alpha?"),
+        ("8 --micro-batch-size 2", "unknown option --micro-batch-size; did you mean --batch-size?"),
+        ("--max-seq-lenght 9", "unknown option --max-seq-lenght; did you mean --seq-len?"),
+        ("--no-fusee", "unknown option --no-fusee; did you mean --no-fuse"),
+        ("--no-cuda", "unknown option --no-cuda; did you mean --device?"),
+        ("--konfig a", "unknown option --konfig; did you mean --config?"),
+        ("--zzz", "unknown option --zzz; see --help"),
+        ("false", "unexpected argument 'false': a switch takes no value"),
+    ],
+)
+def test_unknown_words_are_answered_with_the_option_that_was_meant(
+    words: str, message: str
+) -> None:
+    said = unknown(words.split())
+    assert said.startswith(message) and "\n" not in said
+
+
+def test_peers_names_stand_for_options_and_are_none_themselves() -> None:
+    names = [peer for peers in PEERS.values() for peer in peers]
+    assert set(PEERS) <= set(kinds()) and not set(names) & set(kinds())
+    assert len(names) == len(set(names))
+
+
+def test_choices_of_attention_are_those_of_fuse() -> None:
+    from lorakernels.autograd.attention import BACKENDS
+    from lorakernels.modules.fuse_memory import SAVE
+    from lorakernels.train import options
+
+    assert ("auto", *BACKENDS) == options.ATTENTION
+    assert options.SAVE == SAVE

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other trainers call an option of ours, and the near names of one that nobody knows.
+
+PEERS: names of PEFT's LoraConfig, transformers' TrainingArguments, TRL, axolotl, unsloth, LLaMA-Factory and torchtune.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+PEERS = {
+    "model": (
+        "model_name_or_path", "model_name", "base_model", "pretrained_model_name_or_path", "model_path",
+        "model_id", "base_model_name_or_path",
+    ),
+    "data": (
+        "dataset", "datasets", "dataset_name", "dataset_path", "data_path", "data_file", "data_files", "train_file",
+        "train_data",
+    ),
+    "output": ("output_dir", "out_dir", "output_path"),
+    "resume": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    "r": ("lora_r", "lora_rank", "rank"),
+    "lora_alpha": ("alpha",),
+    "lora_dropout": ("dropout",),
+    "target_modules": (
+        "lora_target_modules", "lora_target", "lora_targets", "lora_target_linear", "lora_modules",
+    ),
+    "exclude_modules": ("lora_exclude_modules",),
+    "use_rslora": ("rslora", "lora_use_rslora", "peft_use_rslora"),
+    "fp8": ("load_in_fp8", "use_fp8"),
+    "seq_len": (
+        "max_seq_length", "max_seq_len", "max_length", "sequence_len", "sequence_length", "cutoff_len", "block_size",
+        "model_max_length",
+    ),
+    "batch_size": ("micro_batch_size", "per_device_train_batch_size", "train_batch_size"),
+    "grad_accum": ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches"),
+    "steps": ("max_steps", "num_steps", "num_train_steps"),
+    "epochs": ("num_train_epochs", "num_epochs"),
+    "lr": ("learning_rate",),
+    "min_lr_ratio": ("min_lr", "cosine_min_lr_ratio"),
+    "warmup": ("warmup_steps", "warmup_ratio", "num_warmup_steps"),
+    "beta1": ("adam_beta1",),
+    "beta2": ("adam_beta2",),
+    "max_grad_norm": ("gradient_clipping", "clip_grad_norm", "grad_clip"),
+    "eval_fraction": ("val_set_size", "val_size", "test_size"),
+    "eval_every": ("eval_steps", "evals_per_epoch"),
+    "save_every": ("save_steps", "saves_per_epoch"),
+    "keep": ("save_total_limit",),
+    "log_every": ("logging_steps",),
+    "eager": ("enforce_eager",),
+    "graphs": ("cuda_graphs",),
+    "attention": (
+        "attn_implementation", "attn", "flash_attn", "flash_attention", "use_flash_attention_2",
+    ),
+    "seed": ("random_state", "random_seed", "data_seed"),
+    "dtype": ("torch_dtype", "bf16", "fp16", "precision", "mixed_precision"),
+    "device": ("device_map", "use_cpu", "no_cuda"),
+    "deterministic": ("full_determinism",),
+    "gradient_checkpointing": ("activation_checkpointing", "use_gradient_checkpointing"),
+}  # fmt: skip
+OURS = {peer: ours for ours, peers in PEERS.items() for peer in peers}
+
+
+def near(name: str, known: Collection[str]) -> list[str]:
+    """Up to three of the `known` options that `name`, with underscores, may have meant, the likeliest first."""
+    if name in OURS and OURS[name] in known:
+        return [OURS[name]]
+    names = [*known, *OURS]
+    close, loose = (difflib.get_close_matches(name, names, 6, cutoff) for cutoff in (0.8, 0.6))
+    found = close or loose
+    ours = dict.fromkeys(OURS.get(each, each) for each in found)
+    return [each for each in ours if each in known][:3]
+
+
+def unknown_argument(words: Sequence[str], known: Collection[str]) -> str:
+    """What to say to the words of a command line that are none of the `known` options."""
+    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+    if flag is None:
+        return f"unexpected argument {words[0]!r}: a switch takes no value, --no-NAME turns it off"
+    name = flag.lstrip("-").replace("-", "_")
+    negated = name.startswith("no_") and name not in OURS
+    prefix = "--no-" if negated else "--"
+    found = near(name.removeprefix("no_") if negated else name, known)
+    flags = [prefix + each.replace("_", "-") for each in found]
+    return f"unknown option {flag}; " + (
+        f"did you mean {' or '.join(flags)}?" if flags else "see --help"
+    )
