@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are complete or absent, and say so themselves.
+"""Checkpoints that are complete or absent, say so themselves, and are PEFT adapters at any time.
 
     <output>/checkpoints/step-00000100/
-        tensors.safetensors   every trainable tensor
-        state.pt              optimizer, RNG, FP8 state; read with weights_only=True
-        trainer.json          step, data position, counters, options
-        MANIFEST.json         size and SHA-256 of the others, written last
+        adapter_config.json, adapter_model.safetensors, README.md, the tokenizer's files
+        state/optimizer.pt, rng.pt, fp8.pt, runtime.pt    read with weights_only=True
+        state/tensors.safetensors    what is trained and not, to the bit, in the adapter's file; absent if nothing is
+        state/trainer.json           step, data position, counters, options
+        state/MANIFEST.json          format, step, size and SHA-256 of all the others, and its own; written last
 
 The directory is filled under another name, synced, renamed. A reader takes the newest one whose manifest holds.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import pickle
@@ -27,20 +27,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles, read_trained
 from lorakernels.train.errors import CheckpointError, describe_os_error
 from lorakernels.train.files import recover_dir, replace_dir, write_bytes
+from lorakernels.train.manifest import MANIFEST, OtherFormat, check_files, make_manifest
 
-TENSORS, STATE, TRAINER, MANIFEST = (
-    "tensors.safetensors",
-    "state.pt",
-    "trainer.json",
-    "MANIFEST.json",
-)
+FOLDER = "state"
+TENSORS, TRAINER = f"{FOLDER}/tensors.safetensors", f"{FOLDER}/trainer.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one holds. ``state`` has the keys optimizer, rng and fp8."""
+    """What one holds. ``tensors`` are what is trained, by name; ``state`` has the keys optimizer, rng, fp8, runtime."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -70,15 +68,16 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one output directory; the last ``keep`` are kept."""
+    """The checkpoints of one output directory; the last ``keep`` are kept. ``adapter`` writes what PEFT opens."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(self, directory: Path, keep: int, adapter: AdapterFiles | None = None) -> None:
+        self.directory, self.keep, self.adapter = directory, keep, adapter
 
     def steps(self) -> list[int]:
         """Steps that have a directory, oldest first; whether it is good is not looked at."""
         found = self.directory.glob("step-*") if self.directory.is_dir() else []
-        return sorted(int(path.name[5:]) for path in found if path.name[5:].isdigit())
+        steps = [int(path.name[5:]) for path in found if path.name[5:].isdecimal()]
+        return sorted(step for step in steps if self.path(step).is_dir())
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
@@ -87,26 +86,9 @@ class Checkpoints:
         """Write, then delete the oldest beyond ``keep``; never a newer one. On failure nothing that was
         there is touched."""
         target = self.path(checkpoint.step)
-        tensors = {
-            name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()
-        }
-        state = io.BytesIO()
-        torch.save(checkpoint.state, state)
-        files = {
-            TENSORS: safetensors.torch.save(tensors),
-            STATE: state.getvalue(),
-            TRAINER: json.dumps(checkpoint.trainer, indent=1).encode(),
-        }
-        manifest = {
-            name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in files.items()
-        }
-        files[MANIFEST] = json.dumps(
-            {"step": checkpoint.step, "files": manifest}, indent=1
-        ).encode()
         try:
             with replace_dir(target) as temporary:
-                for name, data in files.items():
-                    write_bytes(temporary / name, data)
+                self._fill(temporary, checkpoint)
         except OSError as error:
             good = [step for step in self.steps() if step != checkpoint.step]
             last = (
@@ -123,8 +105,30 @@ class Checkpoints:
             shutil.rmtree(self.path(step))
         return target
 
+    def _fill(self, folder: Path, checkpoint: Checkpoint) -> None:
+        rest = {name: tensor.detach() for name, tensor in checkpoint.tensors.items()}
+        if self.adapter is not None:
+            self.adapter.write(folder)
+            for name, held in read_trained((folder / WEIGHTS).read_bytes()).items():
+                if name in rest and _same(rest[name].cpu(), held):
+                    del rest[name]
+        (folder / FOLDER).mkdir()
+        if rest:
+            data = safetensors.torch.save({name: t.contiguous() for name, t in rest.items()})
+            write_bytes(folder / TENSORS, data)
+        for name, value in checkpoint.state.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            write_bytes(folder / FOLDER / f"{name}.pt", buffer.getvalue())
+        write_bytes(folder / TRAINER, json.dumps(checkpoint.trainer, indent=1).encode())
+        write_bytes(folder / MANIFEST, make_manifest(folder, checkpoint.step))
+
     def load_newest(self, say: Callable[[str], None], device: torch.device) -> Checkpoint | None:
-        """The newest checkpoint that is whole; broken ones are named, passed over and renamed to broken-…."""
+        """The newest checkpoint that is whole; broken ones are named, passed over and renamed to broken-….
+
+        Raises:
+            OtherFormat: it was written by a version whose checkpoints this one does not read.
+        """
         for old in self.directory.glob(".old-step-*") if self.directory.is_dir() else ():
             recover_dir(self.directory / old.name.removeprefix(".old-"))
         for leftover in self.directory.glob(".*-step-*") if self.directory.is_dir() else ():
@@ -133,6 +137,8 @@ class Checkpoints:
         for step in reversed(self.steps()):
             try:
                 return self.load(step, device)
+            except OtherFormat:
+                raise
             except CheckpointError as error:
                 kept = self.path(step).with_name(f"broken-{self.path(step).name}")
                 say(f"{error}: skipped, kept as {kept.name}")
@@ -143,57 +149,33 @@ class Checkpoints:
     def load(self, step: int, device: torch.device) -> Checkpoint:
         """CheckpointError says which file is missing, short or changed."""
         directory = self.path(step)
-        files = {
-            name: _checked(directory, name, want) for name, want in _manifest(directory).items()
-        }
+        names = check_files(directory, step)
         try:
-            tensors = safetensors.torch.load(files[TENSORS])
-            state = torch.load(io.BytesIO(files[STATE]), map_location=device, weights_only=True)
-            trainer = json.loads(files[TRAINER])
+            tensors = {}
+            if WEIGHTS in names:
+                tensors = read_trained((directory / WEIGHTS).read_bytes())
+            if TENSORS in names:
+                tensors |= safetensors.torch.load((directory / TENSORS).read_bytes())
+            state = {
+                Path(name).stem: torch.load(
+                    directory / name, map_location=device, weights_only=True
+                )
+                for name in sorted(names)
+                if Path(name).parent.name == FOLDER and name.endswith(".pt")
+            }
+            trainer = json.loads((directory / TRAINER).read_bytes())
         except (
             SafetensorError,
             pickle.UnpicklingError,
             RuntimeError,
             ValueError,
             KeyError,
+            EOFError,
+            OSError,
         ) as error:
             raise CheckpointError(f"checkpoint {directory} cannot be read ({error})") from error
         return Checkpoint(step, tensors, state, trainer)
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    try:
-        files: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())["files"]
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"checkpoint {directory} is not complete ({MANIFEST} is missing)"
-        ) from error
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CheckpointError(f"checkpoint {directory} is broken ({MANIFEST}: {error})") from error
-    if set(files) != {TENSORS, STATE, TRAINER}:
-        raise CheckpointError(
-            f"checkpoint {directory} is broken ({MANIFEST} lists {sorted(files)})"
-        )
-    return files
-
-
-def _checked(directory: Path, name: str, want: dict[str, Any]) -> bytes:
-    try:
-        data = (directory / name).read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {directory} is broken ({name}: {error.strerror})"
-        ) from error
-    if len(data) != want["bytes"]:
-        raise CheckpointError(
-            f"checkpoint {directory} is broken ({name} has {len(data)} of {want['bytes']} bytes)"
-        )
-    if _sha256(data) != want["sha256"]:
-        raise CheckpointError(
-            f"checkpoint {directory} is broken ({name} does not match its SHA-256)"
-        )
-    return data
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One fine-tuning job from options to adapter files.
 
-<output>/adapter/          PEFT's files: adapter_config.json, adapter_model.safetensors
-<output>/checkpoints/      what --resume goes on from
+<output>/adapter/          adapter_config.json, adapter_model.safetensors, tokenizer files, model card
+<output>/checkpoints/      the same after some of the steps, and what --resume goes on from
 <output>/metrics.jsonl     one line per step and per evaluation
 <output>/loss.png          the loss curve
 <output>/options.json      the options of the run
@@ -30,6 +30,7 @@ from lorakernels import (
     apply_lora,
     load_quantized,
 )
+from lorakernels.train.adapter_files import AdapterFiles, model_card, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
 from lorakernels.train.data import TokenFile, hold_out, tokenize_files
@@ -141,6 +142,8 @@ def adapt(
     }
     metrics = output / "metrics.jsonl"
     session = make_session(model, options, train, held, reporter, metrics, report, runtime, ranks)
+    beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
+    checkpoints.adapter = AdapterFiles(model, directory, beside)
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
         session.resume()
@@ -152,7 +155,7 @@ def adapt(
     adapter = output / "adapter"
 
     def finish() -> None:
-        save_adapter_files(model, adapter, directory)
+        save_adapter_files(checkpoints.adapter, adapter)
         title = f"LoRA, rank {options.r}, {directory.name}"
         plot_losses(metrics, output / "loss.png", title)
 
@@ -304,12 +307,10 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:24]
 
 
-def save_adapter_files(model: nn.Module, target: Path, base: Path) -> Path:
-    """PEFT's two files, complete or absent."""
-    from lorakernels import save_adapter
-
+def save_adapter_files(files: AdapterFiles, target: Path) -> Path:
+    """What PEFT opens, complete or absent."""
     with replace_dir(target) as temporary:
-        save_adapter(model, temporary, base_model_name_or_path=str(base), task_type="CAUSAL_LM")
+        files.write(temporary)
     return target
 
 

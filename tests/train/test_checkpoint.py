@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
+import random
 import shutil
 import subprocess
 import sys
@@ -13,19 +15,39 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from lorakernels.train import checkpoint as module
-from lorakernels.train.checkpoint import MANIFEST, STATE, TENSORS, TRAINER, Checkpoint, Checkpoints
+from lorakernels import LoRAConfig, apply_lora
+from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles
+from lorakernels.train.checkpoint import TENSORS, TRAINER, Checkpoint, Checkpoints
 from lorakernels.train.errors import CheckpointError
+from lorakernels.train.manifest import FORMAT, MANIFEST, OtherFormat, make_manifest
 
 CPU = torch.device("cpu")
+OPTIMIZER = "state/optimizer.pt"
+STATES = {f"{name}.pt" for name in ("optimizer", "rng", "fp8", "runtime")}
 
 
 def make(step: int) -> Checkpoint:
     optimizer = {"state": {}, "param_groups": [{"lr": 0.1}]}
-    state = {"optimizer": optimizer, "rng": {"cpu": torch.get_rng_state()}, "fp8": None}
+    rng = {"cpu": torch.get_rng_state()}
+    state = {"optimizer": optimizer, "rng": rng, "fp8": None, "runtime": {}}
     tensors = {"a": torch.full((3,), float(step)), "b": torch.zeros(2, 2).T}
     return Checkpoint(step, tensors, state, {"counters": {"step": step}})
+
+
+def files_of_a_layer() -> AdapterFiles:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 4))
+    apply_lora(model, LoRAConfig(r=2, target_modules=["0"], fp8=None))
+    beside = {"README.md": b"# card", "more/tokenizer.json": b"{}"}
+    return AdapterFiles(model, Path("base"), beside)
+
+
+def repaired(directory: Path) -> None:
+    """The manifest of what is there now, as if it had been written so."""
+    (directory / MANIFEST).write_bytes(make_manifest(directory, int(directory.name[5:])))
 
 
 @pytest.fixture
@@ -58,7 +80,7 @@ def test_everything_is_on_disk_before_the_rename(
 ) -> None:
     """A power cut after the rename must not find empty files: files, then their directory, then its parent."""
     events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
     monkeypatch.setattr(
         os,
         "fsync",
@@ -67,10 +89,23 @@ def test_everything_is_on_disk_before_the_rename(
     monkeypatch.setattr(
         Path, "rename", lambda self, target: (events.append("rename"), rename(self, target))[1]
     )
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda path, **_: (events.append(f"rmtree {path.name}"), rmtree(path, **_)),
+    )
+    store.adapter = files_of_a_layer()
     store.save(make(4))
+    staging = [event for event in events if event.startswith("rmtree .")]
+    events = [event for event in events if event not in staging]
     at = events.index("rename")
-    assert set(events[:at]) == {TENSORS, STATE, TRAINER, MANIFEST, ".tmp-step-00000004"}
-    assert events[at - 1] == ".tmp-step-00000004" and events[at + 1 :] == ["checkpoints"]
+    adapter = {WEIGHTS, "adapter_config.json", "README.md", "tokenizer.json", "more"}
+    state = {*STATES, "tensors.safetensors", "trainer.json", "MANIFEST.json", "state"}
+    assert adapter | state <= set(events[:at])
+    assert events[at - 1] == ".tmp-step-00000004", "its own entries are synced last"
+    assert events[at + 1 :] == ["checkpoints", "rmtree step-00000002"], (
+        "evicted when the new one is on disk"
+    )
 
 
 def test_saving_a_step_again_replaces_it(store: Checkpoints) -> None:
@@ -78,7 +113,7 @@ def test_saving_a_step_again_replaces_it(store: Checkpoints) -> None:
     assert store.steps() == [2, 3] and newest(store) == (3, [])
 
 
-@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
+@pytest.mark.parametrize("name", [TENSORS, OPTIMIZER, TRAINER, MANIFEST])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
 def test_broken_file_falls_back_to_the_one_before(
     store: Checkpoints, name: str, damage: str
@@ -102,7 +137,7 @@ def test_broken_file_falls_back_to_the_one_before(
 def test_half_written_checkpoint_is_ignored_and_removed(store: Checkpoints) -> None:
     """What a kill between two writes leaves: a temporary directory."""
     half = store.directory / ".tmp-step-00000004"
-    half.mkdir()
+    (half / "state").mkdir(parents=True)
     (half / TENSORS).write_bytes(b"\0" * 10)
     step, said = newest(store)
     assert (
@@ -138,7 +173,7 @@ def test_an_error_between_the_two_renames_puts_the_old_one_back(
 
 def test_a_broken_newer_checkpoint_does_not_push_out_a_good_one(store: Checkpoints) -> None:
     """Step 3 is broken: it is put aside, and saving an older step again keeps that one."""
-    (store.path(3) / STATE).write_bytes(b"short")
+    (store.path(3) / OPTIMIZER).write_bytes(b"short")
     store.keep = 1
     step, said = newest(store)
     assert step == 2 and "kept as broken-step-00000003" in said[0]
@@ -152,36 +187,144 @@ def test_pickle_in_a_checkpoint_is_not_run(store: Checkpoints, tmp_path: Path) -
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (Path.touch, (tmp_path / "pwned",))  # type: ignore[return-value]
 
-    path = store.path(3) / STATE
-    path.write_bytes(pickle.dumps(Evil(), protocol=2))
-    manifest = json.loads((store.path(3) / MANIFEST).read_text())
-    data = path.read_bytes()
-    manifest["files"][STATE] = {"bytes": len(data), "sha256": module._sha256(data)}
-    (store.path(3) / MANIFEST).write_text(json.dumps(manifest))
+    (store.path(3) / OPTIMIZER).write_bytes(pickle.dumps(Evil(), protocol=2))
+    repaired(store.path(3))
     step, said = newest(store)
     assert step == 2 and "cannot be read" in said[0] and not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
-def test_full_disk_leaves_the_earlier_ones(
-    store: Checkpoints, monkeypatch: pytest.MonkeyPatch, after: int
+def test_every_damaged_byte_of_a_manifest_is_noticed_or_harmless(store: Checkpoints) -> None:
+    """One bit of each. The newest falls back to the one before it, with a line, and never to a traceback."""
+    path = store.path(3) / MANIFEST
+    whole, expected = path.read_bytes(), store.load(3, CPU)
+    harmless = 0
+    generator = random.Random(7)
+    for at in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << generator.randrange(8)
+        path.write_bytes(bytes(damaged))
+        try:
+            found = store.load(3, CPU)
+        except CheckpointError as error:
+            assert str(store.path(3)) in str(error) and not isinstance(error, OtherFormat)
+        else:
+            harmless += 1
+            assert torch.equal(found.tensors["a"], expected.tensors["a"])
+            assert found.trainer == expected.trainer and found.step == 3
+    assert harmless <= 0.01 * len(whole), "white space may change, nothing else"
+    path.write_bytes(whole.replace(b'"bytes"', b'"bytds"'))
+    step, said = newest(store)
+    assert step == 2 and "does not match its own SHA-256): skipped, kept as broken-" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": 3}, "does not say size and SHA-256 of each file"),
+        ({"files": {"a": 3}}, "does not say size and SHA-256 of each file"),
+        ({"files": {"a": {"bytes": 3}}}, "does not say size and SHA-256 of each file"),
+        ({"files": {"a": {"bytes": "3", "sha256": ""}}}, "does not say size and SHA-256"),
+        ({"files": {}}, "does not list state/optimizer.pt, state/rng.pt"),
+        ({"step": 2}, "is of step 2"),
+        (None, "does not match its own SHA-256"),
+    ],
+    ids=["number", "entry", "no sum", "text for bytes", "none listed", "other step", "a list"],
+)
+def test_a_manifest_of_another_shape_is_passed_over(
+    store: Checkpoints, change: dict[str, object] | None, message: str
 ) -> None:
-    """The disk is full at each of the four files in turn."""
-    real, calls = module.write_bytes, iter(range(4))
+    """With the right sum over itself: what a program wrote that is not ours."""
+    path = store.path(3) / MANIFEST
+    body = {**json.loads(path.read_text()), **(change or {})}
+    del body["sha256"]
+    own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**body, "sha256": own} if change else [body]))
+    step, said = newest(store)
+    assert step == 2 and message in said[0]
 
-    def full(path: Path, data: bytes) -> None:
-        if next(calls) == after:
-            path.write_bytes(data[:5])
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, data)
 
-    monkeypatch.setattr(module, "write_bytes", full)
-    with pytest.raises(CheckpointError) as caught:
-        store.save(make(4))
-    assert "checkpoint of step 4 not saved: no space left while writing" in str(caught.value)
-    assert f"the last checkpoint is {store.path(3)}" in str(caught.value)
-    assert sorted(p.name for p in store.directory.iterdir()) == ["step-00000002", "step-00000003"]
+def test_a_file_that_no_manifest_lists_is_not_read(store: Checkpoints) -> None:
+    (store.path(3) / "state" / "other.pt").write_bytes(b"not torch's")
+    (store.path(3) / "note.txt").write_text("the good one")
     assert newest(store) == (3, [])
+
+
+def test_a_file_outside_of_the_checkpoint_is_not_asked_for(store: Checkpoints) -> None:
+    manifest = json.loads((store.path(3) / MANIFEST).read_text())
+    body = {key: manifest[key] for key in ("format", "step", "files")}
+    body["files"]["../step-00000002/" + TRAINER] = body["files"][TRAINER]
+    own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (store.path(3) / MANIFEST).write_text(json.dumps({**body, "sha256": own}))
+    step, said = newest(store)
+    assert step == 2 and "../step-00000002/state/trainer.json is missing" in said[0]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["format 1", "a later one"])
+def test_another_format_is_refused_by_its_number(store: Checkpoints, first: bool) -> None:
+    """Nothing of it is renamed, and no older one is taken in its place: the run belongs to another version."""
+    path = store.path(3) / MANIFEST
+    if first:
+        shutil.rmtree(path.parent)
+        (store.path(3) / "MANIFEST.json").write_text('{"step": 3, "files": {}}')
+    else:
+        body = {"format": FORMAT + 1, "step": 3, "files": {}}
+        own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps({**body, "sha256": own}))
+    number = 1 if first else FORMAT + 1
+    with pytest.raises(OtherFormat, match=f"has format {number}, this version reads format 2"):
+        newest(store)
+    assert store.steps() == [2, 3]
+
+
+def test_the_adapter_is_stored_once_and_what_else_is_trained_beside_it(store: Checkpoints) -> None:
+    """A value that the adapter's file holds to the bit comes from there; any other from the state."""
+    store.adapter = files_of_a_layer()
+    layer = store.adapter.model[0]  # type: ignore[index]
+    with torch.no_grad():
+        layer.lora_B.normal_()
+    tensors = {"0.lora_A": layer.lora_A, "0.lora_B": layer.lora_B + 1, "norm": torch.ones(3)}
+    store.save(Checkpoint(4, tensors, make(4).state, {}))
+    beside = load_file(store.path(4) / TENSORS)
+    assert set(beside) == {"0.lora_B", "norm"}
+    found = store.load(4, CPU).tensors
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+    del tensors["norm"], tensors["0.lora_B"]
+    store.save(Checkpoint(5, tensors, make(5).state, {}))
+    assert not (store.path(5) / TENSORS).exists()
+    assert (store.path(5) / "more" / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_full_disk_leaves_the_earlier_ones(
+    store: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at each sync in turn, those of the adapter's files and of directories too."""
+    store.adapter, store.keep, real = files_of_a_layer(), 5, os.fsync
+    count, after, failures = 1, 0, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal count
+        count += 1
+        if count == after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    while count >= after:
+        count, after = 0, after + 1
+        try:
+            store.save(make(4))
+        except CheckpointError as error:
+            failures += 1
+            assert "checkpoint of step 4 not saved: no space left while writing" in str(error)
+            assert f"the last checkpoint is {store.path(3)}" in str(error)
+        left = {p.name for p in store.directory.iterdir()} - {"step-00000004"}
+        assert left == {"step-00000002", "step-00000003"} and store.load(3, CPU).step == 3
+        if store.path(4).exists():  # whole, whatever could not be synced behind it
+            assert store.load(4, CPU).step == 4
+            shutil.rmtree(store.path(4))
+    assert failures > 10, "each file of the adapter and of the state, and the directories"
 
 
 @pytest.fixture

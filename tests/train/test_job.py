@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lorakernels import LoRAConfig
 from lorakernels.train import demo
@@ -51,10 +52,10 @@ def test_run_leaves_what_it_promises(
     assert all(
         r["tokens_per_s"] > 0 and r["tflops"] > 0 and "mfu" not in r for r in records if "loss" in r
     )
-    assert {p.name for p in (output / "adapter").iterdir()} >= {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    adapter = {p.name: p.read_bytes() for p in (output / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} < set(adapter)
+    newest = output / "checkpoints" / "step-00000006"
+    assert adapter == {p.name: p.read_bytes() for p in newest.iterdir() if p.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -85,25 +86,31 @@ def test_variants_run(
         assert match and float(match[2]) < float(match[1])
 
 
-def test_peft_loads_the_adapter(
+def test_peft_loads_the_adapter_and_every_checkpoint(
     cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path
 ) -> None:
     """And computes what our layers compute, on a base that is not quantized."""
     peft = pytest.importorskip("peft")
     from lorakernels import load_adapter
 
-    assert cli(*base_args, "--output", tmp_path, "--steps", 3, "--no-fp8") == 0
-    cpu = torch.device("cpu")
-    ours, base = (
-        load_model(model_dir, torch.float32, cpu),
-        load_model(model_dir, torch.float32, cpu),
-    )
-    load_adapter(ours, tmp_path / "adapter", fp8=None)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        found, expected = ours.eval()(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # fp32, other order of sums
+    assert cli(*base_args, "--output", tmp_path, "--steps", 3, "--save-every", 2, "--no-fp8") == 0
+    cpu, ids, seen = torch.device("cpu"), torch.arange(20)[None], []
+    middle, last = sorted((tmp_path / "checkpoints").iterdir())
+    for folder in (middle, last, tmp_path / "adapter"):
+        ours, base = (load_model(model_dir, torch.float32, cpu) for _ in range(2))
+        load_adapter(ours, folder, fp8=None)
+        theirs = peft.PeftModel.from_pretrained(base, folder)
+        with torch.no_grad():
+            found, expected = ours.eval()(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits
+        # fp32, other order of sums
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        seen.append(found)
+        assert load_tokenizer(folder).get_vocab() == byte_tokenizer().get_vocab()
+        assert theirs.peft_config["default"].task_type == "CAUSAL_LM"
+        card = (folder / "README.md").read_text()
+        assert yaml.safe_load(card.split("---")[1])["base_model"] == str(model_dir)
+    assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert not list((tmp_path / "checkpoints").glob("*/state/tensors.safetensors"))
 
 
 def copy_of(model_dir: Path, tmp_path: Path) -> Path:
@@ -268,7 +275,11 @@ def test_full_disk_while_saving_the_adapter(
 ) -> None:
     import lorakernels
 
-    def full(model: Any, path: Path, **_: Any) -> None:
+    save = lorakernels.save_adapter
+
+    def full(model: Any, path: Path, **keywords: Any) -> Any:
+        if path.name != ".tmp-adapter":
+            return save(model, path, **keywords)
         (path / "adapter_model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

@@ -89,12 +89,12 @@ def test_half_written_checkpoint_is_passed_over(
         stop_after(patch, 5)
         assert cli(*run) == 130
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    with (newest / "tensors.safetensors").open("r+b") as file:
+    with (newest / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(100)
     capsys.readouterr()
     assert cli(*run, "--resume") == 0
     said = capsys.readouterr().out
-    assert f"checkpoint {newest} is broken (tensors.safetensors has 100 of" in said
+    assert f"checkpoint {newest} is broken (adapter_model.safetensors has 100 of" in said
     assert "going on from step 4" in said
     assert adapter(tmp_path) == adapter(eight_steps)
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""state/MANIFEST.json of a checkpoint: what makes it whole, and which form it has.
+
+    {"format": 2, "step": 100, "files": {"state/rng.pt": {"bytes": 5613, "sha256": "…"}, …}, "sha256": "…"}
+
+Its own SHA-256 is that of the other three as JSON with sorted keys. Later versions may add files and read this format;
+a change that this version could not read gets another number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from lorakernels.train.errors import CheckpointError
+
+FORMAT = 2
+MANIFEST = "state/MANIFEST.json"
+_STATES = ("optimizer", "rng", "fp8", "runtime")
+NEEDED = (*(f"state/{name}.pt" for name in _STATES), "state/trainer.json")
+_FIRST_FORMAT = "MANIFEST.json"  # where format 1 had it
+
+
+class OtherFormat(CheckpointError):
+    """A checkpoint that is whole, of a format that this version does not read."""
+
+
+def make_manifest(folder: Path, step: int) -> bytes:
+    """Of every file that is in `folder` now."""
+    files = {name: _entry(folder / name) for name in _names(folder)}
+    body = {"format": FORMAT, "step": step, "files": files}
+    return json.dumps({**body, "sha256": _own(body)}, indent=1).encode()
+
+
+def check_files(directory: Path, step: int) -> set[str]:
+    """The names of the checkpoint's files.
+
+    Raises:
+        CheckpointError: one is missing or is not what was written.
+        OtherFormat: it is of a format that this version does not read.
+    """
+    files = _read(directory, step)
+    found = set(_names(directory))
+    for name, want in files.items():
+        if name not in found:
+            raise _broken(directory, f"{name} is missing")
+        try:
+            entry = _entry(directory / name)
+        except OSError as error:
+            raise _broken(directory, f"{name}: {error.strerror}") from error
+        if entry["bytes"] != want["bytes"]:
+            raise _broken(directory, f"{name} has {entry['bytes']} of {want['bytes']} bytes")
+        if entry != want:
+            raise _broken(directory, f"{name} does not match its SHA-256")
+    return set(files)
+
+
+def _read(directory: Path, step: int) -> dict[str, dict[str, Any]]:
+    """The entries of the files, every one of the right shape."""
+    try:
+        body = json.loads((directory / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        if (directory / _FIRST_FORMAT).is_file():
+            raise _other_format(directory, 1) from error
+        raise CheckpointError(
+            f"checkpoint {directory} is not complete ({MANIFEST} is missing)"
+        ) from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise _broken(directory, f"{MANIFEST}: {error}") from error
+    if not isinstance(body, dict) or body.pop("sha256", None) != _own(body):
+        raise _broken(directory, f"{MANIFEST} does not match its own SHA-256")
+    if body.get("format") != FORMAT:
+        raise _other_format(directory, body.get("format"))
+    if body.get("step") != step:
+        raise _broken(directory, f"{MANIFEST} is of step {body.get('step')}")
+    files = body.get("files")
+    if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise _broken(directory, f"{MANIFEST} does not say size and SHA-256 of each file")
+    if missing := [name for name in NEEDED if name not in files]:
+        raise _broken(directory, f"{MANIFEST} does not list {', '.join(missing)}")
+    return files
+
+
+def _is_entry(entry: Any) -> bool:
+    kinds = {"bytes": int, "sha256": str}
+    return isinstance(entry, dict) and {k: type(v) for k, v in entry.items()} == kinds
+
+
+def _names(folder: Path) -> list[str]:
+    """Of the files, the manifest left out."""
+    paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(name for name in paths if name != MANIFEST)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _own(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _broken(directory: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {directory} is broken ({why})")
+
+
+def _other_format(directory: Path, found: Any) -> OtherFormat:
+    return OtherFormat(
+        f"checkpoint {directory} has format {found!r}, this version reads format {FORMAT}: finish its run with the "
+        "version that began it, or start in another output directory"
+    )
