@@ -16,8 +16,11 @@ from lorakernels.modules import (
     disable_lora,
     fuse,
     group_projections,
+    merge_and_unload,
     merge_lora,
+    training_state_dict,
     unfuse,
+    unload,
     unmerge_lora,
 )
 from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
@@ -46,9 +49,12 @@ __all__ = [
     "linear_cross_entropy",
     "load_adapter",
     "load_quantized",
+    "merge_and_unload",
     "merge_lora",
     "model_parallel_states",
     "save_adapter",
+    "training_state_dict",
     "unfuse",
+    "unload",
     "unmerge_lora",
 ]

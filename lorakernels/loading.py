@@ -32,6 +32,7 @@ from lorakernels.loading_plan import Plan
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor_weight
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.pretrained import guard_saving
 from lorakernels.philox import PhiloxState, PhiloxStates
 from lorakernels.shards import Directory, Source
 
@@ -108,6 +109,7 @@ def load_quantized(
     loader.run(_Line() if progress is True else progress or None)
     model.to(target)
     report = None
+    guard_saving(model)
     if lora is not None:
         report = apply_lora(
             model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen

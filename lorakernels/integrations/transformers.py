@@ -32,6 +32,7 @@ from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.modules.convert import check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.undo import all_or_nothing
 from lorakernels.philox import PhiloxState
@@ -71,6 +72,7 @@ def convert_fp8_model(
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, new)
         forget_quantizer(model)
+        guard_saving(model)
     return paths
 
 

@@ -7,7 +7,14 @@ from lorakernels.modules.fuse import FuseReport, fuse, unfuse
 from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup, group_projections
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report import LoRAReport, ModuleReport
-from lorakernels.modules.use import disable_lora, lora_modules, merge_lora, unmerge_lora
+from lorakernels.modules.unload import merge_and_unload, unload
+from lorakernels.modules.use import (
+    disable_lora,
+    lora_modules,
+    merge_lora,
+    training_state_dict,
+    unmerge_lora,
+)
 
 __all__ = [
     "FrozenFP8Linear",
@@ -22,7 +29,10 @@ __all__ = [
     "fuse",
     "group_projections",
     "lora_modules",
+    "merge_and_unload",
     "merge_lora",
+    "training_state_dict",
     "unfuse",
+    "unload",
     "unmerge_lora",
 ]

@@ -16,6 +16,7 @@ from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear
+from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
@@ -75,7 +76,7 @@ def apply_lora(
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
         fp8_state = config.fp8 and FP8State([*paths, *beside], config.fp8, device)
-        tied = _tied(model)
+        tied = tied_pointers(model)
         model.requires_grad_(False)
         for site, path in enumerate(paths):
             options: dict[str, Any] = {
@@ -94,6 +95,7 @@ def apply_lora(
         for path, layer in there.items():
             join_state(layer, path, fp8_state)
         reasons |= _train(model, config, saved, tied)
+        guard_saving(model)
     return LoRAReport(model, config, fp8_state, reasons)
 
 
@@ -129,7 +131,7 @@ def _check_frozen(frozen: str, config: LoRAConfig) -> None:
         )
 
 
-def _tied(model: nn.Module) -> set[int]:
+def tied_pointers(model: nn.Module) -> set[int]:
     """data_ptr of every parameter that more than one module holds."""
     holders: dict[int, int] = {}
     for module in model.modules():

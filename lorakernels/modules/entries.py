@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's part of its FP8State, as its state_dict holds it."""
+"""What a layer's state_dict holds: its part of the FP8State, and a merged layer's sum or its parts."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -9,6 +13,22 @@ from torch import Tensor
 from lorakernels.config import DelayedScaling
 
 STATE_KEYS = ("fp8_scale", "fp8_amax_history", "fp8_max")
+_APART: ContextVar[bool] = ContextVar("base and adapter apart", default=False)
+
+
+def is_apart() -> bool:
+    """Whether the state_dict of a merged layer is to hold its base and its adapter; else it holds their sum."""
+    return _APART.get()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """`is_apart()` inside."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
 
 
 def columns_of(entries: dict[str, Tensor], recipe: DelayedScaling) -> Tensor:

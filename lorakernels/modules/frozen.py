@@ -15,7 +15,7 @@ from lorakernels import ops, reference
 from lorakernels.autograd import LoRASpec, check_input, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
-from lorakernels.modules.entries import STATE_KEYS, columns_of
+from lorakernels.modules.entries import STATE_KEYS, columns_of, is_apart
 from lorakernels.reference import E4M3
 
 # The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
@@ -38,6 +38,12 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
     scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
     return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+
+
+def _dequantized(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scale_inv is None:
+        return weight.to(dtype, copy=True)
+    return (weight.float() * scale_inv).to(dtype)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -208,10 +214,14 @@ class FrozenFP8Linear(nn.Module):
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`: a new tensor."""
-        weight = self.weight.detach()
-        if self.weight_scale_inv is None:
-            return weight.to(dtype, copy=True)
-        return (weight.float() * self.weight_scale_inv).to(dtype)
+        return _dequantized(self.weight.detach(), self.weight_scale_inv, dtype)
+
+    def base_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[N, K] in `dtype`, a new tensor: the weight without an adapter, of a merged layer too."""
+        if self._base is None:
+            return self.dequantized_weight(dtype)
+        weight, scale_inv = self._base
+        return _dequantized(weight if scale_inv is None else weight.view(E4M3), scale_inv, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained)."""
@@ -307,7 +317,7 @@ class FrozenFP8Linear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._base is not None:
+        if self._base is not None and is_apart():
             weight, scale_inv = self._base
             destination[prefix + "weight"] = weight
             if scale_inv is not None:

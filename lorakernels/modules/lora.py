@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from lorakernels.autograd import LoRASpec, check_input
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
+from lorakernels.modules.entries import is_apart
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, quantize_weight
 from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+    """fp32 [N, K]: scaling · B A."""
+    return scaling * (lora_B.float() @ lora_A.float())
 
 
 class LoRALinear(FrozenFP8Linear):
@@ -174,15 +180,20 @@ class LoRALinear(FrozenFP8Linear):
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scaling · B A, [N, K]."""
-        return (self.scaling * (self.lora_B.detach().float() @ self.lora_A.detach().float())).to(
-            dtype
-        )
+        return delta_of(self.lora_A.detach(), self.lora_B.detach(), self.scaling).to(dtype)
+
+    def merged_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """W + scaling · B A, [N, K], added in fp32 and rounded once to `dtype`; merged or not.
+
+        Over an FP8 base this is finer than what a merged layer computes with, which is rounded to e4m3.
+        """
+        return (self.base_weight() + self.delta_weight()).to(dtype)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Fold the adapter into the weight (requantized from the sum's exact amax); the base is kept for `unmerge`.
 
-        A merged layer's state_dict still holds base and adapter apart.
+        The state_dict is then the merged layer's: its weight, and no adapter. `training_state_dict` has both apart.
 
         Raises:
             ValueError: the merged weight is not finite in the weight's dtype; nothing is changed then.
@@ -193,7 +204,7 @@ class LoRALinear(FrozenFP8Linear):
         if any(is_sharded(p) for p in self.parameters(recurse=False)):
             raise RuntimeError(f"{self.name or 'LoRALinear'}: cannot merge sharded parameters")
         stored, scale_inv = self._stored, self.weight_scale_inv
-        total = self.dequantized_weight() + self.delta_weight()
+        total = self.merged_weight()
         merged, new_scale_inv = total, None
         if scale_inv is not None:
             merged, new_scale_inv = quantize_weight(total)
@@ -214,6 +225,12 @@ class LoRALinear(FrozenFP8Linear):
             return
         self._write_weight(*self._base)
         self.merged, self._base = False, None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.merged and not is_apart():
+            for name in ("lora_A", "lora_B"):
+                destination.pop(prefix + name, None)
 
     def extra_repr(self) -> str:
         return (

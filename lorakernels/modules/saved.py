@@ -45,6 +45,13 @@ def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if m.__dict__.get(_SAVED)}
 
 
+def forget_originals(model: nn.Module) -> None:
+    """What is shown now stays; nothing is marked as trained besides adapters any more."""
+    for module in model.modules():
+        for name in (_ORIGINAL, _SAVED, _SHOWN):
+            module.__dict__.pop(name, None)
+
+
 def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
     """Show the original values (`show`) or the trained ones; returns the modules that changed over."""
     changed = []

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, ops
+from lorakernels import (
+    DelayedScaling,
+    FrozenFP8Linear,
+    LoRAConfig,
+    LoRALinear,
+    ops,
+    training_state_dict,
+)
 from lorakernels.modules import frozen
 
 E4M3 = torch.float8_e4m3fn
@@ -257,10 +264,10 @@ def test_merge_and_unmerge(fp8):
     # touches, evenly spread, so by less than 2⁻⁴/√3 in norm
     error = (together - apart).norm() / apart.norm()
     assert error < (2**-4 if fp8 else 1e-5)
-    for key, value in layer.state_dict().items():
-        assert torch.equal(raw(value), raw(state[key])), (
-            "a merged layer still saves base and adapter"
-        )
+    assert set(layer.state_dict()) == set(state) - {"lora_A", "lora_B"}
+    assert torch.equal(raw(layer.state_dict()["weight"]), raw(layer.weight))
+    for key, value in training_state_dict(layer).items():
+        assert torch.equal(raw(value), raw(state[key])), key
     with pytest.raises(RuntimeError, match="unmerge"):
         layer.load_state_dict(state)
     layer.unmerge()

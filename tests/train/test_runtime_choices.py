@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora
+from lorakernels.train.errors import OptionError
 from lorakernels.train.model import summed_loss, takes_starts
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
