@@ -4,8 +4,8 @@
     python examples/trainer.py [MODEL_DIR]      # without one, a small Llama with random weights
 
 One process, one GPU: the loss below goes around DistributedDataParallel, which would not reduce its gradients.
-What graphs ask for: batches of one shape (blocks of a fixed length, drop_last), an even number of them per step,
-dropout from a PhiloxState. What stays eager: embedding, last norm, head and loss, clipping, optimizer, evaluation.
+What graphs ask for: batches whose shapes repeat, here blocks of a fixed length. What stays eager: embedding, last norm,
+head and loss, clipping, optimizer, evaluation.
 """
 
 from __future__ import annotations

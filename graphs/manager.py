@@ -187,6 +187,37 @@ class GraphManager:
             self._recorder.discard_iteration()
             self._tracer.discard()
 
+    # where the loop stands, for who drives the manager
+
+    @property
+    def microbatches_seen(self) -> int:
+        """How often the first layer has run forward in the iteration that is being recorded."""
+        return self._recorder.forwards_seen(0)
+
+    @property
+    def replayed(self) -> int:
+        """Microbatches that the present graphs have replayed."""
+        return sum(s.graphs.blocks * s.graphs.microbatches for s in self._sets.captured)
+
+    @property
+    def between_blocks(self) -> bool:
+        """Whether all that has begun has run its backward, so that graphs of any shape may come next."""
+        if self.phase == "recording":
+            return self._recorder.begins_anew(0)
+        return self.graphs is None or self.turns.between_blocks
+
+    def goes_on(self, layer: int) -> bool:
+        """Whether a training forward of `layer`, coming now, is in turn; if not, a backward before it did not come."""
+        return self.graphs is None or self.turns.goes_on(layer)
+
+    def changed(self) -> str | None:
+        """What of the captured layers is not as it was at capture; None if nothing is."""
+        current = self.turns.current
+        for call in current.calls if current is not None else ():
+            if (index := call.watch.check()) >= 0:
+                return call.watch.describe(index)
+        return None
+
     # capture
 
     def capture(self) -> None:

@@ -106,6 +106,10 @@ class BlockRecorder:
         recorder = self._recorder
         return recorder is not None and recorder.begins_anew(layer)
 
+    def forwards_seen(self, layer: int) -> int:
+        """Of the block that is being recorded."""
+        return 0 if self._recorder is None else self._recorder.forwards_seen(layer)
+
     def end(self) -> Recording | None:
         """What was recorded, if it was traced.
 

@@ -78,6 +78,21 @@ class Turns:
     def between_iterations(self) -> bool:
         return not self._blocks.active
 
+    @property
+    def between_blocks(self) -> bool:
+        if self._blocks.active:
+            return self._blocks.complete(0)
+        return bool(self.graphs.position == 0)
+
+    def goes_on(self, layer: int) -> bool:
+        """Whether a forward of `layer` belongs to the block that is running, or begins one."""
+        if self.between_blocks:
+            return True
+        if self._blocks.active:
+            return self._blocks.forwards_seen(layer) < self.sets.progress.num_microbatches
+        call = self.graphs.forwards[self.graphs.position]
+        return call is not None and call.layer == layer
+
     def _end_block(self) -> None:
         self.graphs, self._before = self._before, None
         recording = None

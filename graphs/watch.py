@@ -89,6 +89,14 @@ class Watch:
         self._attributes.append((what, owner, name, value))
         self._watch.add_attribute(owner, name, value)
 
+    def describe(self, index: int) -> str:
+        """What `check` found at `index`, in words."""
+        try:
+            self.refuse(index)
+        except ReplayError as error:
+            return f"{error.what} of layer {error.layer!r}: expected {error.expected}, found {error.found}"
+        raise AssertionError(f"refuse({index}) did not raise")
+
     def refuse(self, index: int) -> None:
         """Raise what `check` found at `index`."""
         if index < len(self._dicts):

@@ -6,6 +6,7 @@ from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add, linear_
 from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fp8 import FP8State
 from lorakernels.loading import Loaded, load_quantized
+from lorakernels.loops import Attached, attach
 from lorakernels.modules import (
     FrozenFP8Linear,
     FuseReport,
@@ -28,6 +29,7 @@ from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attached",
     "DelayedScaling",
     "FP8State",
     "FrozenFP8Linear",
@@ -41,6 +43,7 @@ __all__ = [
     "PhiloxState",
     "PhiloxStates",
     "apply_lora",
+    "attach",
     "bias_dropout_add",
     "disable_lora",
     "fuse",

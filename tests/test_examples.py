@@ -108,14 +108,16 @@ def test_what_rules_graphs_out_is_said():
 
     model, report = module["small_llama"]("cpu", PhiloxState(1))
     arguments = type("Arguments", (), {"gradient_accumulation_steps": 1})()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     for options, reason in (
         ({"graphs": False}, "graphs=False"),
         ({}, "the model is on cpu"),
-        ({"backend": FakeBackend}, "dropout draws from torch's generator"),
+        ({"backend": FakeBackend}, "no shape has come 3 times yet"),
     ):
         callback = LoRAKernelsCallback(model, report, **options)
-        callback.on_train_begin(arguments, None, None)
-        assert reason in callback.why_not and callback.manager is None
+        callback.on_train_begin(arguments, None, None, optimizer=optimizer)
+        assert reason in callback.attached.why_not and callback.manager is None
+        callback.on_train_end(arguments, None, None)
     arguments.n_gpu = 2
     with pytest.raises(ValueError, match="over 2 GPUs in threads"):
         LoRAKernelsCallback(model, report).on_train_begin(arguments, None, None)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
-    ("_C", "config"),
+    ("_C", "config", "graphs"),
     ("checks", "device", "peft_format", "targets"),
     ("checks_layer", "frozen_targets"),
     ("philox", "reference"),
@@ -26,7 +26,7 @@ LAYERS = (
     ("modules",),
     ("adapter_keys", "shards"),
     ("adapters", "loading_plan"),
-    ("loading",),
+    ("loading", "loops"),
     ("",),
     ("integrations",),
     ("train",),
@@ -62,7 +62,7 @@ def upward(text: str, path: str) -> list[str]:
     package = ".".join(["lorakernels", *path.split("/")[:-1]])
     names = [name for name in imports(text, package) if name.split(".")[0] == "lorakernels"]
     if here in ("cli", "train") and path not in TOOLS:
-        return [n for n in names if layer(n) not in ("", "train", here)]
+        return [n for n in names if layer(n) not in ("", "graphs", "train", here)]
     return [n for n in names if layer(n) != here and RANK[layer(n) or ""] >= RANK[here]]
 
 

@@ -17,19 +17,18 @@ time is in fp32, never the model.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from lorakernels.adapters import save_adapter
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
+from lorakernels.loops import Attached, attach
 from lorakernels.modules.convert import check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.pretrained import guard_saving
@@ -117,24 +116,26 @@ class AdapterCallback(TrainerCallback):
 
 
 class LoRAKernelsCallback(TrainerCallback):
-    """What a loop with FP8 scales, dropout states and CUDA graphs does once per step, for Trainer.
+    """`attach` for Trainer, which makes its optimizer itself: scales, dropout's state and CUDA graphs of each step.
 
-        report = apply_lora(model, config, rng_state=philox)
+        report = apply_lora(model, config)
         fuse(model)
-        Trainer(model, ..., callbacks=[LoRAKernelsCallback(model, report, rng_state=philox)]).train()
+        Trainer(model, ..., callbacks=[LoRAKernelsCallback(model)]).train()
 
-    The scales are updated once per optimizer step, over all ranks. On a GPU the decoder layers are replayed as CUDA
-    graphs after `warmup_steps` steps, forward and backward; `why_not` is the reason where they are not, and a
-    capture that fails is a warning. For that every batch has one shape (pad to a fixed length,
-    `dataloader_drop_last=True`), and an epoch's number of batches is a multiple of `gradient_accumulation_steps`: once
-    replaying, what is not like the captured steps is refused. Eager stay: embedding, last norm, head and loss,
-    clipping, the optimizer, and evaluation. A run that Trainer resumes draws other masks than one that went on.
+    What `attach` says of shapes, microbatches and steps that are left out holds here as well: on a GPU, decoder layers
+    whose shapes repeat are replayed as CUDA graphs, the others run eagerly. Eager stay embedding, last norm, head and
+    loss, clipping, the optimizer, and evaluation. A run that Trainer resumes draws other masks than one that went on.
+
+    Attributes:
+        attached: what `attach` returned, while Trainer trains.
+        why_not: why layers are not replayed; None while they are. It stays after the end of training.
 
     Args:
-        model: with adapters; its decoder layers are `model.model.layers`, or `layers`.
-        report: what `apply_lora` returned.
-        rng_state: the layers' `PhiloxState`. Without one, dropout rules graphs out.
+        model: with adapters, ours or PEFT's over our op; it may be a PeftModel.
+        report: what `apply_lora` returned, if it is to be checked that it is this model's.
+        rng_state: the layers' `PhiloxState`, where `attach` is not to make one.
         graphs: False leaves the layers eager.
+        warmup_steps: how often a shape comes before its capture.
         layers: modules to replay, where they are not the model's decoder layers.
         options: for GraphManager.
     """
@@ -142,7 +143,7 @@ class LoRAKernelsCallback(TrainerCallback):
     def __init__(
         self,
         model: nn.Module,
-        report: LoRAReport,
+        report: LoRAReport | None = None,
         *,
         rng_state: PhiloxState | None = None,
         graphs: bool = True,
@@ -150,11 +151,16 @@ class LoRAKernelsCallback(TrainerCallback):
         layers: Sequence[nn.Module] | None = None,
         **options: Any,
     ) -> None:
-        self.model, self.report, self.rng_state = model, report, rng_state
-        self.graphs, self.warmup_steps, self.layers = graphs, warmup_steps, layers
-        self.manager: Any = None
+        if report is not None and report.model is not model:
+            raise ValueError(
+                "report must be what apply_lora returned for this model, found another model's"
+            )
+        self.model, self.attached = model, None
         self.why_not: str | None = None
-        self._options = options
+        given = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
+        self._options: dict[str, Any] = given | {"rng_state": rng_state} | options
+
+    attached: Attached | None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """ValueError where Trainer would run copies of the model in threads."""
@@ -164,66 +170,26 @@ class LoRAKernelsCallback(TrainerCallback):
                 f"Trainer would split each batch over {gpus} GPUs in threads (DataParallel), which copy FP8 and random "
                 "states: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
-        if self.report.fp8_state is not None:
-            self.report.fp8_state.reduce_and_update()  # takes charge
-        layers = self.layers
-        if layers is None:
-            layers = getattr(getattr(self.model, "model", None), "layers", None)
-        device = next(self.model.parameters()).device
-        self.why_not = self._why_not(layers, device)
-        if self.why_not is None:
-            from lorakernels.graphs import GraphManager
+        self.attached = attach(self.model, kwargs["optimizer"], **self._options)
 
-            self.manager = GraphManager(
-                layers,
-                warmup_steps=self.warmup_steps,
-                num_microbatches=args.gradient_accumulation_steps,
-                fp8_state=self.report.fp8_state,
-                rng_states=[] if self.rng_state is None else [self.rng_state],
-                **self._options,
-            )
-
-    def _why_not(self, layers: Any, device: torch.device) -> str | None:
-        if not self.graphs:
-            return "graphs=False"
-        if device.type != "cuda" and "backend" not in self._options:
-            return f"the model is on {device}: CUDA graphs need a GPU"
-        if layers is None:
-            return f"{type(self.model).__name__} has no model.layers: give layers"
-        if self.rng_state is None and any(m.dropout > 0 for m in self.report.adapted()):
-            return "dropout draws from torch's generator: give apply_lora and this callback a PhiloxState"
-        return None
+    @property
+    def manager(self) -> Any:
+        """The GraphManager of the layers; None without."""
+        return None if self.attached is None else self.attached.manager
 
     @property
     def replaying(self) -> bool:
-        return self.manager is not None and self.manager.phase == "replaying"
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.rng_state is not None and not self.replaying:
-            self.rng_state.advance()
+        return self.attached is not None and self.attached.replaying
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on_substep_end(args, state, control)
-        if self.report.fp8_state is not None:
-            self.report.fp8_state.reduce_and_update()
-        if self.manager is not None:
-            self._end_iteration()
-
-    def _end_iteration(self) -> None:
-        from lorakernels.graphs import CaptureError, OrderError
-
-        try:
-            self.manager.end_iteration()
-        except (CaptureError, OrderError) as error:
-            self.why_not = f"{error}. {self.manager.explain(error)}"
-            self.manager.close()
-            self.manager = None
-            warnings.warn(f"layers run eagerly: {self.why_not}", RuntimeWarning, stacklevel=2)
+        if self.attached is not None:
+            self.why_not = self.attached.why_not
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.manager is not None:
-            self.manager.close()
-            self.manager = None
+        if self.attached is not None:
+            self.why_not = self.attached.why_not
+            self.attached.detach()
+            self.attached = None
 
 
 def _check_module(path: str, module: nn.Module) -> None:

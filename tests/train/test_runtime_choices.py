@@ -82,7 +82,7 @@ def test_masks_are_new_every_microbatch_and_differ_by_rank(make):
 
 def test_several_ranks_take_graphs_of_layers(model_dir: Path) -> None:
     """A whole step would hold collectives."""
-        from lorakernels.train.model import load_model
+    from lorakernels.train.model import load_model
 
     model = load_model(model_dir, torch.float32, CPU)
     apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach: FP8 scales, dropout's state and CUDA graphs of a training loop that knows of none of them.
+
+apply_lora(model, config)
+fuse(model)
+optimizer = torch.optim.AdamW(...)
+attached = attach(model, optimizer)     # the loop stays as it is
+for batch in batches:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(attached)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.graphs.recorder import Hook
+from lorakernels.loops import parts
+from lorakernels.loops.layer_graphs import LayerGraphs
+from lorakernels.philox import PhiloxState, PhiloxStates
+
+
+class _BeginHook(Hook):
+    """On the first layer: a microbatch begins. Copies of the layer have none."""
+
+    def __init__(self, attached: Attached) -> None:
+        super().__init__(attached._begin)
+        self.attached = attached
+
+
+class Attached:
+    """What `attach` returns. `print(attached)` says what is tied to the optimizer, what replays, and why not the rest.
+
+    Attributes:
+        why_not: why no layer is replayed; None while they are.
+        manager: the GraphManager of the layers; None without.
+        rng_states: what their dropout draws from.
+        steps, skipped: steps of the optimizer so far, and those that were left out.
+        microbatches, replayed: training forwards of the layers so far, and those of them that were replays.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, list(optimizers)
+        self.layers: list[nn.Module] = []
+        self.fp8_states = parts.fp8_states(model)
+        self.rng_states: list[PhiloxState | PhiloxStates] = []
+        self.steps = self.skipped = self.microbatches = self.replayed = 0
+        self._graphs: LayerGraphs | None = None
+        self._reason: str | None = None
+        self._given: list[Any] = []  # adapters that got a random state
+        self._configs: list[Any] = []
+        self._handles: list[Any] = []
+        self._auto = [state for state in self.fp8_states if state.in_charge == "auto"]
+        self._stepping: set[int] = set()
+        self._reentrant = False
+        self._begin_step()
+
+    @property
+    def manager(self) -> Any:
+        return None if self._graphs is None else self._graphs.manager
+
+    @property
+    def replaying(self) -> bool:
+        return self._graphs is not None and self._graphs.replaying
+
+    @property
+    def why_not(self) -> str | None:
+        return self._reason if self._graphs is None else self._graphs.why_not
+
+    # the loop
+
+    def _begin_step(self) -> None:
+        self._forwards = self._dropped = 0
+        self._backward_ran = False
+        self._replayed_before = 0 if self._graphs is None else self._graphs.replayed
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a forward of the first layer."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if _in_backward():
+            self._recomputes()
+            return
+        if self._was_skipped():
+            self._update()
+            self.skipped += 1
+            self._begin_step()
+        self._forwards += 1
+        if self._graphs is not None:
+            self._dropped += self._graphs.begin_microbatch(args, kwargs)
+
+    def _recomputes(self) -> None:
+        """A reentrant checkpoint shows its forward only here, where the others' forwards have been counted."""
+        self._reentrant = self._reentrant or not self._forwards
+        if self._reentrant:
+            self._forwards += 1
+            if self._graphs is not None and not self._graphs.failed:
+                self._graphs.give_up(
+                    "a reentrant checkpoint is around them: set use_reentrant=False"
+                )
+
+    def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._backward_ran or self.replaying or not module.training or _in_backward():
+            return
+        outputs = output if isinstance(output, tuple | list) else [output]
+        for x in outputs:
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(self._on_backward)
+                return
+
+    def _on_backward(self, grad: Tensor) -> None:
+        self._backward_ran = True
+
+    def _was_skipped(self) -> bool:
+        """Whether the step that began before this microbatch was left out: its gradients are gone. On several ranks
+        nobody knows that of the others, so that its amaxes wait for the next step there."""
+        if not self._forwards or self._stepping or self._reentrant or parts.ranks() > 1:
+            return False
+        if not (self._backward_ran or self._replays_of_step()):
+            return False
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return all(p.grad is None for group in groups for p in group["params"])
+
+    def _replays_of_step(self) -> int:
+        return 0 if self._graphs is None else self._graphs.replayed - self._replayed_before
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        self._stepping.add(id(optimizer))
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._stepping.discard(id(optimizer))
+        if self._forwards or not self.layers:
+            self._update()
+            self.steps += 1
+            if self._graphs is not None:
+                with torch.enable_grad():
+                    self._graphs.end_step()
+            self._begin_step()
+
+    def _update(self) -> None:
+        """What ends once per step: scales, and the dropout of microbatches whose graphs have not done it."""
+        replays = self._replays_of_step()
+        self.microbatches += self._forwards
+        self.replayed += replays
+        eager = self._forwards - self._dropped - replays if self.layers else 1
+        parts.advance(self.rng_states, max(0, eager))
+        for state in self.fp8_states:
+            state.reduce_and_update()
+
+    def detach(self) -> None:
+        """Take everything off again: graphs, hooks, a random state that `attach` has given."""
+        if self._graphs is not None:
+            self._reason = self._graphs.why_not or "detached"
+            self._graphs.close()
+            self._graphs = None
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._given:
+            layer.rng_state = None
+        for config in self._configs:
+            config.use_cache = True
+        for state in self._auto:
+            state.in_charge = "auto"
+        for held in (self._handles, self._given, self._configs, self._auto):
+            held.clear()
+
+    def __str__(self) -> str:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
+        scales = sum(len(state.names) for state in self.fp8_states)
+        masks = ", ".join(map(str, self.rng_states)) or "none, or from torch's generator"
+        given = " (given by attach)" if self._given else ""
+        how = "replayed as CUDA graphs" if self.replaying else f"eager: {self.why_not}"
+        lines = [
+            f"attached to {', '.join(type(o).__name__ for o in self.optimizers)}: "
+            f"{self.steps} steps, {self.skipped} left out; FP8 scales of {scales} layers; dropout: {masks}{given}",
+            f"{len(self.layers)} layers {kinds}: {how}; {self.replayed} of {self.microbatches} microbatches replayed",
+        ]
+        if self._configs:
+            lines.append("model.config.use_cache is False until detach()")
+        if self._graphs is not None:
+            lines += self._graphs.notes
+            if self.replaying:
+                lines.append(str(self.manager.report()).split("\n")[0])
+        return "\n".join(lines)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    graphs: bool = True,
+    warmup_steps: int = 3,
+    layers: Sequence[nn.Module] | None = None,
+    rng_state: PhiloxState | None = None,
+    **options: Any,
+) -> Attached:
+    """Tie an adapted model's FP8 update, dropout state and CUDA graphs to the optimizer's steps; the loop stays as it
+    is.
+
+    After each step the FP8 scales are updated, over all ranks, and the random states move on. On a GPU the decoder
+    layers are replayed as CUDA graphs, forward and backward, once a shape of theirs has come `warmup_steps` times.
+    Rarer shapes, evaluation, embedding, head, loss and optimizer run eagerly. Microbatches may change in number from
+    step to step. Adapters with dropout that have no random state get a PhiloxState where graphs are possible, seeded by
+    torch's seed. `config.use_cache` becomes False there, as a cache cannot go into a graph. `why_not` is what keeps
+    layers eager, with a warning where it shows only in the run.
+
+    A step that is left out (GradScaler, an exception, `continue`) ends its microbatches when the next one finds no
+    gradients; where gradients are kept, or on several ranks, its amaxes count for the next step.
+
+    Args:
+        model: with adapters, on its device, fused or not; it may be wrapped (DDP, PEFT).
+        optimizer: whose steps end an iteration; Accelerate's wrapper too. Of several, the first that steps ends it.
+        graphs: False leaves the layers eager.
+        warmup_steps: how often a shape comes, eagerly, before it is captured; at least 1.
+        layers: modules to replay, where they are not the list that holds the adapters.
+        rng_state: given to the adapters that have none, in place of a new one.
+        options: for GraphManager: max_shapes (4 here), grads, eval, mode, backend.
+
+    Raises:
+        ValueError: no adapter, attached already, an optimizer without a trained parameter of the model.
+        TypeError: an argument is of another type.
+    """
+    optimizers = _optimizers(optimizer)
+    _check(model, optimizers, warmup_steps, rng_state)
+    found = layers if layers is not None else parts.decoder_layers(model)
+    attached = Attached(model, optimizers)
+    attached.layers = list(found or [])
+    reason = _why_not(model, attached.layers, graphs, "backend" in options)
+    if reason is None:
+        attached._configs = parts.without_cache(model)
+    given = rng_state
+    if reason is None and given is None and any(map(parts.drops, parts.adapters(model))):
+        given = parts.new_rng_state(next(attached.layers[0].parameters()).device)
+    if given is not None:
+        _give(attached, given)
+    attached.rng_states = parts.rng_states(model)
+    if reason is None:
+        options |= {
+            "fp8_state": attached.fp8_states[0] if attached.fp8_states else None,
+            "rng_states": attached.rng_states,
+        }
+        try:
+            attached._graphs = LayerGraphs(attached.layers, warmup_steps, options)
+        except BaseException:
+            attached.detach()
+            raise
+    attached._reason = reason
+    _hook(attached)
+    return attached
+
+
+def _hook(attached: Attached) -> None:
+    for state in attached.fp8_states:
+        state.reduce_and_update()  # takes charge
+    for optimizer in attached.optimizers:
+        attached._handles += [
+            optimizer.register_step_pre_hook(attached._before_step),
+            optimizer.register_step_post_hook(attached._after_step),
+        ]
+    if attached.layers:
+        first = attached.layers[0]
+        begins, ran = _BeginHook(attached), Hook(attached._watch_backward)
+        attached._handles.append(first.register_forward_pre_hook(begins, with_kwargs=True))
+        attached._handles.append(first.register_forward_hook(ran))
+
+
+def _give(attached: Attached, state: PhiloxState) -> None:
+    for layer in parts.adapters(attached.model):
+        if layer.rng_state is None:
+            layer.rng_state = state
+            attached._given.append(layer)
+
+
+def _why_not(
+    model: nn.Module, layers: Sequence[nn.Module], graphs: bool, imitated: bool
+) -> str | None:
+    if not graphs:
+        return "graphs=False"
+    if not layers:
+        return f"{type(model).__name__} has no list of layers with adapters: give layers"
+    if any(hasattr(m, "_orig_mod") for m in model.modules()):
+        return "the model is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"
+    return parts.why_no_graphs(layers, on_gpu=not imitated)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers themselves, without Accelerate's wrappers."""
+    found = []
+    for one in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        while not hasattr(one, "_optimizer_step_post_hooks") and hasattr(one, "optimizer"):
+            one = one.optimizer
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, found {type(one).__name__}"
+            )
+        found.append(one)
+    if not found:
+        raise ValueError("optimizer must be one optimizer or several, found an empty list")
+    return found
+
+
+def _check(
+    model: nn.Module, optimizers: Sequence[Any], warmup_steps: Any, rng_state: object
+) -> None:
+    if rng_state is not None and not isinstance(rng_state, PhiloxState):
+        raise TypeError(f"rng_state must be a PhiloxState, found {type(rng_state).__name__}")
+    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+        raise ValueError(f"warmup_steps must be an integer of at least 1, found {warmup_steps!r}")
+    if not any(True for _ in parts.adapters(model)):
+        raise ValueError(f"{type(model).__name__} has no LoRALinear: call apply_lora first")
+    for module in model.modules():
+        if any(isinstance(h, _BeginHook) for h in module._forward_pre_hooks.values()):
+            raise ValueError(
+                f"{type(model).__name__} is attached already: give all its optimizers in one call, or detach() first"
+            )
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not own & trained:
+            raise ValueError(
+                f"{type(optimizer).__name__} has none of the model's {len(trained)} trained parameters: make it after "
+                "apply_lora"
+            )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

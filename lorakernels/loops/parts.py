@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of an adapted model a step has to end, found in the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lorakernels.fp8 import FP8State
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
+
+_INT63 = (1 << 63) - 1
+
+
+def adapters(model: nn.Module) -> Iterator[Any]:
+    """Layers with an adapter of ours: LoRALinears, and PEFT's layers that run our op."""
+    for module in model.modules():
+        if isinstance(module, LoRALinear) or hasattr(type(module), "lorakernels_path"):
+            yield module
+
+
+def drops(layer: Any) -> bool:
+    """Whether the layer's adapter has dropout."""
+    return layer.lora_dropout > 0 if isinstance(layer, LoRALinear) else layer.dropout_p > 0
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
+    """The list of layers that holds most of the adapters; None if no list holds one."""
+    found: nn.ModuleList | None = None
+    most, inside = 0, set[nn.Module]()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or module in inside:
+            continue
+        inside |= set(module.modules())
+        if (count := sum(1 for _ in adapters(module))) > most:
+            found, most = module, count
+    return found
+
+
+def fp8_states(model: nn.Module) -> list[FP8State]:
+    layers = (m for m in model.modules() if isinstance(m, FrozenFP8Linear))
+    states = {id(m.fp8_state): m.fp8_state for m in layers if m.fp8_state is not None}
+    return list(states.values())
+
+
+def rng_states(model: nn.Module) -> list[PhiloxState | PhiloxStates]:
+    """Those that layers with dropout draw from."""
+    found = (m.rng_state for m in adapters(model) if drops(m) and m.rng_state is not None)
+    return list({id(state): state for state in found}.values())
+
+
+def advance(states: Sequence[PhiloxState | PhiloxStates], steps: int) -> None:
+    for state in states:
+        every = state.get_states().values() if isinstance(state, PhiloxStates) else [state]
+        for one in every:
+            one.advance(steps)
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def new_rng_state(device: torch.device) -> PhiloxState:
+    """From torch's seed, without a draw from its generator; other masks on each rank."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    seed = torch.initial_seed() & _INT63
+    states = model_parallel_states(seed, data_parallel_rank=rank, device=device)
+    return states.get_states()["data-parallel-rng"]
+
+
+def without_cache(model: nn.Module) -> list[Any]:
+    """Switch `config.use_cache` off: a cache is no argument for a graph. The configs where it was on."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
+    for config in found.values():
+        config.use_cache = False
+    return list(found.values())
+
+
+def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
+    """What speaks against graphs of `layers` before one was run. `on_gpu`: they must be on one."""
+    tensors = [p for layer in layers for p in layer.parameters()]
+    devices = sorted({str(p.device) for p in tensors})
+    if len(devices) > 1:
+        return f"the layers are on {', '.join(devices)}: graphs are of one device"
+    if on_gpu and tensors and tensors[0].device.type != "cuda":
+        return f"the model is on {devices[0]}: CUDA graphs need a GPU"
+    if any(is_sharded(p) for p in tensors):
+        return "parameters are sharded (FSDP2), and gathered anew at each forward"
+    for index, layer in enumerate(layers):
+        if any(getattr(m, "_compiled_call_impl", None) is not None for m in layer.modules()):
+            return f"layer {index} is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"
+    states = {id(s) for layer in layers for s in fp8_states(layer)}
+    if len(states) > 1:
+        return f"the layers have {len(states)} FP8States: give them one, as apply_lora and fuse do"
+    return None
