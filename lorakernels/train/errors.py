@@ -59,10 +59,10 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        extra = EXTRAS.get(package, "train")
+        where = f' ({package} is in the extra "{EXTRAS[package]}")' if package in EXTRAS else ""
         raise FinetuneError(
             f"finetune needs {package}, which cannot be imported ({error}): "
-            f'pip install "lorakernels[hf,train]" ({package} is in the extra "{extra}")'
+            f'pip install "lorakernels[hf,train]"{where}'
         ) from error
 
 

@@ -52,6 +52,7 @@ from lorakernels.train.model import (
 from lorakernels.train.model_checks import check_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
@@ -118,17 +119,19 @@ def adapt(
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
     check_directory(directory)
+    lora = lora_config(options, targets(options))
+    config = check_before_loading(directory, options, lora, reporter.say)
     tokenizer = load_tokenizer(directory)
     paths = [Path(p) for p in options.data]
     ranks.on_first(lambda: tokenize_files(paths, tokenizer, output / "tokens"))
     tokens = tokenize_files(paths, tokenizer, output / "tokens")
+    check_vocabulary(config, tokens.max_token)
     # Padding is masked, so its id does not matter; a tokenizer's own may lie outside the embedding.
     train, held = pack_data(tokens, options, 0, reporter)
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
     model, report = load_adapted(directory, options, dtype, device, random, reporter)
     check_model(model, options.seq_len, tokens.max_token)
-    check_head(model, options)
     if options.gradient_checkpointing:
         save_activations(model)
     fused = fuse_layers(model, options, device)
@@ -172,9 +175,10 @@ def load_adapted(
     reporter: Reporter,
 ) -> tuple[nn.Module, LoRAReport]:
     """The base with its adapters. With fp8 the weights go tensor by tensor into FP8, those of layers without an adapter
-    too; a checkpoint that only transformers can read is loaded by transformers first."""
+    too. A checkpoint of another form, known before a value is read, is loaded by transformers first."""
     if options.fp8:
         quiet_transformers()
+        reading = Reading(reporter)
         try:
             loaded = load_quantized(
                 directory,
@@ -182,9 +186,11 @@ def load_adapted(
                 dtype=dtype,
                 lora=lora_config(options, targets(options)),
                 rng_state=random,
-                progress=reporter.console.is_terminal and not reporter.console.quiet,
+                progress=reading,
             )
         except (ValueError, TypeError, OSError) as error:
+            if reading.began:
+                raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
             reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
         else:
             assert loaded.report is not None
@@ -196,12 +202,21 @@ def load_adapted(
     return model, add_adapters(model, options, random)
 
 
-def check_head(model: Any, options: FinetuneOptions) -> None:
-    """OptionError if fp8_head meets a head that is adapted or trained."""
-    head = model.get_output_embeddings()
-    if options.fp8_head and (type(head) is not nn.Linear or head.weight.requires_grad):
-        raise OptionError(
-            f"fp8_head multiplies by a plain frozen head, found {type(head).__name__}: drop one of them"
+class Reading:
+    """`load_quantized`'s progress: whether a value was read, and one line over itself on a terminal."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.began, self._console, self._shown = False, reporter.console, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        self.began = True
+        percent = 100 * done // max(total, 1)
+        if percent == self._shown or not self._console.is_terminal:
+            return
+        self._shown = percent
+        end = "\n" if done == total else "\r"
+        self._console.print(
+            f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %", end=end
         )
 
 

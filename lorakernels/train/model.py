@@ -76,7 +76,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def check_directory(directory: Path) -> None:
     """Everything a model directory must have, before anything of it is loaded."""
     if not directory.is_dir():
-        raise ModelError(f"model directory {directory} does not exist or is not a directory")
+        hint = f"; to download it: hf download {directory} --local-dir DIR"
+        raise ModelError(
+            f"model directory {directory} does not exist or is not a directory"
+            f"{hint if len(directory.parts) == 2 and not directory.is_absolute() else ''}"
+        )
     config = directory / "config.json"
     if not config.is_file():
         raise ModelError(f"model directory {directory} has no config.json")

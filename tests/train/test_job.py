@@ -200,7 +200,7 @@ def test_bad_model_directory(
             2,
             "seq_len must be at most 128, the model's max_position_embeddings",
         ),
-        (["--target-modules", "q_prj"], 1, "q_prj"),
+        (["--target-modules", "q_prj"], 2, "q_prj"),
         (["--device", "tpu"], 2, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--r", "0"], 2, "r must be at least 1, got 0"),
         (["--seed", str(2**63)], 2, "seed must be at least 0 and below"),

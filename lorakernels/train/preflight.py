@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What config.json says about options and model, before a weight is read.
+
+The model is built without memory, on PyTorch's meta device, and gets its adapters there. What no option can have with
+this model, and what this job cannot train, ends the run within seconds. `check_model` computes what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakernels import LoRAConfig, apply_lora
+from lorakernels.train.errors import ModelError, OptionError
+from lorakernels.train.model import decoder_and_head, quiet_transformers
+from lorakernels.train.options import FinetuneOptions
+
+# what a model does to its logits behind the output head → values that change nothing
+LOGIT_CHANGES = {
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+}
+RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
+
+
+def check_before_loading(
+    directory: Path, options: FinetuneOptions, lora: LoRAConfig, say: Callable[[str], None]
+) -> Any:
+    """Refuse, or say, what the model's config alone shows; the config of its text part.
+
+    Raises:
+        OptionError: an option does not fit this model.
+        ModelError: the model is one that this job would not train, or not correctly.
+    """
+    config = read_config(directory)
+    text = config.get_text_config()
+    check_length(text, options.seq_len)
+    _check_kind(text)
+    model = build_on_meta(config)
+    decoder_and_head(model)
+    try:
+        apply_lora(model, replace(lora, fp8=None))
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    except TypeError as error:
+        if isinstance(lora.target_modules, str):  # all-linear: the model's doing, not the option's
+            raise ModelError(f"{type(model).__name__} cannot be adapted: {error}") from error
+        raise OptionError(str(error)) from error
+    _check_head(model, options)
+    if experts := _experts(model):
+        say(experts)
+    return text
+
+
+def read_config(directory: Path) -> Any:
+    transformers = quiet_transformers()
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises many kinds
+        raise ModelError(
+            f"{directory / 'config.json'} is not one that transformers {transformers.__version__} reads, and no code "
+            f"from the directory is run: {type(error).__name__}: {_first_sentence(error)}"
+        ) from error
+
+
+def build_on_meta(config: Any) -> Any:
+    """The model as `load_model` would have it, without memory."""
+    transformers = quiet_transformers()
+    config.__dict__.pop("quantization_config", None)  # of a block-FP8 checkpoint
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except Exception as error:  # the library raises many kinds
+        raise ModelError(
+            f"{config.model_type} models cannot be trained here, as causal LMs over torch's "
+            f"scaled_dot_product_attention: {_first_sentence(error)}"
+        ) from error
+
+
+def check_length(config: Any, seq_len: int) -> None:
+    for name, meaning in (
+        ("max_position_embeddings", "max_position_embeddings"),
+        ("sliding_window", "sliding window"),
+    ):
+        limit = getattr(config, name, None)
+        if limit is not None and seq_len > limit:
+            raise OptionError(
+                f"seq_len must be at most {limit}, the model's {meaning}, got {seq_len}"
+            )
+
+
+def check_vocabulary(config: Any, max_token: int) -> None:
+    if max_token >= config.vocab_size:
+        raise ModelError(
+            f"the tokenizer makes token {max_token}, the model knows {config.vocab_size}: they do not belong together"
+        )
+
+
+def _check_kind(config: Any) -> None:
+    for name, neutral in LOGIT_CHANGES.items():
+        if (value := getattr(config, name, None)) not in neutral:
+            raise ModelError(
+                f"{config.model_type} changes logits after its output head ({name} = {value}): finetune cannot train "
+                "it correctly"
+            )
+    if found := RECURRENT & set(getattr(config, "layer_types", None) or ()):
+        raise ModelError(
+            f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "
+            "row would see each other: finetune cannot train it correctly"
+        )
+
+
+def _check_head(model: Any, options: FinetuneOptions) -> None:
+    head = model.get_output_embeddings()
+    if options.fp8_head and type(head) is not nn.Linear:
+        raise OptionError(
+            f"fp8_head multiplies by a plain frozen head, found {type(head).__name__}: drop one of them"
+        )
+
+
+def _experts(model: nn.Module) -> str | None:
+    """What becomes of expert matrices that are one parameter for all experts, which no linear layer holds."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    experts = [n for n, p in model.named_parameters() if p.ndim == 3 and "expert" in n]
+    if not experts:
+        return None
+    held = sum(sizes[name] for name in experts)
+    return (
+        f"{type(model).__name__} is a mixture of experts: {held:,} of its {sum(sizes.values()):,} parameters are those "
+        "of experts, which get no adapter and are not held in FP8; the layers around them are trained"
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text.split(". ")[0].rstrip(".")

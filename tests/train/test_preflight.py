@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What config.json shows is said before a weight is read, and no model is loaded twice."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakernels import LoRAConfig
+from lorakernels.train import job
+from lorakernels.train.errors import ModelError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.preflight import check_before_loading
+
+Cli = Callable[..., int]
+ALL = LoRAConfig(r=2, target_modules="all-linear")
+
+
+def config_only(tmp_path: Path, kind: str, **fields: Any) -> Path:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, num_hidden_layers=2, **fields).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def before_loading(directory: Path, seq_len: int = 32) -> list[str]:
+    said: list[str] = []
+    check_before_loading(directory, FinetuneOptions(seq_len=seq_len), ALL, said.append)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seq-len", 200], "seq_len must be at most 128, the model's max_position_embeddings"),
+        (["--target-modules", "q_prj"], "matches no module; near: q_proj"),
+        (["--exclude-modules", "q_proj", "--target-modules", "q_proj"], "all excluded by"),
+        (
+            ["--target-modules", "embed_tokens"],
+            "'model.embed_tokens' is a Embedding, expected an nn",
+        ),
+        (
+            ["--fp8-head", "--target-modules", "lm_head"],
+            "fp8_head multiplies by a plain frozen head",
+        ),
+    ],
+    ids=["positions", "no such target", "all excluded", "embedding", "head"],
+)
+@pytest.mark.parametrize("fp8", ["--fp8", "--no-fp8"])
+def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loaded(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, more: list[Any], message: str, fp8: str,
+) -> None:  # fmt: skip
+    for loader in ("load_quantized", "load_model", "tokenize_files"):
+        monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
+    assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, fp8, *more) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_is_loaded(
+    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from transformers import LlamaConfig
+
+    model = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    config = LlamaConfig.from_pretrained(model)
+    config.vocab_size = 258
+    config.save_pretrained(model)
+    for loader in ("load_quantized", "load_model"):
+        monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
+    assert cli(*base_args, "--output", tmp_path / "out", "--model", model) == 1
+    assert "the tokenizer makes token 258, the model knows 258" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            "gemma2",
+            {},
+            "gemma2 changes logits after its output head (final_logit_softcapping = 30.0)",
+        ),
+        ("cohere", {}, "cohere changes logits after its output head (logit_scale = 0.0625)"),
+        (
+            "granite",
+            {"logits_scaling": 8.0},
+            "granite changes logits after its output head (logits",
+        ),
+        ("gpt_oss", {}, "gpt_oss models cannot be trained here"),
+        ("mamba", {}, "mamba"),
+        ("bloom", {}, "bloom models cannot be trained here"),
+        ("qwen3_next", {}, "qwen3_next has recurrent layers (linear_attention)"),
+        (
+            "gpt2",
+            {},
+            "GPT2LMHeadModel cannot be adapted: target 'transformer.h.0.attn.c_attn' is a",
+        ),
+        ("t5", {}, "t5 models cannot be trained here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_its_config(
+    tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        before_loading(config_only(tmp_path, kind, **fields))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_config_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody_knows_it"}')
+    with pytest.raises(ModelError, match=r"is not one that transformers .* reads, and no code"):
+        before_loading(tmp_path)
+
+
+def test_models_that_can_be_trained_pass_without_a_word(tmp_path: Path) -> None:
+    """Granite with a scale of 1, and a checkpoint in block FP8."""
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert before_loading(config_only(tmp_path, "granite")) == []
+    assert before_loading(config_only(tmp_path, "llama", quantization_config=quantized)) == []
+
+
+def test_experts_without_adapters_are_said(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 8}
+    directory = config_only(tmp_path, "qwen3_moe", **sizes)
+    (said,) = before_loading(directory)
+    held = 2 * 4 * 3 * 16 * 8
+    assert said.startswith(f"Qwen3MoeForCausalLM is a mixture of experts: {held:,} of its ")
+    assert "get no adapter and are not held in FP8" in said
+
+
+def test_a_weight_that_cannot_be_quantized_ends_the_run_without_a_second_load(
+    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from safetensors.torch import load_file, save_file
+
+    model = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(job, "load_model", lambda *_: pytest.fail("loaded again"))
+    assert cli(*base_args, "--output", tmp_path / "out", "--model", model) == 1
+    said = capsys.readouterr()
+    assert f"the model in {model} cannot be loaded: " in said.err and "finite" in said.err
+    assert "loaded by transformers instead" not in said.out
+
+
+def test_a_checkpoint_of_another_form_is_loaded_by_transformers(
+    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A tensor that the model does not have, which transformers passes over."""
+    from safetensors.torch import load_file, save_file
+
+    model = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    tensors = {**load_file(model / "model.safetensors"), "model.extra": torch.ones(2)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    run = [*base_args, "--output", tmp_path / "out", "--model", model, "--steps", 1]
+    assert cli(*run) == 0
+    said = capsys.readouterr().out
+    assert "loaded by transformers instead of into FP8 tensor by tensor: " in said
+    assert "1 unexpected (model.extra)" in said
+
+
+def test_the_name_of_a_model_on_a_hub_is_answered_with_how_to_fetch_it(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(*base_args, "--output", tmp_path / "out", "--model", "some-org/some-model") == 1
+    assert "hf download some-org/some-model --local-dir DIR" in capsys.readouterr().err
