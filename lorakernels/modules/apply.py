@@ -15,7 +15,7 @@ from lorakernels.frozen_targets import frozen_targets
 from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear
+from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import keep_original, mark_saved
@@ -40,7 +40,8 @@ def apply_lora(
     Args:
         model: any nn.Module; changed in place, parameter names outside the targets stay.
         config: what to adapt and how; PEFT's matching rules (targets.py).
-        adapter_dtype: of lora_A and lora_B; fp32 as PEFT, or bf16. None takes each layer's own dtype.
+        adapter_dtype: of lora_A and lora_B; fp32 as PEFT, or bf16. None takes each layer's own dtype: its
+            weight's, where that is FP8 its bias's, else the model's.
         rng_state: where dropout draws from; None follows torch.manual_seed.
         frozen: linear layers without an adapter: "plain" leaves them as they are; "fp8" holds their weights in FP8, as
             `load_quantized` does. The output head, routers, tied weights, `modules_to_save` and layers that are not a
@@ -67,6 +68,7 @@ def apply_lora(
         )
     _check_frozen(frozen, config)
     paths = match_targets(model, config)
+    dtypes = [adapter_dtype or _own_dtype(model, path) for path in paths]
     saved = match_saved(model, config)
     rest, stays = frozen_targets(model, paths, saved) if frozen == "fp8" else ([], {})
     device = _one_device(model, [*paths, *rest])
@@ -81,7 +83,7 @@ def apply_lora(
         for site, path in enumerate(paths):
             options: dict[str, Any] = {
                 "name": path,
-                "adapter_dtype": adapter_dtype,
+                "adapter_dtype": dtypes[site],
                 "fp8_state": fp8_state,
             }
             old = model.get_submodule(path)
@@ -129,6 +131,18 @@ def _check_frozen(frozen: str, config: LoRAConfig) -> None:
         raise ValueError(
             'frozen="fp8" needs a DelayedScaling in config.fp8 for the layers to follow, found None'
         )
+
+
+def _own_dtype(model: nn.Module, path: str) -> torch.dtype:
+    """The dtype of an adapter that follows its layer. An FP8 weight has none to give, nor have its scales."""
+    module = model.get_submodule(path)
+    others = (p for name, p in model.named_parameters() if "scale" not in name)
+    dtype = first_plain_dtype((module.weight, module.bias, *others)) or torch.get_default_dtype()
+    if dtype not in ADAPTER_DTYPES:
+        raise TypeError(
+            f"adapter_dtype=None: {path} is {dtype}, expected float32, bfloat16 or float16"
+        )
+    return dtype
 
 
 def tied_pointers(model: nn.Module) -> set[int]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     """fp32 [N, K]: scaling · B A."""
     return scaling * (lora_B.float() @ lora_A.float())
+
+
+def first_plain_dtype(tensors: Iterable[Any]) -> torch.dtype | None:
+    """The dtype of the first floating tensor of more than a byte per value, which FP8 is not."""
+    found = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
+    return next((t.dtype for t in found if t.element_size() > 1), None)
 
 
 class LoRALinear(FrozenFP8Linear):
@@ -79,7 +86,8 @@ class LoRALinear(FrozenFP8Linear):
         fp8_state: FP8State | None = None,
         name: str = "",
     ) -> LoRALinear:
-        """Take over an `nn.Linear`'s weight and bias. Adapters are fp32 by default, as PEFT keeps them."""
+        """Take over an `nn.Linear`'s weight and bias. Adapters are fp32 by default, as PEFT keeps them; None gives them
+        the weight's dtype."""
         return cls._take(
             linear.weight.detach(), None, linear.bias, config, adapter_dtype, fp8_state, name
         ).train(linear.training)
@@ -97,6 +105,8 @@ class LoRALinear(FrozenFP8Linear):
         name: str = "",
     ) -> LoRALinear:
         """Take over an e4m3 weight [N, K] and its fp32 scale_inv [1] byte for byte.
+
+        `adapter_dtype=None` gives the adapters the bias's dtype, torch's default where there is none.
 
         Raises:
             TypeError: the weight is not float8_e4m3fn.
@@ -128,7 +138,7 @@ class LoRALinear(FrozenFP8Linear):
         nn.Module.__init__(new)
         layout = config.weight_layout
         new._set_base(weight, scale_inv, bias, config.fp8, layout, fp8_state, name)
-        new._add_adapter(config, weight.device, adapter_dtype)
+        new._add_adapter(config, weight.device, adapter_dtype or first_plain_dtype((weight, bias)))
         return new
 
     def _add_adapter(
