@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
+ALL_LINEAR = "all-linear"
 Names = str | tuple[str, ...] | None
 # Fields of Transformer Engine's DelayedScaling that ours lacks, and the one value ours can follow.
 _TE_ONLY: Mapping[str, object] = {
@@ -23,6 +24,9 @@ _TE_ONLY: Mapping[str, object] = {
     "override_linear_precision": (False, False, False),
 }
 GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad")
+_WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class LoRAConfig:
             raise ValueError(
                 f"LoRAConfig.lora_dropout must be in [0, 1), got {self.lora_dropout!r}"
             )
-        self._set("target_modules", _names("target_modules", self.target_modules))
+        self._set("target_modules", _targets(self.target_modules))
         self._set("exclude_modules", _names("exclude_modules", self.exclude_modules))
         self._set("layers_to_transform", _indices(self.layers_to_transform))
         self._set("layers_pattern", _names("layers_pattern", self.layers_pattern))
@@ -184,11 +188,11 @@ class LoRAConfig:
 
     def rank_for(self, path: str) -> int:
         """The rank at `path`: of the first key of rank_pattern matching, else `r`."""
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, path), self.r)
+        return next(matching(self.rank_pattern, path), self.r)
 
     def alpha_for(self, path: str) -> float:
         """The alpha at `path`: of the first key of alpha_pattern matching, else `lora_alpha`."""
-        return self.alpha_pattern.get(_pattern_key(self.alpha_pattern, path), self.lora_alpha)
+        return next(matching(self.alpha_pattern, path), self.lora_alpha)
 
     def scaling_for(self, path: str) -> float:
         """alpha / r, or alpha / √r with `use_rslora`."""
@@ -213,9 +217,17 @@ class LoRAConfig:
             )
 
 
-def _pattern_key(patterns: Mapping[str, Any], path: str) -> str:
-    """PEFT's rule: the first key that matches the path or its tail after a dot, else the path."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), path)
+def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:
+    """The values of the keys that match `path` or its tail after a dot, in their order: PEFT takes the first."""
+    path = clean_path(path)
+    for key, value in patterns.items():
+        if key == path or re.match(rf"(.*\.)?({key})$", path):
+            yield value
+
+
+def clean_path(path: str) -> str:
+    """`path` without the names that torch.compile, FSDP1 and checkpoint wrappers put into it."""
+    return _WRAPPERS.sub("", path).rstrip(".")
 
 
 def _unexpected(where: str, name: str, value: object, expected: str) -> ValueError:
@@ -270,6 +282,16 @@ def _names(name: str, value: object) -> Names:
         raise TypeError(f"LoRAConfig.{name} must hold strings only, got {bad[0]!r}")
     ordered = sorted(value) if isinstance(value, set | frozenset) else value
     return tuple(dict.fromkeys(ordered))
+
+
+def _targets(value: object) -> Names:
+    names = _names("target_modules", value)
+    if isinstance(names, tuple) and any(name.lower() == ALL_LINEAR for name in names):
+        raise ValueError(
+            f"LoRAConfig.target_modules must be the string {ALL_LINEAR!r} or a list of module "
+            f"names, got {ALL_LINEAR!r} inside the list {list(names)!r}"
+        )
+    return names
 
 
 def _saved(value: object) -> tuple[str, ...] | None:

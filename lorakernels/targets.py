@@ -8,26 +8,54 @@ modules_to_save  neither such a module nor anything below one is a target
 layers_to_transform, layers_pattern
                  hold only for a list's names matched by the tail: a whole path is never held back.
                  The layer index is the first number in the path (behind layers_pattern, if given)
+
+Paths are matched without the names of torch.compile's and checkpoint wrappers. A target whose owner does not call it,
+or which would lose hooks or a forward of its own, is refused.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
 
-from lorakernels.config import LoRAConfig
+from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path
 
+_Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
 _SHOWN = 8
 _PEFT_HEADS = {"classifier", "score"}  # PEFT adds both for SEQ_CLS; a model has one of them
+# By model_type, the linear layers whose weight is read by their owner, so that an adapter would take no part. PEFT
+# refuses out_proj and conv1d of the first five; the others are read in transformers 5.23, some by CUDA kernels only.
+_MIXER = frozenset(("out_proj", "conv1d"))
+_WEIGHT_IS_READ = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), _MIXER),
+    **dict.fromkeys(("mamba", "falcon_mamba"), _MIXER | {"dt_proj", "x_proj"}),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "zamba2"), _MIXER),
+    "jamba": frozenset(("dt_proj",)),
+    "wavlm": frozenset(("q_proj", "k_proj", "v_proj", "out_proj")),
+}
+# By model_type, the linear layers to whose weight's dtype their owner casts the input: FP8 would be the input's then.
+_DTYPE_IS_READ = {
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), frozenset(("wo",))),
+    **dict.fromkeys(("pop2piano", "udop", "pix2struct", "kosmos-2.5"), frozenset(("wo",))),
+    **dict.fromkeys(("nllb-moe", "seamless_m4t", "seamless_m4t_v2"), frozenset(("fc2",))),
+}
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
 
 
 def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     """The paths of the modules that get an adapter, in the order of `model.named_modules()`.
 
-    ValueError if there is none; TypeError if one of them is not a linear layer that we can adapt.
+    Raises:
+        ValueError: there is none, or the owner of one reads its weight instead of calling it.
+        TypeError: one of them is not a linear layer that we can adapt, or has hooks or a forward of its own.
     """
     wanted = _wanted(model, config)
     if wanted is None:
@@ -36,66 +64,89 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
             f"Linear modules here end in {_linear_suffixes(model)}"
         )
     paths = [path for path, _ in model.named_modules() if path]
-    chosen = [path for path in paths if _is_wanted(config, wanted, path)]
-    found = [path for path in chosen if not _is_excluded(config, path)]
+    chosen = [path for path in paths if _is_wanted(config, wanted, clean_path(path))]
+    found = [path for path in chosen if not _is_excluded(config, clean_path(path))]
     if not found:
         raise ValueError(_no_match(model, config, chosen))
     for path in found:
-        _check_class(path, model.get_submodule(path))
+        module = model.get_submodule(path)
+        _check_class(path, module)
+        _check_kept(path, module)
+        _check_owner(model, path, config)
     return found
 
 
 def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
     """The paths that end with a name of `config.modules_to_save`, after a dot or not."""
     names = tuple(config.modules_to_save or ())
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    found = [path for path in paths if names and path.endswith(names)]
+    modules = model.named_modules(remove_duplicate=False)
+    paths = {
+        clean_path(path): path for path, _ in modules if path
+    }  # the inside of a wrapper, not itself
+    found = [path for clean, path in paths.items() if names and clean.endswith(names)]
     for name in names:
         other_head = found and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)
-        if not (other_head or any(path.endswith(name) for path in paths)):
+        if not (other_head or any(clean.endswith(name) for clean in paths)):
             near = _near_names([name], paths)
             raise ValueError(f"LoRAConfig.modules_to_save: no module ends with {name!r}{near}")
+    wanted = _wanted(model, config) if found else None
     for path in found:
-        _check_saved(model, config, path)
+        _check_saved(model, config, path, wanted)
     return found
 
 
-def _check_saved(model: nn.Module, config: LoRAConfig, path: str) -> None:
-    module, wanted = model.get_submodule(path), _wanted(model, config)
+def _check_saved(model: nn.Module, config: LoRAConfig, path: str, wanted: _Wanted | None) -> None:
+    module = model.get_submodule(path)
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise TypeError(
             f"modules_to_save: {path!r} is a {type(module).__name__}, "
             "which has no forward of its own: name the modules in it"
         )
     for name, _ in module.named_modules(prefix=path):
-        if wanted and _is_wanted(config, wanted, name) and not _is_excluded(config, name):
+        clean = clean_path(name)
+        if wanted and _is_wanted(config, wanted, clean) and not _is_excluded(config, clean):
             raise ValueError(
                 f"{name!r} would be both adapted and trained whole: {path!r} ends with a name of "
                 f"modules_to_save={config.modules_to_save!r}, which PEFT takes without a dot too"
             )
 
 
-def _wanted(model: nn.Module, config: LoRAConfig) -> str | Collection[str] | None:
+def _wanted(model: nn.Module, config: LoRAConfig) -> _Wanted | None:
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR:
+        return frozenset(map(clean_path, _all_linear(model)))
+    return _names(config)
+
+
+def _names(config: LoRAConfig) -> _Wanted | None:
     wanted = config.target_modules
-    if isinstance(wanted, str) and wanted.lower() == "all-linear":
-        return _all_linear(model)
-    return wanted
+    return wanted if wanted is None or isinstance(wanted, str) else frozenset(wanted)
+
+
+def choose(config: LoRAConfig, paths: Iterable[str]) -> list[str]:
+    """Those of `paths` that the rules choose. For "all-linear" ask match_targets: it takes a model."""
+    wanted = _names(config)
+    if wanted is None:
+        return []
+    return [p for p in paths if _is_wanted(config, wanted, p) and not _is_excluded(config, p)]
 
 
 def is_target(config: LoRAConfig, path: str) -> bool:
     """Whether the rules choose `path`. For "all-linear" ask match_targets: it takes a model."""
-    wanted = config.target_modules
-    return (
-        wanted is not None and _is_wanted(config, wanted, path) and not _is_excluded(config, path)
-    )
+    return bool(choose(config, [path]))
 
 
-def _is_wanted(config: LoRAConfig, wanted: str | Collection[str], path: str) -> bool:
+def tails(path: str) -> Iterator[str]:
+    """What is behind each dot of `path`, the shortest first; not the whole path."""
+    parts = path.split(".")
+    return (".".join(parts[at:]) for at in range(len(parts) - 1, 0, -1))
+
+
+def _is_wanted(config: LoRAConfig, wanted: _Wanted, path: str) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None
     if path in wanted:
         return True
-    return any(path.endswith(f".{name}") for name in wanted) and _in_layers(config, path)
+    return any(tail in wanted for tail in tails(path)) and _in_layers(config, path)
 
 
 def _is_excluded(config: LoRAConfig, path: str) -> bool:
@@ -158,6 +209,55 @@ def _check_class(path: str, module: nn.Module) -> None:
         )
     if hasattr(module, "parametrizations"):
         raise TypeError(f"target {path!r} is parametrized, expected a plain nn.Linear")
+
+
+def _check_kept(path: str, module: nn.Module) -> None:
+    """Refuse what would be lost with the module that LoRALinear replaces, as it would never run again."""
+    for attribute, what in _HOOKS.items():
+        hooks = list(getattr(module, attribute, {}).values())
+        if hooks:
+            name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+            raise TypeError(
+                f"target {path!r} has a {what}, {name}, which would never run again: LoRALinear takes the module's "
+                "place. Remove it and register it after apply_lora, or leave the module out with exclude_modules"
+            )
+    forward = vars(module).get("forward")
+    # accelerate's remove_hook_from_module leaves the class's own, bound
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        hook = getattr(module, "_hf_hook", None)
+        owner = f" by accelerate's {type(hook).__name__}" if hook is not None else ""
+        cure = (
+            "accelerate.hooks.remove_hook_from_submodules(model)" if owner else "del module.forward"
+        )
+        raise TypeError(
+            f"target {path!r} has a forward set on the instance{owner}, which would never run again: LoRALinear "
+            f"takes the module's place. Remove it first ({cure}), or leave the module out with exclude_modules"
+        )
+
+
+def _check_owner(model: nn.Module, path: str, config: LoRAConfig) -> None:
+    """Refuse, by model_type, a target that its owner does not call, or to whose weight's dtype it casts the input."""
+    name = path.rpartition(".")[2]
+    for kind in _model_types(model, path):
+        if name in _WEIGHT_IS_READ.get(kind, ()):
+            raise ValueError(
+                f"target {path!r}: a model of type {kind!r} reads the weight of {name!r} instead of calling it, so an "
+                f"adapter there takes no part. Leave it out with exclude_modules={sorted(_WEIGHT_IS_READ[kind])!r}"
+            )
+        if config.fp8 is not None and name in _DTYPE_IS_READ.get(kind, ()):
+            raise ValueError(
+                f"target {path!r}: a model of type {kind!r} casts the input of {name!r} to its weight's dtype, which "
+                f"would be FP8. Leave it out with exclude_modules={sorted(_DTYPE_IS_READ[kind])!r}, or use fp8=None"
+            )
+
+
+def _model_types(model: nn.Module, path: str) -> set[str]:
+    """model_type of `model` and of every module above `path` that has a transformers config."""
+    above: list[nn.Module] = [model]
+    for name in path.split(".")[:-1]:
+        above.append(above[-1].get_submodule(name))
+    found = (getattr(getattr(module, "config", None), "model_type", None) for module in above)
+    return {kind for kind in found if isinstance(kind, str)}
 
 
 def is_fp8_linear(module: nn.Module) -> bool:

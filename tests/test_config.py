@@ -32,6 +32,8 @@ BAD_LORA = [
     ("target_modules", 3, TypeError, "a string or a list of strings, got 3"),
     ("target_modules", ["q_proj", 3], TypeError, "strings only, got 3"),
     ("target_modules", "layers.(", ValueError, r"'layers.\(' is not a valid regular expression"),
+    ("target_modules", ["all-linear", "lm_head"], ValueError, "'all-linear' inside the list"),
+    ("target_modules", ["All-Linear"], ValueError, "the string 'all-linear' or a list of module"),
     ("exclude_modules", "[", ValueError, "not a valid regular expression"),
     ("layers_to_transform", "0", TypeError, "an int or a list of ints, got '0'"),
     ("layers_to_transform", [0, True], TypeError, "an int, got True"),

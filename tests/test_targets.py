@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lorakernels import LoRALinear, apply_lora
 from lorakernels.config import LoRAConfig
 from lorakernels.targets import is_target, match_saved, match_targets
 
@@ -210,3 +212,127 @@ def test_saved_modules_match_by_plain_tail():
         TypeError, match="'layers' is a ModuleList, which has no forward of its own"
     ):
         match_saved(model, LoRAConfig(modules_to_save=["layers"]))
+
+
+def hooked(register: str) -> nn.Linear:
+    linear = nn.Linear(4, 4)
+
+    def double(*values):
+        return None
+
+    getattr(linear, register)(double)
+    return linear
+
+
+@pytest.mark.parametrize(
+    "register, what",
+    [
+        ("register_forward_hook", "a forward hook, hooked.<locals>.double"),
+        ("register_forward_pre_hook", "a forward pre-hook, hooked"),
+        ("register_full_backward_hook", "a backward hook, hooked"),
+        ("register_full_backward_pre_hook", "a backward pre-hook, hooked"),
+    ],
+)
+def test_a_target_with_hooks_is_refused(register, what):
+    """The module is replaced, so its hooks would never run again. PEFT's base layer stays a module and keeps them."""
+    model = nn.ModuleDict({"m": hooked(register)})
+    with pytest.raises(TypeError, match=f"target 'm' has {what}.*register it after apply_lora"):
+        match_targets(model, LoRAConfig(target_modules=["m"]))
+
+
+def test_a_target_with_a_forward_of_its_own_is_refused():
+    model = nn.ModuleDict({"m": nn.Linear(4, 4)})
+    model["m"].forward = lambda x: x
+    with pytest.raises(
+        TypeError, match=r"'m' has a forward set on the instance,.*del module\.forward"
+    ):
+        match_targets(model, LoRAConfig(target_modules=["m"]))
+    hooks = pytest.importorskip("accelerate.hooks")
+    del model["m"].forward
+    hooks.add_hook_to_module(model["m"], hooks.AlignDevicesHook("cpu"))
+    with pytest.raises(
+        TypeError, match=r"on the instance by accelerate's AlignDevicesHook.*remove_hook"
+    ):
+        match_targets(model, LoRAConfig(target_modules=["m"]))
+    hooks.remove_hook_from_submodules(model)
+    assert match_targets(model, LoRAConfig(target_modules=["m"])) == ["m"]
+
+
+def mamba() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=8, state_size=2, num_hidden_layers=1, vocab_size=9)
+    )
+
+
+@pytest.mark.parametrize("name", ["out_proj", "dt_proj", "x_proj"])
+def test_layers_of_mamba_whose_weight_is_read_are_refused(name):
+    with pytest.raises(
+        ValueError, match=rf"mixer\.{name}'.*'mamba' reads the weight.*exclude_modules"
+    ):
+        match_targets(mamba(), LoRAConfig(target_modules=[name]))
+
+
+def test_what_peft_refuses_of_mamba_is_refused_and_the_rest_trains():
+    model = mamba()
+    for targets in ("all-linear", ["out_proj"]):
+        with pytest.raises(ValueError, match="is incompatible with Mamba"):
+            peft_targets(mamba(), {"target_modules": targets})
+        with pytest.raises(ValueError, match="reads the weight"):
+            match_targets(nn.Sequential(model), LoRAConfig(target_modules=targets))
+    config = LoRAConfig(
+        target_modules="all-linear", exclude_modules=["out_proj", "dt_proj", "x_proj"]
+    )
+    lora = apply_lora(model, replace(config, fp8=None)).adapted()
+    assert [row.name for row in lora] == ["backbone.layers.0.mixer.in_proj"]
+    model(torch.arange(5)[None]).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
+def test_t5_casts_to_the_dtype_of_wo(feed_forward):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=9, decoder_start_token_id=0, feed_forward_proj=feed_forward, **sizes
+        )
+    )
+    config, ids = LoRAConfig(target_modules="all-linear"), torch.arange(5)[None]
+    with pytest.raises(
+        ValueError, match=r"wo'.*'t5' casts the input of 'wo'.*\['wo'\], or use fp8=None"
+    ):
+        match_targets(model, config)
+    assert any(path.endswith("wo") for path in match_targets(model, replace(config, fp8=None)))
+    apply_lora(model, replace(config, exclude_modules=["wo"]))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_an_input_in_fp8_names_its_cause():
+    x = torch.zeros(1, 16, dtype=torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"found torch.float8_e4m3fn; is it cast to an FP8 layer's"):
+        LoRALinear(16, 16)(x)
+
+
+def test_paths_are_matched_without_the_names_of_wrappers():
+    wrap = pytest.importorskip(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    ).checkpoint_wrapper
+    model = Model()
+    model.layers[1] = wrap(model.layers[1])
+    model.layers[2].attn = torch.compile(model.layers[2].attn)
+    config = LoRAConfig(
+        target_modules=["layers.1.attn.v", r"layers.2.attn.v"], rank_pattern={"^layers.1.attn.v": 3}
+    )
+    found = match_targets(model, config)
+    assert found == ["layers.1._checkpoint_wrapped_module.attn.v", "layers.2.attn._orig_mod.v"]
+    assert [config.rank_for(path) for path in found] == [3, 8]
+    assert match_targets(model, LoRAConfig(target_modules=r"layers\.\d\.attn\.v"))[1:] == found
+    saved = LoRAConfig(modules_to_save=["layers.2.attn.v"])
+    assert match_saved(model, saved) == found[1:]
+
+
+def test_a_compiled_linear_is_not_replaced_behind_its_wrapper():
+    model = nn.ModuleDict({"m": torch.compile(nn.Linear(4, 4))})
+    with pytest.raises(TypeError, match="target 'm' is a OptimizedModule"):
+        match_targets(model, LoRAConfig(target_modules=["m"]))

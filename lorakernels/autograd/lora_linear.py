@@ -239,7 +239,9 @@ def _needs(ctx: Any) -> Needs:
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
     if x.dtype not in checks.COMPUTE_DTYPES:
-        raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}")
+        is_fp8 = x.is_floating_point() and x.element_size() == 1
+        cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""
+        raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}{cause}")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must have shape [..., {weight.shape[1]}], found {tuple(x.shape)}")
     if x.device != weight.device:
