@@ -9,26 +9,39 @@ base_model.model.<path>.<name>                  the tensors of modules_to_save
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from lorakernels.config import LoRAConfig
+from lorakernels.config import LoRAConfig, clean_path
+from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.saved import saved_modules
 from lorakernels.modules.use import lora_modules
 from lorakernels.targets import match_saved, match_targets
 
 _PREFIX = "base_model.model."
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _SHOWN = 6
+_VALUES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_WIDEST_FIRST = ("all", "lora_only", "none")
+
+
+class Slot(NamedTuple):
+    """The shape and dtype that a tensor of the file will have in the model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """PEFT's key → the tensor of `model` it stands for: adapters, trained biases, saved modules."""
     found: dict[str, Tensor] = {}
     layers = lora_modules(model)
-    bias = next(iter(layers.values())).config.bias if layers else "none"
+    bias = bias_mode(layers.values())
     for name, layer in layers.items():
         key = _PREFIX + clean_path(name)
         found[f"{key}.lora_A.weight"] = layer.lora_A
@@ -37,7 +50,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
             found[f"{key}.base_layer.bias"] = layer.bias
     for name, module in saved_modules(model).items():
         found.update(
-            (f"{_PREFIX}{clean_path(name)}.{key}", value)
+            (_PREFIX + clean_path(f"{name}.{key}"), value)
             for key, value in module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         )
@@ -49,56 +62,72 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def expected_shapes(model: nn.Module, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
+def bias_mode(layers: Iterable[LoRALinear]) -> str:
+    """The widest `bias` of the layers' configs: it holds every bias that one of them trains."""
+    found = {layer.config.bias for layer in layers}
+    return next((bias for bias in _WIDEST_FIRST if bias in found), "none")
+
+
+def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
+    return {key: Slot(tuple(value.shape), value.dtype) for key, value in tensors.items()}
+
+
+def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
     """The keys and shapes that `adapter_tensors` will have once `config` is applied to `model`."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Slot] = {}
     paths = match_targets(model, config)
     for path in paths:
-        module, r = model.get_submodule(path), config.rank_for(path)
+        module, r, key = model.get_submodule(path), config.rank_for(path), clean_path(path)
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
-        shapes[f"{_PREFIX}{path}.lora_A.weight"] = (r, k)
-        shapes[f"{_PREFIX}{path}.lora_B.weight"] = (n, r)
+        found[f"{_PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
+        found[f"{_PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
         if config.bias != "none" and module.bias is not None:
-            shapes[f"{_PREFIX}{path}.base_layer.bias"] = (n,)
+            found[f"{_PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
     for path in match_saved(model, config):
-        for key, value in model.get_submodule(path).state_dict().items():
-            shapes[f"{_PREFIX}{path}.{key}"] = tuple(value.shape)
+        held = slots(model.get_submodule(path).state_dict())
+        found.update((_PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
     if config.bias == "all":
         below = {f"{path}.bias" for path in paths}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
-                shapes.setdefault(_PREFIX + name, tuple(parameter.shape))
-    return shapes
+                slot = Slot(tuple(parameter.shape), parameter.dtype)
+                found.setdefault(_PREFIX + clean_path(name), slot)
+    return found
 
 
-def check_keys(file: Path, shapes: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:
-    shared = shapes.keys() & tensors.keys()
-    lines = [
-        *_listed("missing", [key for key in shapes if key not in shared]),
-        *_listed("unexpected", [key for key in tensors if key not in shared]),
-        *_listed(
-            "of another shape",
-            [
-                f"{key}: {tuple(tensors[key].shape)}, expected {shapes[key]}"
-                for key in sorted(shared)
-                if tuple(tensors[key].shape) != shapes[key]
-            ],
-        ),
-        *_listed(
-            "not float32, bfloat16 or float16",
-            [
-                f"{key}: {tensors[key].dtype}"
-                for key in sorted(shared)
-                if not _is_value(tensors[key])
-            ],
-        ),
-    ]
+def check_keys(file: Path, expected: Mapping[str, Slot], tensors: dict[str, Tensor]) -> None:
+    """Refuse a file whose tensors are not those expected, by a list of what is wrong with them."""
+    shared = sorted(expected.keys() & tensors.keys())
+    wrong = {
+        "missing": [key for key in expected if key not in tensors],
+        "unexpected": [key for key in tensors if key not in expected],
+        "of another shape": [
+            f"{key}: {tuple(tensors[key].shape)}, expected {expected[key].shape}"
+            for key in shared
+            if tuple(tensors[key].shape) != expected[key].shape
+        ],
+        "not float32, bfloat16 or float16": [
+            f"{key}: {tensors[key].dtype}"
+            for key in shared
+            if expected[key].dtype.is_floating_point
+            and tensors[key].dtype not in (*_VALUES, expected[key].dtype)
+        ],
+        "of another dtype": [
+            f"{key}: {tensors[key].dtype}, expected {expected[key].dtype}"
+            for key in shared
+            if not expected[key].dtype.is_floating_point
+            and tensors[key].dtype != expected[key].dtype
+        ],
+        "with inf or NaN": [key for key in shared if _is_broken(key, tensors[key])],
+    }
+    lines = [line for what, items in wrong.items() for line in _listed(what, items)]
     if lines:
         raise ValueError("\n".join([f"{file} does not fit this model:", *lines]))
 
 
-def _is_value(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or tensor.element_size() > 1
+def _is_broken(key: str, tensor: Tensor) -> bool:
+    is_adapter = key.endswith((".lora_A.weight", ".lora_B.weight"))
+    return is_adapter and tensor.dtype in _VALUES and not bool(tensor.isfinite().all())
 
 
 def _listed(what: str, items: list[str]) -> list[str]:
@@ -116,8 +145,3 @@ def without_peft_copies(tensors: dict[str, Tensor], saved: list[str]) -> dict[st
         for inner in ("original_module", "modules_to_save")
     )
     return {key: value for key, value in tensors.items() if not (copies and key.startswith(copies))}
-
-
-def clean_path(path: str) -> str:
-    """`path` without the names that torch.compile, FSDP1 and checkpoint wrappers put into it."""
-    return _WRAPPERS.sub("", path)

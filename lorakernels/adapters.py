@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +14,12 @@ from torch import Tensor, nn
 from lorakernels.adapter_keys import (
     adapter_tensors,
     check_keys,
-    clean_path,
-    expected_shapes,
+    expected_slots,
+    slots,
     without_peft_copies,
 )
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.adapter_rules import describe
+from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
@@ -29,13 +27,14 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import saved_modules
 from lorakernels.modules.use import lora_modules
 from lorakernels.peft_format import (
+    TASK_TYPES,
     WEIGHTS_NAME,
     read_config,
     read_weights,
     to_peft_dict,
     write_files,
 )
-from lorakernels.targets import is_target, match_saved
+from lorakernels.targets import match_saved
 
 
 def save_adapter(
@@ -52,8 +51,12 @@ def save_adapter(
     that was there; a crash between the two renames leaves new weights beside the old config. With
     sharded parameters every rank must call this, and rank 0 writes.
 
+    Layers of several configs fit into one file: their scaling is written as their alpha. `task_type` is "CAUSAL_LM"
+    for a causal LM of transformers unless given.
+
     Raises:
-        ValueError: no LoRALinear in `model`, or it is inside `disable_lora`.
+        ValueError: no LoRALinear in `model`, it is inside `disable_lora`, `task_type` is none of PEFT's, or a layer's
+            scaling is not a positive number.
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
@@ -61,6 +64,9 @@ def save_adapter(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
     _check_enabled(layers)
+    if task_type not in (None, *TASK_TYPES):
+        raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
+    rules = describe(model, layers)
     parameters = adapter_tensors(model)
     tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
     if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
@@ -69,9 +75,9 @@ def save_adapter(
     config = to_peft_dict(
         next(iter(layers.values())).config,
         base_model_name_or_path=base_model_name_or_path or getattr(model, "name_or_path", None),
-        task_type=task_type,
+        task_type=task_type or _task_type(model),
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
-        **_describe(model, layers),
+        **rules,
     )
     write_files(folder, config, tensors)
     return folder
@@ -96,7 +102,8 @@ def load_adapter(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is not valid, uses what we do not have, or does not fit `model`: missing,
-            unexpected and mis-shaped tensors are listed. `model` is unchanged then.
+            unexpected, mis-shaped and mis-typed tensors and adapters with inf or NaN are listed. `model` is unchanged
+            then.
     """
     model, folder = _unwrap(model), Path(path)
     config = read_config(folder, fp8, weight_layout)
@@ -106,15 +113,15 @@ def load_adapter(
         _check_not_meta(model)
         if adapted:
             _check_unmerged(model)
-            shapes = {key: tuple(value.shape) for key, value in adapter_tensors(model).items()}
+            expected = slots(adapter_tensors(model))
             saved = [clean_path(name) for name in saved_modules(model)]
         else:
-            shapes = expected_shapes(model, config)
+            expected = expected_slots(model, config)
             saved = match_saved(model, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
-    check_keys(folder / WEIGHTS_NAME, shapes, tensors)
+    check_keys(folder / WEIGHTS_NAME, expected, tensors)
     if adapted:
         _check_scaling(model, config, folder)
     else:
@@ -124,38 +131,11 @@ def load_adapter(
     return _report_now(model) if adapted or not is_trainable else report
 
 
-def _describe(model: nn.Module, layers: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Fields that choose exactly `layers`, with their rank and alpha, whatever made them."""
-    config = next(iter(layers.values())).config
-    paths = [clean_path(name) for name, _ in model.named_modules() if name]
-    by_name = replace(
-        config,
-        target_modules=list(layers),
-        exclude_modules=None,
-        layers_to_transform=None,
-        layers_pattern=None,
-    )
-    by_regex = replace(by_name, target_modules="|".join(re.escape(path) for path in layers))
-    for rules in (config, by_name, by_regex):
-        if [path for path in paths if is_target(rules, path)] == list(layers):
-            break
-    ranks = {path: m.r for path, m in layers.items() if rules.rank_for(path) != m.r}
-    alphas = {
-        path: m.lora_alpha for path, m in layers.items() if rules.alpha_for(path) != m.lora_alpha
-    }
-    return {
-        "target_modules": rules.target_modules,
-        "exclude_modules": rules.exclude_modules,
-        "layers_to_transform": rules.layers_to_transform,
-        "layers_pattern": rules.layers_pattern,
-        "modules_to_save": config.modules_to_save,
-        "rank_pattern": _anchored(ranks) | dict(config.rank_pattern),
-        "alpha_pattern": _anchored(alphas) | dict(config.alpha_pattern),
-    }
-
-
-def _anchored(values: dict[str, Any]) -> dict[str, Any]:
-    return {f"^{re.escape(path)}": value for path, value in values.items()}
+def _task_type(model: nn.Module) -> str | None:
+    """ "CAUSAL_LM" where PEFT's class for it takes the model, by the names transformers gives its classes."""
+    names = (kind.__name__ for kind in type(model).__mro__)
+    is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return "CAUSAL_LM" if is_causal and hasattr(model, "prepare_inputs_for_generation") else None
 
 
 def _check_enabled(layers: dict[str, LoRALinear]) -> None:
@@ -189,16 +169,28 @@ def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: bool) -> None:
-    for key, own in adapter_tensors(model).items():
-        own.copy_(_like(tensors[key], own))
-        if not is_trainable:
-            own.requires_grad_(False)
+    """All values or none: those before are kept on the host, and put back if an exception ends this."""
+    own = adapter_tensors(model)
+    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
+    try:
+        for key, tensor in own.items():
+            tensor.copy_(_like(tensors[key], tensor))
+    except BaseException:
+        for key, tensor in own.items():
+            _local(tensor).copy_(before[key])
+        raise
     if not is_trainable:
+        for tensor in own.values():
+            tensor.requires_grad_(False)
         model.eval()
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def _whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU, in memory of its own."""
+    """The full tensor on the CPU. In memory of its own, as safetensors writes no memory twice: layers may share."""
     full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full.detach().to("cpu", copy=True).contiguous()
 
@@ -219,11 +211,12 @@ def _report_now(model: nn.Module) -> LoRAReport:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel and torch.compile."""
+    """The user's model inside DistributedDataParallel, torch.compile and checkpoint wrappers."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
+        names = ["_orig_mod", "_checkpoint_wrapped_module"]
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
+            names = ["module"]
+        inner = next((model._modules[name] for name in names if name in model._modules), None)
+        if inner is None:
             return model
         model = inner

@@ -24,6 +24,14 @@ from lorakernels.config import DelayedScaling, LoRAConfig
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+TASK_TYPES = (
+    "SEQ_CLS",
+    "SEQ_2_SEQ_LM",
+    "CAUSAL_LM",
+    "TOKEN_CLS",
+    "QUESTION_ANS",
+    "FEATURE_EXTRACTION",
+)
 
 _SHARED = (
     "r",
@@ -177,7 +185,7 @@ def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
     """Write both files, each whole or not at all; a new `folder` appears with both at once."""
     files = {
         WEIGHTS_NAME: to_safetensors(tensors, metadata={"format": "pt"}),
-        CONFIG_NAME: json.dumps(config, indent=2, sort_keys=True).encode(),
+        CONFIG_NAME: json.dumps(dict(sorted(config.items())), indent=2).encode(),
     }
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file, expected a directory")

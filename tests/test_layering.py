@@ -25,6 +25,7 @@ LAYERS = (
     ("autograd",),
     ("modules",),
     ("adapter_keys", "shards"),
+    ("adapter_rules",),
     ("adapters", "loading_plan"),
     ("loading", "loops"),
     ("",),
