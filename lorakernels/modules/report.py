@@ -14,6 +14,7 @@ from lorakernels.fp8 import FP8State
 from lorakernels.kernels.ladder import AROUND_LINEAR, implementations
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.report_text import grouped
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class LoRAReport:
-    """Everything `apply_lora` decided, asked of the model as it is now. `print(report)` shows it as a table.
+    """Everything `apply_lora` decided, asked of the model as it is now.
 
-    `reasons` holds, by path, what only `apply_lora` knew.
+    `print(report)` shows equal modules as one line, `modules` has a row for each and `details()` a line. `reasons`
+    holds, by path, what only `apply_lora` knew.
     """
 
     model: nn.Module = field(repr=False)
@@ -89,17 +91,25 @@ class LoRAReport:
 
     def __str__(self) -> str:
         rows = self.modules
+        paths = {tuple(m.ops.items()) for m in rows if m.ops}
+        said = grouped((m.name, _text(m, shows_path=len(paths) > 1)) for m in rows)
+        lines = [f"  {names}{f' ({n})' if n > 1 else ''}: {text}" for names, n, text in said]
+        return "\n".join([*self._head(rows), *lines, *_why(rows)])
+
+    def details(self) -> str:
+        """`print(report)` with a line for every module."""
+        rows = self.modules
+        lines = [f"  {m.name}: {_text(m, shows_path=True)}" for m in rows]
+        return "\n".join([*self._head(rows), *lines, *_why(rows)])
+
+    def _head(self, rows: list[ModuleReport]) -> list[str]:
         share = 100.0 * self.trainable_parameters / max(self.total_parameters, 1)
         adapted = sum(m.action == "lora" for m in rows)
-        lines = [
+        return [
             f"LoRA on {adapted} modules, {self.trainable_parameters:,} of "
             f"{self.total_parameters:,} parameters trainable ({share:.3f} %)",
             f"FP8 scales: {self.scales_in_charge}; dropout: {self.dropout_source}",
         ]
-        lines += [_line(m) for m in rows]
-        paths = {(op, m.ops[op], m.why[op]) for m in rows for op in m.ops}
-        lines += [f"  {op}: {impl} ({why})" for op, impl, why in sorted(paths)]
-        return "\n".join(lines)
 
     def _row(self, path: str, module: nn.Module) -> ModuleReport:
         kind = type(module).__name__
@@ -148,15 +158,30 @@ def _shares_x(module: LoRALinear) -> tuple[str, ...]:
     return tuple(m.name for m in module.group.members if m is not module)
 
 
-def _line(m: ModuleReport) -> str:
+def _text(m: ModuleReport, shows_path: bool) -> str:
+    """What is said of a module behind its name."""
     if m.action != "lora":
-        return f"  {m.name}: {m.action} {m.kind} ({m.reason})"
-    taken: dict[str, list[str]] = {}
-    for op, implementation in m.ops.items():
-        taken.setdefault(implementation, []).append(op)
-    path = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in taken.items())
-    shares = f" x shared with {', '.join(m.shares_x)}" if m.shares_x else ""
+        return f"{m.action} {m.kind} ({m.reason})"
+    path = f" [{_path(m.ops)}]" if shows_path else ""
+    together = sorted(name.rpartition(".")[2] for name in (m.name, *m.shares_x))
+    shares = f" x shared by {', '.join(together)}" if m.shares_x else ""
     return (
-        f"  {m.name}: lora {m.in_features}→{m.out_features} r={m.r} scaling={m.scaling:g} "
-        f"p={m.dropout:g} base={m.base}{shares} [{path}] ({m.reason})"
+        f"lora {m.in_features}→{m.out_features} r={m.r} scaling={m.scaling:g} "
+        f"p={m.dropout:g} base={m.base}{shares}{path} ({m.reason})"
     )
+
+
+def _path(ops: Mapping[str, str]) -> str:
+    taken: dict[str, list[str]] = {}
+    for op, implementation in ops.items():
+        taken.setdefault(implementation, []).append(op)
+    return "; ".join(f"{impl}: {', '.join(names)}" for impl, names in taken.items())
+
+
+def _why(rows: list[ModuleReport]) -> list[str]:
+    """A line for every implementation that is taken, and the reason."""
+    taken: dict[tuple[str, str], dict[str, None]] = {}
+    for m in rows:
+        for op, implementation in m.ops.items():
+            taken.setdefault((implementation, m.why[op]), {})[op] = None
+    return [f"  {impl}: {', '.join(ops)} ({why})" for (impl, why), ops in taken.items()]

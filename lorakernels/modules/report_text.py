@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line for all modules of which a report says the same: model.layers.{0-79}.self_attn.{q,k,v,o}_proj."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_Parts = tuple[tuple[str, ...], ...]  # of a path: what stands between its dots
+
+
+def grouped(said: Iterable[tuple[str, str]]) -> list[tuple[str, int, str]]:
+    """(paths in braces, how many, text) of (path, text) pairs, in the order in which their texts come first.
+
+    Only paths that differ in one place are written as one, so that braces stand for every combination and no more.
+    """
+    groups: dict[str, list[_Parts]] = {}
+    for path, text in said:
+        groups.setdefault(text, []).append(tuple((part,) for part in path.split(".")))
+    return [
+        (".".join(map(_braces, parts)), _count(parts), text)
+        for text, paths in groups.items()
+        for parts in _joined(paths)
+    ]
+
+
+def _joined(paths: list[_Parts]) -> list[_Parts]:
+    """Join paths that differ in one place: numbers first, then names from the last to the first."""
+    longest = max(map(len, paths))
+    for numbers in (True, False):
+        for at in reversed(range(longest)):
+            paths = _joined_at(at, paths, numbers)
+    return paths
+
+
+def _joined_at(at: int, paths: list[_Parts], numbers: bool) -> list[_Parts]:
+    found: dict[tuple[object, ...], _Parts] = {}
+    for parts in paths:
+        if at >= len(parts) or all(part.isdecimal() for part in parts[at]) != numbers:
+            found[(parts,)] = parts
+            continue
+        key = (parts[:at], parts[at + 1 :])
+        before = found.get(key)
+        found[key] = (
+            parts if before is None else (*parts[:at], before[at] + parts[at], *parts[at + 1 :])
+        )
+    return list(found.values())
+
+
+def _count(parts: _Parts) -> int:
+    count = 1
+    for part in parts:
+        count *= len(part)
+    return count
+
+
+def _braces(part: tuple[str, ...]) -> str:
+    if len(part) == 1:
+        return part[0]
+    if all(name.isdecimal() for name in part):
+        return f"{{{_ranges(sorted(map(int, part)))}}}"
+    words = [name.split("_") for name in part]
+    most = min(map(len, words)) - 1
+    start = _same(words, most)
+    end = _same([name[::-1] for name in words], most - start)
+    middles = ["_".join(name[start : len(name) - end]) for name in words]
+    ends = words[0][len(words[0]) - end :]
+    return "_".join([*words[0][:start], f"{{{','.join(middles)}}}", *ends])
+
+
+def _same(words: list[list[str]], most: int) -> int:
+    """How many words, `most` at the most, all begin with."""
+    columns = list(zip(*words, strict=False))[:most]
+    return next((at for at, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-3,7 for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
