@@ -25,6 +25,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import saved_modules
+from lorakernels.modules.undo import all_or_nothing
 from lorakernels.modules.use import lora_modules
 from lorakernels.peft_format import (
     TASK_TYPES,
@@ -124,10 +125,11 @@ def load_adapter(
     check_keys(folder / WEIGHTS_NAME, expected, tensors)
     if adapted:
         _check_scaling(model, config, folder)
-    else:
-        dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
-        report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
-    _copy_values(model, tensors, is_trainable)
+    with all_or_nothing(model):
+        if not adapted:
+            dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
+            report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
+        _copy_values(model, tensors, is_trainable)
     return _report_now(model) if adapted or not is_trainable else report
 
 

@@ -52,6 +52,12 @@ def forget_originals(model: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
+def hidden_originals(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that have originals and show what was trained."""
+    held = (m for m in model.modules() if m.__dict__.get(_ORIGINAL))
+    return [m for m in held if not m.__dict__.get(_SHOWN, False)]
+
+
 def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
     """Show the original values (`show`) or the trained ones; returns the modules that changed over."""
     changed = []
@@ -67,8 +73,10 @@ def _swap(module: nn.Module) -> None:
     """Exchange the storages: a graph that already saved the trained values keeps them, as a reference model between a
     policy's forward and its backward needs."""
     originals = module.__dict__[_ORIGINAL]
+    pairs = []
     for name, original in originals.items():
         parameter = module._parameters[name]
         assert parameter is not None
-        then = original.to(parameter.device, parameter.dtype)
+        pairs.append((name, parameter, original.to(parameter.device, parameter.dtype)))
+    for name, parameter, then in pairs:
         originals[name], parameter.data = parameter.data, then

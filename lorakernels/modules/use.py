@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from lorakernels.modules.apply import tied_pointers
 from lorakernels.modules.entries import apart
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.saved import swap_originals
+from lorakernels.modules.saved import hidden_originals, swap_originals
 
 
 def lora_modules(model: nn.Module) -> dict[str, LoRALinear]:
@@ -47,8 +48,7 @@ def merge_lora(model: nn.Module) -> None:
                 layer.merge()
                 done.append(layer)
         except BaseException:
-            for merged in done:
-                merged.unmerge()
+            _take_all([merged.unmerge for merged in done])
             raise
 
 
@@ -69,9 +69,11 @@ def training_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Restore every base weight byte for byte. ValueError if there is no LoRALinear in `model`."""
-    for layer in _layers(model).values():
-        layer.unmerge()
+    """Restore every base weight byte for byte. ValueError if there is no LoRALinear in `model`.
+
+    Where a layer raises, the others are unmerged before the exception goes on.
+    """
+    _take_all([layer.unmerge for layer in _layers(model).values()])
 
 
 @contextmanager
@@ -79,18 +81,40 @@ def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
     """Inside the context `model` is its base: adapters off (merged ones unmerged), trained biases and
     `modules_to_save` as they were before training. Nests."""
     layers = list(_layers(model).values())
-    before = [(layer, layer.disable_adapters, layer.merged) for layer in layers]
-    swapped: list[nn.Module] = []
+    before = [(layer, layer.disable_adapters) for layer in layers]
+    hidden = hidden_originals(model)
+    merged: list[LoRALinear] = []
     try:
         for layer in layers:
-            layer.unmerge()
+            if layer.merged:
+                merged.append(layer)
+                layer.unmerge()
             layer.disable_adapters = True
-        swapped = swap_originals(model, show=True)
+        for module in hidden:
+            swap_originals(module, show=True)
         yield model
     finally:
-        for module in swapped:
-            swap_originals(module, show=False)
-        for layer, disabled, merged in before:
+        for layer, disabled in before:
             layer.disable_adapters = disabled
-            if merged:
-                layer.merge()
+        back = [partial(swap_originals, module, show=False) for module in hidden]
+        _take_all([*back, *(partial(_merge_again, layer) for layer in merged)])
+
+
+def _merge_again(layer: LoRALinear) -> None:
+    layer.unmerge()  # where that failed half way
+    layer.merge()
+
+
+def _take_all(steps: Sequence[Callable[[], object]]) -> None:
+    """Take every step, in order. What fails is tried again at the end; then the first exception is raised."""
+    failed: list[tuple[Callable[[], object], BaseException]] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            failed.append((step, error))
+    for step, _ in failed:
+        with suppress(Exception):
+            step()
+    if failed:
+        raise failed[0][1]

@@ -114,14 +114,17 @@ class _Exact(nn.Module):
     def __init__(self, module: FrozenFP8Linear) -> None:
         super().__init__()
         self.weight = module.dequantized_weight().double()
-        self.bias_value = None if module.bias is None else module.bias.detach().double()
+        bias = module.bias
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach().double(), bias.requires_grad)
+        )
         self.scaling = getattr(module, "scaling", 0.0)
         for name in ("lora_A", "lora_B"):
             if hasattr(module, name):
                 setattr(self, name, nn.Parameter(getattr(module, name).detach().double()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(x, self.weight, self.bias_value)
+        y = nn.functional.linear(x, self.weight, self.bias)
         if self.scaling:
             y = y + self.scaling * (x @ self.lora_A.t()) @ self.lora_B.t()
         return y

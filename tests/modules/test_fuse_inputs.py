@@ -52,8 +52,44 @@ def test_packed_sequences_by_their_starts(save: str) -> None:
     with pytest.raises(ValueError, match=r"cu_seq_lens_q must be int32 \[sequences \+ 1\]"):
         starts = starts.long()
         twin(x, use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
-    with pytest.raises(ValueError, match="must be one tensor, found two"):
-        twin(x, use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts.clone())
+
+
+def test_packed_sequences_as_transformers_collates_them() -> None:
+    """Equal tensors, not one, once the batch has been moved to where the model is."""
+    from transformers import BatchEncoding, DataCollatorWithFlattening
+
+    model = adapted()
+    twin, _ = fused_copy(model)
+    rows = [{"input_ids": tokens(1, length)[0].tolist()} for length in (5, 1, 7)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate(rows)
+    starts, ends = (batch[f"cu_seq_lens_{name}"] for name in "qk")
+    assert starts is not ends and starts.dtype == torch.int32
+    found = twin(**BatchEncoding(batch).to("cpu"), use_cache=False)
+    found.loss.backward()
+    alone = [model(torch.tensor([row["input_ids"]]), use_cache=False).logits for row in rows]
+    assert difference(found.logits, torch.cat(alone, 1)) <= FP32
+    with torch.inference_mode():
+        batch = {**batch, "cu_seq_lens_k": starts.to(torch.int64).to(torch.int32)}
+        assert torch.equal(twin(**batch, use_cache=False).logits, found.logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seq_lens_k": torch.tensor([0, 12, 24])}, r"int32 \[3\] on cpu, found int64 \[3\]"),
+        ({"cu_seq_lens_k": torch.tensor([0, 24], dtype=torch.int32)}, r"found int32 \[2\] on cpu"),
+        ({"cu_seq_lens_q": None}, "must be equal to cu_seq_lens_q, None, found"),
+        ({"max_length_k": 11}, r"must be equal, found \(12, 11\)"),
+    ],
+    ids=["dtype", "shape", "keys alone", "longest"],
+)
+def test_sequences_of_keys_that_are_not_those_of_queries_are_refused(change, message: str) -> None:
+    model, _ = fused_copy(adapted())
+    starts = torch.tensor([0, 12, 24], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12}
+    with pytest.raises(ValueError, match=message):
+        model(tokens(), use_cache=False, **{**packed, "max_length_k": 12, **change})
 
 
 def test_padding_and_a_sliding_window_come_as_masks() -> None:

@@ -90,6 +90,50 @@ def test_plain_linears_become_fp8_on_the_adapters_state_and_may_come_back() -> N
     assert model.model.layers[1].mlp.down_proj is linear
 
 
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+def test_kept_linears_follow_the_model(fp8: DelayedScaling | None) -> None:
+    """`.to`, `eval` and a bias that was loaded reach the model; the kept modules are outside of it meanwhile."""
+    model = adapted("Qwen2", ("gate_proj",), fp8=fp8)
+    fuse(model, keep_linears=True)
+    model.to(torch.bfloat16).eval()
+    biases = {k: torch.full_like(v, 0.5) for k, v in model.state_dict().items() if "k_proj.b" in k}
+    model.load_state_dict(biases, strict=False)
+    unfuse(model)
+    linear = model.model.layers[1].self_attn.k_proj
+    assert type(linear) is nn.Linear and linear.weight.dtype == torch.bfloat16
+    assert not linear.training and linear.bias.unique().item() == 0.5
+    model(tokens(), use_cache=False)
+
+
+@pytest.mark.parametrize("how", ["copy", "assign"])
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+def test_kept_linears_of_another_weight_stay_out(fp8: DelayedScaling | None, how: str) -> None:
+    models = [adapted(fp8=fp8) for _ in range(2)]
+    for model in models:
+        fuse(model, keep_linears=True)
+    models[0].load_state_dict(models[1].state_dict(), assign=how == "assign")
+    x = tokens()
+    expected = run(models[1], x)
+    with pytest.warns(RuntimeWarning, match=r"layers\.0\.mlp\.gate_proj.* stay FrozenFP8Linears"):
+        unfuse(models[0])
+    unfused = exact(models[0])
+    assert type(models[0].model.layers[0].mlp.gate_proj) is FrozenFP8Linear
+    bound = FP32 if fp8 is None else 0.1  # two roundings to 2^-4 in each of some thirty
+    assert difference(run(unfused, x)["logits"], expected["logits"]) < bound
+
+
+def test_kept_linears_of_one_changed_layer_alone_stay_out() -> None:
+    model = adapted(fp8=DelayedScaling())
+    fuse(model, keep_linears=True)
+    frozen = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        frozen.weight_scale_inv.mul_(2)
+    with pytest.warns(RuntimeWarning, match=r"^model\.layers\.1\.mlp\.up_proj stay"):
+        unfuse(model)
+    assert model.model.layers[1].mlp.up_proj is frozen
+    assert type(model.model.layers[1].mlp.gate_proj) is nn.Linear
+
+
 def test_a_base_that_is_fp8_already_comes_to_the_adapters_state() -> None:
     """With its histories: who updates the adapters' scales updates them all."""
     recipe = DelayedScaling(amax_history_len=4)
