@@ -98,12 +98,15 @@ def fuse(
         attention: "auto", "cudnn", "flash", "efficient" or "math".
         keep_linears: hold on to the `nn.Linear`s that become FP8, at their full size, for `unfuse` to put back.
 
+    `load_state_dict(strict=False)` of a fused model's state into one that is not fused copies FP8 values unscaled into
+    its `nn.Linear`s, which torch does not tell apart: load it with `strict=True`, or into a fused model.
+
     Returns:
         A FuseReport.
 
     Raises:
         ValueError, TypeError: there is no decoder layer, or one cannot be fused; the message names the layer and why.
-            Nothing is changed then.
+            Nothing is changed then, nor where an exception comes later, such as one of a full device.
     """
     if save not in SAVE:
         raise ValueError(f"save must be one of {list(SAVE)}, found {save!r}")
@@ -142,9 +145,10 @@ def fuse(
 def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: the layers run their own forward, and every projection owns its memory again.
 
-    A projection that `fuse` turned into a FrozenFP8Linear stays one unless `keep_linears` was given. Histories of the
-    FP8 state that nothing was written to since are as before; else the group's x goes to each member, and dy starts
-    anew.
+    A projection that `fuse` turned into a FrozenFP8Linear stays one unless `keep_linears` was given. The kept
+    `nn.Linear` comes back in the layer's dtype and on its device if the FP8 weight still is what it was made into;
+    a warning names those that do not. Histories of the FP8 state that nothing was written to since are as before; else
+    the group's x goes to each member, and dy starts anew. An exception in the middle leaves the model fused.
 
     Raises:
         ValueError: `model` is not fused.

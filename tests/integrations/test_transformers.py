@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from lorakernels.integrations.transformers import (  # noqa: E402
     frozen_from_fp8_linear,
 )
 from lorakernels.modules.convert import dequantize  # noqa: E402
+from tests.interrupt import Interrupt  # noqa: E402
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 BLOCK = (128, 128)
@@ -266,6 +268,56 @@ def break_scales(model: nn.Module) -> None:
 def break_dtype(model: nn.Module) -> None:
     weight = torch.zeros(272, 72, dtype=torch.int8)
     model.model.layers[1].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def break_bytes(model: nn.Module, byte: int) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data.view(torch.uint8)[3, 5] = byte
+
+
+def break_scale(model: nn.Module, value: float) -> None:
+    scales = model.model.layers[1].mlp.up_proj.weight_scale_inv.data
+    scales[-1, -1] = value
+
+
+FINITE = r"up_proj.weight must be finite to be held in FP8, found inf or NaN"
+
+
+@pytest.mark.parametrize("how", ["convert_fp8_model", "apply_lora"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(break_bytes, byte=0x7F),
+        partial(break_bytes, byte=0xFF),
+        partial(break_scale, value=float("nan")),
+        partial(break_scale, value=3e38),
+    ],
+    ids=["NaN", "-NaN", "scale", "product"],
+)
+def test_block_fp8_that_is_not_finite_changes_nothing(change, how):
+    model = block_fp8(llama())
+    change(model)
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\." + FINITE):
+        if how == "apply_lora":
+            apply_lora(model, LoRAConfig(target_modules=["q_proj", "up_proj"]))
+        else:
+            convert_fp8_model(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.is_quantized and model.model.norm.weight.requires_grad
+
+
+@pytest.mark.parametrize("at", [1, 20, 60])
+def test_a_conversion_that_is_interrupted_leaves_the_model_as_it_was(at):
+    model = block_fp8(llama())
+    before = dict(model.named_modules())
+    ids = tokens(1)
+    with pytest.raises(KeyboardInterrupt), Interrupt(at):
+        convert_fp8_model(model)
+    assert dict(model.named_modules()) == before
+    assert model.is_quantized and model.hf_quantizer is not None
+    assert model.config.quantization_config is not None
+    convert_fp8_model(model)
+    assert model.eval()(input_ids=ids).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import (
     DelayedScaling,
@@ -27,6 +26,7 @@ from lorakernels import (
     unfuse,
     unmerge_lora,
 )
+from tests.interrupt import Interrupt
 from tests.modules.fused_models import adapted, model_of, tokens
 
 INTERRUPTIONS = 40  # of each call, the first and the last allocation among them
@@ -38,22 +38,6 @@ CONFIG = LoRAConfig(
     bias="all",
     weight_layout="both",
 )
-
-
-class Interrupt(TorchDispatchMode):
-    """Raises before the op that would make the `at`-th new tensor, or copy into one that is there; counts them."""
-
-    def __init__(self, at: int = 0, error: type[BaseException] = KeyboardInterrupt) -> None:
-        super().__init__()
-        self.at, self.error, self.count = at, error, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        new = (r.alias_info is None and "Tensor" in str(r.type) for r in func._schema.returns)
-        if any(new) or func is torch.ops.aten.copy_.default:
-            self.count += 1
-            if self.count == self.at:
-                raise self.error(f"at {func}")
-        return func(*args, **(kwargs or {}))
 
 
 def _plain(value: object) -> object:
