@@ -85,6 +85,7 @@ def frozen_from_fp8_linear(
 ) -> FrozenFP8Linear:
     """A FrozenFP8Linear with the weight of a transformers FP8Linear; frozen bias, same mode."""
     _check_recipe(fp8)
+    assert fp8 is not None
     _check_module(name or "module", module)
     return to_frozen(module, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name)
 

@@ -77,7 +77,8 @@ def apply_lora(
     beside = [path for path, _ in model.named_modules() if path in {*rest, *there}]
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
-        fp8_state = config.fp8 and FP8State([*paths, *beside], config.fp8, device)
+        names = [*paths, *beside]
+        fp8_state = None if config.fp8 is None else FP8State(names, config.fp8, device)
         tied = tied_pointers(model)
         model.requires_grad_(False)
         for site, path in enumerate(paths):

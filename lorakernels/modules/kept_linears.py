@@ -36,7 +36,7 @@ class KeptLinear:
     def weight(self) -> nn.Parameter | None:
         """For `put_back`: on the layer's device and in its dtype; None if the layer computes with another weight."""
         now = self.parent._modules.get(self.name)
-        own = self.linear.weight
+        own: nn.Parameter = self.linear._parameters["weight"]  # type: ignore[assignment]
         if type(now) is not FrozenFP8Linear or not _holds(now, own):
             return None
         norm = _norm(self.layer)

@@ -24,7 +24,7 @@ class _Object:
     def __init__(self, owner: Any) -> None:
         self.owner, self.kind, self.values = owner, type(owner), dict(vars(owner))
         held = [v for v in self.values.values() if isinstance(v, (dict, list, set))]
-        self.containers = [(container, container.copy()) for container in held]
+        self.containers: list[tuple[Any, Any]] = [(each, each.copy()) for each in held]
         buffers = self.values.get("_buffers")
         for container, entries in self.containers:
             if container is buffers and isinstance(owner, FrozenFP8Linear):
