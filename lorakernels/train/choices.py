@@ -53,7 +53,9 @@ def _attention(model: Any, options: FinetuneOptions) -> str:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise OptionError(f"{rows}: {error}") from error
-    return f"{NAMES.get(name, name)}; {rows}"
+    on_gpu = next(model.parameters()).is_cuda
+    named = NAMES.get(name, name) if on_gpu else f"torch's {name} kernel for CPUs"
+    return f"{named}; {rows}"
 
 
 def attention_backend(model: Any, options: FinetuneOptions) -> str:

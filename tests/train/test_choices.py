@@ -41,7 +41,7 @@ def block(said: str) -> list[str]:
             [
                 "float32, frozen weights in FP8; 14 adapters of rank 4, ",
                 "as transformers has them: fused kernels are a GPU's",
-                "FlashAttention-2|plain matrix|; documents apart",
+                "torch's flash kernel for CPUs; documents apart",
                 "none, every kernel is launched anew: CUDA graphs need a GPU",
                 "the same bits every time",
             ],
