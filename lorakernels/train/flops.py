@@ -12,14 +12,17 @@ base does not have. Recomputation under gradient checkpointing is not counted, s
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-# Dense tensor-core peaks in TFLOP/s, (bf16, fp8), from NVIDIA's data sheets. Matched in order by torch's device name.
+# Dense tensor-core peaks in TFLOP/s, (bf16, fp8), from NVIDIA's data sheets. It is the first whose words are in torch's
+# device name, as whole words: GH200 is no H200
 PEAKS: tuple[tuple[str, str, float, float | None], ...] = (
+    ("H200 NVL", "H200 NVL", 835.0, 1671.0),
     ("H200", "H200 SXM", 989.4, 1978.9),
     ("H100 PCIe", "H100 PCIe", 756.0, 1513.0),
     ("H100 NVL", "H100 NVL", 835.0, 1671.0),
@@ -46,7 +49,7 @@ def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str
         return f"no MFU: no peak is kept for {dtype}"
     name = torch.cuda.get_device_name(device)
     for pattern, label, bf16_peak, fp8_peak in PEAKS:
-        if pattern in name:
+        if re.search(rf"\b{pattern}\b", name):
             if fp8 and fp8_peak is not None:
                 return Peak(f"{label}, dense FP8", fp8_peak)
             return Peak(f"{label}, dense bf16", bf16_peak)

@@ -161,8 +161,7 @@ class Trainer:
         """Everything of a step that the device does: nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
-        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-        self.ranks.add_up([*gradients, loss, asked])
+        gradients = self.ranks.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
         # the fused kernel leaves a step out where loss or norm is not finite: nobody waits
         finite = torch.isfinite(loss) & torch.isfinite(norm)

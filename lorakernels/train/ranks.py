@@ -42,6 +42,24 @@ class Ranks:
             list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)]
         )
 
+    def add_up_gradients(self, parameters: Sequence[Tensor], *others: Tensor) -> list[Tensor]:
+        """Sum the parameters' gradients and `others` over the ranks; the gradients that this rank has then.
+
+        A parameter that only other ranks have a gradient of (an expert that no token here chose) gets theirs. One that
+        no rank has a gradient of keeps None, and an optimizer leaves it alone, as on one rank.
+        """
+        if self.size > 1:
+            present = torch.ones(len(parameters), device=others[0].device)
+            for i, parameter in enumerate(parameters):
+                if parameter.grad is None:
+                    present[i] = 0
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            self.add_up([*gradients, present, *others])
+            if any(p.grad is None for p in parameters):
+                for p, gradient, found in zip(parameters, gradients, present.tolist(), strict=True):
+                    p.grad = gradient if found else None
+        return [p.grad for p in parameters if p.grad is not None]
+
     def on_first(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0 while the others wait; where it fails, all of them fail."""
         error: Exception | None = None

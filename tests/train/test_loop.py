@@ -140,6 +140,23 @@ def test_bad_steps_are_skipped_counted_and_finally_stop(trainer: MakeTrainer, fp
     made.close()
 
 
+def test_a_loss_that_is_not_finite_is_skipped_whatever_the_gradients(
+    trainer: MakeTrainer,
+) -> None:
+    made = trainer(batch_size=2)
+    before = {name: p.detach().clone() for name, p in made.trainable.items()}
+    real = made._forward_and_backward
+    made._forward_and_backward = lambda batches: real(batches) * math.inf  # type: ignore[method-assign]
+    result = made.step()
+    assert result.skipped and math.isfinite(result.grad_norm)
+    assert all(torch.equal(p, before[name]) for name, p in made.trainable.items())
+    assert not any(bool(s["exp_avg"].any()) for s in made.optimizer.state.values())
+    made._forward_and_backward = real  # type: ignore[method-assign]
+    assert not made.step().skipped
+    assert any(not torch.equal(p, before[name]) for name, p in made.trainable.items())
+    made.close()
+
+
 def test_clipping(trainer: MakeTrainer) -> None:
     made = trainer(batch_size=2, max_grad_norm=1e-3)
     norm = made.step().grad_norm
@@ -168,6 +185,25 @@ def test_evaluation_changes_nothing(trainer: MakeTrainer, rows: PackedRows) -> N
         assert limited == pytest.approx(
             float(summed_loss(made.model, batch, 7)) / batch.targets, rel=1e-6
         )
+    made.close()
+
+
+@pytest.mark.parametrize("isolate", [True, False], ids=["apart", "as one sequence"])
+def test_evaluation_is_of_rows_as_they_are_trained(trainer: MakeTrainer, isolate: bool) -> None:
+    """Rows of two documents: what they see of each other changes the loss."""
+    text = (b"the quick brown fox jumps over the lazy dog; " * 4)[:96]
+    stops = np.arange(12, 97, 12)
+    two = PackedRows(np.frombuffer(text, dtype=np.uint8), np.stack([stops - 12, stops], 1), 24)
+    made = trainer(batch_size=3, isolate_documents=isolate, eval_rows=0)
+    found = evaluate(made.model, two, made.options)
+    batch = two.batch(range(len(two)))
+    made.model.eval()
+    with torch.no_grad():
+        same, other = (
+            float(summed_loss(made.model, batch, 1000, i)) / batch.targets
+            for i in (isolate, not isolate)
+        )
+    assert found == pytest.approx(same, rel=1e-6) and abs(found - other) > 1e-4
     made.close()
 
 
@@ -204,17 +240,32 @@ def test_flops_of_a_known_model(model_dir: Path) -> None:
     )
 
 
-def test_peak_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "fp8", "expected"),
+    [
+        ("NVIDIA H200", True, Peak("H200 SXM, dense FP8", 1978.9)),
+        ("NVIDIA H200", False, Peak("H200 SXM, dense bf16", 989.4)),
+        ("NVIDIA H200 NVL", True, Peak("H200 NVL, dense FP8", 1671.0)),
+        ("NVIDIA GH200 480GB", True, Peak("GH200, dense FP8", 1978.9)),
+        ("NVIDIA H100 80GB HBM3", True, Peak("H100 SXM, dense FP8", 1978.9)),
+        ("NVIDIA H100 NVL", False, Peak("H100 NVL, dense bf16", 835.0)),
+        ("NVIDIA A100-SXM4-80GB", True, Peak("A100, dense bf16", 312.0)),
+        ("NVIDIA L40S", True, Peak("L40S, dense FP8", 733.0)),
+        ("NVIDIA Z9000", True, "no MFU: no peak is known for NVIDIA Z9000"),
+    ],
+)
+def test_peak_is_named_or_left_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, fp8: bool, expected: Peak | str
+) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert find_peak(gpu, torch.bfloat16, True) == Peak("H200 SXM, dense FP8", 1978.9)
-    assert find_peak(gpu, torch.bfloat16, False) == Peak("H200 SXM, dense bf16", 989.4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert find_peak(gpu, torch.bfloat16, fp8) == expected
+
+
+def test_no_peak_without_a_gpu_or_in_fp32() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert find_peak(gpu, torch.float32, True) == "no MFU: no peak is kept for torch.float32"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Z9000")
-    assert find_peak(gpu, torch.bfloat16, True) == "no MFU: no peak is known for NVIDIA Z9000"
-    assert (
-        find_peak(torch.device("cpu"), torch.bfloat16, True) == "no MFU: no peak is known for cpu"
-    )
+    assert find_peak(cpu, torch.bfloat16, True) == "no MFU: no peak is known for cpu"
 
 
 def test_an_adapter_of_zero_evaluates_as_the_base_in_fp8(

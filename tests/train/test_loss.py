@@ -56,6 +56,21 @@ def test_value_and_gradients_equal_cross_entropy(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["linear", "any-head"])
+def test_items_divide_the_value_and_the_gradient(plain: bool) -> None:
+    """Of the tokens of the whole step, more than this microbatch has."""
+    torch.manual_seed(5)
+    linear = nn.Linear(8, 13).requires_grad_(False)
+    hidden = torch.randn(6, 8, requires_grad=True)
+    labels = torch.randint(0, 13, (6,))
+    items = torch.tensor(17.0)
+    loss = chunked_cross_entropy(hidden, linear if plain else Wrapped(linear), labels, 4, items)
+    exact = F.cross_entropy(linear(hidden).double(), labels, reduction="sum") / 17
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+    found, expected = (torch.autograd.grad(x, hidden)[0] for x in (loss, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
 def test_ignored_tokens_may_be_nan() -> None:
     """As in F.cross_entropy: what is not asked cannot spoil the sum."""
     head = nn.Linear(4, 5).requires_grad_(False)

@@ -45,6 +45,43 @@ def test_ranks_of_environment(monkeypatch):
     assert ranks_of_environment() == Ranks(3, 4, 1)
 
 
+def uneven(rank: int, size: int, port: int, folder: str) -> None:
+    """Gradients of a on both ranks, of b on the second alone, of c on none; a in bf16, and a loss in fp32."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    a, b, c = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    a = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    a.grad = torch.full((2,), 1.0 + rank, dtype=torch.bfloat16)
+    if rank == 1:
+        b.grad = torch.full((2,), 5.0)
+    loss = torch.tensor(1 + 2.0**-20)
+    grads = Ranks(rank, size).add_up_gradients([a, b, c], loss)
+    torch.save({"a": a.grad, "b": b.grad, "c": c.grad, "loss": loss, "n": len(grads)},
+               f"{folder}/uneven{rank}.pt")  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_a_gradient_that_one_rank_has_reaches_all(tmp_path: Path) -> None:
+    """Summed in fp32, whatever the first of them is in."""
+    port = processes.free_port()
+    ranks = [
+        processes.start(
+            uneven, rank, 2, port, str(tmp_path), on_gpu=False, said=tmp_path / f"said{rank}"
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.join(120)
+    said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
+    assert [p.exitcode for p in ranks] == [0, 0], said
+    for rank in range(2):
+        found = torch.load(tmp_path / f"uneven{rank}.pt")
+        assert found["a"].tolist() == [3, 3] and found["a"].dtype == torch.bfloat16
+        assert found["b"].tolist() == [5, 5] and found["c"] is None and found["n"] == 2
+        assert found["loss"] == 2 + 2.0**-19
+
+
 def drive(rank: int, size: int, port: int, runs: list[list[str]]) -> None:
     """The runs one after the other; after each, what this rank trained and its scales are in `rank<i>.pt`."""
     from lorakernels.cli.finetune import add_arguments, run
