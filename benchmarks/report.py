@@ -52,6 +52,7 @@ def tables(results: dict[str, list[Row]]) -> str:
     """What stands between the markers."""
     layers = results.get("decoder_layer", [])
     parts = [
+        _finetune_table(results.get("finetune", [])),
         op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
@@ -169,6 +170,32 @@ def _end_to_end_table(rows: list[Row]) -> str:
         f"or bf16, GiB what the allocator holds (`make bench BENCH=end_to_end`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}\n\n{_image('tokens per second', 'end_to_end')}"
+
+
+def _finetune_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    head = ["model, tokens", "", "tokens/s", "× HF + PEFT", "attention", "peak GiB", ""]
+    lines = [head, ["---"] * len(head)]
+    before = ""
+    for row in rows:
+        what = f"{row['model']}, {times(row['rows']).replace(' ', '')}"
+        rate, memory = number(row["tokens/s"]), number(row["peak GiB"])
+        cells = [
+            "–" if rate is None else f"{rate:,.0f}",
+            row["× hf + peft"] or "–",
+            row["attention"] or "–",
+            "–" if memory is None else f"{memory:.1f}",
+            "" if row["check"] == "ok" else row["check"][:REASON],
+        ]
+        lines.append(["" if what == before else what, row["provider"], *cells])
+        before = what
+    title = (
+        "`lorakernels finetune` from its command line (cli), LoRA R = 16 on all linear layers, functions of this "
+        "Python's sources packed into rows, random weights; beside it a loop of our own and HF + PEFT bf16 on the same "
+        f"rows (`make bench BENCH=finetune`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
 
 
 def _graphs_table(rows: list[Row]) -> str:
