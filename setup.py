@@ -79,15 +79,18 @@ def find_cuda() -> Cuda | None:
     if nvcc is None:
         if wanted == "1":
             sys.exit("LORAKERNELS_CUDA=1, but no nvcc in CUDA_HOME, CUDA_PATH or on PATH")
-        reason = (
-            "LORAKERNELS_CUDA=0" if wanted == "0" else "no nvcc in CUDA_HOME, CUDA_PATH or PATH"
-        )
-        print(f"lorakernels: building the host part only ({reason})", flush=True)
+        print(f"lorakernels: building the host part only ({why_no_cuda()})", flush=True)
         return None
     release = re.search(r"V(\d+\.\d+\.\d+)", output_of(nvcc, "--version"))
     if release is None:
         sys.exit(f"{nvcc} --version does not work")
     return Cuda(nvcc, release[1], cuda_archs())
+
+
+def why_no_cuda() -> str:
+    if os.environ.get("LORAKERNELS_CUDA") == "0":
+        return "LORAKERNELS_CUDA=0 was set"
+    return "no nvcc in CUDA_HOME, CUDA_PATH or PATH"
 
 
 def find_cxx() -> list[str]:
@@ -138,6 +141,7 @@ def build_info_defines(version: str, cuda: Cuda | None) -> str:
         "CUDA": "1" if cuda else "0",
         "CUDA_ARCHS": f'"{";".join(cuda.archs) if cuda else ""}"',
         "NVCC": f'"{cuda.version if cuda else ""}"',
+        "WHY_NO_CUDA": f'"{"" if cuda else why_no_cuda()}"',
     }
     return words(*(f"-DLORAKERNELS_BUILD_{k}={v}" for k, v in values.items()))
 

@@ -23,6 +23,7 @@ py::dict build_info() {
   info["cuda"] = static_cast<bool>(LORAKERNELS_BUILD_CUDA);
   info["cuda_archs"] = std::string(LORAKERNELS_BUILD_CUDA_ARCHS);
   info["nvcc"] = std::string(LORAKERNELS_BUILD_NVCC);
+  info["why_no_cuda"] = std::string(LORAKERNELS_BUILD_WHY_NO_CUDA);
   info["compiler"] = compiler_version();
   return info;
 }

@@ -144,12 +144,10 @@ def render(facts: dict[str, Any]) -> str:
     lines.append(
         f"  built {f'for CUDA {built}' if built else 'without CUDA'}, ",
     )
-    lines[-1] += "sees a GPU" if facts["torch"]["cuda_available"] else "sees no GPU"
+    no_gpu = "sees no GPU: training runs on the CPU, which is for tests and small models"
+    lines[-1] += "sees a GPU" if facts["torch"]["cuda_available"] else no_gpu
     for device in facts["devices"]:
-        lines += ["", _render_device(device)]
-        width = max(len(entry["implementation"]) for entry in device["ops"].values())
-        for op, entry in device["ops"].items():
-            lines.append(f"  {op:24}{entry['implementation']:{width + 2}}{entry['reason']}")
+        lines += ["", _render_device(device), *_render_ops(device["ops"])]
     return "\n".join(lines)
 
 
@@ -159,7 +157,11 @@ def _render_extension(extension: dict[str, Any]) -> list[str]:
     build, runtime = extension["build"], extension["cuda_runtime"]
     lines = [f"  compiler {build['compiler']}"]
     if not build["cuda"]:
-        return [*lines, "  host part only: there was no nvcc when it was built"]
+        why = build.get("why_no_cuda") or "no nvcc was found"
+        return [
+            *lines,
+            f"  host part only ({why}, when it was built): a GPU runs Triton's and PyTorch's kernels",
+        ]
     lines.append(
         f"  CUDA compiled by nvcc {build['nvcc']} for sm_{build['cuda_archs'].replace(';', ', sm_')}"
     )
@@ -168,6 +170,15 @@ def _render_extension(extension: dict[str, Any]) -> list[str]:
         *lines,
         f"  CUDA runtime {runtime['runtime_version']}, driver {runtime['driver_version']}: {found}",
     ]
+
+
+def _render_ops(ops: dict[str, dict[str, str]]) -> list[str]:
+    """A line each, or one where all are the same, as on a CPU."""
+    rows = {op: (entry["implementation"], entry["reason"]) for op, entry in ops.items()}
+    if len(set(rows.values())) == 1:
+        rows = {f"all {len(rows)} ops": next(iter(rows.values()))}
+    width = max(len(implementation) for implementation, _ in rows.values())
+    return [f"  {op:24}{found:{width + 2}}{reason}" for op, (found, reason) in rows.items()]
 
 
 def _render_device(device: dict[str, Any]) -> str:

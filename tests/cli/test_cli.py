@@ -28,8 +28,27 @@ def test_doctor_json_holds_every_op_of_every_device(capsys: pytest.CaptureFixtur
 def test_doctor_text_names_versions_ops_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    for part in (torch.__version__, "lorakernels._C", *OPS, "PyTorch on the CPU"):
+    for part in (torch.__version__, "lorakernels._C", "PyTorch on the CPU"):
         assert part in text
+    assert text.count("PyTorch on the CPU") == 1, "equal rows are one"
+    assert f"all {len(OPS)} ops" in text
+
+
+def test_doctor_has_a_row_for_each_op_of_a_gpu() -> None:
+    """Of an A100, whose rows differ: the implementation, and the reason, which says what it costs."""
+    ops = doctor._ops("cuda", (8, 0))
+    rows = doctor._render_ops(ops)
+    assert len(rows) == len(OPS)
+    for op, row in zip(ops, rows, strict=True):
+        assert row.split()[0] == op and ops[op]["implementation"] in row
+        assert row.endswith(ops[op]["reason"])
+
+
+@pytest.mark.parametrize("why", ["LORAKERNELS_CUDA=0 was set", None])
+def test_doctor_says_why_there_is_no_csrc(why: str | None) -> None:
+    build = {"compiler": "gcc", "cuda": False, **({"why_no_cuda": why} if why else {})}
+    lines = doctor._render_extension({"error": None, "build": build, "cuda_runtime": {}})
+    assert f"host part only ({why or 'no nvcc was found'}, when it was built)" in lines[-1]
 
 
 def facts_without(error: str) -> dict[str, object]:
