@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import re
@@ -396,6 +397,39 @@ def test_missing_dependency_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
         match=r'pip install "lorakernels\[hf,train\]" \(rich is in the extra "train"\)',
     ):
         require("rich")
+
+
+@pytest.mark.parametrize("package", ["numpy", "rich", "matplotlib", "transformers"])
+def test_a_missing_package_is_one_line(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, package: str,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli(*base_args, "--output", tmp_path) == 1
+    said = capsys.readouterr().err
+    assert f"finetune needs {package}, which cannot be imported" in said and said.count("\n") == 1
+
+
+def test_the_job_imports_declared_packages_only() -> None:
+    """Of lorakernels itself, and of its extras hf and train."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["hf"], *extras["train"]]
+    names = {re.split(r"[^\w.-]", line)[0] for line in declared} | {"lorakernels"}
+    names = {"yaml" if name == "pyyaml" else name for name in names}
+    found = {}
+    for path in [*root.glob("lorakernels/train/*.py"), *root.glob("lorakernels/cli/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            wanted = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                wanted = [node.module or ""]
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
+                wanted = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found |= {name.split(".")[0]: path.name for name in wanted}
+    undeclared = {k: v for k, v in found.items() if k not in names | sys.stdlib_module_names}
+    assert len(found) > 20 and undeclared == {}
 
 
 def test_help_imports_no_heavy_library() -> None:
