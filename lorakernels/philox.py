@@ -85,7 +85,7 @@ class PhiloxState:
 
     def slot(self) -> Tensor:
         """A new int64 [2] slot for one call of one dropout site."""
-        nonce = torch.randint(_INT63, (), dtype=torch.int64)
+        nonce = torch.randint(_INT63, (), dtype=torch.int64, device="cpu")
         if torch.compiler.is_compiling():
             return self.tensor + self._key * nonce
         return torch.add(self.tensor, self._key, alpha=int(nonce))  # one launch
