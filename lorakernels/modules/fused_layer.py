@@ -73,9 +73,19 @@ class FusedDecoderLayer(nn.Module):
     With a key-value cache in eval it is the layer's own forward, over the same parameters. Sequences packed into rows
     may come as transformers' flash attention takes them, `cu_seq_lens_q` and `max_length_q`: then `attention_mask` is
     not read (autograd/attention.py). `cu_seq_lens_k` and `max_length_k`, where given, must be equal to them.
+
+    Under `torch.compile` of a model around it, it runs as it is, as a graph break.
     """
 
     _fused: Parts
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """RuntimeError: its kernels are fused already, and GraphManager takes their launches off the host."""
+        path = self._fused.places[0][0].rpartition(".")[0]
+        raise RuntimeError(
+            f"{path or type(self).__name__} is fused and cannot be compiled: replay it with "
+            "lorakernels.graphs.GraphManager, or unfuse the model and then compile its layers"
+        )
 
     def forward(
         self,
@@ -297,8 +307,16 @@ _classes: dict[type, type] = {}
 def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     """`Fused<kind>`: FusedDecoderLayer before `kind`."""
     if kind not in _classes:
-        reduce = {"__reduce_ex__": _reduce_fused, "__module__": kind.__module__}
-        _classes[kind] = type(f"Fused{kind.__name__}", (FusedDecoderLayer, kind), reduce)
+        name = f"Fused{kind.__name__}"
+        reason = (
+            f"{name} is fused already and is not traced; unfuse the model to compile its layers"
+        )
+        own = {
+            "__reduce_ex__": _reduce_fused,
+            "__module__": kind.__module__,
+            "forward": torch.compiler.disable(FusedDecoderLayer.forward, reason=reason),
+        }
+        _classes[kind] = type(name, (FusedDecoderLayer, kind), own)
     return _classes[kind]
 
 
