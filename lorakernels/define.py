@@ -54,6 +54,34 @@ def define(
     return register
 
 
+def define_composed(
+    fn: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    save: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Any:
+    """Register `fn`, which calls other ops, as the op of its name on every device.
+
+    `save(ctx, inputs, output)` and `differentiate(ctx, *grads)` are its gradient; without them it has none.
+    """
+    name = fn.__name__
+    schema = torch.library.infer_schema(fn, mutates_args=(), op_name=name)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device_type in ("cpu", "cuda"):
+        run = _disable_dynamo(_without_autocast(fn, device_type))
+        _LIBRARY.impl(name, run, device_type.upper())
+    torch.library.register_fake(f"lorakernels::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.lorakernels, name).default
+    if differentiate is None:
+        _LIBRARY.impl(name, _undifferentiable(op), "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(
+            f"lorakernels::{name}", differentiate, setup_context=save, lib=_LIBRARY
+        )
+    return op
+
+
 def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """What stands in for a gradient. torch.library.custom_op does the same in several times the host's time
     (docs/measured_facts.md)."""

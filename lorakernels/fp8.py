@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from lorakernels import ops
 from lorakernels.config import GEMM_FIELDS, DelayedScaling
@@ -138,6 +139,7 @@ class FP8State:
         """The graphs of `by`, or all of them, are gone: where nobody is left, addresses may change again."""
         self._pins = [] if by is None else [pin for pin in self._pins if pin != by]
 
+    @_disable_dynamo
     def reduce_and_update(self, group: dist.ProcessGroup | None = None) -> None:
         """Take charge: reduce row 0 over `group`, roll the histories, compute the new scales. Once per iteration.
 
@@ -145,7 +147,7 @@ class FP8State:
         the recipe has `reduce_amax` (without it `group` is not used), then one update of both directions. All ranks of
         `group` must call it, on states of the same names; a rank without new amaxes gets the others' scales. From the
         first call on, the automatic update is off. A second call without new amaxes in between changes nothing. A CUDA
-        graph may capture it.
+        graph may capture it. In a compiled function it is a graph break: call it beside what is compiled.
 
         Raises:
             ValueError: this rank is not in `group`.
@@ -162,6 +164,17 @@ class FP8State:
             dist.all_reduce(current.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
         self._update(current, gated=False)
 
+    def begin(self, device: torch.device, column: int, training: bool) -> None:
+        """What precedes a layer's forward on `device`; in training `on_training_forward`.
+
+        Raises:
+            ValueError: this state is in use on another device.
+        """
+        if device != self.device:
+            self._follow(device)
+        if training:
+            self.on_training_forward(column)
+
     def on_training_forward(self, column: int) -> None:
         """Automatic update, called by a layer as its training forward begins; does nothing once someone is in charge.
 
@@ -174,18 +187,13 @@ class FP8State:
             self.pin(_CAPTURE)
         if self.in_charge != "auto":
             return
-        if torch.compiler.is_compiling():  # a set would be one more guard per layer
-            if self._leader is None:
-                self._leader = column
-        elif torch._C._current_graph_task_id() != -1:  # a recomputation, inside a backward
+        if torch._C._current_graph_task_id() != -1:  # a recomputation, inside a backward
             return
-        else:
-            if self._leader is None or column in self._seen:
-                self._leader = column
-            self._seen.add(column)
-            if self._leader == column:
-                self._seen.clear()
+        if self._leader is None or column in self._seen:
+            self._leader = column
+        self._seen.add(column)
         if self._leader == column:
+            self._seen.clear()
             self._before_update()
             self._update(None, gated=True)
 
@@ -299,15 +307,23 @@ class FP8State:
             raise ValueError(f"rank {dist.get_rank()} is not in `group`: give it one that it is in")
         return size
 
+    def _follow(self, device: torch.device) -> None:
+        """FSDP2 moves a CPU model's parameters to its devices, and knows of no state."""
+        from_cpu = self.device.type == "cpu" and device.type != "meta"
+        if not (from_cpu or self.forward.is_meta):
+            raise ValueError(
+                f"the FP8State is on {self.device}, x on {device}: the layers that share a state must be on one "
+                "device; give those of each device an FP8State of their own"
+            )
+        self.to(device)
+
     def _capturing(self) -> bool:
-        """Whether what runs now on this state's device is being recorded. A tracer records nothing yet."""
-        if torch.compiler.is_compiling() or not self.forward.is_cuda:
-            return False
-        return torch.cuda.is_current_stream_capturing()
+        """Whether what runs now on this state's device is being recorded."""
+        return self.forward.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _before_update(self) -> None:
         capturing = self._capturing()
-        if self.check_nan and not torch.compiler.is_compiling():
+        if self.check_nan:
             if capturing:
                 raise RuntimeError(
                     "check_nan=True reads the amaxes on the host, which a stream under capture cannot do: "

@@ -22,6 +22,7 @@ LAYERS = (
     ("ops_layer",),
     ("ops",),
     ("fp8",),
+    ("handles",),
     ("autograd",),
     ("modules",),
     ("adapter_keys", "shards"),

@@ -2,6 +2,7 @@
 """Which ops run forward and backward, and what is saved in between; nothing else."""
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
+from lorakernels.autograd.compiled_linear import compiled_linear, quantize_input, rows_of
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
 from lorakernels.autograd.lora_linear import LoRASpec, check_input, lora_linear
 from lorakernels.autograd.lora_linear_group import SharedInput, lora_projection, share_input
@@ -11,9 +12,12 @@ __all__ = [
     "SharedInput",
     "bias_dropout_add",
     "check_input",
+    "compiled_linear",
     "get_bias_dropout_add",
     "linear_cross_entropy",
     "lora_linear",
     "lora_projection",
+    "quantize_input",
+    "rows_of",
     "share_input",
 ]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from lorakernels import ops, reference
-from lorakernels.autograd import LoRASpec, check_input, lora_linear
+from lorakernels.autograd import LoRASpec, check_input, compiled_linear, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
+from lorakernels.handles import Handle, Numbers
 from lorakernels.modules.entries import STATE_KEYS, columns_of, is_apart
 from lorakernels.reference import E4M3
 
@@ -38,6 +39,9 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
     scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
     return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+
+
+_NUMBERS = {"fp8_state", "_column", "_column_x", "site", "scaling", "lora_dropout"}
 
 
 def _dequantized(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -146,10 +150,12 @@ class FrozenFP8Linear(nn.Module):
         if fp8 is not None:
             self.fp8_state = fp8_state or FP8State([name or "linear"], fp8, weight.device)
         self._column = self.fp8_state.column(name or "linear") if self.fp8_state else 0
+        self._column_x: int | None = None  # another layer's, whose x this one shares
         self.register_buffer("weight_t", None, persistent=False)
         self._renew_weight_t()
         self.merged = False
         self._base: tuple[Tensor, Tensor | None] | None = None
+        self._renew_handle()
 
     @classmethod
     def from_linear(
@@ -236,13 +242,11 @@ class FrozenFP8Linear(nn.Module):
         spec: LoRASpec,
         slot: Tensor | None,
     ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compiled(x, (lora_A, lora_B), slot, scaling=spec.scaling, p=spec.p)
         state = self.fp8_state
         if state is not None:
-            # FSDP2 moves parameters and buffers, and knows of no state.
-            if state.device != x.device:
-                state.to(x.device)
-            if self.training:
-                state.on_training_forward(self._column)
+            state.begin(x.device, self._column, self.training)
             spec = spec.following(state.recipe, self._column, self.training)
         return lora_linear(
             x,
@@ -257,6 +261,38 @@ class FrozenFP8Linear(nn.Module):
             state_x=None if state is None else state.forward,
             state_dy=None if state is None else state.backward,
         )
+
+    def _compiled(
+        self,
+        x: Tensor,
+        adapter: tuple[Tensor | None, Tensor | None],
+        slot: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """`_linear` in a trace, which reads nothing that differs from layer to layer."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        if weight.dtype not in (E4M3, torch.uint8):
+            weight = self._stored
+        base = (weight, self.weight_scale_inv, self.weight_t, self.bias)
+        handle = self._handle.tensor
+        return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
+
+    def _numbers(self) -> Numbers:
+        column_x = getattr(self, "_column_x", None)
+        column_x = self._column if column_x is None else column_x
+        return Numbers(self.name, self.fp8_state, column_x, self._column)
+
+    def _renew_handle(self) -> None:
+        """A compiled layer's forward and backward agree on the numbers that its forward saw."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        self._handle = Handle(self._numbers(), weight.device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _NUMBERS and "_handle" in self.__dict__:
+            self._renew_handle()
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """New weight values into the same storage."""
@@ -294,6 +330,9 @@ class FrozenFP8Linear(nn.Module):
         if base is not None:
             weight = fn(base[0])
             self._base = (weight, None if base[1] is None else base[1].to(weight.device))
+        stored = self._parameters["weight"]
+        if stored is not None and stored.device != self._handle.tensor.device:
+            self._renew_handle()
         return self
 
     def _hold_bytes_as(self, dtype: torch.dtype) -> None:
@@ -304,8 +343,8 @@ class FrozenFP8Linear(nn.Module):
             self._parameters["weight"] = _frozen(stored.view(dtype))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy take: the weight as uint8, since Python's pickle has no FP8 storage."""
-        state = self.__dict__.copy()
+        """What pickle and deepcopy take: the weight as uint8, since Python's pickle has no FP8 storage; no handle."""
+        state = {k: v for k, v in self.__dict__.items() if k != "_handle"}
         stored = self._parameters["weight"]
         if stored is not None and stored.dtype == E4M3:
             state["_parameters"] = {**self._parameters, "weight": _frozen(stored.view(torch.uint8))}
@@ -314,6 +353,7 @@ class FrozenFP8Linear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hold_bytes_as(STORAGE)
+        self._renew_handle()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

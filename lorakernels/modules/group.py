@@ -21,6 +21,8 @@ from lorakernels.autograd import (
     SharedInput,
     check_input,
     lora_projection,
+    quantize_input,
+    rows_of,
     share_input,
 )
 from lorakernels.modules.frozen import is_sharded
@@ -43,7 +45,8 @@ class LoRALinearGroup:
 
     The members stay where they are, with their parameters and names; each becomes a `GroupedLoRALinear`. Calling a
     member works as before. `group(x)` calls all of them and returns their outputs, without running the members'
-    hooks; it is the form that `torch.compile` can share: it traces members called one by one apart.
+    hooks. Under `torch.compile` it quantizes x once, with a down-projection for each member; members called one by one
+    are traced apart.
 
     Without dropout the adapters are stacked: one `quantize_lora_down` and one `lora_grad_a` for all. With dropout
     each member has its own mask, as in PEFT, and only the quantized x is shared; `shared_dropout=True` draws one mask
@@ -74,6 +77,7 @@ class LoRALinearGroup:
         for member in self.members:
             member.__class__ = GroupedLoRALinear
             member.__dict__["group"] = self
+            member._column_x = self.members[0]._column
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,6 +91,8 @@ class LoRALinearGroup:
         """
         if len({member.training for member in self.members}) > 1:
             raise ValueError(f"members {list(self.names)} must all be in training, or all in eval")
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
         self._begin(0, x)
         shared = self._share(0, x)
         outputs = [self._project(0, x, shared)]
@@ -102,7 +108,7 @@ class LoRALinearGroup:
     def project(self, index: int, x: Tensor) -> Tensor:
         """Member `index`'s output for x, over what members called before it have made of x."""
         self._begin(index, x)
-        if torch.compiler.is_compiling() or x.is_inference():  # neither has versions to go by
+        if x.is_inference():  # which has no versions to go by
             return self._project(index, x, self._share(index, x, alone=True))
         key, entry = self._key(index, x), self._entry
         if entry is None or not _serves(entry, index, x, key):
@@ -122,11 +128,31 @@ class LoRALinearGroup:
         """What precedes a forward of LoRALinear, before anything is drawn or written."""
         member = self.members[index]
         check_input(x, member._stored)
-        for state in (self.members[0].fp8_state, member.fp8_state):
-            if state is not None and state.device != x.device:
-                state.to(x.device)
-        if member.fp8_state is not None and member.training:
-            member.fp8_state.on_training_forward(member._column)
+        if member.fp8_state is not None:
+            member.fp8_state.begin(x.device, member._column, member.training)
+
+    def _compiled(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`group(x)` in a trace: x is quantized once, and each member has a down-projection of its own."""
+        first = self.members[0]
+        check_input(x, first._stored)
+        shared: dict[str, Any] = {}
+        if first.weight_scale_inv is not None:
+            handle = first._handle.tensor
+            x8, x_scale_inv = quantize_input(rows_of(x.detach()), handle, first.training)
+            shared = {"x8": x8, "x_scale_inv": x_scale_inv}
+        if self.shared_dropout:
+            owner = next((m for m in self.members if _is_active(m)), first)
+            shared["mask"] = owner._handle.tensor
+            drops = any(m.training and m._handle.drops and _is_active(m) for m in self.members)
+            slot = draw_slot(owner.rng_state, x.device) if drops else None
+        outputs = []
+        for member in self.members:
+            if not self.shared_dropout:
+                drops = member.training and member._handle.drops and _is_active(member)
+                slot = draw_slot(member.rng_state, x.device) if drops else None
+            adapter = (member.lora_A, member.lora_B) if _is_active(member) else (None, None)
+            outputs.append(member._compiled(x, adapter, slot, **shared))
+        return tuple(outputs)
 
     def _key(self, index: int, x: Tensor) -> tuple[Any, ...]:
         """Equal keys, equal results: everything besides x's identity that an entry depends on."""
@@ -189,8 +215,7 @@ class LoRALinearGroup:
             return
         if len(set(p.values())) > 1:
             raise ValueError(f"one mask for all needs one lora_dropout, found {p}")
-        if not torch.compiler.is_compiling():
-            self._check_recomputation(index)
+        self._check_recomputation(index)
 
     def _check_recomputation(self, index: int) -> None:
         """A mask drawn by one member in the forward and by another in its recomputation would not be the same."""
@@ -242,6 +267,8 @@ class GroupedLoRALinear(LoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """As LoRALinear's."""
+        if torch.compiler.is_compiling():
+            return super().forward(x)
         index = self.group.index_of(self)
         return super().forward(x) if index is None else self.group.project(index, x)
 

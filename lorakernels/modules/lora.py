@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lorakernels.autograd import LoRASpec, check_input
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
+from lorakernels.handles import Numbers
 from lorakernels.modules.entries import is_apart
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, quantize_weight
 from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
@@ -178,10 +179,19 @@ class LoRALinear(FrozenFP8Linear):
         else:
             nn.init.zeros_(self.lora_B)
 
+    def _numbers(self) -> Numbers:
+        known = vars(self)  # which are not all there while the layer is made
+        own = {"site": "site", "scaling": "scaling", "p": "lora_dropout"}
+        return super()._numbers()._replace(**{k: known[v] for k, v in own.items() if v in known})
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (the autocast dtype under autocast); any leading dimensions, M = 0 too."""
         if self.merged or self.disable_adapters:
             return super().forward(x)
+        if torch.compiler.is_compiling():
+            drops = self.training and self._handle.drops
+            slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
+            return self._compiled(x, (self.lora_A, self.lora_B), slot)
         check_input(x, self._stored)
         drops = self.training and self.lora_dropout > 0
         slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None

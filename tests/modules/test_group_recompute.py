@@ -128,7 +128,11 @@ def test_compiles_without_a_graph_break(mode):
     x = torch.randn(5, 32)
     calls = {"group(x)": group, "members": lambda x: [getattr(layer, n)(x) for n in NAMES]}
     results = []
-    with mock.patch("lorakernels.modules.group.draw_slot", lambda *_: slot.clone()):
+    given = lambda *_: slot.clone()  # noqa: E731
+    with (
+        mock.patch("lorakernels.modules.group.draw_slot", given),
+        mock.patch("lorakernels.modules.lora.draw_slot", given),
+    ):
         for call in (
             *calls.values(),
             *(torch.compile(c, fullgraph=True, backend="aot_eager") for c in calls.values()),

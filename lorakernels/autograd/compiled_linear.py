@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRALinear under torch.compile: one op each way, equal in every layer's trace.
+
+    forward    y, x8, s = linear_forward(x, W8, A, B, handle)
+    backward   dx, dA, dB = linear_backward(dy, x8, s, W8, A, B, handle)
+
+Inside they call the ops that `lora_linear` calls eagerly, with the same numbers. A layer's own (its dropout site, FP8
+columns, scaling) and its FP8 state are found by the handle when an op runs, so that one trace serves all layers.
+
+The compiler does not see that the state is read and written, and need not: backward adds amaxes by a maximum, a forward
+that runs twice records the same amax, and the automatic update is made by the first layer's op before it reads a scale.
+A visible write would be worse: the state would be saved for backward, which then finds it overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
+from lorakernels.define import define_composed, empty
+from lorakernels.handles import Numbers, numbers_of
+
+
+class _Saved:
+    """Stands in for an autograd context in `gradients`."""
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+        self.state_dy: Tensor | None = None
+        self.spec = LoRASpec()
+        self.dtypes: tuple[torch.dtype | None, ...] = ()
+
+
+def _spec(
+    numbers: Numbers,
+    scaling: float | None,
+    p: float | None,
+    mask: Tensor | None,
+    column: int,
+    training: bool = True,
+) -> LoRASpec:
+    drawn = numbers if mask is None else numbers_of(mask)
+    spec = LoRASpec(
+        scaling=numbers.scaling if scaling is None else scaling,
+        p=drawn.p if p is None else p,
+        site=drawn.site,
+    )
+    state = numbers.state
+    return spec if state is None else spec.following(state.recipe, column, training)
+
+
+def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+    """x8 and its scale_inv, for several `linear_forward` of one x [M, K]."""
+    numbers = numbers_of(handle)
+    assert numbers.state is not None
+    numbers.state.begin(x.device, numbers.column_dy, training)
+    state, column = numbers.state.forward, numbers.column_x
+    x8, scale_inv, _ = ops.quantize_lora_down(x, None, state, column, training, None, 0.0, 0)
+    return x8, scale_inv
+
+
+def linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    slot: Tensor | None,
+    handle: Tensor,
+    training: bool,
+    scaling: float | None = None,
+    p: float | None = None,
+    mask: Tensor | None = None,
+    x8: Tensor | None = None,
+    x_scale_inv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, x8, x_scale_inv, s) of x [M, K]; x8 and its scale_inv are empty where they are given, or W is plain.
+
+    `scaling` and `p` stand for the layer's own where given, and `mask` is the handle of the layer whose dropout site
+    and p are taken. `weight` may be e4m3.
+    """
+    numbers = numbers_of(handle)
+    state = numbers.state
+    owns_x = numbers.column_x == numbers.column_dy  # else the first layer of its group does
+    if state is not None and not (owns_x and x8 is not None):  # which `quantize_input` began
+        state.begin(x.device, numbers.column_dy, training)
+    spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)
+    state_x = None if state is None or x8 is not None else state.forward
+    made8, made_scale_inv, s = ops.quantize_lora_down(
+        x, lora_A, state_x, spec.column, spec.delayed, slot, spec.p, spec.site
+    )
+    if state_x is not None:
+        x8, x_scale_inv = made8, made_scale_inv
+    y = ops.fp8_linear_lora(
+        x if x8 is None else x8,
+        x_scale_inv,
+        weight,
+        weight_scale_inv,
+        bias,
+        s if lora_A is not None else None,
+        lora_B,
+        spec.scaling,
+        x.dtype,
+        spec.split_fprop,
+    )
+    return y, made8, made_scale_inv, s
+
+
+def _fake_forward(  # type: ignore[no-untyped-def]
+    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, handle, training,
+    scaling=None, p=None, mask=None, x8=None, x_scale_inv=None,
+):  # fmt: skip
+    y = empty(x, x.shape[0], weight.shape[0])
+    quantizes = weight_scale_inv is not None and x8 is None
+    made8 = empty(x, *(x.shape if quantizes else (0,)), dtype=torch.uint8)
+    scale_inv = empty(x, 1 if quantizes else 0, dtype=torch.float32)
+    s = empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[0])
+    return y, made8, scale_inv, s
+
+
+def linear_backward(
+    dy: Tensor,
+    operand: Tensor | None,
+    x_scale_inv: Tensor | None,
+    s: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_t: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    bias: Tensor | None,
+    slot: Tensor | None,
+    handle: Tensor,
+    needs: Sequence[bool],
+    scaling: float | None = None,
+    p: float | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dA, dB, dbias) from dy [M, N]; empty what `needs` does not ask for. `operand` is x8, or x over a plain W."""
+    numbers = numbers_of(handle)
+    if weight is not None and weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)
+    base = (weight, weight_scale_inv, weight_t)
+    saved = _Saved(*base, lora_A, lora_B, slot, operand, x_scale_inv, s)
+    saved.state_dy = None if numbers.state is None else numbers.state.backward
+    saved.spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
+    saved.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
+    found = gradients(saved, Needs(*needs), dy.contiguous())[:4]
+    dx, dA, dB, dbias = (dy.new_empty(0) if t is None else t for t in found)
+    return dx, dA, dB, dbias
+
+
+def _fake_backward(  # type: ignore[no-untyped-def]
+    dy, operand, x_scale_inv, s, weight, weight_scale_inv, weight_t, lora_A, lora_B, bias,
+    slot, handle, needs, scaling=None, p=None, mask=None,
+):  # fmt: skip
+    need = Needs(*needs)
+    none = [empty(dy, 0) for _ in range(4)]
+    return (
+        empty(dy, dy.shape[0], weight.shape[1]) if need.x else none[0],
+        torch.empty_like(lora_A, memory_format=torch.contiguous_format) if need.A else none[1],
+        torch.empty_like(lora_B) if need.B else none[2],
+        torch.empty_like(bias) if need.bias else none[3],
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, handle = inputs[:9]
+    scaling, p, mask, x8, x_scale_inv = inputs[10:]
+    _, made8, made_scale_inv, s = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(made8, made_scale_inv, s)
+    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 5, 6, 4)))
+    if weight_scale_inv is not None and x8 is None:
+        x8, x_scale_inv = made8, made_scale_inv
+    by_reference = needs.x or needs.A
+    ctx.save_for_backward(
+        (x if x8 is None else x8) if needs.A else None,
+        x_scale_inv if needs.A else None,
+        s if needs.B else None,
+        weight if needs.x else None,
+        weight_scale_inv if needs.x else None,
+        weight_t if needs.x else None,
+        lora_A if by_reference else None,
+        lora_B if by_reference or needs.B else None,
+        bias if needs.bias else None,
+        slot if by_reference else None,
+        handle,
+        mask,
+    )
+    ctx.needs, ctx.scaling, ctx.p, ctx.inputs = needs, scaling, p, len(inputs)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+    found: list[Tensor | None] = [None] * ctx.inputs
+    if dy is None:
+        return tuple(found)
+    *tensors, mask = ctx.saved_tensors
+    grads = backward_op(dy, *tensors, list(ctx.needs[:4]), ctx.scaling, ctx.p, mask)
+    for place, grad, needed in zip((0, 5, 6, 4), grads, ctx.needs, strict=False):
+        found[place] = grad if needed else None
+    return tuple(found)
+
+
+quantize_input = define_composed(
+    quantize_shared_input,
+    lambda x, handle, training: (
+        empty(x, *x.shape, dtype=torch.uint8),
+        empty(x, 1, dtype=torch.float32),
+    ),
+)
+backward_op = define_composed(linear_backward, _fake_backward)
+forward_op = define_composed(
+    linear_forward, _fake_forward, save=_save, differentiate=_differentiate
+)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] → contiguous [M, K], in the autocast dtype under autocast."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def compiled_linear(
+    x: Tensor,
+    base: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    adapter: tuple[Tensor | None, Tensor | None],
+    slot: Tensor | None,
+    handle: Tensor,
+    training: bool,
+    **options: Any,
+) -> Tensor:
+    """`lora_linear` for a trace: `base` is (weight, its scale_inv, its second copy, bias), `adapter` (A, B).
+
+    `options` are `linear_forward`'s last arguments.
+    """
+    check_input(x, base[0])
+    y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]
+    return y.view(*x.shape[:-1], base[0].shape[0])  # type: ignore[no-any-return]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile as people use it: layer by layer, and the whole model."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.compile.models import FP8_ROUNDING, HISTORY, ROUNDING, llama, train
+
+
+def compile_layers(model, backend="aot_eager", **options):
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=backend, dynamic=False, fullgraph=True, **options)
+
+
+def same_training(eager, compiled, explicit=False):
+    """Both from the same start on the same batches and masks; the losses of the second."""
+    (model, state), (other, other_state) = eager, compiled
+    expected = train(model, state, explicit)
+    found = train(other, other_state, explicit)
+    bound = ROUNDING if state is None else FP8_ROUNDING
+    torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    if state is None:
+        return
+    assert other_state.in_charge == state.in_charge and other_state._leader == state._leader
+    for own, others in (
+        (state.forward, other_state.forward),
+        (state.backward, other_state.backward),
+    ):
+        assert torch.equal(own == 0, others == 0)  # as many rolls, the same columns
+        # amaxes of activations and gradients, which move as the losses do: by 1/16 where a rounding turns
+        torch.testing.assert_close(others, own, rtol=1 / 16, atol=0)
+
+
+CASES = {
+    "automatic": ({}, False),
+    "dropout, explicit": ({"p": 0.1}, True),
+    "dropout, checkpointed": ({"p": 0.1, "checkpointing": True}, False),
+    "plain base, dropout": ({"p": 0.1, "fp8": None}, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_layers_compiled_one_by_one_train_as_eager(case):
+    """The masks are eager's: aot_eager draws slots in the order of the calls, from the same generator."""
+    options, explicit = CASES[case]
+    compiled = llama(**options)
+    compile_layers(compiled[0])
+    same_training(llama(**options), compiled, explicit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.0, 0.1], ids=["no dropout", "dropout"])
+def test_a_model_compiled_whole_trains_as_eager(p):
+    compiled = llama(p=p)
+    torch._dynamo.reset()
+    compiled[0].compile(backend="aot_eager", fullgraph=True)
+    same_training(llama(p=p), compiled)
+
+
+def test_one_compilation_serves_every_layer(caplog):
+    """Layers differ in site, FP8 column, name and scaling. The first one's input needs no gradient: two traces."""
+    compilations = {}
+    for layers in (2, 4, 8):
+        model, state = llama(layers, p=0.1)
+        counter = CompileCounterWithBackend("aot_eager")
+        compile_layers(model, counter)
+        with caplog.at_level(logging.WARNING, logger="torch._dynamo"):
+            train(model, state, steps=2)
+        compilations[layers] = counter.frame_count
+    assert compilations == {2: 2, 4: 2, 8: 2}
+    assert "recompile" not in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("case", ["automatic", "explicit", "plain base"])
+def test_inductor_trains_as_eager_on_a_gpu(mode, case):
+    """fp32 throughout; Triton's exp and reductions differ from ATen's by an ulp, which ROUNDING allows."""
+    fp8 = None if case == "plain base" else HISTORY
+    compiled = llama(fp8=fp8, device="cuda")
+    compile_layers(compiled[0], "inductor", mode=mode)
+    same_training(llama(fp8=fp8, device="cuda"), compiled, case == "explicit")
+    captured = fp8 is not None and mode == "reduce-overhead"
+    assert (compiled[1] is not None and compiled[1].pinned_by is not None) == captured
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_draws_new_masks_on_a_gpu(mode):
+    """Inductor draws the slots from its own generator, so that the masks are not eager's: they differ call by call."""
+    model, _ = llama(p=0.5, device="cuda")
+    compile_layers(model, "inductor", mode=mode)
+    ids = torch.randint(0, 64, (2, 12), device="cuda")
+    losses = set()
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.add(loss.item())
+    assert len(losses) == 6
+    for parameter in model.parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all()
