@@ -9,8 +9,9 @@ handle, a tensor that nobody writes. The ops look up what belongs to it when the
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ from torch import Tensor
 from lorakernels.fp8 import FP8State
 
 
-class Numbers(NamedTuple):
-    """A layer's own: FP8 state, the columns of x and dy in it, dropout site, scaling and dropout probability."""
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """A layer's own: FP8 state, the columns of x and dy in it, dropout site, scaling and dropout probability.
+
+    `made` keeps what ops derive from them.
+    """
 
     name: str
     state: FP8State | None
@@ -28,6 +33,7 @@ class Numbers(NamedTuple):
     site: int = 0
     scaling: float = 1.0
     p: float = 0.0
+    made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 _by_address: dict[int, Numbers] = {}

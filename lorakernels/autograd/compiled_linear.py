@@ -4,7 +4,7 @@
     forward    y, x8, s = linear_forward(x, W8, A, B, handle)
     backward   dx, dA, dB = linear_backward(dy, x8, s, W8, A, B, handle)
 
-Inside they call the ops that `lora_linear` calls eagerly, with the same numbers. A layer's own (its dropout site, FP8
+Inside they call what the ops of `lora_linear` call, with the same numbers. A layer's own (its dropout site, FP8
 columns, scaling) and its FP8 state are found by the handle when an op runs, so that one trace serves all layers.
 
 The compiler does not see that the state is read and written, and need not: backward adds amaxes by a maximum, a forward
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import ops
+from lorakernels import kernels, reference
 from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
 from lorakernels.define import define_composed, empty
 from lorakernels.handles import Numbers, numbers_of
@@ -45,13 +45,24 @@ def _spec(
     training: bool = True,
 ) -> LoRASpec:
     drawn = numbers if mask is None else numbers_of(mask)
+    key = (scaling, p, drawn.p, drawn.site, column, training)
+    if key in numbers.made:
+        return numbers.made[key]  # type: ignore[no-any-return]
     spec = LoRASpec(
         scaling=numbers.scaling if scaling is None else scaling,
         p=drawn.p if p is None else p,
         site=drawn.site,
     )
     state = numbers.state
-    return spec if state is None else spec.following(state.recipe, column, training)
+    if state is not None:
+        spec = spec.following(state.recipe, column, training)
+    numbers.made[key] = spec
+    return spec
+
+
+def _implementations(x: Tensor) -> Any:
+    """What the ops would call: this op's call has been through the dispatcher already."""
+    return kernels if x.is_cuda else reference
 
 
 def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
@@ -60,7 +71,8 @@ def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Te
     assert numbers.state is not None
     numbers.state.begin(x.device, numbers.column_dy, training)
     state, column = numbers.state.forward, numbers.column_x
-    x8, scale_inv, _ = ops.quantize_lora_down(x, None, state, column, training, None, 0.0, 0)
+    quantize = _implementations(x).quantize_lora_down
+    x8, scale_inv, _ = quantize(x, None, state, column, training, None, 0.0, 0)
     return x8, scale_inv
 
 
@@ -95,12 +107,13 @@ def linear_forward(
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
     state_x = None if state is None or x8 is not None else state.forward
-    made8, made_scale_inv, s = ops.quantize_lora_down(
+    via = _implementations(x)
+    made8, made_scale_inv, s = via.quantize_lora_down(
         x, lora_A, state_x, spec.column, spec.delayed, slot, spec.p, spec.site
     )
     if state_x is not None:
         x8, x_scale_inv = made8, made_scale_inv
-    y = ops.fp8_linear_lora(
+    y = via.fp8_linear_lora(
         x if x8 is None else x8,
         x_scale_inv,
         weight,
@@ -154,7 +167,7 @@ def linear_backward(
     saved.state_dy = None if numbers.state is None else numbers.state.backward
     saved.spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
     saved.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
-    found = gradients(saved, Needs(*needs), dy.contiguous())[:4]
+    found = gradients(saved, Needs(*needs), dy.contiguous(), _implementations(dy))[:4]
     dx, dA, dB, dbias = (dy.new_empty(0) if t is None else t for t in found)
     return dx, dA, dB, dbias
 

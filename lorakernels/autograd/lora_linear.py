@@ -101,8 +101,11 @@ def save_for_gradients(
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
 
 
-def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """(dx [M, K], dA, dB, dbias, ds) from a contiguous dy [M, N]; None for what is not needed."""
+def gradients(ctx: Any, needs: Needs, dy: Tensor, via: Any = ops) -> tuple[Tensor | None, ...]:
+    """(dx [M, K], dA, dB, dbias, ds) from a contiguous dy [M, N]; None for what is not needed.
+
+    `via` has the ops, or their implementations on dy's device.
+    """
     weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
     spec, state_dy = ctx.spec, ctx.state_dy
     dx = dA = dbias = dropped = None
@@ -123,15 +126,15 @@ def gradients(ctx: Any, needs: Needs, dy: Tensor) -> tuple[Tensor | None, ...]:
         and draws_mask(dy, lora_B, s, lora_A, x_scale_inv, slot, spec.p, weight, spec.col0)
     ):
         mask = (slot, spec.p, spec.site, weight.shape[1], *place)
-        dy8, dy_scale_inv, ds, dB, dropped = ops.quantize_grad_and_mask(*arguments, *mask)
+        dy8, dy_scale_inv, ds, dB, dropped = via.quantize_grad_and_mask(*arguments, *mask)
     else:
-        dy8, dy_scale_inv, ds, dB = ops.quantize_grad(*arguments)
+        dy8, dy_scale_inv, ds, dB = via.quantize_grad(*arguments)
     if needs.A:
         source = (x8, x_scale_inv, slot, spec.p, spec.site)
-        dA = ops.lora_grad_a(ds, *source, ctx.dtypes[0], *place, dropped)
+        dA = via.lora_grad_a(ds, *source, ctx.dtypes[0], *place, dropped)
     if needs.x:
         quantized = state_dy is not None
-        dx = ops.fp8_grad_input(
+        dx = via.fp8_grad_input(
             dy8 if quantized else dy,
             dy_scale_inv if quantized else None,
             spec.backward_dtype,

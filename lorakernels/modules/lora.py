@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ class LoRALinear(FrozenFP8Linear):
     def _numbers(self) -> Numbers:
         known = vars(self)  # which are not all there while the layer is made
         own = {"site": "site", "scaling": "scaling", "p": "lora_dropout"}
-        return super()._numbers()._replace(**{k: known[v] for k, v in own.items() if v in known})
+        return replace(super()._numbers(), **{k: known[v] for k, v in own.items() if v in known})
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (the autocast dtype under autocast); any leading dimensions, M = 0 too."""
