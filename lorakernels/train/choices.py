@@ -49,6 +49,8 @@ def _attention(model: Any, options: FinetuneOptions) -> str:
         return f"transformers' {implementation}; {rows}"
     try:
         name = attention_backend(model, options)
+    except AttributeError:  # a decoder whose sizes have other names
+        return f"transformers' sdpa; {rows}"
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

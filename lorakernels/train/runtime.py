@@ -57,7 +57,8 @@ class Fused:
     def __str__(self) -> str:
         if self.report is None:
             return f"as transformers has them: {self.why_not}"
-        return str(self.report).split("\n")[0]
+        saves = ", ".join(dict.fromkeys(layer.save for layer in self.report.layers))
+        return f"{str(self.report).splitlines()[0]}, save {saves}"
 
 
 def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device) -> Fused:

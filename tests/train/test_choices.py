@@ -50,7 +50,7 @@ def block(said: str) -> list[str]:
             ["--no-fp8", "--dtype", "bfloat16", "--fuse", "--eager", "--no-isolate-documents"],
             [
                 "bfloat16; 14 adapters",
-                "2 fused layers keep ",
+                ", save recompute",
                 "; rows causal as a whole",
                 "none, every kernel is launched anew: eager was asked for",
                 "the same bits every time",
