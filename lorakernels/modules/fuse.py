@@ -49,6 +49,17 @@ class FuseReport:
         """Attention backends that forwards have taken since."""
         return sorted({name for parts in self.parts for name in parts.chosen.values()})
 
+    def backend_for(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
+    ) -> str:
+        """The attention backend that forwards of such q, k and v will take. `rows` is "causal", "packed" for documents
+        by where they begin, or a mask. ValueError if `attention` does not take them."""
+        if isinstance(rows, torch.Tensor):
+            return attention_backends.choose(self.attention, q, k, v, rows, False)
+        if rows == "packed":
+            return attention_backends.choose_packed(self.attention, q, k, v)
+        return attention_backends.choose(self.attention, q, k, v, None, True)
+
     def __str__(self) -> str:
         per = "token" if self.tokens == 1 else f"{self.tokens:,} tokens"
         taken = ", ".join(self.backends) or "chosen at the first forward"

@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from lorakernels import LoRAReport
-from lorakernels.autograd import attention as backends
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head, takes_starts
 from lorakernels.train.options import FinetuneOptions
@@ -31,7 +30,7 @@ def choices(report: LoRAReport, runtime: Runtime, fused: Fused, where: str) -> l
         f"device: {where}; {_precision(model, report)}; {len(report.adapted())} adapters of rank {options.r}, "
         f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters trained",
         f"layers: {fused}",
-        f"attention: {_attention(model, options)}",
+        f"attention: {_attention(model, options, fused)}",
         f"graphs: {_graphs(runtime)}",
         f"kernels: {_kernels(runtime.device)}",
     ]
@@ -42,13 +41,13 @@ def _precision(model: Any, report: LoRAReport) -> str:
     return f"{dtype}, frozen weights in FP8" if report.fp8_state is not None else dtype
 
 
-def _attention(model: Any, options: FinetuneOptions) -> str:
+def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
     rows = "documents apart" if options.isolate_documents else "rows causal as a whole"
     implementation = getattr(decoder_and_head(model)[0].config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f"transformers' {implementation}; {rows}"
     try:
-        name = attention_backend(model, options)
+        name = attention_backend(model, options, fused)
     except AttributeError:  # a decoder whose sizes have other names
         return f"transformers' sdpa; {rows}"
     except (ValueError, RuntimeError) as error:
@@ -60,7 +59,7 @@ def _attention(model: Any, options: FinetuneOptions) -> str:
     return f"{named}; {rows}"
 
 
-def attention_backend(model: Any, options: FinetuneOptions) -> str:
+def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> str:
     """The backend that a step's rows take, asked with tensors of their shapes: torch chooses by them.
 
     ValueError: `options.attention` does not take them.
@@ -81,16 +80,14 @@ def attention_backend(model: Any, options: FinetuneOptions) -> str:
     if options.isolate_documents:
         mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
         mask = mask.expand(rows, 1, tokens, tokens)
-    fused = getattr(decoder.layers[0], "_fused", None) if hasattr(decoder, "layers") else None
-    if fused is not None and weight.is_cuda:
-        if takes_starts(decoder, weight):
-            return backends.choose_packed(fused.attention, q, k, v)
-        return backends.choose(fused.attention, q, k, v, mask, mask is None)
+    if fused.report is not None and weight.is_cuda:
+        if takes_starts(decoder, weight) and mask is not None:
+            return fused.report.backend_for(q, k, v, "packed")
+        return fused.report.backend_for(q, k, v, "causal" if mask is None else mask)
     if mask is not None:  # transformers then repeats them
         k, v = make(heads), make(heads)
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
-    by_number = {int(backend.value): name for name, backend in backends.BACKENDS.items()}
-    return by_number.get(found, SDPBackend(found).name.lower())
+    return SDPBackend(found).name.lower().removesuffix("_attention")
 
 
 def _graphs(runtime: Runtime) -> str:

@@ -14,7 +14,7 @@ from lorakernels import LoRAConfig, apply_lora
 from lorakernels.train.choices import NAMES, choices
 from lorakernels.train.errors import OptionError
 from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
+from lorakernels.train.runtime import Fused, Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 from tests.train.replays import CPU
 
@@ -115,6 +115,43 @@ def test_an_attention_that_takes_no_rows_is_refused_before_the_run(
     monkeypatch.setattr(module, "attention_backend", declines)
     with pytest.raises(OptionError, match="documents apart: attention='cudnn' does not take"):
         lines_of(model_dir, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, "packed"),
+        ({"isolate_documents": False}, "causal"),
+        ({"dtype": "float32"}, (2, 1, 16, 16)),
+    ],
+    ids=["packed", "dense", "no variable lengths"],
+)
+def test_fused_layers_are_asked_for_the_rows_they_get(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], rows: Any
+) -> None:
+    """On a GPU, which a parameter here pretends to be on."""
+    from lorakernels.train import choices as module
+    from lorakernels.train.model import load_model
+
+    model: Any = load_model(model_dir, torch.float32, CPU)
+    asked: list[Any] = []
+
+    class Report:
+        def backend_for(self, q: Any, k: Any, v: Any, rows: Any) -> str:
+            assert q.shape == (2, 2, 16, 16) and k.shape == v.shape == (2, 1, 16, 16)
+            asked.append(rows if isinstance(rows, str) else tuple(rows.shape))
+            return "cudnn"
+
+    class Weight:
+        is_cuda, dtype, device = True, torch.float32, CPU
+
+    monkeypatch.setattr(
+        model.model, "get_input_embeddings", lambda: type("", (), {"weight": Weight})
+    )
+    monkeypatch.setattr(module, "takes_starts", lambda *_: rows != (2, 1, 16, 16))
+    made = FinetuneOptions(seq_len=16, batch_size=2, **options)
+    fused = Fused(report=Report())  # type: ignore[arg-type]
+    assert module.attention_backend(model, made, fused) == "cudnn" and asked == [rows]
 
 
 def test_a_budget_that_does_not_fit_is_not_a_run_that_takes_more(model_dir: Path) -> None:

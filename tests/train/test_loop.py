@@ -21,7 +21,7 @@ from lorakernels.train.loop import Trainer, evaluate
 from lorakernels.train.metrics import MetricsLog, plot_losses, read_metrics
 from lorakernels.train.model import load_model, save_activations, summed_loss
 from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows
+from lorakernels.train.packing import PackedRows, RowOrder
 from lorakernels.train.schedule import learning_rate, warmup_steps
 
 MakeTrainer = Callable[..., Trainer]
@@ -188,22 +188,30 @@ def test_evaluation_changes_nothing(trainer: MakeTrainer, rows: PackedRows) -> N
     made.close()
 
 
-@pytest.mark.parametrize("isolate", [True, False], ids=["apart", "as one sequence"])
-def test_evaluation_is_of_rows_as_they_are_trained(trainer: MakeTrainer, isolate: bool) -> None:
-    """Rows of two documents: what they see of each other changes the loss."""
+@pytest.fixture
+def two_documents() -> PackedRows:
+    """Four rows of two documents: what they see of each other changes the loss."""
     text = (b"the quick brown fox jumps over the lazy dog; " * 4)[:96]
     stops = np.arange(12, 97, 12)
-    two = PackedRows(np.frombuffer(text, dtype=np.uint8), np.stack([stops - 12, stops], 1), 24)
-    made = trainer(batch_size=3, isolate_documents=isolate, eval_rows=0)
-    found = evaluate(made.model, two, made.options)
-    batch = two.batch(range(len(two)))
-    made.model.eval()
+    return PackedRows(np.frombuffer(text, dtype=np.uint8), np.stack([stops - 12, stops], 1), 24)
+
+
+@pytest.mark.parametrize("isolate", [True, False], ids=["apart", "as one sequence"])
+def test_rows_are_trained_and_evaluated_as_the_option_says(
+    trainer: MakeTrainer, two_documents: PackedRows, isolate: bool
+) -> None:
+    made = trainer(batch_size=4, isolate_documents=isolate, eval_rows=0)
+    made.rows = two_documents
+    batch = two_documents.batch(range(4))
     with torch.no_grad():
         same, other = (
             float(summed_loss(made.model, batch, 1000, i)) / batch.targets
             for i in (isolate, not isolate)
         )
-    assert found == pytest.approx(same, rel=1e-6) and abs(found - other) > 1e-4
+    assert abs(same - other) > 1e-4
+    assert evaluate(made.model, two_documents, made.options) == pytest.approx(same, rel=1e-6)
+    made.order = RowOrder(4, 0)
+    assert made.step().loss == pytest.approx(same, rel=1e-6)
     made.close()
 
 
