@@ -290,6 +290,8 @@ def test_the_adapter_is_stored_once_and_what_else_is_trained_beside_it(store: Ch
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+    store.save(Checkpoint(5, {"0.lora_A": layer.lora_A.double()}, make(5).state, {}))
+    assert store.load(5, CPU).tensors["0.lora_A"].dtype == torch.float64
     del tensors["norm"], tensors["0.lora_B"]
     store.save(Checkpoint(5, tensors, make(5).state, {}))
     assert not (store.path(5) / TENSORS).exists()

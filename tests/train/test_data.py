@@ -36,8 +36,8 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
         ("a.txt", b"cut \xe2\x82", "a.txt: byte 0xe2 at offset 4 is not UTF-8"),
         (
             "a.jsonl",
-            b'{"text": "a"}\n{"text": "\xe9"}\n',
-            "a.jsonl line 2: byte 0xe9 at offset 24 is not UTF-8",
+            b'{"text": "\xc3\xa9"}\n{"text": "\xe9"}\n',
+            "a.jsonl line 2: byte 0xe9 at offset 25 is not UTF-8",
         ),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "a.jsonl line 3: not a JSON object"),
         (
@@ -138,6 +138,17 @@ def test_tokens_are_the_documents(
     assert found.tokens.dtype == np.uint32 and isinstance(found.tokens, np.memmap)
 
 
+def test_the_largest_token_is_that_of_all_documents(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without special tokens, of which one is the largest of this tokenizer."""
+    for name in ("bos_token_id", "eos_token_id"):
+        monkeypatch.setattr(type(tokenizer), name, None, raising=False)
+    lines = file_of(tmp_path, "a.jsonl", b'{"text": "az"}\n{"text": "b"}\n')
+    found = tokenize_files([lines], tokenizer, tmp_path / "cache")
+    assert found.max_token == ord("z") and found.tokens.tolist() == list(b"azb")
+
+
 def test_written_once_and_keyed_by_content(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,9 +191,11 @@ def test_other_files_are_another_key(tmp_path: Path) -> None:
         file_of(tmp_path, *f) for f in (("1.txt", b"a"), ("2.txt", b"b"), ("3.txt", b"ab"))
     )
     lines = file_of(tmp_path, "3.jsonl", b"ab")
-    keys = [cache_key(paths, stub()) for paths in ([one, two], [two, one], [both], [lines], [one])]
+    border = file_of(tmp_path, "4.txt", b"a|False|b")
+    lists = ([one, two], [two, one], [both], [lines], [one], [border])
+    keys = [cache_key(paths, stub()) for paths in lists]
     assert len(set(keys)) == len(keys)
-    upper = file_of(tmp_path, "4.JSONL", b"ab")
+    upper = file_of(tmp_path, "5.JSONL", b"ab")
     assert cache_key([upper], stub()) == cache_key([lines], stub()), "named otherwise, read alike"
 
 
