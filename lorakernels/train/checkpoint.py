@@ -30,7 +30,14 @@ from torch import Tensor
 from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles, read_trained
 from lorakernels.train.errors import CheckpointError, describe_os_error
 from lorakernels.train.files import recover_dir, replace_dir, write_bytes
-from lorakernels.train.manifest import MANIFEST, OtherFormat, check_files, make_manifest
+from lorakernels.train.manifest import (
+    MANIFEST,
+    OtherFormat,
+    check_files,
+    entry_of,
+    make_manifest,
+    read_manifest,
+)
 
 FOLDER = "state"
 TENSORS, TRAINER = f"{FOLDER}/tensors.safetensors", f"{FOLDER}/trainer.json"
@@ -145,6 +152,24 @@ class Checkpoints:
                 shutil.rmtree(kept, ignore_errors=True)
                 self.path(step).rename(kept)
         return None
+
+    def peek(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and trainer.json of the newest checkpoint; None if it is not whole, which `load_newest` will say.
+
+        Raises:
+            OtherFormat: as `load_newest`.
+        """
+        if not (steps := self.steps()):
+            return None
+        directory = self.path(steps[-1])
+        try:
+            if read_manifest(directory, steps[-1])[TRAINER] != entry_of(directory / TRAINER):
+                return None
+            return steps[-1], json.loads((directory / TRAINER).read_bytes())
+        except OtherFormat:
+            raise
+        except (CheckpointError, OSError, ValueError):
+            return None
 
     def load(self, step: int, device: torch.device) -> Checkpoint:
         """CheckpointError says which file is missing, short or changed."""

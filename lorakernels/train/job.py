@@ -56,7 +56,7 @@ from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
-from lorakernels.train.session import Session
+from lorakernels.train.session import Session, check_same_options
 
 
 @dataclass
@@ -116,6 +116,8 @@ def adapt(
         raise FinetuneError(
             f"{output} already holds checkpoints: go on with --resume or take another directory"
         )
+    if options.resume:
+        check_same_options(checkpoints, options)
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
     check_directory(directory)

@@ -29,7 +29,7 @@ class OtherFormat(CheckpointError):
 
 def make_manifest(folder: Path, step: int) -> bytes:
     """Of every file that is in `folder` now."""
-    files = {name: _entry(folder / name) for name in _names(folder)}
+    files = {name: entry_of(folder / name) for name in _names(folder)}
     body = {"format": FORMAT, "step": step, "files": files}
     return json.dumps({**body, "sha256": _own(body)}, indent=1).encode()
 
@@ -41,13 +41,13 @@ def check_files(directory: Path, step: int) -> set[str]:
         CheckpointError: one is missing or is not what was written.
         OtherFormat: it is of a format that this version does not read.
     """
-    files = _read(directory, step)
+    files = read_manifest(directory, step)
     found = set(_names(directory))
     for name, want in files.items():
         if name not in found:
             raise _broken(directory, f"{name} is missing")
         try:
-            entry = _entry(directory / name)
+            entry = entry_of(directory / name)
         except OSError as error:
             raise _broken(directory, f"{name}: {error.strerror}") from error
         if entry["bytes"] != want["bytes"]:
@@ -57,8 +57,8 @@ def check_files(directory: Path, step: int) -> set[str]:
     return set(files)
 
 
-def _read(directory: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The entries of the files, every one of the right shape."""
+def read_manifest(directory: Path, step: int) -> dict[str, dict[str, Any]]:
+    """The entries of the files, every one of the right shape; raises as `check_files` does."""
     try:
         body = json.loads((directory / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -94,7 +94,8 @@ def _names(folder: Path) -> list[str]:
     return sorted(name for name in paths if name != MANIFEST)
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def entry_of(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as the manifest has them."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

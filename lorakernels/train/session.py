@@ -30,6 +30,28 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 
 
+def check_same_options(checkpoints: Checkpoints, options: FinetuneOptions) -> None:
+    """CheckpointError if the newest checkpoint is of other options: known before a model is loaded."""
+    if found := checkpoints.peek():
+        _check_equal(found[0], found[1]["options"], _kept_options(options))
+
+
+def _kept_options(options: FinetuneOptions) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name not in FREE_ON_RESUME}
+
+
+def _check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in sorted(set(before) | set(now)):
+        if before.get(name) != now.get(name):
+            hint = "restore it"
+            if name == "rows_per_step":
+                hint = "it is batch_size · grad_accum · ranks: restore it by one of them"
+            raise CheckpointError(
+                f"cannot resume step {step}: {name} was {before.get(name)!r}, now it is {now.get(name)!r}; {hint} or "
+                "start in another output directory"
+            )
+
+
 class StopSignal:
     """Between enter and exit SIGINT and SIGTERM only take a note; a second one acts as it did before."""
 
@@ -118,19 +140,10 @@ class Session:
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         now = self._description()
         for kind in ("identity", "options"):
-            before = checkpoint.trainer[kind]
-            for name in sorted(set(before) | set(now[kind])):
-                if before.get(name) != now[kind].get(name):
-                    hint = "restore it"
-                    if name == "rows_per_step":
-                        hint = "it is batch_size · grad_accum · ranks: restore it by one of them"
-                    raise CheckpointError(
-                        f"cannot resume step {checkpoint.step}: {name} was {before.get(name)!r}, "
-                        f"now it is {now[kind].get(name)!r}; {hint} or start in another output directory"
-                    )
+            _check_equal(checkpoint.step, checkpoint.trainer[kind], now[kind])
 
     def _description(self) -> dict[str, Any]:
-        options = {k: v for k, v in vars(self.options).items() if k not in FREE_ON_RESUME}
+        options = _kept_options(self.options)
         identity = {**self.identity, "rows_per_step": self.trainer.rows_per_step}
         return {"identity": identity, "options": options}
 

@@ -243,6 +243,16 @@ def test_a_manifest_of_another_shape_is_passed_over(
     assert step == 2 and message in said[0]
 
 
+def test_peeking_reads_the_newest_and_believes_nothing_damaged(store: Checkpoints) -> None:
+    assert store.peek() == (3, {"counters": {"step": 3}})
+    path = store.path(3) / TRAINER
+    path.write_bytes(path.read_bytes().replace(b"3", b"4"))
+    assert store.peek() is None, "its manifest says otherwise"
+    path.unlink()
+    assert store.peek() is None
+    assert Checkpoints(store.directory / "nothing", keep=1).peek() is None
+
+
 def test_a_file_that_no_manifest_lists_is_not_read(store: Checkpoints) -> None:
     (store.path(3) / "state" / "other.pt").write_bytes(b"not torch's")
     (store.path(3) / "note.txt").write_text("the good one")

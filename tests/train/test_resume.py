@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lorakernels.train import job
 from lorakernels.train.session import Session
 from tests import processes
 
@@ -109,11 +110,32 @@ def test_half_written_checkpoint_is_passed_over(
 )
 def test_another_run_is_not_resumed(
     cli: Cli, base_args: list[str], eight_steps: Path, capsys: pytest.CaptureFixture[str],
-    changed: tuple[str, ...], message: str,
+    monkeypatch: pytest.MonkeyPatch, changed: tuple[str, ...], message: str,
 ) -> None:  # fmt: skip
+    """And that is known before a model is loaded."""
+    for loader in ("load_quantized", "load_model"):
+        monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
     before = adapter(eight_steps)
     assert cli(*base_args, "--output", eight_steps, "--steps", 8, *changed, "--resume") == 1
     assert message in capsys.readouterr().err and adapter(eight_steps) == before
+
+
+def test_a_checkpoint_of_the_first_format_is_refused_by_its_number(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest lay beside the tensors. Nothing is loaded, renamed or trained."""
+    old = tmp_path / "checkpoints" / "step-00000004"
+    old.mkdir(parents=True)
+    for name in ("MANIFEST.json", "state.pt", "tensors.safetensors", "trainer.json"):
+        (old / name).write_text("{}")
+    assert cli(*base_args, "--output", tmp_path, "--steps", 8, "--resume") == 1
+    said = capsys.readouterr().err
+    assert f"checkpoint {old} has format 1, this version reads format 2: " in said
+    assert said.count("\n") == 1 and sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock",
+        "checkpoints",
+    ]
+    assert sorted(p.name for p in old.parent.iterdir()) == ["step-00000004"]
 
 
 def test_other_data_is_not_resumed(
