@@ -53,6 +53,10 @@ SAME_AS_PEFT = {
     "regex matches the whole path": {"target_modules": r"q_proj"},
     "regex from the left": {"target_modules": r".*q_proj"},
     "exclude by suffix": {"target_modules": ["q_proj", "v"], "exclude_modules": ["attn.q_proj"]},
+    "exclude needs a dot before a tail": {
+        "target_modules": ["q_proj", "xq_proj"],
+        "exclude_modules": ["proj", "q_proj"],
+    },
     "exclude by regex": {"target_modules": ["v"], "exclude_modules": r".*\.experts\.\d+\.v"},
     "exclude beats an exact path": {
         "target_modules": ["q_proj", "layers.0.attn.v"],
@@ -161,6 +165,17 @@ def test_any_path_like_peft(path, target, exclude, layers, pattern, save):
     }
     theirs = bool(utils.check_target_module_exists(peft.LoraConfig(**kwargs), path))
     assert is_target(LoRAConfig(**kwargs), path) == theirs
+
+
+@pytest.mark.parametrize("layer, chosen", [(0, True), (1, False), (2, False)])
+@pytest.mark.parametrize("pattern", ["layers", ["h", "layers"], None])
+def test_of_two_layers_in_a_path_the_first_counts(layer, chosen, pattern):
+    utils = pytest.importorskip("peft.tuners.tuners_utils")
+    lora = pytest.importorskip("peft").LoraConfig
+    path = "model.layers.0.tower.layers.1.experts.2.q"
+    kwargs = {"target_modules": ["q"], "layers_to_transform": [layer], "layers_pattern": pattern}
+    assert bool(utils.check_target_module_exists(lora(**kwargs), path)) == chosen
+    assert is_target(LoRAConfig(**kwargs), path) == chosen
 
 
 @pytest.mark.parametrize(
@@ -328,6 +343,8 @@ def test_paths_are_matched_without_the_names_of_wrappers():
     assert found == ["layers.1._checkpoint_wrapped_module.attn.v", "layers.2.attn._orig_mod.v"]
     assert [config.rank_for(path) for path in found] == [3, 8]
     assert match_targets(model, LoRAConfig(target_modules=r"layers\.\d\.attn\.v"))[1:] == found
+    without = replace(config, exclude_modules=["layers.1.attn.v"])
+    assert match_targets(model, without) == found[1:]
     saved = LoRAConfig(modules_to_save=["layers.2.attn.v"])
     assert match_saved(model, saved) == found[1:]
 
