@@ -82,7 +82,8 @@ def load_quantized(
             values.
         lora: what gets adapters, as for `apply_lora`, which draws their values from torch's generator. None: nothing.
         fp8: recipe of the activations' scales; None takes `lora`'s, or the default.
-        frozen: linear layers without an adapter, but for the output head: "fp8" or "plain", in `dtype`.
+        frozen: linear layers without an adapter: "fp8" or "plain", in `dtype`. The output head, routers, tied weights
+            and layers that are not a plain `nn.Linear` are plain in any case.
         adapter_dtype, rng_state: as for `apply_lora`.
         attn_implementation: as for transformers.
         progress: True shows one line on a terminal; a function is called with (bytes read, bytes in all).
