@@ -3,6 +3,7 @@
 
 from lorakernels.adapters import load_adapter, save_adapter
 from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add, linear_cross_entropy
+from lorakernels.checkpoints import Exported, export_model
 from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fp8 import FP8State
 from lorakernels.loading import Loaded, load_quantized
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attached",
     "DelayedScaling",
+    "Exported",
     "FP8State",
     "FrozenFP8Linear",
     "FuseReport",
@@ -46,6 +48,7 @@ __all__ = [
     "attach",
     "bias_dropout_add",
     "disable_lora",
+    "export_model",
     "fuse",
     "get_bias_dropout_add",
     "group_projections",

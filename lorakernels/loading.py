@@ -101,8 +101,8 @@ def load_quantized(
     recipe = _recipe(lora, fp8)
     files = Directory(source) if isinstance(source, (str, Path)) else source
     target = _device(device)
-    config = _config(source, config)
-    block = _block_size(config)
+    config = config_of(source, config)
+    block = block_size_of(config)
     model = _build(config, model_class, dtype, attn_implementation)
     _read_generation_config(model, source)
     plan = Plan(model, files.tensors, lora, frozen, block)
@@ -138,7 +138,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
 
 
-def _config(source: Any, config: Any) -> Any:
+def config_of(source: Any, config: Any) -> Any:
     if config is not None:
         return copy.deepcopy(config)
     if not isinstance(source, (str, Path)):
@@ -152,7 +152,7 @@ def _config(source: Any, config: Any) -> Any:
     )
 
 
-def _block_size(config: Any) -> tuple[int, ...]:
+def block_size_of(config: Any) -> tuple[int, ...]:
     """Of a block-FP8 checkpoint; the config forgets that it was one, as the model holds FP8 in its own way."""
     found = config.__dict__.pop("quantization_config", None)
     if found is None:
@@ -273,7 +273,7 @@ class _Loader:
         own = getattr(module, attribute)
         tensor = tensor.to(self.device, copy=True)
         scales = self._scales.pop(name, None)
-        fp8 = None if scales is None else _FP8Weight(name, tensor, scales, self.plan.block)
+        fp8 = None if scales is None else FP8Weight(name, tensor, scales, self.plan.block)
         if attribute == "weight" and path in self._quantized:
             self._put_quantized(path, module, own, tensor, fp8)
             return
@@ -289,7 +289,7 @@ class _Loader:
             table[attribute] = value
 
     def _put_quantized(
-        self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: _FP8Weight | None
+        self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
     ) -> None:
         """A FrozenFP8Linear in the linear layer's place; its bias is still to come, or there already."""
         try:
@@ -306,7 +306,7 @@ class _Loader:
         setattr(self.model.get_submodule(parent), name, new.eval())
 
 
-class _FP8Weight(nn.Module):
+class FP8Weight(nn.Module):
     """A block-FP8 weight as convert.py reads transformers' FP8Linear."""
 
     def __init__(self, name: str, weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> None:

@@ -29,6 +29,7 @@ LAYERS = (
     ("adapter_rules",),
     ("adapters", "loading_plan"),
     ("loading", "loops"),
+    ("checkpoints",),
     ("",),
     ("integrations",),
     ("train",),

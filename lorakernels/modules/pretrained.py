@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' `save_pretrained` writes of a model with our layers. transformers is not imported: names will do."""
+"""What transformers' `save_pretrained` writes of a model with our layers. transformers is not imported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class GuardedSave:
     """In the place of a model's `save_pretrained`, which knows neither our adapters nor our FP8.
 
-    Adapters that are not merged: what the model's own method writes is a checkpoint of a run, which Trainer resumes from
-    and `from_pretrained` does not understand; a warning says so. Otherwise the weights are written as plain ones, as
-    `merge_and_unload` would leave them, which costs a copy of the FP8 layers on the host.
+    Where adapters are not merged, the model's own method writes a checkpoint of a run: Trainer resumes from it,
+    `from_pretrained` does not understand it, and a warning says so. Otherwise the weights are written as plain ones,
+    as `merge_and_unload` would leave them, which costs a copy of the FP8 layers on the host.
 
     Raises:
         ValueError: a `state_dict` is given that holds FP8 values, and no adapter waits to be merged.
@@ -109,7 +109,10 @@ def plain_dtype(model: nn.Module) -> torch.dtype:
 
 
 def describe_tying(model: Any) -> Any:
-    """Set `tie_word_embeddings` to False where input and output embedding are two tensors now; the config, if it changed."""
+    """Set `tie_word_embeddings` to False where input and output embedding are two tensors now.
+
+    Returns the config if it changed, else None.
+    """
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(config, "tie_word_embeddings", False) or not _is_untied(model):

@@ -31,9 +31,9 @@ def _layers(model: nn.Module) -> dict[str, LoRALinear]:
 def merge_lora(model: nn.Module) -> None:
     """Fold every adapter into its base weight. If one layer fails, those before it are unmerged again.
 
-    `model.state_dict()` is the merged model's from then on, and `model.save_pretrained` writes a model that transformers
-    loads; see `training_state_dict`, `merge_and_unload`, `export_model` for the other forms. A plain weight that is tied
-    to another module gets memory of its own, so that only this layer changes.
+    From then on `model.state_dict()` is the merged model's, and `model.save_pretrained` writes a model that
+    transformers loads; `training_state_dict`, `merge_and_unload` and `export_model` are for the other forms. A plain
+    weight that is tied to another module gets memory of its own, so that only this layer changes.
 
     Raises:
         ValueError: no LoRALinear in `model`, or a merged weight would not be finite.

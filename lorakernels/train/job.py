@@ -3,6 +3,7 @@
 
 <output>/adapter/          adapter_config.json, adapter_model.safetensors, tokenizer files, model card
 <output>/checkpoints/      the same after some of the steps, and what --resume goes on from
+<output>/merged/           with `merge`, the merged model
 <output>/metrics.jsonl     one line per step and per evaluation
 <output>/loss.png          the loss curve
 <output>/options.json      the options of the run
@@ -28,6 +29,7 @@ from lorakernels import (
     LoRAReport,
     PhiloxState,
     apply_lora,
+    export_model,
     load_quantized,
 )
 from lorakernels.train.adapter_files import AdapterFiles, model_card, tokenizer_files
@@ -163,6 +165,9 @@ def adapt(
         save_adapter_files(checkpoints.adapter, adapter)
         title = f"LoRA, rank {options.r}, {directory.name}"
         plot_losses(metrics, output / "loss.png", title)
+        if options.merge is not None:
+            merged = write_merged(directory, adapter, options.merge)
+            reporter.say(f"merged model ({options.merge}) in {merged}")
 
     ranks.on_first(finish)
     return Result(model, report, session, adapter, bool(fused))
@@ -329,6 +334,16 @@ def save_adapter_files(files: AdapterFiles, target: Path) -> Path:
     with replace_dir(target) as temporary:
         files.write(temporary)
     return target
+
+
+def write_merged(base: Path, adapter: Path, format: str) -> Path:
+    """The base with the adapter in it, beside the adapter."""
+    try:
+        return export_model(
+            base, adapter, adapter.parent / "merged", format=format, overwrite=True
+        ).path
+    except ValueError as error:
+        raise FinetuneError(f"the adapter is in {adapter}, but was not merged: {error}") from error
 
 
 def without_lora(options: FinetuneOptions, **changes: Any) -> FinetuneOptions:

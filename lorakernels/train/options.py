@@ -19,6 +19,7 @@ from lorakernels.train.names import near
 
 DTYPES = ("auto", "float32", "bfloat16")
 LAYOUTS = ("single", "both")
+FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
 ATTENTION = ("auto", "cudnn", "flash", "efficient", "math")
@@ -72,6 +73,12 @@ class FinetuneOptions:
         "input and output",
         "where adapter, checkpoints, metrics.jsonl and loss.png go; the demo's default is demo-output",
         metavar="DIR",
+    )
+    merge: str | None = option(
+        None,
+        "input and output",
+        "also write the merged model to merged/ in the output directory, as lorakernels export does",
+        choices=FORMATS,
     )
     resume: bool = option(
         False, "input and output", "go on from the newest good checkpoint in the output directory"
@@ -279,14 +286,21 @@ class FinetuneOptions:
             )
         for item in fields(self):
             allowed, value = item.metadata["choices"], getattr(self, item.name)
-            if allowed and value not in allowed:
+            if allowed and value is not None and value not in allowed:
                 raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.merge and self.model and _is_within(self.output, self.model):
+            raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
 
     def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
         value = getattr(self, name)
         if not low <= value < below:
             limit = "" if below == float("inf") else f" and below {below:g}"
             raise OptionError(f"{name} must be at least {low:g}{limit}, got {value}")
+
+
+def _is_within(path: str | None, folder: str) -> bool:
+    inner, outer = Path(str(path)).resolve(), Path(folder).resolve()
+    return inner == outer or outer in inner.parents
 
 
 Kind = tuple[type, bool, bool]

@@ -26,6 +26,7 @@ FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
     "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
     "graphs",
+    "merge",
     "batch_size", "grad_accum",  # their product and the number of ranks is part of the identity
 }  # fmt: skip
 

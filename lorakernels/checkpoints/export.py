@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A base and an adapter, both directories, become the directory of a merged model; one tensor at a time is in memory.
+
+    export_model("path/to/llama", "path/to/adapter", "merged")                  # bf16
+    export_model("path/to/llama", "path/to/adapter", "merged", format="fp8")    # transformers' fine-grained FP8
+
+W + scaling · B A is added in fp32 and rounded once, bit for bit what `merge_and_unload` gives over `fp8=None` where the
+base is in bf16. Weights that the base holds in block FP8 are dequantized; in FP8, those without an adapter keep their
+bytes. transformers reads both forms with `from_pretrained`; the FP8 one also says to vLLM which modules stay bf16.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels.checkpoints.files import copy_files, write_config
+from lorakernels.checkpoints.plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.writer import (
+    DTYPES,
+    ShardWriter,
+    new_directory,
+    recover,
+    write_json,
+)
+from lorakernels.loading import FP8Weight, block_size_of, config_of
+from lorakernels.modules.convert import dequantize
+from lorakernels.modules.lora import delta_of
+from lorakernels.shards import INDEX, SINGLE, Directory
+
+FORMATS = ("bf16", "fp8")
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_SPARE = 1 << 24  # of the disk: configs, tokenizer, the file system's own
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export_model` wrote.
+
+    merged: linear layers whose adapter went in. plain: in FP8, the linear layers that are in bf16.
+    bytes: of all tensors. shards: files that hold them.
+    """
+
+    path: Path
+    format: str
+    shards: int
+    bytes: int
+    merged: int
+    plain: tuple[str, ...]
+
+
+def export_model(
+    model: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    format: str = "bf16",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write the merged model of a base and an adapter to the directory `output`, which appears whole or not at all.
+
+    Tokenizer, chat template, generation config and the other small files come along from `model`; a tokenizer beside
+    the adapter wins. Memory: the adapter, one tensor and what fp32 copies of it take.
+
+    Args:
+        model: a directory with config.json and safetensors, in one or many files, plain or block FP8.
+        adapter: a directory in PEFT's format: patterns, rslora, trained biases and modules_to_save included.
+        output: a directory that is new or empty, or with `overwrite` one that holds a model, which it replaces.
+        format: "bf16", or "fp8" for e4m3 with a scale per 128×128 block in all linear layers but the head.
+        progress: called with (bytes written, bytes in all).
+
+    Raises:
+        ValueError: `output` is, contains or lies in one of the other directories, or it is not empty; the adapter does
+            not fit the model; a kind of adapter or quantization is not known; a merged weight is not finite.
+        FileNotFoundError: a file is missing.
+        OSError: the disk lacks the space, or a file cannot be written. Nothing is at `output` then, or what was there.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, found {format!r}")
+    base, source, target = (Path(p).expanduser().resolve() for p in (model, adapter, output))
+    _check_places(target, {"model": base, "adapter": source})
+    files = Directory(base)
+    config = config_of(base, None)
+    block = block_size_of(config)
+    skeleton = _skeleton(config)
+    found = read_adapter(skeleton, source)
+    plan = plan_merge(skeleton, files, found, block, format == "fp8")
+    recover(target)
+    _check_target(target, overwrite)
+    _check_space(target, plan.bytes)
+    with new_directory(target) as folder:
+        names = _Merge(files, plan, found, progress).write(folder)
+        copy_files(base, source, folder)
+        write_config(base, folder, plan if format == "fp8" else None, plan.untied)
+    return Exported(target, format, names, plan.bytes, len(found.deltas), tuple(plan.plain))
+
+
+def _skeleton(config: Any) -> Any:
+    """The model without memory."""
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def _check_places(target: Path, others: dict[str, Path]) -> None:
+    for name, other in others.items():
+        if target == other or target in other.parents or other in target.parents:
+            how = (
+                "is" if target == other else "contains" if target in other.parents else "is inside"
+            )
+            raise ValueError(
+                f"output {target} {how} {name} {other}: take a directory apart from it"
+            )
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"output {target} is a file, expected a directory")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"output {target} is not empty: give --overwrite to replace it as a whole")
+    if not (target / "config.json").is_file():
+        raise ValueError(
+            f"output {target} holds files but no config.json, so it is no model to replace: remove it by hand"
+        )
+
+
+def _check_space(target: Path, size: int) -> None:
+    parent = next(p for p in target.parents if p.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < size + _SPARE:
+        raise OSError(
+            errno.ENOSPC,
+            f"the merged model takes {size / 1e9:.2f} GB, {free / 1e9:.2f} are free",
+            str(parent),
+        )
+
+
+class _Merge:
+    """Writes shard after shard."""
+
+    def __init__(
+        self,
+        files: Directory,
+        plan: MergePlan,
+        adapter: Adapter,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.files, self.plan, self.adapter, self.progress = files, plan, adapter, progress
+        self._scales: dict[str, Tensor] = {}
+        self._done = 0
+
+    @torch.no_grad()
+    def write(self, folder: Path) -> int:
+        """Fill `folder` with the weights and their index; how many files that took."""
+        self._read_scales()
+        count, weight_map = len(self.plan.shards), {}
+        for index, (shard, outs) in enumerate(self.plan.shards.items(), 1):
+            name = SINGLE if count == 1 else f"model-{index:05}-of-{count:05}.safetensors"
+            self._write_shard(folder / name, shard, outs)
+            weight_map.update({key: name for out in outs for key in out.layout})
+        if count > 1:
+            total = {"total_size": self.plan.bytes}
+            index_file = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(folder / INDEX, index_file)
+        return count
+
+    def _read_scales(self) -> None:
+        """All of them: small, and not always in their weight's file."""
+        wanted = {f"{out.source}_scale_inv" for out in self.plan.outs} & set(self.files.tensors)
+        for shard in sorted({self.files.tensors[name].shard for name in wanted}):
+            with self.files.open(shard) as read:
+                for name in wanted:
+                    if self.files.tensors[name].shard == shard:
+                        self._scales[name] = read(name).clone()
+
+    def _write_shard(self, path: Path, shard: str, outs: list[Out]) -> None:
+        layout = {key: entry for out in outs for key, entry in out.layout.items()}
+        file = ShardWriter(path, layout)
+        try:
+            with self.files.open(shard) as read:
+                for out in outs:
+                    for name, value in self._made(out, read).items():
+                        file.write(name, value)
+                        self._done += value.numel() * value.element_size()
+                    if self.progress is not None:
+                        self.progress(self._done, self.plan.bytes)
+            file.close()
+        finally:
+            file.abandon()
+
+    def _made(self, out: Out, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        scale_name = f"{out.name}_scale_inv"
+        if out.keeps:
+            return {
+                out.name: read(out.source),
+                scale_name: _as_float(self._scales[f"{out.source}_scale_inv"]),
+            }
+        value = self._value(out, read)
+        if not value.is_floating_point():
+            return {out.name: value}
+        if out.block:
+            self._check_finite(out.name, value)
+            bytes_, scales = quantize_blocks(value, out.block)
+            return {out.name: bytes_, scale_name: scales}
+        value = value.to(DTYPES[out.dtype])
+        if out.name.removesuffix(".weight") in self.adapter.deltas:
+            self._check_finite(out.name, value)
+        return {out.name: value}
+
+    def _value(self, out: Out, read: Callable[[str], Tensor]) -> Tensor:
+        """Before it is rounded."""
+        if out.name in self.adapter.values:
+            return self.adapter.values[out.name]
+        value = read(out.source)
+        if (scales := self._scales.get(f"{out.source}_scale_inv")) is not None:
+            value = dequantize(FP8Weight(out.source, value, scales, self.plan.block))
+        path = out.name.removesuffix(".weight")
+        if path in self.adapter.deltas and path != out.name:
+            value = value.float() + delta_of(*self.adapter.deltas[path])
+        return value
+
+    def _check_finite(self, name: str, value: Tensor) -> None:
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"{name}: the merged weight is not finite")
+
+
+def _as_float(scales: Tensor) -> Tensor:
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
+def quantize_blocks(weight: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(e4m3 [N, K], scale_inv fp32 [⌈N/bn⌉, ⌈K/bk⌉]): a block's largest value becomes 448; one of zeros has scale 1."""
+    weight = weight.float()
+    (n, k), (bn, bk) = weight.shape, block
+    padded = torch.nn.functional.pad(weight, (0, -k % bk, 0, -n % bn))
+    tiles = padded.view(padded.shape[0] // bn, bn, padded.shape[1] // bk, bk)
+    scales = tiles.abs().amax((1, 3)) / _FP8_MAX
+    scales[scales == 0] = 1.0
+    raw = (tiles / scales[:, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return raw.view(padded.shape)[:n, :k].contiguous(), scales
