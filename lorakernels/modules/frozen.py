@@ -11,43 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from lorakernels import ops, reference
+from lorakernels import ops
 from lorakernels.autograd import LoRASpec, check_input, compiled_linear, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.handles import Handle, Numbers
 from lorakernels.modules.entries import STATE_KEYS, columns_of, is_apart
+from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
 from lorakernels.reference import E4M3
 
 # The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
 # and `.to(dtype)` leaves them alone, but FSDP2 takes integer parameters only since pytorch#177844 (2.11 does
 # not, 2.13 does).
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
-
-
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 bytes as uint8 [N, K], scale_inv fp32 [1]) from the weight's exact amax.
-
-    Raises:
-        ValueError: the weight holds inf or NaN.
-    """
-    if weight.is_meta:
-        return torch.empty_like(weight, dtype=torch.uint8), torch.empty(1, device="meta")
-    weight = weight.detach()
-    amax = reference.amax_of(weight)
-    if not bool(amax.isfinite().all()) or bool(weight.isnan().any()):
-        raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
-    scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
-    return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
-
-
+_HELD = (*BYTES, torch.bfloat16, torch.float16)
 _NUMBERS = {"fp8_state", "_column", "_column_x", "site", "scaling", "lora_dropout"}
-
-
-def _dequantized(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if scale_inv is None:
-        return weight.to(dtype, copy=True)
-    return (weight.float() * scale_inv).to(dtype)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -186,13 +164,41 @@ class FrozenFP8Linear(nn.Module):
         """The weight as the ops take it: e4m3 bytes as uint8, or the plain parameter.
 
         FSDP2 under a MixedPrecisionPolicy gathers what is stored as bf16 or fp16, where bytes and e4m3
-        values are exact.
+        values are exact. Any other dtype is a plain weight that was put in the place of the bytes.
+
+        Raises:
+            TypeError: the layer holds FP8 and something else is stored.
         """
         stored = self._parameters["weight"]
         assert stored is not None
         if self.weight_scale_inv is None or stored.dtype == torch.uint8:
             return stored
+        if stored.dtype not in _HELD:
+            raise self._not_bytes(stored.dtype)
         return stored.to(STORAGE).view(torch.uint8)
+
+    @property
+    def holds_fp8(self) -> bool:
+        """Whether the weight is e4m3 bytes with a scale, and not a plain tensor."""
+        return self.weight_scale_inv is not None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's, which `layer.weight = parameter` calls; FP8 bytes are replaced by FP8 bytes only.
+
+        Raises:
+            TypeError: a plain weight where FP8 bytes are held, such as `model.tie_weights()` gives a tied head.
+        """
+        held = name == "weight" and self._buffers.get("weight_scale_inv") is not None
+        if held and param is not None and param.dtype not in BYTES:
+            raise self._not_bytes(param.dtype)
+        super().register_parameter(name, param)
+
+    def _not_bytes(self, found: torch.dtype) -> TypeError:
+        return TypeError(
+            f"{self.name or 'this layer'}: the weight is held in FP8, as uint8 or e4m3 bytes with a scale; found "
+            f"{found} put in its place. A head with an adapter is not tied to the embedding any more; to set new "
+            "values, load_state_dict quantizes them"
+        )
 
     @property
     def fp8_scale(self) -> Tensor:
@@ -220,14 +226,15 @@ class FrozenFP8Linear(nn.Module):
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`: a new tensor."""
-        return _dequantized(self.weight.detach(), self.weight_scale_inv, dtype)
+        return dequantize_weight(self.weight.detach(), self.weight_scale_inv, dtype)
 
     def base_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`, a new tensor: the weight without an adapter, of a merged layer too."""
         if self._base is None:
             return self.dequantized_weight(dtype)
         weight, scale_inv = self._base
-        return _dequantized(weight if scale_inv is None else weight.view(E4M3), scale_inv, dtype)
+        held = weight if scale_inv is None else weight.view(E4M3)
+        return dequantize_weight(held, scale_inv, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained)."""
@@ -385,10 +392,14 @@ class FrozenFP8Linear(nn.Module):
             return
         columns = self._take_state(own, prefix, missing_keys if strict else [], error_msgs)
         try:
-            self._take_weight(own, prefix, missing_keys)
+            quantized = take_weight(own, prefix, STORAGE if self.holds_fp8 else None)
         except ValueError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return
+        if quantized:  # a plain checkpoint has no such entries
+            for key in STATE_KEYS:
+                if prefix + key in missing_keys:
+                    missing_keys.remove(prefix + key)
         super()._load_from_state_dict(
             own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -397,28 +408,6 @@ class FrozenFP8Linear(nn.Module):
             self.fp8_state.set_values(self._column, columns)
             if self._column in self.fp8_state.joint:  # whose dy this history is of, it does not say
                 self.fp8_state.backward[:, self._column] = 0.0
-
-    def _take_weight(self, own: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
-        """Turn a weight of the other kind, FP8 or plain, into what this layer holds."""
-        key, scale_key = prefix + "weight", prefix + "weight_scale_inv"
-        weight, scale_inv = own.get(key), own.get(scale_key)
-        if weight is None:
-            return
-        if self.weight_scale_inv is None:
-            if weight.dtype not in (E4M3, torch.uint8):
-                return
-            if scale_inv is None or scale_inv.numel() != 1:
-                raise ValueError(f"FP8 bytes need one {scale_key}, found {scale_inv}")
-            del own[scale_key]
-            own[key] = weight.view(E4M3).float() * scale_inv
-        elif weight.dtype in (E4M3, torch.uint8):
-            own[key] = weight if weight.dtype == STORAGE else weight.view(STORAGE)
-        elif weight.is_floating_point():
-            raw, own[scale_key] = quantize_weight(weight)
-            own[key] = raw.view(STORAGE)
-            for name in STATE_KEYS:
-                if prefix + name in missing_keys:
-                    missing_keys.remove(prefix + name)
 
     def _take_state(
         self, own: dict[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight in FP8 and as a plain tensor: from one to the other, and which of them a state_dict brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels import reference
+from lorakernels.reference import E4M3
+
+BYTES = (torch.uint8, E4M3)  # as which e4m3 values are stored and saved
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 bytes as uint8 [N, K], scale_inv fp32 [1]) from the weight's exact amax.
+
+    Raises:
+        ValueError: the weight holds inf or NaN.
+    """
+    if weight.is_meta:
+        return torch.empty_like(weight, dtype=torch.uint8), torch.empty(1, device="meta")
+    weight = weight.detach()
+    amax = reference.amax_of(weight)
+    if not bool(amax.isfinite().all()) or bool(weight.isnan().any()):
+        raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
+    scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
+    return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+
+
+def dequantize_weight(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A new tensor in `dtype`, of e4m3 values and their scale_inv [1], or of a plain weight and None."""
+    if scale_inv is None:
+        return weight.to(dtype, copy=True)
+    return (weight.float() * scale_inv).to(dtype)
+
+
+def take_weight(own: dict[str, Any], prefix: str, storage: torch.dtype | None) -> bool:
+    """Turn the weight in `own`, FP8 or plain, into what the layer holds; whether it was quantized here.
+
+    Args:
+        own: the layer's entries of a state_dict; changed in place.
+        storage: the dtype of the layer's bytes, None for a plain weight.
+
+    Raises:
+        ValueError: FP8 bytes without their one scale, a dtype that is no weight's, or values that are not finite.
+    """
+    key, scale_key = prefix + "weight", prefix + "weight_scale_inv"
+    weight, scale_inv = own.get(key), own.get(scale_key)
+    if weight is None:
+        return False
+    if weight.dtype in BYTES:
+        if scale_inv is None or scale_inv.numel() != 1:
+            found = None if scale_inv is None else f"shape {tuple(scale_inv.shape)}"
+            raise ValueError(f"FP8 bytes need one {scale_key}, found {found}")
+        if storage is None:
+            del own[scale_key]
+            own[key] = weight.view(E4M3).float() * scale_inv
+        elif weight.dtype != storage:
+            own[key] = weight.view(storage)
+        return False
+    if not weight.is_floating_point() or weight.element_size() == 1:
+        raise ValueError(
+            f"a weight must be floating-point, or e4m3 with its scale, found {weight.dtype}"
+        )
+    if storage is None:
+        return False
+    raw, own[scale_key] = quantize_weight(weight)
+    own[key] = raw.view(storage)
+    return True

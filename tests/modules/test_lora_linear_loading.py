@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What load_state_dict and assignments may put where FP8 bytes, or a plain weight, are held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
+from lorakernels.modules import frozen
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True, params=[torch.uint8, E4M3], ids=["stored as uint8", "stored as e4m3"])
+def storage(request, monkeypatch):
+    """What this torch version stores, and what the others do (frozen.STORAGE)."""
+    monkeypatch.setattr(frozen, "STORAGE", request.param)
+
+
+def make(fp8: bool = True, layout: str = "single") -> LoRALinear:
+    config = LoRAConfig(r=4, fp8=DelayedScaling() if fp8 else None, weight_layout=layout)
+    return LoRALinear(24, 10, config=config)
+
+
+def raw(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "plain", "assigned"])
+def test_the_transposed_copy_follows_a_loaded_weight(kind):
+    layer, other = make(layout="both"), make()
+    state = other.state_dict() if kind != "plain" else nn.Linear(24, 10).state_dict()
+    layer.load_state_dict(state, strict=False, assign=kind == "assigned")
+    assert torch.equal(layer.weight_t, layer._stored.t())
+    if kind != "plain":
+        assert torch.equal(layer._stored, other._stored)
+
+
+BAD = {
+    "int8": lambda: {"weight": torch.randint(-128, 127, (10, 24), dtype=torch.int8)},
+    "e5m2": lambda: {"weight": torch.randn(10, 24).to(torch.float8_e5m2)},
+    "bytes without their scale": lambda: {"weight": torch.randn(10, 24).to(E4M3)},
+    "uint8 without a scale": lambda: {"weight": torch.zeros(10, 24, dtype=torch.uint8)},
+    "bytes with a scale per block": lambda: {
+        "weight": torch.randn(10, 24).to(E4M3),
+        "weight_scale_inv": torch.ones(2, 2),
+    },
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("fp8", [True, False], ids=["FP8 held", "plain held"])
+@pytest.mark.parametrize("what", BAD)
+def test_a_weight_of_another_kind_is_refused_and_changes_nothing(what, fp8, strict):
+    layer = make(fp8, layout="both")
+    before = {k: raw(v).clone() for k, v in layer.state_dict().items()}
+    state = {**layer.state_dict(), **BAD[what]()}
+    if "without" in what:
+        state.pop("weight_scale_inv", None)
+    state["lora_A"] = torch.ones(4, 24)
+    with pytest.raises(RuntimeError, match=r"weight: (a weight must be|FP8 bytes need one)"):
+        layer.load_state_dict(state, strict=strict)
+    assert all(torch.equal(raw(v), before[k]) for k, v in layer.state_dict().items())
+
+
+def test_a_plain_weight_put_in_the_place_of_bytes_is_refused():
+    layer = make()
+    before = raw(layer.weight).clone()
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(TypeError, match=f"held in FP8.*found {dtype} put in its place"):
+            layer.weight = nn.Parameter(torch.randn(10, 24, dtype=dtype))
+    assert torch.equal(raw(layer.weight), before)
+    layer.weight = nn.Parameter(torch.zeros(10, 24, dtype=torch.uint8), requires_grad=False)
+    assert not layer.dequantized_weight().any()
+    plain = make(fp8=False)
+    plain.weight = nn.Parameter(torch.ones(10, 24), requires_grad=False)
+    assert bool((plain.weight == 1).all())
+    layer._parameters["weight"] = nn.Parameter(torch.randn(10, 24))
+    with pytest.raises(TypeError, match="held in FP8"):
+        layer(torch.randn(2, 24))
+
+
+def test_a_gathered_weight_in_half_precision_is_bytes():
+    """As FSDP2 leaves it in a forward under a MixedPrecisionPolicy."""
+    layer, x = make().eval(), torch.randn(3, 24)
+    expected, stored = layer(x), layer._parameters["weight"]
+    layer._parameters["weight"] = nn.Parameter(stored.detach().to(torch.bfloat16), False)
+    assert torch.equal(layer(x), expected)
+
+
+def test_tying_an_adapted_head_again_is_refused():
+    transformers = pytest.importorskip("transformers")
+    from lorakernels import apply_lora
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_attention_heads=4, tie_word_embeddings=True, **sizes
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    apply_lora(model, LoRAConfig(r=2, target_modules=["lm_head"]))
+    ids = torch.arange(8)[None]
+    before = model(input_ids=ids).logits
+    with pytest.raises(TypeError, match="lm_head: the weight is held in FP8"):
+        model.tie_weights()
+    assert torch.equal(model(input_ids=ids).logits, before) and bool(before.any())
