@@ -183,6 +183,18 @@ def quantize(
     return quantize_fp8(x, scale, dtype).view(torch.uint8), 1.0 / scale
 
 
+def scale_that_tells(dy: Tensor, scale_inv: Tensor) -> Tensor:
+    """scale_inv [1] of dy8; NaN where dy is fp16 and holds inf or NaN.
+
+    FP8 saturates: without that, an overflow of fp16 that passes a frozen layer would come out finite, and torch's
+    GradScaler would not see it. bf16 and fp32 have no loss scale to look after.
+    """
+    if dy.dtype != torch.float16 or scale_inv.numel() == 0 or dy.numel() == 0:
+        return scale_inv
+    least, most = dy.aminmax()  # both NaN if there is one
+    return torch.where(least.isfinite() & most.isfinite(), scale_inv, torch.nan)
+
+
 def _dequantize(x: Tensor, scale_inv: Tensor | None, dtype: torch.dtype = E4M3) -> Tensor:
     return x.float() if scale_inv is None else x.view(dtype).float() * scale_inv
 
@@ -255,6 +267,8 @@ def quantize_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B.
 
+    The scale_inv of an fp16 dy that is not finite is NaN (`scale_that_tells`).
+
     Of n projections side by side in dy [M, ΣN], with `rows` N_i and `ranks` R_i, 0 or one R:
 
         ds_i = scaling · dy_i B_i      dB_i = scaling · dy_iᵀ s_i
@@ -267,6 +281,7 @@ def quantize_grad(
     """
     checks.side_by_side(dy, lora_B, s, rows, ranks)
     dy8, scale_inv = quantize(dy, state, column, delayed, fp8_dtype)
+    scale_inv = scale_that_tells(dy, scale_inv)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = adapter_places(rows, ranks)

@@ -33,6 +33,7 @@ from lorakernels.reference import (
     quantize,
     quantize_fp8,
     scale_of,
+    scale_that_tells,
 )
 
 
@@ -193,6 +194,7 @@ def swiglu_quantize_grad(
     dup = wide * (gate * sigmoid)
     dgate_up = torch.cat((dgate * multiplier[0], dup * multiplier[1]), 1).to(dact.dtype)
     d8, scale_inv = quantize(dgate_up, state_dy, column, delayed, fp8_dtype)
+    scale_inv = scale_that_tells(dgate_up, scale_inv)
     return dgate_up if keep else dact.new_empty(0), d8, scale_inv
 
 

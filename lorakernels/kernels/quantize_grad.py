@@ -124,6 +124,7 @@ def in_torch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One PyTorch kernel after the other, for any dtype, shape and stride."""
     dy8, scale_inv = reference.quantize(dy, state, column, delayed, fp8_dtype)
+    scale_inv = reference.scale_that_tells(dy, scale_inv)
     if lora_B is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = reference.adapter_places(rows, ranks)
@@ -202,4 +203,4 @@ def in_one_pass(
         dy.get_device(),
         projections,
     )
-    return dy8, scale_inv, ds, dB
+    return dy8, reference.scale_that_tells(dy, scale_inv), ds, dB

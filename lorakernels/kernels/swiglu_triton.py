@@ -29,7 +29,7 @@ from lorakernels.kernels.quantizing import (
     scale_of_bits,
     scale_to_use,
 )
-from lorakernels.reference import E4M3
+from lorakernels.reference import E4M3, scale_that_tells
 
 _TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
@@ -238,13 +238,17 @@ def swiglu_quantize_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize_grad` of what the ladder has nothing against; dact has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1])
-    dgate_up = torch.empty(shape if keep else 0, dtype=dact.dtype, device=dact.device)
+    tells = (
+        state_dy is not None and dact.dtype == torch.float16
+    )  # dgate_up itself, which may overflow here
+    dgate_up = torch.empty(shape if keep or tells else 0, dtype=dact.dtype, device=dact.device)
     target = quantized(shape, dact.device, state_dy, column, delayed, fp8_dtype)
     config = config or (tuning.SWIGLU_GRAD_KEPT if keep else tuning.SWIGLU_GRAD)
     if keep or target.quantizes:
         operands = (dact, gate_up, gate_up_scale_inv, multiplier)
         _launch(dgate_up, target, *operands, dact.dtype, config)
-    return dgate_up, target.x8, target.scale_inv
+    scale_inv = scale_that_tells(dgate_up, target.scale_inv)
+    return dgate_up if keep else dact.new_empty(0), target.x8, scale_inv
 
 
 def _launch(
