@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from lorakernels.autograd import LoRASpec, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
+from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.philox import default_slot
+from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 FUSED = "lorakernels"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,10 +40,13 @@ _INIT_WITHOUT_BASE = (True, False, "gaussian", "eva", "orthogonal")
 class LoraKernelsLinear(PeftLinear):
     """`peft.tuners.lora.Linear` whose forward is `lora_linear`, over an `nn.Linear` or an FP8 base.
 
-    `merge` on an FP8 base requantizes base + deltas; `unmerge` restores the base's bytes.
+    `merge` on an FP8 base requantizes base + deltas; `unmerge` restores the base's bytes. `rng_state` is what dropout
+    draws from; None is torch's generator.
     """
 
     base_layer: Any
+    rng_state: PhiloxState | PhiloxStates | None
+    is_merged: bool  # `merged`, which PEFT derives from a list, for graphs to watch
 
     def __init__(
         self,
@@ -56,8 +60,16 @@ class LoraKernelsLinear(PeftLinear):
         if fp8 is not None:
             _check_keeps_base(kwargs["config"])
         super().__init__(base_layer, adapter_name, **kwargs)
+        self.start()
         if fp8 is not None and not isinstance(self.base_layer, FrozenFP8Linear):
             self.use_fp8_base(fp8, weight_layout)
+
+    def start(self) -> None:
+        """What this class has that PEFT's has not."""
+        self.rng_state, self.is_merged = None, self.merged
+
+    def stop(self) -> None:
+        del self.rng_state, self.is_merged
 
     def use_fp8_base(
         self,
@@ -115,9 +127,8 @@ class LoraKernelsLinear(PeftLinear):
         if self._reason_for_peft() is not None or not self._takes(x):
             return super().forward(x)
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
-        dropout = self.lora_dropout[name]
-        p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        slot = default_slot(x.device) if p > 0 else None
+        p = self.dropout_of(name) if self.training else 0.0
+        slot = draw_slot(self.rng_state, x.device) if p > 0 else None
         spec = LoRASpec(scaling=self.scaling[name], p=p)
         lora_A, lora_B = self.lora_A[name].weight, self.lora_B[name].weight
         base = self.base_layer
@@ -130,6 +141,26 @@ class LoraKernelsLinear(PeftLinear):
         if isinstance(self.base_layer, FrozenFP8Linear) and self.is_fp8:
             return True
         return x.dtype == self.base_layer.weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+    def dropout_of(self, adapter: str) -> float:
+        dropout = self.lora_dropout[adapter]
+        return dropout.p if isinstance(dropout, nn.Dropout) else 0.0
+
+    @property
+    def dropout_p(self) -> float:
+        """The largest of all adapters."""
+        return max(map(self.dropout_of, self.lora_dropout), default=0.0)
+
+    def lorakernels_projection(self) -> PeftProjection:
+        """What a fused decoder layer runs in this layer's place.
+
+        Raises:
+            ValueError: our op does not take this layer.
+        """
+        reason = self._reason_for_peft()
+        if reason is not None:
+            raise ValueError(f"a LoRA layer of PEFT's cannot be fused: {reason}")
+        return PeftProjection(self)
 
     @property
     def is_fp8(self) -> bool:
@@ -147,6 +178,12 @@ class LoraKernelsLinear(PeftLinear):
         super().update_layer(adapter_name, *args, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        try:
+            self._merge(safe_merge, adapter_names)
+        finally:
+            self.is_merged = self.merged
+
+    def _merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
         if not self.is_fp8:
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
             return
@@ -170,10 +207,11 @@ class LoraKernelsLinear(PeftLinear):
         base = self.base_layer
         if not (self.is_fp8 and self.merged):
             super().unmerge()
-            return
-        base._write_weight(*base._base)
-        base._base, base.merged = None, False
-        self.merged_adapters.clear()
+        else:
+            base._write_weight(*base._base)
+            base._base, base.merged = None, False
+            self.merged_adapters.clear()
+        self.is_merged = self.merged
 
     @torch.no_grad()
     def _merged_weight(self, names: list[str]) -> Tensor:
@@ -196,7 +234,15 @@ class LoraKernelsLinear(PeftLinear):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """PEFT takes the layer off: an FP8 base leaves as an nn.Linear in the dtype it came in."""
+        """PEFT takes the layer off: an FP8 base leaves as an nn.Linear in the dtype it came in.
+
+        Raises:
+            ValueError: the layer is in a fused one, which runs without it.
+        """
+        if "fused_projection" in vars(self):
+            raise ValueError(
+                "a fused layer's adapters cannot be unloaded: call unfuse(model) first"
+            )
         if not self.is_fp8:
             if merge:
                 self.merge(safe_merge=safe_merge, adapter_names=adapter_names)

@@ -7,6 +7,9 @@ model = peft.get_peft_model(base, config)
 print(report(model))
 
 print(patch(peft_model))                          # or in place, with `restore(peft_model)`
+
+Then `fuse(model)` and `attach(model, optimizer)`, as after `apply_lora`. A fused layer runs one plain adapter: the
+active one, while it is neither merged nor switched off.
 """
 
 from __future__ import annotations
@@ -134,6 +137,7 @@ def patch(
         _check_bases(ready, merged)
     for layer in ready.values():
         layer.__class__ = LoraKernelsLinear
+        layer.start()
     if fp8 is None or not ready:
         return report(model)
     devices = {layer.base_layer.weight.device for layer in ready.values()}
@@ -149,7 +153,7 @@ def restore(model: nn.Module) -> PeftReport:
     """Undo `patch`: PEFT's own classes over the very same base weights; merged FP8 ones unmerge.
 
     Raises:
-        ValueError: a base was not kept (`restorable=False`). Nothing is changed then.
+        ValueError: a base was not kept (`restorable=False`), or a layer is fused. Nothing is changed then.
     """
     layers = {
         name: layer
@@ -159,12 +163,15 @@ def restore(model: nn.Module) -> PeftReport:
     for name, layer in layers.items():
         if layer.is_fp8 and layer.__dict__.get(_ORIGINAL) is None:
             raise ValueError(f"{name}: its original weight was not kept, it cannot be restored")
+        if "fused_projection" in vars(layer):
+            raise ValueError(f"{name} is in a fused layer: call unfuse(model) before restore")
     for layer in layers.values():
         if layer.is_fp8:
             if layer.merged:
                 layer.unmerge()
             original = layer.__dict__.pop(_ORIGINAL)
             layer.base_layer = original.to(layer.base_layer.weight.device)
+        layer.stop()
         layer.__class__ = PeftLinear
     return report(model)
 

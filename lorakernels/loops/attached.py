@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lorakernels.graphs.recorder import Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
+from lorakernels.modules.projections import frozen_layers, share_state
 from lorakernels.philox import PhiloxState, PhiloxStates
 
 
@@ -229,6 +230,7 @@ def attach(
     optimizers = _optimizers(optimizer)
     _check(model, optimizers, warmup_steps, rng_state)
     found = layers if layers is not None else parts.decoder_layers(model)
+    share_state(frozen_layers(model))  # PEFT makes layer by layer
     attached = Attached(model, optimizers)
     attached.layers = list(found or [])
     reason = _why_not(model, attached.layers, graphs, "backend" in options)

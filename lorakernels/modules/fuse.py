@@ -13,6 +13,7 @@ from lorakernels.modules.fuse_checks import LAYERS, check_layers, decoder_layers
 from lorakernels.modules.fuse_memory import SAVE, LayerSize, fit
 from lorakernels.modules.fused_layer import Parts, original_class
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import adapted, frozen_layers, share_state
 from lorakernels.modules.rewire import Options, changed, rewire, unwire
 
 
@@ -176,12 +177,16 @@ def unfuse(model: nn.Module) -> None:
 
 def _an_adapter(model: nn.Module) -> LoRALinear:
     """The first of the adapters, which have one FP8State."""
-    adapted = [m for m in model.modules() if isinstance(m, LoRALinear)]
-    if not adapted:
-        raise ValueError(f"{type(model).__name__} has no LoRALinear: call apply_lora first")
-    if any(m.fp8_state is not adapted[0].fp8_state for m in adapted):
+    found = list(adapted(model))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no LoRALinear: call apply_lora first, or, with PEFT, register or patch of "
+            "lorakernels.integrations.peft"
+        )
+    share_state(frozen_layers(model))
+    if any(m.fp8_state is not found[0].fp8_state for m in found):
         raise ValueError(f"the adapters of {type(model).__name__} must have one FP8State")
-    return adapted[0]
+    return found[0]
 
 
 __all__ = ["LAYERS", "FuseReport", "LayerReport", "fuse", "unfuse"]

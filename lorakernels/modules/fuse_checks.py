@@ -23,6 +23,7 @@ from lorakernels.modules.fused_layer import (
 )
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import projection
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _PARTS = {
@@ -72,7 +73,7 @@ def projections(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     for owner, names in (("self_attn", (*QKV, *OUTPUT)), ("mlp", (*GATE_UP, *DOWN))):
         parent = layer.get_submodule(owner)
         for name in names:
-            yield f"{owner}.{name}", parent, parent.get_submodule(name)
+            yield f"{owner}.{name}", parent, projection(parent.get_submodule(name))
 
 
 def check_layers(

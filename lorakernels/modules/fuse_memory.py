@@ -26,6 +26,7 @@ from torch import nn
 from lorakernels.checks_layer import packed_scales
 from lorakernels.modules.fused_layer import DOWN, GATE_UP, OUTPUT, QKV
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import projection
 
 SAVE = ("full", "recompute", "fp8", "checkpoint")  # each is slower than the one before
 
@@ -85,14 +86,14 @@ class LayerSize:
 
 def _stacked(owner: nn.Module, names: Sequence[str]) -> int:
     """Bytes of B of all adapters as one matrix."""
-    members = [owner.get_submodule(name) for name in names]
+    members = [projection(owner.get_submodule(name)) for name in names]
     factors = [m.lora_B for m in members if isinstance(m, LoRALinear)]
-    rows = sum(m.out_features for m in members)  # type: ignore[misc]
+    rows = sum(m.out_features for m in members)
     return rows * sum(b.shape[1] * b.element_size() for b in factors)
 
 
 def _rank(owner: nn.Module, names: Sequence[str]) -> int:
-    return sum(getattr(owner.get_submodule(name), "r", 0) for name in names)
+    return sum(getattr(projection(owner.get_submodule(name)), "r", 0) for name in names)
 
 
 def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> list[str]:

@@ -111,7 +111,7 @@ class FusedGroup:
         state = self.first.fp8_state
         place = (state, self.first._column)
         self._check_alike(training, adapted)
-        key = (training, place, *((id(m), m.scaling, m.lora_dropout) for m in adapted))
+        key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
         if key not in self._variants:
             spec = LoRASpec(scaling=self._scaling(adapted))
             if state is not None:

@@ -29,6 +29,11 @@ from lorakernels.modules.fused_layer import (
 from lorakernels.modules.fused_norm import fuse_norm, unfuse_norm
 from lorakernels.modules.kept_linears import KeptLinear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import (
+    forget_projections,
+    is_inside_projection,
+    keep_projection,
+)
 from lorakernels.modules.undo import Before, all_or_nothing
 
 _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
@@ -107,6 +112,7 @@ def unwire(model: nn.Module) -> list[str]:
                 stale.append(kept.path)
             else:
                 kept.put_back(weight)
+        forget_projections(model)
         for norm in found.norms:
             unfuse_norm(norm)
         for config, value in found.use_cache:
@@ -164,14 +170,14 @@ def _freeze(
 def _parts(layer: Any, save: str, options: Options) -> Parts:
     config, attn = layer.self_attn.config, layer.self_attn
     groups = [
-        FusedGroup([getattr(owner, name) for name in names], options.shared_dropout)
+        FusedGroup([keep_projection(getattr(owner, name)) for name in names], options.shared_dropout)
         for owner, names in ((attn, QKV), (attn, OUTPUT), (layer.mlp, GATE_UP), (layer.mlp, DOWN))
     ]
     places = [
         (path, layer.get_submodule(owner)._modules, name, module)
         for path, module in layer.named_modules()
         for owner, _, name in [path.rpartition(".")]
-        if path
+        if path and not is_inside_projection(layer, owner)
     ]
     return Parts(
         groups[0],

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PEFT layer as fused decoder layers take their projections: a LoRALinear that owns nothing.
+
+It reads the layer at each call: the adapter that is active, whether it is merged or switched off, the base it has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lorakernels.fp8 import FP8State
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import LoRALinear
+
+_FACTORS = ("lora_A", "lora_B")
+
+
+class PeftProjection(LoRALinear):
+    """`layer`'s base weight and its one active adapter, by LoRALinear's names. Not a part of the model."""
+
+    def __init__(self, layer: Any) -> None:
+        self.__dict__["layer"] = layer
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return PeftProjection, (self.layer,)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def base(self) -> Any:
+        return self.layer.base_layer
+
+    def _active(self) -> list[str]:
+        return [name for name in self.layer.active_adapters if name in self.layer.lora_A]
+
+    @property
+    def _adapter(self) -> str:
+        """The active adapter; any, where none takes part."""
+        return next(iter(self._active() or self.layer.lora_A))
+
+    @property
+    def disable_adapters(self) -> bool:  # type: ignore[override]
+        """Whether the adapter takes no part.
+
+        Raises:
+            ValueError: PEFT would compute something else than one plain adapter.
+        """
+        layer = self.layer
+        if layer.disable_adapters or layer.merged or not self._active():
+            return True
+        reason = layer._reason_for_peft()
+        if reason is not None:
+            raise ValueError(
+                f"{self.name or 'a layer'} is in a fused layer, which runs one plain adapter, and {reason}: activate "
+                "one, or unfuse(model) first"
+            )
+        return False
+
+    # what a LoRALinear has
+
+    @property
+    def merged(self) -> bool:  # type: ignore[override]
+        return bool(self.layer.merged)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return bool(self.layer.training)
+
+    @property
+    def r(self) -> int:  # type: ignore[override]
+        return int(self.layer.r[self._adapter])
+
+    @property
+    def scaling(self) -> float:  # type: ignore[override]
+        return float(self.layer.scaling[self._adapter])
+
+    @property
+    def lora_dropout(self) -> float:  # type: ignore[override]
+        return float(self.layer.dropout_of(self._adapter))
+
+    @property
+    def rng_state(self) -> Any:  # type: ignore[override]
+        return self.layer.rng_state
+
+    @property
+    def site(self) -> int:  # type: ignore[override]
+        return 0
+
+    @property
+    def lora_A(self) -> nn.Parameter:  # type: ignore[override]
+        return self.layer.lora_A[self._adapter].weight  # type: ignore[no-any-return]
+
+    @property
+    def lora_B(self) -> nn.Parameter:  # type: ignore[override]
+        return self.layer.lora_B[self._adapter].weight  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.base.bias  # type: ignore[no-any-return]
+
+    @property
+    def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
+        if self.layer.disable_adapters and self.layer.merged:
+            self.layer.unmerge()  # as PEFT's forward does
+        own, adapter, modules = self.base._parameters, self._adapter, self.layer._modules
+        factors = {f: modules[f]._modules[adapter]._parameters["weight"] for f in _FACTORS}
+        return {"weight": own["weight"], "bias": own["bias"], **factors}
+
+    @property
+    def _buffers(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"weight_scale_inv": self.weight_scale_inv, "weight_t": self.weight_t}
+
+    # what its base has, an nn.Linear or a FrozenFP8Linear
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        return int(self.base.in_features)
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        return int(self.base.out_features)
+
+    @property
+    def weight_layout(self) -> str:  # type: ignore[override]
+        return getattr(self.base, "weight_layout", "single")
+
+    @property
+    def weight_scale_inv(self) -> Tensor | None:  # type: ignore[override]
+        return getattr(self.base, "weight_scale_inv", None)
+
+    @property
+    def weight_t(self) -> Tensor | None:  # type: ignore[override]
+        return getattr(self.base, "weight_t", None)
+
+    @weight_t.setter
+    def weight_t(self, value: Tensor | None) -> None:
+        if isinstance(self.base, FrozenFP8Linear):
+            self.base.weight_t = value
+
+    @property
+    def fp8_state(self) -> FP8State | None:  # type: ignore[override]
+        return getattr(self.base, "fp8_state", None)
+
+    @fp8_state.setter
+    def fp8_state(self, value: FP8State | None) -> None:
+        self.base.fp8_state = value
+
+    @property
+    def _column(self) -> int:  # type: ignore[override]
+        return getattr(self.base, "_column", 0)
+
+    @_column.setter
+    def _column(self, value: int) -> None:
+        self.base._column = value
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return getattr(self.base, "name", "")
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self.base.name = value
