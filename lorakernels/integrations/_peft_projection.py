@@ -20,6 +20,8 @@ _FACTORS = ("lora_A", "lora_B")
 class PeftProjection(LoRALinear):
     """`layer`'s base weight and its one active adapter, by LoRALinear's names. Not a part of the model."""
 
+    layer: Any
+
     def __init__(self, layer: Any) -> None:
         self.__dict__["layer"] = layer
 
@@ -91,15 +93,15 @@ class PeftProjection(LoRALinear):
 
     @property
     def lora_A(self) -> nn.Parameter:  # type: ignore[override]
-        return self.layer.lora_A[self._adapter].weight  # type: ignore[no-any-return]
+        return self.layer.lora_A[self._adapter].weight
 
     @property
     def lora_B(self) -> nn.Parameter:  # type: ignore[override]
-        return self.layer.lora_B[self._adapter].weight  # type: ignore[no-any-return]
+        return self.layer.lora_B[self._adapter].weight
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        return self.base.bias  # type: ignore[no-any-return]
+        return self.base.bias
 
     @property
     def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
@@ -132,7 +134,7 @@ class PeftProjection(LoRALinear):
         return getattr(self.base, "weight_scale_inv", None)
 
     @property
-    def weight_t(self) -> Tensor | None:  # type: ignore[override]
+    def weight_t(self) -> Tensor | None:
         return getattr(self.base, "weight_t", None)
 
     @weight_t.setter
@@ -141,7 +143,7 @@ class PeftProjection(LoRALinear):
             self.base.weight_t = value
 
     @property
-    def fp8_state(self) -> FP8State | None:  # type: ignore[override]
+    def fp8_state(self) -> FP8State | None:
         return getattr(self.base, "fp8_state", None)
 
     @fp8_state.setter
@@ -149,7 +151,7 @@ class PeftProjection(LoRALinear):
         self.base.fp8_state = value
 
     @property
-    def _column(self) -> int:  # type: ignore[override]
+    def _column(self) -> int:
         return getattr(self.base, "_column", 0)
 
     @_column.setter
@@ -157,7 +159,7 @@ class PeftProjection(LoRALinear):
         self.base._column = value
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return getattr(self.base, "name", "")
 
     @name.setter

@@ -77,7 +77,7 @@ def new_rng_state(device: torch.device) -> PhiloxState:
 def without_cache(model: nn.Module) -> list[Any]:
     """Switch `config.use_cache` off: a cache is no argument for a graph. The configs where it was on."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    found = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
+    found: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
     for config in found.values():
         config.use_cache = False
     return list(found.values())
