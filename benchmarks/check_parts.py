@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import write_model, write_text
+from finetune_files import write_checkpoint, write_texts
 from models import ALPHA, RANK, P, Spec, plain_model, token_rows
 from peers.base import Unavailable
 from peers.training import HfPeft, Training
@@ -173,11 +173,10 @@ def finetune(shape: str, device: str, scratch: str, limit: float) -> Found:
 def prepared(shape: str, device: str, folder: Path) -> list[str]:
     """A checkpoint and a text in `folder`, as options of `finetune`."""
     spec = SHAPES[shape]
-    model = write_model(folder / "model", spec.shape, spec.length)
-    tokens = 2 * STEPS * spec.batch * spec.length
-    data = write_text(folder / "text.jsonl", tokens)
+    write_checkpoint(spec, torch.device(device), folder / "model")
+    data = write_texts(folder, 2 * STEPS * spec.batch * spec.length, spec.length)["mixed"]
     sizes = ["--seq-len", spec.length, "--batch-size", spec.batch, "--steps", STEPS]
-    options = ["--model", model, "--data", data, "--device", device, *sizes]
+    options = ["--model", folder / "model", "--data", data, "--device", device, *sizes]
     return [str(word) for word in options]
 
 

