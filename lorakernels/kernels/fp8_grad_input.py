@@ -6,7 +6,8 @@ mask again while the FP8 product runs and rounds dx once. Split accumulation by 
 Hopper's FP8 tensor cores read operands along the contraction only, so the product needs Wᵀ [K, N]: `weight_t` where the
 layer keeps it; otherwise a transposed copy made for this call or, with few rows and split accumulation, W turned on its
 way through the registers (csrc/fp8_gemm_turned.h). What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
-multiplied by cuBLASLt and the LoRA term comes after it; other operands go to reference.py.
+multiplied by cuBLASLt, or without FP8 tensor cores dequantized (dequantized.py), and the LoRA term comes after it.
+Other operands go to reference.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from lorakernels import checks, reference
 from lorakernels.device import capability_of, extension, multiprocessors_of
-from lorakernels.kernels import tuning
-from lorakernels.kernels.ladder import takes_cublaslt, why_not_wgmma_gemm
+from lorakernels.kernels import dequantized, tuning
+from lorakernels.kernels.ladder import takes_cublaslt, takes_dequantized, why_not_wgmma_gemm
 from lorakernels.kernels.pointers import address, name, stream
 from lorakernels.kernels.product import product
 from lorakernels.kernels.transpose_fp8 import transpose_fp8
@@ -167,7 +168,11 @@ def _base(
     if dy_scale_inv is None or weight_scale_inv is None:
         return dy @ weight.to(dy.dtype)
     n, k = weight.shape
-    if takes_cublaslt(capability_of(dy.device), dy.shape[0], k, n):
+    capability = capability_of(dy.device)
+    if takes_dequantized(capability, out_dtype):
+        operands = (dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv)
+        return dequantized.grad_input(*operands, out_dtype)
+    if takes_cublaslt(capability, dy.shape[0], k, n):
         plain = (None, None, None, None, 0.0, 0, out_dtype)
         return reference.fp8_grad_input(
             dy, dy_scale_inv, fp8_dtype, weight, weight_scale_inv, *plain

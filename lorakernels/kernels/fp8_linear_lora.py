@@ -6,7 +6,8 @@ x [M, K] e4m3, W [N, K] e4m3, s [M, R], B [N, R], residual, y [M, N]. On Hopper 
 and rounds y once. What neither can take is multiplied by cuBLASLt (`torch._scaled_mm`,
 fast accumulation as Transformer Engine's forward), and the bias, the LoRA term, a second, rank-sized product added in
 fp32 inside `addmm`, and the residual come after it: y is rounded up to four times. A plain base is one product in x's
-dtype; FP8 sizes that cuBLASLt does not take are multiplied in fp32 (reference.py). `ladder.py` says which and why.
+dtype. Without FP8 tensor cores both operands are dequantized to y's dtype (dequantized.py). FP8 sizes that cuBLASLt
+does not take are multiplied in fp32 (reference.py). `ladder.py` says which and why.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from lorakernels import checks, reference
 from lorakernels.device import capability_of, multiprocessors_of
-from lorakernels.kernels import fp8_linear_lora_csrc, tuning
+from lorakernels.kernels import dequantized, fp8_linear_lora_csrc, tuning
 from lorakernels.kernels.ladder import (
     takes_cublaslt,
+    takes_dequantized,
     why_not_triton_gemm,
     why_not_wgmma_linear,
 )
@@ -116,7 +118,10 @@ def _base(
     """x Wᵀ in `out_dtype`."""
     if x_scale_inv is None or weight_scale_inv is None:
         return x @ weight.to(x.dtype).t()
-    if takes_cublaslt(capability_of(x.device), x.shape[0], *weight.shape):
+    capability = capability_of(x.device)
+    if takes_dequantized(capability, out_dtype):
+        return dequantized.linear(x, x_scale_inv, weight, weight_scale_inv, out_dtype)
+    if takes_cublaslt(capability, x.shape[0], *weight.shape):
         return reference.fp8_linear_lora(
             x, x_scale_inv, weight, weight_scale_inv, None, None, None, 1.0, out_dtype
         )

@@ -33,6 +33,7 @@ AROUND_LINEAR = ("bias_dropout_add", *OPS[8:])  # what a linear layer itself doe
 FP8_GEMM_CAPABILITY = (8, 9)
 FP8_GEMM_MULTIPLE = 16
 TMA_CAPABILITY = (9, 0)
+DEQUANTIZED_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # their tensor cores
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
 DOWN_RANK = 128
@@ -142,6 +143,11 @@ def _gemms(
     if not fp8:
         return dict.fromkeys(ops, ("torch", "the base is not FP8"))
     n, k = sizes or (FP8_GEMM_MULTIPLE,) * 2
+    dtypes = [t for t in (torch.bfloat16, torch.float16) if takes_dequantized(capability, t)]
+    if dtypes:
+        names = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
+        note = f"dequantized {names} matmul, 2 bytes a weight of scratch: no FP8 tensor cores"
+        return dict.fromkeys(ops, ("dequantized", f"{note}; else fp32"))
     if why_not := takes_cublaslt(capability, 1, n, k):
         return dict.fromkeys(ops, ("torch", why_not))
     needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
@@ -385,6 +391,12 @@ def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> st
     if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
         return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
     return "no rows" if rows == 0 else None
+
+
+def takes_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
+    least = DEQUANTIZED_CAPABILITY.get(dtype)
+    return least is not None and least <= capability < FP8_GEMM_CAPABILITY
 
 
 def why_not_triton_gemm(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 
 from lorakernels import device as device_facts
 from lorakernels.kernels import ladder
@@ -45,6 +46,31 @@ def test_cublaslt_s_reason_says_why_no_kernel_of_ours(monkeypatch):
     assert table["fp8_linear_lora"][0] == table["fp8_grad_input"][0] == "cublaslt"
     assert table["fp8_linear_lora"][1].endswith("compute capability (8, 9) has no TMA")
     assert table["fp8_grad_input"][1].endswith("built without nvcc")
+
+
+@pytest.mark.parametrize(
+    ("capability", "implementation", "dtypes"),
+    [
+        ((7, 0), "dequantized", [torch.float16]),
+        ((8, 0), "dequantized", [torch.bfloat16, torch.float16]),
+        ((8, 6), "dequantized", [torch.bfloat16, torch.float16]),
+        ((8, 9), "cublaslt", []),
+        ((6, 1), "torch", []),
+    ],
+    ids=str,
+)
+def test_without_fp8_tensor_cores_the_ladder_says_what_is_multiplied(
+    capability, implementation, dtypes
+):
+    table = ladder.implementations("cuda", capability)
+    for op in ("fp8_linear_lora", "fp8_grad_input"):
+        assert table[op][0] == implementation
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            name = str(dtype).removeprefix("torch.")
+            said = f"{name} matmul" in table[op][1] or f"{name} or" in table[op][1]
+            assert said == ladder.takes_dequantized(capability, dtype) == (dtype in dtypes)
+    plain = ladder.implementations("cuda", capability, fp8=False)
+    assert plain["fp8_linear_lora"] == ("torch", "the base is not FP8")
 
 
 def test_unknown_device():
