@@ -115,6 +115,14 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def check_device(device: torch.device) -> None:
+    """ValueError if there are no CUDA graphs on it."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"the layers must be on a CUDA device before GraphManager is made, found {device}"
+        )
+
+
 @dataclass
 class CudaBackend:
     """Captures on a side stream of its own into one private pool.

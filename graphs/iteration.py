@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend, CudaBackend
+from .backend import Backend, CudaBackend, check_device
 from .errors import CaptureError, ReplayError, explain
 from .order import check_count
 from .report import GraphReport, Report
@@ -78,6 +78,8 @@ class IterationGraph:
         self.modules, self.optimizers = list(modules), list(optimizers)
         self.fp8_state, self.rng_states = fp8_state, list(rng_states)
         self.on_new_shape, self.max_shapes = on_new_shape, check_count("max_shapes", max_shapes)
+        if backend is None:
+            check_device(self._device())
         self._make_backend = backend or (lambda: CudaBackend(self._device(), mode))
         self._aside: Backend | None = None  # for eager calls on the capture's stream
         self._replaced: dict[Any, Any] = {}  # executable graphs that recapture() has kept
@@ -102,6 +104,8 @@ class IterationGraph:
         for module in self.modules:
             for parameter in module.parameters():
                 return parameter.device
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend, CudaBackend
+from .backend import Backend, CudaBackend, check_device
 from .errors import explain
 from .evaluate import EvalGraphs
 from .graphset import Progress
@@ -69,7 +69,7 @@ class GraphManager:
         backend: makes the backend for a capture; CUDA graphs on the device of the parameters when None.
 
     Raises:
-        ValueError, TypeError: an argument is not one of the above.
+        ValueError, TypeError: an argument is not one of the above, or the layers are not on a GPU.
     """
 
     def __new__(cls, layers: Any, scope: str = "layer", *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +110,8 @@ class GraphManager:
         self.fp8_state, self.rng_states = fp8_state, list(rng_states)
         self.on_new_shape, self.eval, self._mode = on_new_shape, eval, mode
         self.device = _device_of(self.modules)
+        if backend is None:
+            check_device(self.device)
         self._make_backend = backend or self._cuda_backend
         self._loop = Loop(
             self.names, self.modules, fp8_state, self.rng_states, grads, self._make_backend
@@ -123,8 +125,6 @@ class GraphManager:
         self._record()
 
     def _cuda_backend(self) -> Backend:
-        if self.device.type != "cuda":
-            raise ValueError(f"the layers must be on a CUDA device, found {self.device}")
         return CudaBackend(self.device, self._mode)
 
     @property

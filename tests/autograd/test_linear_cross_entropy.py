@@ -96,6 +96,31 @@ def test_as_exact_as_pytorch_in_the_same_dtype(device, m, v, k, chunk, dtype, tr
         assert error <= allowed, f"{name}: {error:.3g}, allowed {allowed:.3g}"
 
 
+def test_fp16_gradients_of_many_items_survive_until_the_loss_scale(device):
+    """1 / items is multiplied in after the loss scale: p / items is 2e-8 here, half of fp16's smallest number."""
+    hidden, weight, _, labels = problem(16, 1000, 32, 0, torch.float16, device, False)
+    hidden, items, scale = hidden / 16, 2**16, 2.0**16
+    expected = exact(hidden, weight, None, labels, items)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, labels, num_items=items)
+    (d_hidden,) = torch.autograd.grad(loss * scale, hidden)
+    truth = scale * expected[1].to(device)
+    # fp16 twice: of p, whose mean is 1e-3 and which has 2^-25 / 1e-3 of it to lose as well, and of dh
+    assert (d_hidden.double() - truth).norm() <= 4 * 2.0**-11 * truth.norm()
+
+
+def test_a_trained_head_s_gradient_is_not_rounded_between_chunks(device):
+    hidden, weight, _, labels = problem(512, 64, 32, 0, torch.bfloat16, device, False)
+    expected = exact(hidden, weight, None, labels, 512)[2].to(device)
+    weight.requires_grad_()
+    errors = {}
+    for chunk in (512, 1):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+        (d_weight,) = torch.autograd.grad(loss, weight)
+        errors[chunk] = float((d_weight.double() - expected).norm() / expected.norm())
+    assert errors[1] <= 1.1 * errors[512], errors  # the same roundings of dz and of dW
+
+
 @pytest.mark.parametrize("given_as", ["bf16", "e4m3"])
 def test_fp8_head(device, given_as):
     """e4m3 keeps 3 bits (2.6 % rms of a value), e5m2 2 (5.2 %). So z, of order 4, is off by 4 · √2 · 2.6 % = 0.15 rms,

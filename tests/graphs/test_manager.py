@@ -240,10 +240,18 @@ def test_bad_arguments_name_the_value() -> None:
             GraphManager(layers, **options)
     with pytest.raises(TypeError, match="layers must be a sequence of modules, got one Block"):
         GraphManager(layers[0])
-    manager = GraphManager(layers, warmup_steps=1)
-    run(layers, next(batches(CPU, 1))).sum().backward()
-    with pytest.raises(ValueError, match="the layers must be on a CUDA device, found cpu"):
-        manager.end_iteration()
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_layers_that_have_no_graphs_are_refused_before_anything_is_attached(where: str) -> None:
+    layers = stack(torch.device(where), 2)
+    message = f"the layers must be on a CUDA device before GraphManager is made, found {where}"
+    with pytest.raises(ValueError, match=message):
+        GraphManager(layers)
+    with pytest.raises(ValueError, match=message):
+        GraphManager(lambda x: x, scope="iteration", modules=[layers])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
+    assert not any("forward" in vars(m) for m in layers)
 
 
 def test_incomplete_iterations(device: torch.device) -> None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replays hand out stays what it was, and what they were not given counts as nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lorakernels.graphs import ReplayError
+from torch import Tensor, nn
+
+from tests.graphs.layers import WIDTH, batches, managed, run, same, stack, twins, warm
+
+
+class Two(nn.Module):
+    """Two outputs of one layer, which leave the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.up(x))
+        return h[:, :WIDTH] * 2, h[:, WIDTH:] * 3
+
+
+def loss_of(outputs: tuple[Tensor, Tensor], used: str) -> Tensor:
+    one, other = outputs
+    return {"both": one.square().sum() + other.sin().sum(), "first": one.square().sum(),
+            "second": other.sin().sum()}[used]  # fmt: skip
+
+
+@pytest.mark.parametrize("grads", ["add", "autograd"])
+def test_an_output_that_is_not_used_has_no_gradient_of_an_earlier_step(device, grads) -> None:
+    """Its buffer holds what the last replay was given, or what shares the pool with it."""
+    ours = nn.ModuleList([Two()]).to(device)
+    theirs = copy.deepcopy(ours)
+    manager = managed(ours, device, grads=grads)
+    for index, used in enumerate(["both", "both", "first", "both", "second", "first"]):
+        x = next(batches(device, 1))
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        for layers, one in zip((ours, theirs), inputs, strict=True):
+            loss_of(layers[0](one), used).backward()
+        same(ours, theirs, (index, used))
+        assert torch.equal(inputs[0].grad, inputs[1].grad), (index, used)
+        manager.end_iteration()
+    assert manager.phase == "replaying"
+
+
+@pytest.mark.parametrize(
+    "how", ["torch.autograd.grad", "a hook of the parameter", "a hook's copy in .grad"]
+)
+def test_gradients_that_autograd_hands_out_are_not_overwritten(device, how: str) -> None:
+    layers = stack(device, 2)
+    parameters = list(layers.parameters())
+    manager = managed(layers, device, grads="autograd")
+    warm(manager, layers, device)
+    kept: list[Tensor] = []
+    if how == "a hook of the parameter":
+        for parameter in parameters:
+            parameter.register_hook(kept.append)
+    elif how == "a hook's copy in .grad":
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+
+    def step() -> list[Tensor]:
+        kept.clear()
+        loss = run(layers, next(batches(device, 1))).square().sum()
+        found = list(torch.autograd.grad(loss, parameters)) if how == "torch.autograd.grad" else []
+        if not found:
+            loss.backward()
+            found = list(kept)
+        for parameter in parameters:
+            parameter.grad = None
+        manager.end_iteration()
+        assert len(found) == len(parameters)
+        return found
+
+    first = step()
+    before = [grad.clone() for grad in first]
+    second = step()
+    assert all(torch.equal(a, b) for a, b in zip(first, before, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    memory = {grad.untyped_storage().data_ptr() for grad in [*first, *second]}
+    assert len(memory) == 2 * len(parameters)
+
+
+@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
+def test_a_set_of_graphs_is_chosen_by_autocast_too(device) -> None:
+    """The same tensors and constants with and without autocast are two kinds of blocks."""
+    ours, theirs = twins(device, 2)
+    manager = managed(ours, device, on_new_shape="capture")
+    x = next(batches(device, 1))
+    kind = device.type
+    for index, enabled in enumerate([False, True, True, False, True, False, False, True]):
+        results = []
+        for layers in (ours, theirs):
+            with torch.autocast(kind, torch.bfloat16, enabled=enabled, cache_enabled=False):
+                y = run(layers, x)
+            y.square().sum().backward()
+            results.append(y)
+        assert torch.equal(*results), (index, enabled)
+        same(ours, theirs, (index, enabled))
+        manager.end_iteration()
+    assert [s.graphs.blocks for s in manager._sets.captured] == [3, 3]
+
+
+def test_autocast_that_was_not_captured_is_refused(device) -> None:
+    layers = stack(device, 2)
+    manager = managed(layers, device)
+    warm(manager, layers, device)
+    x = next(batches(device, 1))
+    with (
+        pytest.raises(ReplayError, match="autocast"),
+        torch.autocast(device.type, torch.bfloat16),
+    ):
+        run(layers, x)
