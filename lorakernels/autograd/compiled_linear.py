@@ -47,7 +47,7 @@ def _spec(
     drawn = numbers if mask is None else numbers_of(mask)
     key = (scaling, p, drawn.p, drawn.site, column, training)
     if key in numbers.made:
-        return numbers.made[key]  # type: ignore[no-any-return]
+        return numbers.made[key]
     spec = LoRASpec(
         scaling=numbers.scaling if scaling is None else scaling,
         p=drawn.p if p is None else p,
@@ -259,4 +259,4 @@ def compiled_linear(
     """
     check_input(x, base[0])
     y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]
-    return y.view(*x.shape[:-1], base[0].shape[0])  # type: ignore[no-any-return]
+    return y.view(*x.shape[:-1], base[0].shape[0])

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.adapter_keys import check_keys, expected_shapes, without_peft_copies
+from lorakernels.adapter_keys import check_keys, expected_slots, without_peft_copies
 from lorakernels.loading_plan import E4M3, holders_of
 from lorakernels.peft_format import WEIGHTS_NAME, read_config, read_weights
 from lorakernels.shards import Source, TensorInfo
@@ -91,12 +91,12 @@ def read_adapter(model: nn.Module, folder: Path) -> Adapter:
     config = read_config(folder, None, "single")
     tensors = read_weights(folder)
     try:
-        shapes, saved = expected_shapes(model, config), match_saved(model, config)
+        slots, saved = expected_slots(model, config), match_saved(model, config)
         paths = match_targets(model, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
-    check_keys(folder / WEIGHTS_NAME, shapes, tensors)
+    check_keys(folder / WEIGHTS_NAME, slots, tensors)
     deltas = {}
     for path in paths:
         lora_A, lora_B = (

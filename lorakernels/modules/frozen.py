@@ -277,7 +277,7 @@ class FrozenFP8Linear(nn.Module):
         **options: Any,
     ) -> Tensor:
         """`_linear` in a trace, which reads nothing that differs from layer to layer."""
-        weight = self._parameters["weight"]
+        weight: Tensor | None = self._parameters["weight"]
         assert weight is not None
         if weight.dtype not in (E4M3, torch.uint8):
             weight = self._stored

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from lorakernels.autograd import attention as attention_backends

@@ -86,8 +86,8 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         prefix = f"{path}." if path else ""
         merged = isinstance(layer, LoRALinear) and layer.merged
-        weight = layer.merged_weight(dtype) if merged else layer.dequantized_weight(dtype)
-        state[prefix + "weight"] = weight.cpu()
+        whole: Any = layer.merged_weight if merged else layer.dequantized_weight
+        state[prefix + "weight"] = whole(dtype).cpu()
         for key in ("weight_scale_inv", *STATE_KEYS):
             state.pop(prefix + key, None)
     return state
@@ -113,7 +113,7 @@ def describe_tying(model: Any) -> Any:
 
     Returns the config if it changed, else None.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(config, "tie_word_embeddings", False) or not _is_untied(model):
         return None

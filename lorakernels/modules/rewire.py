@@ -170,7 +170,9 @@ def _freeze(
 def _parts(layer: Any, save: str, options: Options) -> Parts:
     config, attn = layer.self_attn.config, layer.self_attn
     groups = [
-        FusedGroup([keep_projection(getattr(owner, name)) for name in names], options.shared_dropout)
+        FusedGroup(
+            [keep_projection(getattr(owner, name)) for name in names], options.shared_dropout
+        )
         for owner, names in ((attn, QKV), (attn, OUTPUT), (layer.mlp, GATE_UP), (layer.mlp, DOWN))
     ]
     places = [

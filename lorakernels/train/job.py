@@ -150,7 +150,8 @@ def adapt(
     metrics = output / "metrics.jsonl"
     session = make_session(model, options, train, held, reporter, metrics, report, runtime, ranks)
     beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
-    checkpoints.adapter = AdapterFiles(model, directory, beside)
+    files = AdapterFiles(model, directory, beside)
+    checkpoints.adapter = files
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
         session.resume()
@@ -162,7 +163,7 @@ def adapt(
     adapter = output / "adapter"
 
     def finish() -> None:
-        save_adapter_files(checkpoints.adapter, adapter)
+        save_adapter_files(files, adapter)
         title = f"LoRA, rank {options.r}, {directory.name}"
         plot_losses(metrics, output / "loss.png", title)
         if options.merge is not None:
