@@ -168,6 +168,7 @@ def wide(width: str, layers: int) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=8,
+        max_position_embeddings=4096,
         attn_implementation="sdpa",
     )
     before = torch.get_default_dtype()
