@@ -62,6 +62,20 @@ def test_a_snapshot_remembers_who_leads_the_automatic_update():
     assert torch.equal(*runs)
 
 
+def test_a_snapshot_remembers_who_has_run_since_the_leader():
+    """A layer that comes round twice without the leader takes the lead, also when a snapshot lies in between."""
+    state = small(("a", "b"))
+    state.in_charge = "auto"
+    state.on_training_forward(0)
+    state.on_training_forward(1)
+    snapshot = state.save()
+    state.on_training_forward(0)  # b has not run since
+    state.restore(snapshot)
+    state.forward[0], state.backward[0] = 3.0, 5.0
+    state.on_training_forward(1)
+    assert not state.forward[0].any() and not state.backward[0].any()  # updated: the row has rolled
+
+
 def test_a_snapshot_of_others_is_refused():
     state = small()
     before = tensors(state)
@@ -123,6 +137,34 @@ def test_a_state_saved_before_recipes_had_gemms_loads():
     other = replace(state.recipe, fp8_gemm_fprop=MMParams(True))
     with pytest.raises(ValueError, match=r"'fp8_gemm_fprop': \{'use_split_accumulator': False\}"):
         FP8State(state.names, other).load_state_dict(old)
+
+
+@pytest.mark.parametrize("fused", ["saved", "loaded into", "both"])
+def test_the_history_of_a_joint_dy_is_taken_by_a_joint_dy_only(fused):
+    """ "a" is the first of fused projections on one side: dy's history there is of all of them together."""
+    saved, state = small(seed=1), small(seed=2)
+    for one, where in ((saved, "saved"), (state, "loaded into")):
+        one.joint = {0} if fused in (where, "both") else set()
+    expected = saved.backward.clone()
+    if fused != "both":
+        expected[:, 0] = 0.0
+    state.load_state_dict(saved.state_dict())
+    assert torch.equal(state.backward, expected)
+    assert torch.equal(state.forward, saved.forward)
+
+
+def test_amaxes_of_microbatches_are_their_largest():
+    """Whatever their order, up to the update."""
+    config = LoRAConfig(r=2, fp8=DelayedScaling())
+    layer = LoRALinear(8, 8, config=config)
+    state = layer.fp8_state
+    for sizes in ((1.0, 5.0, 2.0), (5.0, 1.0, 2.0)):
+        state.reset()
+        state.in_charge = "explicit"
+        for size in sizes:
+            x = torch.full((3, 8), size, requires_grad=True)
+            layer(x).backward(torch.full((3, 8), -size))
+        assert state.forward[0].tolist() == [5.0] and state.backward[0].tolist() == [5.0]
 
 
 def test_names_are_unique_and_known():

@@ -23,12 +23,13 @@ class Net(nn.Module):
         self.report = apply_lora(self, config, rng_state=rng_state)
         for layer in self.layers:
             nn.init.normal_(layer.lora_B, std=0.2)
-        self.how = None
+        self.how, self.recomputed = None, range(3)
 
     def forward(self, x):
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             block = lambda t, layer=layer: torch.tanh(layer(t))  # noqa: E731
-            x = block(x) if self.how is None else checkpoint(block, x, **self.how)
+            plain = self.how is None or i not in self.recomputed
+            x = block(x) if plain else checkpoint(block, x, **self.how)
         return x
 
 
@@ -80,6 +81,17 @@ def test_forking_outside_of_a_checkpoint_is_refused_not_wrong():
         y = checkpoint(net.layers[0], x, use_reentrant=False)
     with pytest.raises(RuntimeError, match="fork inside the checkpointed function"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_a_recomputed_layer_does_not_take_the_lead(reentrant, device):
+    """The update stays at the first layer's forward: made later, it would leave that layer a stale scale."""
+    net = Net(0.0).to(device)
+    expected = gradients(net, None, device)
+    net.recomputed = [1]
+    found = gradients(net, {"use_reentrant": reentrant}, device)
+    for name in ("forward", "backward"):
+        assert torch.equal(found[name], expected[name]), name
 
 
 @pytest.mark.slow
