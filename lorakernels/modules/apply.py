@@ -182,7 +182,7 @@ def _one_device(model: nn.Module, paths: list[str]) -> torch.device:
     if len(devices) != 1:
         raise ValueError(
             f"the layers must be on one device, found {sorted(devices)}: one FP8State holds the "
-            "scales of the whole model. Apply LoRA before the model is spread over devices"
+            "scales of all that it serves. Apply LoRA to the part of the model on each device"
         )
     return torch.device(devices.pop())
 

@@ -277,10 +277,9 @@ class FrozenFP8Linear(nn.Module):
         **options: Any,
     ) -> Tensor:
         """`_linear` in a trace, which reads nothing that differs from layer to layer."""
-        weight: Tensor | None = self._parameters["weight"]
-        assert weight is not None
-        if weight.dtype not in (E4M3, torch.uint8):
-            weight = self._stored
+        stored = self._parameters["weight"]
+        assert stored is not None
+        weight = stored if stored.dtype in (E4M3, torch.uint8) else self._stored
         base = (weight, self.weight_scale_inv, self.weight_t, self.bias)
         handle = self._handle.tensor
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)

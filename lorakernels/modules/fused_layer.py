@@ -81,7 +81,7 @@ class FusedDecoderLayer(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """RuntimeError: its kernels are fused already, and GraphManager takes their launches off the host."""
-        path = self._fused.places[0][0].rpartition(".")[0]
+        path = self._fused.qkv.first.name.rpartition(".self_attn.")[0]
         raise RuntimeError(
             f"{path or type(self).__name__} is fused and cannot be compiled: replay it with "
             "lorakernels.graphs.GraphManager, or unfuse the model and then compile its layers"
