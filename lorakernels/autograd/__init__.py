@@ -2,7 +2,12 @@
 """Which ops run forward and backward, and what is saved in between; nothing else."""
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
-from lorakernels.autograd.compiled_linear import compiled_linear, quantize_input, rows_of
+from lorakernels.autograd.compiled_linear import (
+    compiled_linear,
+    is_compiling,
+    quantize_input,
+    rows_of,
+)
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
 from lorakernels.autograd.lora_linear import LoRASpec, check_input, lora_linear
 from lorakernels.autograd.lora_linear_group import SharedInput, lora_projection, share_input
@@ -14,6 +19,7 @@ __all__ = [
     "check_input",
     "compiled_linear",
     "get_bias_dropout_add",
+    "is_compiling",
     "linear_cross_entropy",
     "lora_linear",
     "lora_projection",

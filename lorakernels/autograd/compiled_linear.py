@@ -237,6 +237,11 @@ forward_op = define_composed(
 )
 
 
+def is_compiling() -> bool:
+    """Whether `compiled_linear` is to be traced. An exported program knows no handles where it is loaded."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
 def rows_of(x: Tensor) -> Tensor:
     """[..., K] → contiguous [M, K], in the autocast dtype under autocast."""
     if torch.is_autocast_enabled(x.device.type):

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from lorakernels import ops
-from lorakernels.autograd import LoRASpec, check_input, compiled_linear, lora_linear
+from lorakernels.autograd import (
+    LoRASpec,
+    check_input,
+    compiled_linear,
+    is_compiling,
+    lora_linear,
+)
 from lorakernels.config import DelayedScaling
 from lorakernels.fp8 import FP8State
 from lorakernels.handles import Handle, Numbers
@@ -249,7 +255,7 @@ class FrozenFP8Linear(nn.Module):
         spec: LoRASpec,
         slot: Tensor | None,
     ) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._compiled(x, (lora_A, lora_B), slot, scaling=spec.scaling, p=spec.p)
         state = self.fp8_state
         if state is not None:

@@ -20,6 +20,7 @@ from lorakernels.autograd import (
     LoRASpec,
     SharedInput,
     check_input,
+    is_compiling,
     lora_projection,
     quantize_input,
     rows_of,
@@ -91,7 +92,7 @@ class LoRALinearGroup:
         """
         if len({member.training for member in self.members}) > 1:
             raise ValueError(f"members {list(self.names)} must all be in training, or all in eval")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._compiled(x)
         self._begin(0, x)
         shared = self._share(0, x)
@@ -108,7 +109,7 @@ class LoRALinearGroup:
     def project(self, index: int, x: Tensor) -> Tensor:
         """Member `index`'s output for x, over what members called before it have made of x."""
         self._begin(index, x)
-        if x.is_inference():  # which has no versions to go by
+        if torch.compiler.is_compiling() or x.is_inference():  # neither has versions to go by
             return self._project(index, x, self._share(index, x, alone=True))
         key, entry = self._key(index, x), self._entry
         if entry is None or not _serves(entry, index, x, key):
@@ -215,7 +216,8 @@ class LoRALinearGroup:
             return
         if len(set(p.values())) > 1:
             raise ValueError(f"one mask for all needs one lora_dropout, found {p}")
-        self._check_recomputation(index)
+        if not torch.compiler.is_compiling():
+            self._check_recomputation(index)
 
     def _check_recomputation(self, index: int) -> None:
         """A mask drawn by one member in the forward and by another in its recomputation would not be the same."""
@@ -267,7 +269,7 @@ class GroupedLoRALinear(LoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """As LoRALinear's."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return super().forward(x)
         index = self.group.index_of(self)
         return super().forward(x) if index is None else self.group.project(index, x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import LoRASpec, check_input
+from lorakernels.autograd import LoRASpec, check_input, is_compiling
 from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
 from lorakernels.handles import Numbers
@@ -189,7 +189,7 @@ class LoRALinear(FrozenFP8Linear):
         """[..., K] → [..., N] in x's dtype (the autocast dtype under autocast); any leading dimensions, M = 0 too."""
         if self.merged or self.disable_adapters:
             return super().forward(x)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             return self._compiled(x, (self.lora_A, self.lora_B), slot)

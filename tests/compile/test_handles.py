@@ -175,6 +175,15 @@ def test_opcheck(case):
     torch.library.opcheck(op, given)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_an_exported_layer_holds_no_handle(strict):
+    """It may be loaded by another process, where no layer has it."""
+    module, x = layer(bias=True).eval(), torch.randn(5, 24)
+    program = torch.export.export(module, (x,), strict=strict)
+    assert LINEAR_FORWARD not in {node.target for node in program.graph.nodes}
+    assert torch.equal(program.module()(x), module(x))
+
+
 def test_second_derivatives_are_refused():
     module = layer()
     x = torch.randn(5, 24, requires_grad=True)
