@@ -17,9 +17,10 @@ from lorakernels import LoRAConfig, apply_lora, disable_lora
 from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
-from lorakernels.train.loop import Trainer, evaluate
+from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
+from lorakernels.train.loss import chunked_cross_entropy
 from lorakernels.train.metrics import MetricsLog, plot_losses, read_metrics
-from lorakernels.train.model import load_model, save_activations, summed_loss
+from lorakernels.train.model import hidden_states, load_model, save_activations, summed_loss
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows, RowOrder
 from lorakernels.train.schedule import learning_rate, warmup_steps
@@ -186,6 +187,37 @@ def test_evaluation_changes_nothing(trainer: MakeTrainer, rows: PackedRows) -> N
             float(summed_loss(made.model, batch, 7)) / batch.targets, rel=1e-6
         )
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "numbers"), [(3, [0, 2, 4]), (4, [0, 1, 3, 4]), (0, [0, 1, 2, 3, 4, 5])]
+)
+def test_evaluated_rows_are_spread_over_all(
+    rows: PackedRows, limit: int, numbers: list[int]
+) -> None:
+    """Rows are packed longest document first: the first ones are not like the others."""
+    batches = list(evaluation_batches(rows, limit, 2))
+    assert [len(batch.input_ids) for batch in batches[:-1]] == [2] * (len(batches) - 1)
+    found = torch.cat([batch.input_ids for batch in batches])
+    assert torch.equal(found, rows.batch(numbers).input_ids)
+
+
+def test_an_fp8_head_is_what_trains(trainer: MakeTrainer) -> None:
+    """Its first loss differs from the plain head's by rounding to e4m3, and evaluation keeps the plain head."""
+    plain, rounded = trainer(batch_size=4), trainer(batch_size=4, fp8_head=True)
+    batch = plain.rows.batch(plain.order.take(0, 4))
+    assert evaluate(rounded.model, plain.rows, rounded.options) == evaluate(
+        plain.model, plain.rows, plain.options
+    )
+    hidden = hidden_states(plain.model, batch).flatten(0, 1)
+    head = plain.model.get_output_embeddings()  # type: ignore[operator]
+    items = torch.tensor(float(batch.targets))
+    labels = batch.labels.flatten()
+    expected = chunked_cross_entropy(hidden, head, labels, 1000, items, fp8=True).item()
+    losses = plain.step().loss, rounded.step().loss
+    assert losses[1] == pytest.approx(expected, rel=1e-6)
+    assert 0 < abs(losses[0] - losses[1]) < 0.02 * losses[0]
+    plain.close(), rounded.close()
 
 
 @pytest.fixture
@@ -372,10 +404,23 @@ def test_a_checkpoint_with_a_number_for_a_learning_rate_goes_on(trainer: MakeTra
     one.close(), other.close()
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 2), (2.0, 3), (0.1, 1)])
+def test_epochs_are_whole_rows(
+    trainer: MakeTrainer, rows: PackedRows, epochs: float, steps: int
+) -> None:
+    """Six rows, four a step: the last step of an epoch takes rows of the next."""
+    made = trainer()
+    options = FinetuneOptions(seq_len=24, epochs=epochs, batch_size=4)
+    other = Trainer(made.model, options, rows, None)
+    assert other.steps == steps and made.steps == 20
+    made.close(), other.close()
+
+
 def test_optimizer_decays_matrices_only() -> None:
     from lorakernels.train.loop import make_optimizer
 
     layer = nn.Linear(2, 2)
-    optimizer = make_optimizer(list(layer.parameters()), FinetuneOptions(weight_decay=0.5))
+    options = FinetuneOptions(weight_decay=0.5, beta1=0.8, beta2=0.7)
+    optimizer = make_optimizer(list(layer.parameters()), options)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
-    assert optimizer.defaults["fused"] is True
+    assert optimizer.defaults["fused"] is True and optimizer.defaults["betas"] == (0.8, 0.7)
