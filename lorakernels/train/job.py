@@ -57,7 +57,7 @@ from lorakernels.train.packing import PackedRows
 from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
-from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
+from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
 from lorakernels.train.session import Session, check_same_options
 
 
@@ -120,6 +120,7 @@ def adapt(
         )
     if options.resume:
         check_same_options(checkpoints, options)
+    check_scope(options, ranks)
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
     check_directory(directory)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.train.errors import ModelError, OptionError
+from lorakernels.train.errors import ModelError
 from lorakernels.train.model import decoder_and_head, hidden_states
 from lorakernels.train.packing import Batch
+from lorakernels.train.preflight import check_length, check_vocabulary
 
 FIRST, SECOND = 5, 7  # tokens of a row's two documents
 LARGE = 1000.0  # the largest logit that a model's own tail is asked for; caps in use are 30 and 50
@@ -53,7 +54,9 @@ def check_model(model: Any, seq_len: int, max_token: int) -> None:
     its amax. Documents in another order add up their attention in another order: one rounding of fp32 a layer, of which
     few survive the rounding to the dtype. Both sides go through the same depth, so the bound grows as rounding does.
     """
-    _check_sizes(model, seq_len, max_token)
+    config = model.config.get_text_config()
+    check_vocabulary(config, max_token)
+    check_length(config, seq_len)
     with _evaluating(model):
         try:
             _check_logits(model)
@@ -76,24 +79,6 @@ def check_model(model: Any, seq_len: int, max_token: int) -> None:
             f"{name} computes packed documents by where they lie in a row, not by their position_ids: hidden states "
             f"change by {found.place:.3g} of their size, rounding accounts for {found.rounding:.3g}; finetune cannot "
             "train it correctly"
-        )
-
-
-def _check_sizes(model: Any, seq_len: int, max_token: int) -> None:
-    config = model.config.get_text_config()
-    if max_token >= config.vocab_size:
-        raise ModelError(
-            f"the tokenizer makes token {max_token}, the model knows {config.vocab_size}: they do not belong together"
-        )
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and seq_len > limit:
-        raise OptionError(
-            f"seq_len must be at most {limit}, the model's max_position_embeddings, got {seq_len}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and seq_len > window:
-        raise OptionError(
-            f"seq_len must be at most {window}, the model's sliding window, got {seq_len}"
         )
 
 

@@ -88,6 +88,14 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
     return Fused(report)
 
 
+def check_scope(options: FinetuneOptions, ranks: Ranks) -> None:
+    """OptionError if a step's graph would hold the collectives of several processes."""
+    if options.graphs == "step" and ranks.size > 1:
+        raise OptionError(
+            f"graphs=step is for one process, found {ranks.size} ranks: take graphs=layer or auto"
+        )
+
+
 class Runtime:
     """Runs a step's microbatches' random states, and the graphs of its layers or of the whole step.
 
@@ -113,10 +121,7 @@ class Runtime:
         backend: Callable[[], Any] | None = None,
         say: Say = lambda text: None,
     ) -> None:
-        if options.graphs == "step" and ranks.size > 1:
-            raise OptionError(
-                f"graphs=step is for one process, found {ranks.size} ranks: take graphs=layer or auto"
-            )
+        check_scope(options, ranks)
         self.model, self.options, self.random, self._say = model, options, random, say
         self.ranks, self.replayed, self.warmup = ranks, False, warmup
         self.manager: Any = None

@@ -10,7 +10,7 @@ import yaml
 
 from lorakernels.cli.finetune import add_arguments, unknown
 from lorakernels.train.errors import OptionError
-from lorakernels.train.names import PEERS
+from lorakernels.train.names import PEERS, near
 from lorakernels.train.options import FinetuneOptions, kinds, resolve
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
@@ -129,6 +129,11 @@ def test_unknown_words_are_answered_with_the_option_that_was_meant(
 ) -> None:
     said = unknown(words.split())
     assert said.startswith(message) and "\n" not in said
+
+
+def test_an_option_that_a_command_does_not_have_is_not_suggested() -> None:
+    assert near("learning_rate", ["model", "output"]) == []
+    assert near("output_dir", ["model", "output"]) == ["output"]
 
 
 def test_peers_names_stand_for_options_and_are_none_themselves() -> None:

@@ -13,9 +13,10 @@ import torch
 
 from lorakernels import LoRAConfig
 from lorakernels.train import job
-from lorakernels.train.errors import ModelError
+from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.preflight import check_before_loading
+from lorakernels.train.reporter import Reporter
 
 Cli = Callable[..., int]
 ALL = LoRAConfig(r=2, target_modules="all-linear")
@@ -61,6 +62,19 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loa
     assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, fp8, *more) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_graphs_of_a_step_are_refused_for_several_ranks_before_anything_is_loaded(
+    model_dir: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lorakernels.train.ranks import Ranks
+
+    monkeypatch.setattr(job, "check_directory", lambda _: pytest.fail("too late"))
+    options = FinetuneOptions(
+        model=str(model_dir), data=[str(data_file)], output=str(tmp_path), graphs="step"
+    )
+    with pytest.raises(OptionError, match="graphs=step is for one process, found 2 ranks"):
+        job.adapt(options, Reporter("test", 1), Ranks(0, 2))
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_is_loaded(
