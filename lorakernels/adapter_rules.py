@@ -33,7 +33,7 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
     Raises:
         ValueError: no rules of PEFT's choose exactly these modules, or a scaling is not a positive number.
     """
-    saved = _saved_names(model, layers)
+    saved = _saved_names(model, [layer.config for layer in layers.values()])
     first = next(iter(layers.values())).config
     targets = _target_rules(model, layers, replace(first, modules_to_save=saved))
     biases = [layer.config.bias for layer in layers.values()]
@@ -92,18 +92,16 @@ def _short_names(wanted: Iterable[str], others: Iterable[str]) -> dict[str, bool
     return found
 
 
-def _saved_names(model: nn.Module, layers: Mapping[str, LoRALinear]) -> tuple[str, ...] | None:
+def _saved_names(model: nn.Module, configs: list[LoRAConfig]) -> tuple[str, ...] | None:
     """Names that choose exactly the saved modules: those of the configs, else whole paths."""
-    given = [layer.config.modules_to_save for layer in layers.values()]
     saved = {clean_path(path): module for path, module in saved_modules(model).items()}
     if not saved:
         return None
-    named = tuple(dict.fromkeys(name for names in given for name in names or ()))
+    named = tuple(dict.fromkeys(name for c in configs for name in c.modules_to_save or ()))
     everything = {clean_path(p): m for p, m in model.named_modules(remove_duplicate=False) if p}
     for names in (named, tuple(saved)):
         found = {id(m) for path, m in everything.items() if names and path.endswith(names)}
-        hidden = [p for p in layers for n in names if re.match(rf"(^|.*\.){n}($|\..*)", p)]
-        if found == {id(module) for module in saved.values()} and not hidden:
+        if found == {id(module) for module in saved.values()}:
             return names
     raise ValueError(
         f"no modules_to_save chooses exactly {list(saved)!r}: other modules end with these paths"

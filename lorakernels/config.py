@@ -218,11 +218,14 @@ class LoRAConfig:
 
 
 def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:
-    """The values of the keys that match `path` or its tail after a dot, in their order: PEFT takes the first."""
+    """The values of the keys that match `path` or its tail after a dot, in their order: PEFT takes the first. Behind
+    them that of a key that is the path itself and, read as an expression, does not match it."""
     path = clean_path(path)
     for key, value in patterns.items():
-        if key == path or re.match(rf"(.*\.)?({key})$", path):
+        if re.match(rf"(.*\.)?({key})$", path):
             yield value
+    if path in patterns:
+        yield patterns[path]
 
 
 def clean_path(path: str) -> str:

@@ -26,6 +26,7 @@ REFUSED = [
     ({"use_bdlora": {"x": 1}}, "use_bdlora"),
     ({"kasa_config": {"x": 1}}, "kasa_config"),
     ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'.*changed the base weights"),
+    ({"init_lora_weights": "PiSSA"}, "'PiSSA'.*changed the base weights"),
     ({"init_lora_weights": "corda"}, "'corda'.*changed the base weights"),
     ({"init_lora_weights": "olora"}, "'olora'.*changed the base weights"),
     ({"init_lora_weights": "loftq"}, "'loftq'.*changed the base weights"),
@@ -37,7 +38,12 @@ REFUSED = [
     ({"target_modules": ["nothing"]}, "does not fit this model.*matches no module"),
     ({"lora_alpha": 8, "modules_to_save": ["nope"]}, "no module ends with 'nope'"),
 ]
-ACCEPTED = [{"init_lora_weights": "eva"}, {"init_lora_weights": "orthogonal"}, {"later_field": {}}]
+ACCEPTED = [
+    {"init_lora_weights": "eva"},
+    {"init_lora_weights": "orthogonal"},
+    {"later_field": {}},
+    {"rank_pattern": None, "alpha_pattern": None},
+]
 
 
 def edit_config(folder: Path, change: dict) -> None:
@@ -99,6 +105,9 @@ def damage(folder: Path, what: str) -> None:
         "a key less": lambda: save_file({k: v for k, v in tensors.items() if k != first}, weights),
         "a key more": lambda: save_file(tensors | {"base_model.model.z": torch.ones(1)}, weights),
         "a shape": lambda: save_file(tensors | {first: torch.ones(3, 13)}, weights),
+        "turned round": lambda: save_file(
+            tensors | {first: tensors[first].t().contiguous()}, weights
+        ),
         "a dtype": lambda: save_file(
             tensors | {first: tensors[first].to(torch.float8_e4m3fn)}, weights
         ),
@@ -122,6 +131,7 @@ DAMAGED = {
     "a key less": "does not fit this model:.*1 missing:.*lora_A.weight",
     "a key more": "1 unexpected:.*base_model.model.z",
     "a shape": r"1 of another shape:.*: \(3, 13\), expected \(3, 12\)",
+    "turned round": r"1 of another shape:.*: \(12, 3\), expected \(3, 12\)",
     "a dtype": "1 not float32, bfloat16 or float16:.*float8_e4m3fn",
 }
 

@@ -120,16 +120,39 @@ def test_layers_of_two_configs_are_one_adapter(case, tmp_path):
     for layer, fields in zip(model.layers, MIXED[case], strict=True):
         apply_lora(layer, LoRAConfig(target_modules=["q"], fp8=None, **fields))
     randomize(model.eval())
+    is_rslora = all(fields.get("use_rslora", False) for fields in MIXED[case])
     differs = {key for fields in MIXED[case] for key in fields} & {"bias", "lora_dropout"}
     if differs:
         with pytest.warns(UserWarning, match=f"layers differ in {differs.pop()}.* is saved"):
             save_adapter(model, tmp_path)
     else:
         save_adapter(model, tmp_path)
+    assert config_of(tmp_path)["use_rslora"] == is_rslora
     again = copy.deepcopy(base).eval()
     load_adapter(again, tmp_path, fp8=None)
     assert_same_outputs(model, again, fp8=True)
     assert_same_outputs(model, peft_load(base.eval(), tmp_path))
+
+
+def test_a_layer_whose_path_is_the_tail_of_another_s_keeps_its_own_values(tmp_path):
+    def towers() -> nn.ModuleDict:
+        inner = nn.ModuleDict({"layers": Model().layers, "head": nn.Linear(4, 4)})
+        return nn.ModuleDict({"layers": Model().layers, "head": nn.Linear(4, 4), "tower": inner})
+
+    values = {"layers.0.q": 2, "tower.layers.1.q": 3, "tower.head": 5, "layers.1.q": 6}
+    model = towers()
+    for path, r in values.items():
+        config = LoRAConfig(target_modules=["m"], r=r, lora_alpha=10 * r + 1, fp8=None)
+        held = nn.ModuleDict({"m": model.get_submodule(path)})
+        apply_lora(held, config)
+        model.set_submodule(path, held["m"])
+    found = saved(model, tmp_path)
+    assert r"^layers\.1\.q" in {*found["rank_pattern"], *found["alpha_pattern"]}
+    again = towers()
+    load_adapter(again, tmp_path, fp8=None)
+    layers = lora_modules(again)
+    assert {path: layer.r for path, layer in layers.items()} == values
+    assert all(layer.scaling == (10 * layer.r + 1) / layer.r for layer in layers.values())
 
 
 def test_saved_modules_that_no_name_tells_apart_are_refused(tmp_path):

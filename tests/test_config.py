@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
+from lorakernels.config import DelayedScaling, LoRAConfig, MMParams, clean_path
 
 BAD_LORA = [
     ("r", 0, ValueError, "at least 1, got 0"),
@@ -210,6 +210,48 @@ def test_patterns_like_peft(path, r, use_rslora):
     assert PATTERNS.get(other.get_pattern_key(PATTERNS.keys(), path), 8) == r
     assert (config.rank_for(path), config.alpha_for(path)) == (r, alpha)
     assert config.scaling_for(path) == (alpha / r**0.5 if use_rslora else alpha / r)
+
+
+KEYS = {"q|v": 4, "tower._orig_mod_.k": 5, "a+b": 6, "my_orig_mod.q2": 7}
+
+
+@pytest.mark.parametrize(
+    "path, r",
+    [
+        ("model.q", 4),
+        ("model.q_norm", 8),  # the alternatives are in brackets: neither is a prefix
+        ("model.norm_v", 8),
+        ("a+b", 6),  # the path itself, which it does not match as an expression
+        ("x.a+b", 8),
+        ("my_orig_mod.q2", 7),  # what only ends like a wrapper is a name
+        ("tower._orig_mod_.k", 5),
+    ],
+)
+def test_keys_that_are_not_plain_names_like_peft(path, r):
+    other = pytest.importorskip("peft.utils.other")
+    assert KEYS.get(other.get_pattern_key(KEYS.keys(), path), 8) == r
+    assert LoRAConfig(rank_pattern=KEYS).rank_for(path) == r
+
+
+def test_an_expression_that_matches_comes_before_the_path_itself():
+    other = pytest.importorskip("peft.utils.other")
+    keys = {"a+b": 6, "a.*": 5}
+    assert keys[other.get_pattern_key(keys.keys(), "a+b")] == 5
+    assert LoRAConfig(alpha_pattern=keys).alpha_for("a+b") == 5
+
+
+@pytest.mark.parametrize(
+    "path, clean",
+    [
+        ("_orig_mod.layers.0._checkpoint_wrapped_module.q", "layers.0.q"),
+        ("layers.0._orig_mod", "layers.0"),
+        ("_fsdp_wrapped_module._orig_mod.q", "q"),
+        ("layers.x_orig_mod.q", "layers.x_orig_mod.q"),
+        ("_orig_mod_.q", "_orig_mod_.q"),
+    ],
+)
+def test_names_of_wrappers_are_no_part_of_a_path(path, clean):
+    assert clean_path(path) == clean
 
 
 def test_gemms_add_up_as_te_s_do_unless_asked_otherwise() -> None:

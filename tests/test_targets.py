@@ -221,6 +221,8 @@ def test_saved_modules_match_by_plain_tail():
     model = Model()
     assert match_saved(model, LoRAConfig()) == []
     assert match_saved(model, LoRAConfig(modules_to_save=["head"])) == ["lm_head"]
+    below = LoRAConfig(target_modules=["v"], modules_to_save=["layers.0.gate"])
+    assert match_saved(model, below) == ["layers.0.gate"]  # which keeps its v from being a target
     with pytest.raises(ValueError, match="no module ends with 'lm_haed'; near: lm_head"):
         match_saved(model, LoRAConfig(modules_to_save=["lm_haed"]))
     with pytest.raises(
