@@ -115,13 +115,13 @@ def load_adapter(
         if adapted:
             _check_unmerged(model)
             expected = slots(adapter_tensors(model))
-            saved = [clean_path(name) for name in saved_modules(model)]
+            saved = list(saved_modules(model))
         else:
             expected = expected_slots(model, config)
             saved = match_saved(model, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
-    tensors = without_peft_copies(tensors, saved)
+    tensors = without_peft_copies(tensors, list(map(clean_path, saved)))
     check_keys(folder / WEIGHTS_NAME, expected, tensors)
     if adapted:
         _check_scaling(model, config, folder)

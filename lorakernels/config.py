@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -222,10 +223,17 @@ def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:
     them that of a key that is the path itself and, read as an expression, does not match it."""
     path = clean_path(path)
     for key, value in patterns.items():
-        if re.match(rf"(.*\.)?({key})$", path):
+        if _expression(key).match(path):
             yield value
     if path in patterns:
         yield patterns[path]
+
+
+@lru_cache(
+    maxsize=1 << 16
+)  # re keeps 512, of which a file with a key for every layer may have more
+def _expression(key: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def clean_path(path: str) -> str:

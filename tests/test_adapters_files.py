@@ -16,11 +16,13 @@ from lorakernels import LoRAConfig, apply_lora
 from lorakernels import adapters as adapters_module
 from lorakernels.adapters import load_adapter, save_adapter
 from tests.adapter_files import (
+    CASES,
     CONFIG,
     WEIGHTS,
     Model,
     adapted,
     assert_same_outputs,
+    peft_adapted,
     peft_load,
     randomize,
     tensor_bytes,
@@ -90,6 +92,17 @@ def test_wrappers_leave_no_names_in_the_file(case, tmp_path):
     load_adapter(again, tmp_path / "wrapped", fp8=None)
     assert_same_outputs(again, plain)
     assert_same_outputs(peft_load(base, tmp_path / "wrapped"), plain)
+
+
+def test_peft_s_copies_inside_a_saved_module_are_left_out_under_wrappers(tmp_path):
+    base = Model()
+    theirs = peft_adapted(base, **CASES["every bias and a saved module"])
+    theirs.save_pretrained(tmp_path)
+    ours = copy.deepcopy(base)
+    ours.head = torch.compile(ours.head, backend="eager")
+    for _ in range(2):  # into the plain model, then over its adapter
+        load_adapter(ours, tmp_path, fp8=None)
+        assert_same_outputs(ours, theirs)
 
 
 def test_layers_that_share_a_matrix_are_saved_whole(tmp_path):
