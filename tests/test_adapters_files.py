@@ -205,3 +205,15 @@ def test_one_layer_in_another_dtype(tmp_path):
     load_adapter(again, tmp_path, fp8=None)
     assert again.layers[1].q.lora_A.dtype == torch.float32
     assert torch.equal(again.layers[1].q.lora_A, model.layers[1].q.lora_A.float())
+
+
+def test_another_scaling_is_refused_and_rounding_is_not(tmp_path):
+    base = Model()
+    model = adapted(base)
+    save_adapter(model, tmp_path)
+    model.layers[1].v.scaling *= 1 + 1e-4
+    assert_refused(model, tmp_path, r"layers\.1\.v has scaling 2\.33357, the file's is 2\.33333")
+    model.layers[1].v.scaling /= (
+        1 + 1.0001e-4
+    )  # 1e-8 off: alpha / r and scaling · r / r round apart
+    load_adapter(model, tmp_path)

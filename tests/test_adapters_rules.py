@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora
+from lorakernels import LoRAConfig, LoRALinear, apply_lora
 from lorakernels.adapters import load_adapter, save_adapter
 from lorakernels.modules import lora_modules
 from tests.adapter_files import (
@@ -161,6 +161,17 @@ def test_saved_modules_that_no_name_tells_apart_are_refused(tmp_path):
     )
     apply_lora(model["layers"][0], LoRAConfig(target_modules=["q"], modules_to_save=["norm"]))
     with pytest.raises(ValueError, match=r"no modules_to_save chooses exactly \['layers.0.norm'\]"):
+        save_adapter(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_layer_adapted_inside_a_saved_module_is_refused(tmp_path):
+    model = Model()
+    apply_lora(model, LoRAConfig(target_modules=["layers.0.q"], modules_to_save=["layers.1"]))
+    model.layers[1].q = LoRALinear.from_linear(model.layers[1].q, LoRAConfig())
+    with pytest.raises(
+        ValueError, match=r"'layers\.1'.*also inside a module with a saved one's name"
+    ):
         save_adapter(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
