@@ -139,7 +139,7 @@ def test_a_layer_whose_path_is_the_tail_of_another_s_keeps_its_own_values(tmp_pa
         inner = nn.ModuleDict({"layers": Model().layers, "head": nn.Linear(4, 4)})
         return nn.ModuleDict({"layers": Model().layers, "head": nn.Linear(4, 4), "tower": inner})
 
-    values = {"layers.0.q": 2, "tower.layers.1.q": 3, "tower.head": 5, "layers.1.q": 6}
+    values = {"layers.0.q": 2, "layers.1.q": 6, "head": 4, "tower.layers.1.q": 3, "tower.head": 5}
     model = towers()
     for path, r in values.items():
         config = LoRAConfig(target_modules=["m"], r=r, lora_alpha=10 * r + 1, fp8=None)
