@@ -12,6 +12,7 @@ from torch import nn
 
 from lorakernels import LoRAConfig, LoRALinear, apply_lora
 from lorakernels.adapters import load_adapter, save_adapter
+from lorakernels.config import matching
 from lorakernels.modules import lora_modules
 from tests.adapter_files import (
     CONFIG,
@@ -147,7 +148,8 @@ def test_a_layer_whose_path_is_the_tail_of_another_s_keeps_its_own_values(tmp_pa
         apply_lora(held, config)
         model.set_submodule(path, held["m"])
     found = saved(model, tmp_path)
-    assert r"^layers\.1\.q" in {*found["rank_pattern"], *found["alpha_pattern"]}
+    for path, r in values.items():  # in whatever order the keys are read
+        assert set(matching(found["rank_pattern"], path)) <= {r}
     again = towers()
     load_adapter(again, tmp_path, fp8=None)
     layers = lora_modules(again)
