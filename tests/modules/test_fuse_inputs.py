@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lorakernels import apply_lora
+from lorakernels.autograd.attention import attend_packed
 from lorakernels.config import LoRAConfig
 from tests.modules.fused_models import (
     FP32,
@@ -52,6 +53,37 @@ def test_packed_sequences_by_their_starts(save: str) -> None:
     with pytest.raises(ValueError, match=r"cu_seq_lens_q must be int32 \[sequences \+ 1\]"):
         starts = starts.long()
         twin(x, use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be int32 \[sequences \+ 1\]"):
+        twin(x, use_cache=False, cu_seq_lens_q=starts.int()[None])
+
+
+def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And chosen anew for packed ones: not all backends take both."""
+    twin, _ = fused_copy(adapted())
+    x, told = tokens(), []
+
+    def attend(name, q, k, v, starts, longest, scale):  # type: ignore[no-untyped-def]
+        told.append(longest)
+        return attend_packed(name, q, k, v, starts, longest, scale)
+
+    monkeypatch.setattr("lorakernels.modules.fused_layer.attend_packed", attend)
+    packed = {"cu_seq_lens_q": torch.tensor([0, 12, 24], dtype=torch.int32), "use_cache": False}
+    twin(x, use_cache=False)
+    twin(x, max_length_q=12, **packed)
+    twin(x, **packed)
+    assert told == [12, 12, 24, 24]
+    assert len(twin.model.layers[0]._fused.chosen) == 2
+
+
+def test_a_layer_that_is_told_to_look_ahead() -> None:
+    model = adapted()
+    twin, _ = fused_copy(model)
+    h = torch.randn(2, 12, 32)
+    angles = model.model.rotary_emb(h, torch.arange(12)[None])
+    options = {"position_embeddings": angles, "attention_mask": None}
+    for causal in (False, True):
+        found, expected = (m.model.layers[0](h, is_causal=causal, **options) for m in (twin, model))
+        assert difference(found, expected) <= FP32
 
 
 def test_packed_sequences_as_transformers_collates_them() -> None:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, LoRALinear, PhiloxState, fuse, group_projections
+from lorakernels import (
+    DelayedScaling,
+    FrozenFP8Linear,
+    LoRALinear,
+    PhiloxState,
+    fuse,
+    group_projections,
+)
 from tests.modules.fused_models import FP32, adapted, model_of, run, same_within, tokens
 
 
@@ -32,6 +39,19 @@ def _become(module: nn.Module, name: str) -> None:
     kind = type(module)
     forward = lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs)  # noqa: E731
     module.__class__ = type(name, (kind,), {"forward": forward, "__module__": "own"})
+
+
+def _half(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().bfloat16())
+
+
+def _biases(attention: nn.Module) -> None:
+    attention.q_proj.bias = nn.Parameter(torch.zeros(32))
+    attention.k_proj.bias = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+
+
+def _frozen(linear: nn.Linear) -> FrozenFP8Linear:
+    return FrozenFP8Linear.from_linear(linear, DelayedScaling(margin=1))
 
 
 REFUSALS = {
@@ -98,6 +118,19 @@ REFUSALS = {
         on_layer(lambda m: setattr(m.mlp, "act_fn", type("SiLU", (nn.GELU,), {})())),
         "must be SiLU",
     ),
+    "adapter dtype": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "lora_B", _half(m.self_attn.q_proj.lora_B))),
+        r"must have one adapter dtype, found \['torch\.bfloat16', 'torch\.float32'\]",
+    ),
+    "weight layout": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "weight_layout", "both")),
+        "must have one weight_layout",
+    ),
+    "bias dtype": (on_layer(lambda m: _biases(m.self_attn)), "must have one bias dtype"),
+    "recipe": (
+        on_layer(lambda m: setattr(m.mlp, "up_proj", _frozen(m.mlp.up_proj))),
+        r"layers\.1\.mlp\.up_proj follows .*margin=1",
+    ),
     "bidirectional": (
         on_layer(lambda m: setattr(m.self_attn, "is_causal", False)),
         r"layers\.1\.self_attn\.is_causal must be True, found False",
@@ -141,6 +174,14 @@ def test_refused_before_anything_is_changed(case: str) -> None:
     assert model.model.layers[0].self_attn.q_proj.fp8_state.names == names
 
 
+def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    sharded = model.model.layers[1].mlp.down_proj.weight
+    monkeypatch.setattr("lorakernels.modules.fuse_checks.is_sharded", lambda p: p is sharded)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is sharded"):
+        fuse(model)
+
+
 @pytest.mark.parametrize("part", ["MLP", "Attention", "RMSNorm"])
 def test_a_class_that_was_patched_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
@@ -181,7 +222,9 @@ def test_other_refusals() -> None:
         fuse(nn.Sequential(nn.Linear(2, 2)))
     state = model.model.layers[0].self_attn.q_proj.fp8_state
     state.pin("a graph")
-    with pytest.raises(RuntimeError, match="pinned by a graph"):
+    with pytest.raises(
+        RuntimeError, match=r"^6 projections would be.* pinned by a graph: fuse bef"
+    ):
         fuse(model)
     state.unpin()
     fuse(model)

@@ -123,9 +123,9 @@ def test_memory_that_is_joined_in_inference_mode_trains(fp8, layout: str) -> Non
     with torch.inference_mode():
         model(x, use_cache=False)
     run(model, x)
-    model.model.layers[0].self_attn.q_proj._write_weight(
-        model.model.layers[0].self_attn.q_proj._stored.clone(), None
-    )
-    with torch.inference_mode():  # derived again, in the same memory
-        model(x, use_cache=False)
-    run(model, x)
+    q = model.model.layers[0].self_attn.q_proj
+    for mode in (True, False):  # derived again, in the same memory
+        q._write_weight(q._stored.clone(), None)
+        with torch.inference_mode(mode), torch.no_grad():
+            model(x, use_cache=False)
+        run(model, x)
