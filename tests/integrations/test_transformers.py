@@ -211,6 +211,18 @@ def test_equal_blocks_keep_their_bytes():
     assert torch.equal(new.dequantized_weight(), dequantize(old))
 
 
+def test_scales_may_be_powers_of_two_as_bytes():
+    old = fp8_linear(nn.Linear(200, 144))
+    exponents = torch.randint(-3, 3, old.weight_scale_inv.shape)
+    old.weight_scale_inv = nn.Parameter(torch.exp2(exponents), requires_grad=False)
+    expected = frozen_from_fp8_linear(old, DelayedScaling())
+    stored = (exponents + 127).to(torch.uint8)  # e8m0
+    old.weight_scale_inv = nn.Parameter(stored, requires_grad=False)
+    found = frozen_from_fp8_linear(old, DelayedScaling())
+    assert torch.equal(found.dequantized_weight(), expected.dequantized_weight())
+    assert not torch.equal(found.dequantized_weight(), torch.zeros(144, 200))
+
+
 def test_block_fp8_checkpoint_trains(tmp_path):
     base = llama()
     model = block_fp8(base)

@@ -155,6 +155,23 @@ def test_fp8_layers_that_were_there_join_the_state_with_their_histories() -> Non
     assert not torch.equal(model["old0"].fp8_scale, scales[0])
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["one recipe", "two recipes"])
+def test_an_fp8_layer_that_is_adapted_hands_over_what_its_recipe_means(same: bool) -> None:
+    model = _with_fp8_layers(RECIPE if same else DelayedScaling(amax_history_len=3, margin=1))
+    old = model["old0"].eval()
+    old.fp8_state.reduce_and_update()
+    values, bits = old.fp8_state.values(0), old.weight.view(torch.uint8).clone()
+    report = apply_lora(model, LoRAConfig(r=2, target_modules=["old0", "q_proj"], fp8=RECIPE))
+    new = model["old0"]
+    assert isinstance(new, LoRALinear) and not new.training and model["q_proj"].training
+    assert torch.equal(new.weight.view(torch.uint8), bits)
+    found = report.fp8_state.values(new._column)
+    assert torch.equal(found, values if same else torch.zeros_like(values))
+    assert report.scales_in_charge == ("explicit" if same else "auto")
+    reason = next(row.reason for row in report.modules if row.name == "old0")
+    assert ("scales kept" if same else "scales dropped") in reason
+
+
 def test_fp8_layers_of_another_recipe_or_device_keep_their_state() -> None:
     model = _with_fp8_layers(RECIPE, DelayedScaling(amax_history_len=7))
     own = model["old1"].fp8_state

@@ -77,6 +77,18 @@ def test_unfuse_after_training_leaves_usable_scales() -> None:
     assert difference(run(model, x)["logits"], truth["logits"]) < 0.25
 
 
+def test_unfused_layers_have_whole_memory_of_their_own() -> None:
+    """Kernels read the second copy of a weight row by row, as the first."""
+    model = adapted("Qwen2", LINEARS, fp8=DelayedScaling(), weight_layout="both")
+    fuse(model)
+    unfuse(model)
+    attention = model.model.layers[0].self_attn
+    for name in ("_stored", "weight_t", "lora_A", "bias"):
+        tensors = [getattr(m, name) for m in (attention.q_proj, attention.k_proj)]
+        assert all(t.is_contiguous() for t in tensors), name
+        assert len({t.untyped_storage().data_ptr() for t in tensors}) == 2, name
+
+
 def test_plain_linears_become_fp8_on_the_adapters_state_and_may_come_back() -> None:
     model = adapted(fp8=DelayedScaling(), dtype=torch.bfloat16)
     linear = model.model.layers[1].mlp.down_proj

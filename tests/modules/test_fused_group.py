@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, LoRALinear, fuse, unfuse
+from lorakernels import DelayedScaling, FP8State, LoRALinear, fuse, unfuse
 from lorakernels.modules.frozen import quantize_weight
 from tests.modules.fused_models import (
     LINEARS,
@@ -129,3 +129,20 @@ def test_memory_that_is_joined_in_inference_mode_trains(fp8, layout: str) -> Non
         with torch.inference_mode(mode), torch.no_grad():
             model(x, use_cache=False)
         run(model, x)
+
+
+def test_columns_of_another_state_are_taken_at_the_next_forward() -> None:
+    model = adapted(targets=LINEARS, fp8=DelayedScaling())
+    fuse(model)
+    x = tokens()
+    run(model, x)
+    frozen = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    before = frozen[0].fp8_state
+    after = FP8State(["another", *before.names], before.recipe)
+    for module in frozen:
+        module.fp8_state, module._column = after, module._column + 1
+    before.reset()
+    run(model, x)
+    written = [names[1:] for names in (after.forward[0].tolist(), after.backward[0].tolist())]
+    assert after.forward[0, 0] == after.backward[0, 0] == 0 and not before.forward[0].any()
+    assert all(any(row) for row in written)
