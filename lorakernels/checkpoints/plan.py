@@ -116,7 +116,8 @@ def plan_merge(
     """What to write for the base in `files`, whose modules `model` has, perhaps on the meta device.
 
     Raises:
-        ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or FP8 without scales.
+        ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or FP8 without scales;
+            or `fp8` would change no layer.
     """
     found = {k: i for k, i in files.tensors.items() if not _is_side(k)}
     _check_scales(found, files)
@@ -124,6 +125,10 @@ def plan_merge(
     names, untied = _names(model, found, adapter)
     main = _main_dtype(model, found)
     linear, plain = _fp8_linear(model, found, block) if fp8 else (set(), [])
+    if fp8 and not linear:
+        raise ValueError(
+            f'format "fp8": no linear layer of this model is made of whole {block[0]}×{block[1]} blocks; take "bf16"'
+        )
     changed = {f"{path}.weight" for path in adapter.deltas} | set(adapter.values)
     shards: dict[str, list[Out]] = {}
     for name, source in names.items():

@@ -180,6 +180,14 @@ def test_layers_without_whole_blocks_stay_bf16_and_are_named(sizes, plain, tmp_p
     assert bool(logits(again).isfinite().all())
 
 
+def test_a_model_without_whole_blocks_is_refused(tmp_path):
+    base = write_base(tmp_path / "base", hidden_size=96, intermediate_size=272)
+    write_adapter(base, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r'no linear layer .* whole 128×128 blocks; take "bf16"'):
+        export_model(base, tmp_path / "adapter", tmp_path / "merged", format="fp8")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.gpu
 def test_transformers_runs_it_on_the_gpu(tmp_path):
     """By its own FP8 kernels; they come from the hub, so that offline only the loading is compared."""
