@@ -211,6 +211,18 @@ def test_the_state_dict_of_a_merged_model_is_the_merged_model(fp8):
     assert all(torch.equal(v.float(), apart[n].float()) for n, v in model.state_dict().items())
 
 
+@BASES
+def test_an_unmerged_layer_has_forgotten_its_old_base(fp8):
+    _, model = trained(fp8)
+    _, other = trained(fp8)
+    merge_lora(model)
+    unmerge_lora(model)
+    model.load_state_dict(other.state_dict())
+    merge_and_unload(model)
+    for name, value in merge_and_unload(other).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 def snapshot(model: nn.Module) -> dict[str, object]:
     state = {n: v.clone() for n, v in training_state_dict(model).items()}
     return {"modules": {n: id(m) for n, m in model.named_modules()}, "state": state}
