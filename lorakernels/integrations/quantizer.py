@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint straight into FP8 by transformers' own `from_pretrained`.
+
+    from lorakernels.integrations.quantizer import LoRAKernelsConfig
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", quantization_config=LoRAKernelsConfig())
+    apply_lora(model, lora)                       # or PEFT, with `register`
+
+Linear layers but the output head become FrozenFP8Linears of one FP8State, tensor by tensor as they come from the file:
+the bytes of `load_quantized`. The model then counts as an ordinary one: Trainer takes it, `save_pretrained` writes
+plain weights. For transformers 5; block-FP8 checkpoints are for `load_quantized` or `convert_fp8_model`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lorakernels.config import DelayedScaling
+from lorakernels.fp8 import FP8State
+from lorakernels.frozen_targets import frozen_targets
+from lorakernels.integrations.transformers import forget_quantizer
+from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.pretrained import guard_saving
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"LoRAKernelsConfig needs transformers 5 or newer, found {transformers.__version__}: use load_quantized"
+    )
+from transformers.core_model_loading import ConversionOps
+
+METHOD = "lorakernels"
+_INITIALIZED = "_is_hf_initialized"  # transformers draws values for what has not this
+
+
+@register_quantization_config(METHOD)
+class LoRAKernelsConfig(QuantizationConfigMixin):
+    """How linear layers are held.
+
+    Args:
+        fp8: recipe of the activations' scales.
+        weight_layout: "both" also keeps each weight transposed, as `LoRAConfig` says.
+        modules_to_not_convert: ends of paths of layers that stay plain.
+
+    Raises:
+        TypeError: `fp8` is not a DelayedScaling, or `modules_to_not_convert` not a list of names.
+        ValueError: `weight_layout` is not one of the two.
+    """
+
+    def __init__(
+        self,
+        fp8: DelayedScaling = DelayedScaling(),  # noqa: B008  (frozen)
+        weight_layout: str = "single",
+        modules_to_not_convert: list[str] | None = None,
+    ) -> None:
+        if not isinstance(fp8, DelayedScaling):
+            raise TypeError(f"fp8 must be a DelayedScaling, found {fp8!r}")
+        if weight_layout not in ("single", "both"):
+            raise ValueError(f"weight_layout must be 'single' or 'both', found {weight_layout!r}")
+        names = [] if modules_to_not_convert is None else modules_to_not_convert
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"modules_to_not_convert must be a list of names, found {names!r}")
+        self.quant_method: Any = METHOD
+        self.fp8, self.weight_layout = fp8, weight_layout
+        self.modules_to_not_convert = list(names)
+
+    def keeps(self, path: str) -> bool:
+        """Whether the layer at `path` stays plain."""
+        return any(path == n or path.endswith(f".{n}") for n in self.modules_to_not_convert)
+
+
+class _Quantize(ConversionOps):
+    """One weight: its nn.Linear, still without memory, gives place to a FrozenFP8Linear."""
+
+    def __init__(self, quantizer: LoRAKernelsQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *_: Any,
+        model: Any = None,
+        missing_keys: Any = None,
+        **__: Any,
+    ) -> dict[str, Tensor]:
+        for name, found in input_dict.items():
+            value = found[0] if isinstance(found, list) else found
+            self.quantizer.put(model, name.removesuffix(".weight"), value)
+            if missing_keys is not None:
+                missing_keys.discard(name)
+        return {}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        raise NotImplementedError("FP8 weights are written as plain ones, by save_pretrained")
+
+
+@register_quantizer(METHOD)
+class LoRAKernelsQuantizer(HfQuantizer):
+    """What transformers calls while it loads."""
+
+    requires_calibration = False
+    quantization_config: LoRAKernelsConfig
+
+    def __init__(self, quantization_config: LoRAKernelsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if self.pre_quantized:
+            raise ValueError(
+                "a checkpoint is never written with LoRAKernelsConfig: its config.json must not have one"
+            )
+        self._targets: list[str] = []
+        self._states: dict[torch.device, FP8State] = {}
+
+    @property
+    def quantized_element_size(self) -> float:
+        return 1
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
+        if "disk" in places or (len(places) > 1 and "cpu" in places):
+            raise ValueError(
+                f"device_map must not offload layers, found {sorted(map(str, places))}: FP8 layers stay on one device"
+            )
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        taken, _ = frozen_targets(model, (), ())
+        self._targets = [path for path in taken if not self.quantization_config.keeps(path)]
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        path, _, name = param_name.rpartition(".")
+        return name == "weight" and path in self._targets
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    @torch.no_grad()
+    def put(self, model: nn.Module, path: str, weight: Tensor) -> None:
+        """`weight` [N, K] is the layer's at `path` from now on, in FP8.
+
+        Raises:
+            ValueError: a value is not finite, or the shape is another than the model's.
+        """
+        old: Any = model.get_submodule(path)
+        if weight.shape != old.weight.shape:
+            raise ValueError(
+                f"{path}.weight is {list(weight.shape)} in the checkpoint, {list(old.weight.shape)} in the model"
+            )
+        config, device = self.quantization_config, weight.device
+        if device not in self._states:
+            self._states[device] = FP8State(self._targets, config.fp8, device)
+        raw, scale_inv = quantize_weight(weight)
+        new = FrozenFP8Linear.__new__(FrozenFP8Linear)
+        nn.Module.__init__(new)
+        state = self._states[device]
+        new._set_base(raw, scale_inv, old.bias, config.fp8, config.weight_layout, state, path)
+        if old.bias is not None:
+            assert new.bias is not None
+            was = getattr(old.bias, _INITIALIZED, False)
+            setattr(new.bias, _INITIALIZED, was)
+        setattr(new, _INITIALIZED, True)
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, new.train(old.training))
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        forget_quantizer(model)
+        guard_saving(model)
+        for module in model.modules():
+            if isinstance(module, FrozenFP8Linear):
+                module.requires_grad_(False)
+                module._renew_weight_t()  # transformers has given buffers that no file holds new memory
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
