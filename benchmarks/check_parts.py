@@ -107,7 +107,9 @@ def loop(name: str, shape: str, device: str) -> Found:
     batches = rows.view(-1, spec.batch, spec.length)
     found = timed(training, batches, where)
     if attached := getattr(training, "attached", None):
-        found["note"] = str(attached).replace("\n", "; ")
+        if where.type == "cuda" and attached.why_not:
+            raise RuntimeError(f"attach replays no layer: {attached.why_not}")
+        found["note"] = f"{attached.replayed} of {attached.microbatches} microbatches replayed"
     return found
 
 

@@ -131,7 +131,7 @@ def test_a_named_part_comes_with_its_peer(check) -> None:
         assert all(f"{p.shape}: {p.peer}" in keys for p in parts if p.peer)
 
 
-@pytest.mark.parametrize("name", ["PEFT bf16", "drop-in, eager", "drop-in, fused"])
+@pytest.mark.parametrize("name", ["PEFT bf16", "drop-in, fused", "drop-in, attached"])
 def test_the_loops_train_the_same_model(load, name: str) -> None:
     parts = load("check_parts")
     parts.SECONDS = 0.01
