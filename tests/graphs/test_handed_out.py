@@ -10,7 +10,7 @@ import torch
 from lorakernels.graphs import ReplayError
 from torch import Tensor, nn
 
-from tests.graphs.layers import WIDTH, batches, managed, run, same, stack, twins, warm
+from tests.graphs.layers import WIDTH, Rotated, batches, managed, run, same, stack, twins, warm
 
 
 class Two(nn.Module):
@@ -116,3 +116,25 @@ def test_autocast_that_was_not_captured_is_refused(device) -> None:
         torch.autocast(device.type, torch.bfloat16),
     ):
         run(layers, x)
+
+
+def test_a_side_input_that_was_written_in_place_before_is_taken(device) -> None:
+    """cos and sin, shared by the layers, as rotary embeddings that are filled anew for each batch."""
+    ours, theirs = twins(device, 2, Rotated)
+    manager = managed(ours, device)
+    cos, sin = (torch.empty(WIDTH, device=device) for _ in range(2))
+    for index in range(4):
+        x, angle = next(batches(device, 1)), torch.randn(WIDTH, device=device)
+        torch.cos(angle, out=cos)
+        sin.copy_(angle.sin())
+        results = []
+        for layers in (ours, theirs):
+            y = x
+            for layer in layers:
+                y, _ = layer(y, position_embeddings=(cos, sin))
+            y.square().sum().backward()
+            results.append(y)
+        assert torch.equal(*results), index
+        same(ours, theirs, index)
+        manager.end_iteration()
+    assert [s.graphs.blocks for s in manager._sets.captured] == [3]
