@@ -265,6 +265,16 @@ def test_learning_rate() -> None:
     assert (warmup_steps(0.1, 50), warmup_steps(7, 50)) == (5, 7)
 
 
+def test_a_step_takes_the_rate_of_its_number(trainer: MakeTrainer) -> None:
+    """Of a warm-up of 8 steps, the first eighth first; the optimizer reads the tensor that it is put into."""
+    made = trainer(batch_size=2, warmup=8.0)
+    rates = [made.step().lr for _ in range(3)]
+    assert rates == pytest.approx([1e-2 / 8, 2e-2 / 8, 3e-2 / 8])
+    assert all(group["lr"] is made.lr for group in made.optimizer.param_groups)
+    assert float(made.lr) == pytest.approx(rates[-1])
+    made.close()
+
+
 def test_an_adapter_of_zero_evaluates_as_the_base_in_fp8(
     trainer: MakeTrainer, rows: PackedRows
 ) -> None:
