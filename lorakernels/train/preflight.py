@@ -91,7 +91,7 @@ def check_length(config: Any, seq_len: int) -> None:
         ("sliding_window", "sliding window"),
     ):
         limit = getattr(config, name, None)
-        if limit is not None and seq_len > limit:
+        if limit and seq_len > limit:  # 0: a window that is not used
             raise OptionError(
                 f"seq_len must be at most {limit}, the model's {meaning}, got {seq_len}"
             )

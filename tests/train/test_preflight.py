@@ -141,12 +141,14 @@ def test_models_that_can_be_trained_pass_without_a_word(tmp_path: Path) -> None:
     assert before_loading(config_only(tmp_path, "llama", quantization_config=quantized)) == []
 
 
-def test_experts_without_adapters_are_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "Qwen3Moe"), ("qwen2_moe", "Qwen2Moe")])
+def test_experts_without_adapters_are_said(tmp_path: Path, kind: str, name: str) -> None:
+    """Those that are one parameter for all; qwen2_moe's shared expert is of linear layers, which are adapted."""
     sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 8}
-    directory = config_only(tmp_path, "qwen3_moe", **sizes)
+    directory = config_only(tmp_path, kind, **sizes)
     (said,) = before_loading(directory)
     held = 2 * 4 * 3 * 16 * 8
-    assert said.startswith(f"Qwen3MoeForCausalLM is a mixture of experts: {held:,} of its ")
+    assert said.startswith(f"{name}ForCausalLM is a mixture of experts: {held:,} of its ")
     assert "get no adapter and are not held in FP8" in said
 
 
