@@ -194,6 +194,9 @@ def test_one_layer_keeps_its_values(bias):
     linear.weight.data[:128, :128] *= 100  # blocks far apart
     old = fp8_linear(linear)
     exact = dequantize(old)
+    given = linear.weight.detach()
+    rounding = given.abs() * 2.0**-4 + 2.0**-10 * old.weight_scale_inv.max()
+    assert bool(((exact - given).abs() <= rounding).all())
     new = frozen_from_fp8_linear(old, DelayedScaling())
     found = new.dequantized_weight()
     # e4m3 rounds to 2**-4 of the value, or to half of its smallest step (2**-10) times the scale
