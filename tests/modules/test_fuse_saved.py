@@ -68,7 +68,9 @@ def test_unfuse_after_training_leaves_usable_scales() -> None:
     for _ in range(2):
         run(model, x)
         state.reduce_and_update()
+    assert state.joint
     unfuse(model)
+    assert not state.joint
     attention = model.model.layers[0].self_attn
     scales = [m.fp8_scale for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
     assert torch.equal(scales[0], scales[1]) and torch.equal(scales[0], scales[2])
@@ -109,7 +111,7 @@ def test_kept_linears_follow_the_model(fp8: DelayedScaling | None) -> None:
     fuse(model, keep_linears=True)
     model.to(torch.bfloat16).eval()
     biases = {k: torch.full_like(v, 0.5) for k, v in model.state_dict().items() if "k_proj.b" in k}
-    model.load_state_dict(biases, strict=False)
+    model.load_state_dict(biases, strict=False, assign=True)
     unfuse(model)
     linear = model.model.layers[1].self_attn.k_proj
     assert type(linear) is nn.Linear and linear.weight.dtype == torch.bfloat16
