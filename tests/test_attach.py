@@ -40,7 +40,8 @@ def llama(device: Any = "cpu", dropout: float = 0.0, fused: bool = True, **lora:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=64, **sizes, **heads)
-    model = transformers.LlamaForCausalLM(config).to(device, lora.pop("dtype", torch.float32))
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    model = transformers.LlamaForCausalLM(config).to(device, dtype)  # adapters stay fp32
     rng_state = lora.pop("rng_state", None)
     made = LoRAConfig(r=4, lora_dropout=dropout, target_modules="all-linear", **lora)
     apply_lora(model, made, rng_state=rng_state)
@@ -326,8 +327,7 @@ def test_eager_is_what_the_loop_by_hand_computes_masks_too(name: str, fused: boo
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as transformers has it"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_cuda_graphs_are_what_eager_layers_compute(name: str, fused: bool) -> None:
-    made = {"fused": fused, "dtype": torch.bfloat16}  # adapters stay fp32: GradScaler takes no bf16
-    expected, model = (llama("cuda", **made) for _ in "ab")
+    expected, model = (llama("cuda", fused=fused) for _ in "ab")
     with attached_to(expected, graphs=False) as (eager, optimizer):
         run(name, expected, optimizer)
         assert eager.why_not == "graphs=False"
