@@ -138,3 +138,47 @@ def test_a_side_input_that_was_written_in_place_before_is_taken(device) -> None:
         same(ours, theirs, index)
         manager.end_iteration()
     assert [s.graphs.blocks for s in manager._sets.captured] == [3]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(self.up(a)) + 2 * b
+
+
+def test_one_tensor_given_twice_is_not_two_tensors(device) -> None:
+    """The graph copies it once: a second tensor, however like the first, would not be read."""
+    layer = Pair().to(device)
+    manager = managed([layer], device)
+    x, other = batches(device, 2)
+    layer(x, x).sum().backward()
+    manager.end_iteration()
+    layer(other, other).sum().backward()
+    manager.end_iteration()
+    with pytest.raises(ReplayError):
+        layer(x, other)
+    manager.discard_iteration()
+    assert torch.equal(layer(other, other), torch.tanh(layer.up(other)) + 2 * other)
+
+
+def test_gradients_between_layers_that_a_hook_keeps_are_not_overwritten(device) -> None:
+    """From the first replay on: what was kept then is seen, and is handed out as copies from there on."""
+    ours, theirs = twins(device, 3)
+    manager = managed(ours, device)
+    warm(manager, ours, device)
+    kept: list[list[Tensor]] = [[], []]
+    for index in range(6):
+        x = next(batches(device, 1))
+        for layers, mine in zip((ours, theirs), kept, strict=True):
+            y = x
+            for layer in layers:
+                y = layer(y)
+                y.register_hook(mine.append)
+            y.square().sum().backward()
+            layers.zero_grad(set_to_none=True)
+        assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True)), index
+        manager.end_iteration()
+    assert len(kept[0]) == 18
