@@ -10,7 +10,9 @@ import torch
 from lorakernels.graphs import ReplayError
 from torch import Tensor, nn
 
+from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import WIDTH, Rotated, batches, managed, run, same, stack, twins, warm
+from tests.graphs.steps import Sgd, graphed
 
 
 class Two(nn.Module):
@@ -182,3 +184,23 @@ def test_gradients_between_layers_that_a_hook_keeps_are_not_overwritten(device) 
         assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True)), index
         manager.end_iteration()
     assert len(kept[0]) == 18
+
+
+@pytest.mark.parametrize("how", ["reset", "recapture"])
+def test_gradients_of_whole_steps_outlive_their_pool(how: str) -> None:
+    """A step's gradients lie in its graph's memory, which is given back."""
+    backends: list[FakeBackend] = []
+
+    def backend() -> FakeBackend:
+        backends.append(FakeBackend())
+        return backends[-1]
+
+    model = stack(torch.device("cpu"), 1)[0]
+    run_step = graphed(Sgd(model), torch.device("cpu"), warmup_steps=1, backend=backend)
+    for x in batches(torch.device("cpu"), 3):
+        run_step(x)
+    before = [p.grad.clone() for p in model.parameters()]
+    getattr(run_step, how)()
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, grad)
+        assert not any(b.arena.owns(parameter.grad) for b in backends)
