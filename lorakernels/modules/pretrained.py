@@ -85,9 +85,11 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
         if not isinstance(layer, FrozenFP8Linear) or layer.weight_scale_inv is None:
             continue
         prefix = f"{path}." if path else ""
-        merged = isinstance(layer, LoRALinear) and layer.merged
-        whole: Any = layer.merged_weight if merged else layer.dequantized_weight
-        state[prefix + "weight"] = whole(dtype).cpu()
+        if isinstance(layer, LoRALinear) and layer.merged:
+            weight = layer.merged_weight(dtype)
+        else:
+            weight = layer.dequantized_weight(dtype)
+        state[prefix + "weight"] = weight.cpu()
         for key in ("weight_scale_inv", *STATE_KEYS):
             state.pop(prefix + key, None)
     return state

@@ -151,7 +151,10 @@ def test_tied_embeddings_that_came_apart_are_saved_apart(what, tmp_path):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     for merge in (merge_lora, merge_and_unload):
         merge(model)
+        before = model.config.tie_word_embeddings
+        assert before == (merge is merge_lora)
         model.save_pretrained(tmp_path)
+        assert model.config.tie_word_embeddings == before, "saving changes nothing"
         again = reload(tmp_path)
         assert not again.config.tie_word_embeddings
         assert torch.equal(logits(again, ids), logits(model, ids))

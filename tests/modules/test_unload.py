@@ -23,6 +23,7 @@ from lorakernels import (
     unload,
     unmerge_lora,
 )
+from lorakernels.modules.saved import saved_modules
 
 FP8 = DelayedScaling()
 BASES = pytest.mark.parametrize("fp8", [None, FP8], ids=["plain base", "FP8 base"])
@@ -137,6 +138,19 @@ def test_unload_of_a_merged_model_keeps_what_was_trained(fp8):
     unload(model)
     for name, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("call", [unload, merge_and_unload])
+def test_an_unloaded_model_is_a_new_base(call):
+    """What apply_lora remembers of it is as it is now, and no earlier values."""
+    _, model = trained(bias="all", modules_to_save=["norm"])
+    call(model)
+    ids = tokens()
+    expected = model(ids)
+    apply_lora(model, LoRAConfig(target_modules=["out"], fp8=None))
+    assert not saved_modules(model)
+    with torch.no_grad(), disable_lora(model):
+        assert torch.equal(model(ids), expected)
 
 
 def test_a_grouped_model_unloads():
