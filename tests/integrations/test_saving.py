@@ -76,6 +76,7 @@ def test_what_is_saved_merged_is_the_merged_model(how, fused, fp8, tmp_path):
     # bf16 rounds each product by 2⁻⁸; e4m3 rounds x and W by 2⁻⁴ each, through fourteen products in two layers
     assert (found - before).norm() < (2**-3 if fp8 else 2**-6) * before.norm()
     assert torch.equal(logits(model, ids), merged), "saving changes nothing"
+    assert ("save_pretrained" in vars(model)) == (how == "merge_lora"), "a plain model has its own"
 
 
 def test_frozen_fp8_layers_without_an_adapter_are_saved_plain(tmp_path):
