@@ -238,8 +238,11 @@ forward_op = define_composed(
 
 
 def is_compiling() -> bool:
-    """Whether `compiled_linear` is to be traced. An exported program knows no handles where it is loaded."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    """Whether `compiled_linear` is to be traced. An exported program knows no handles where it is loaded.
+
+    The flag is read since `torch.compiler.is_exporting()` is true in every trace of torch 2.8.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
 
 
 def rows_of(x: Tensor) -> Tensor:
