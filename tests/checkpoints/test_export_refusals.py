@@ -165,7 +165,9 @@ def test_a_full_disk_is_seen_before_anything_is_written(place, monkeypatch):
 
 
 def test_a_merged_weight_that_is_not_finite_is_named_and_nothing_is_left(place):
-    set_tensors(place / "adapter", lambda t: t[f"{KEY}.lora_B.weight"].fill_(torch.finfo(torch.float32).max))
+    set_tensors(
+        place / "adapter", lambda t: t[f"{KEY}.lora_B.weight"].fill_(torch.finfo(torch.float32).max)
+    )
     before = names(place)
     for format in ("bf16", "fp8"):
         with pytest.raises(ValueError, match=r"layers.1.mlp.down_proj.weight: .* not finite"):

@@ -102,7 +102,9 @@ def test_adapters_are_pefts_and_round_trip(tmp_path):
     other, _, _ = grouped((0.0, False))
     other.load_state_dict(base, strict=False)
     report = load_adapter(other, tmp_path)
-    assert torch.equal(other.eval()(x), m(x)) and "x shared by k_proj, q_proj, v_proj" in str(report)
+    assert torch.equal(other.eval()(x), m(x)) and "x shared by k_proj, q_proj, v_proj" in str(
+        report
+    )
 
 
 def test_peft_reads_a_grouped_models_adapter(tmp_path):
