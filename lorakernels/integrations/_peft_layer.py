@@ -26,6 +26,7 @@ from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 FUSED = "lorakernels"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DROPOUTS = (nn.Dropout, nn.Identity)  # as a tuple, which torch 2.8 can trace
 _READS_BASE = (
     "use_dora",
     "kasa_config",
@@ -117,7 +118,7 @@ class LoraKernelsLinear(PeftLinear):
         parts = (self.base_layer, self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
         if any(getattr(part, hooks) for part in parts for hooks in _HOOKS):
             return "a part of the layer has hooks"
-        if not isinstance(parts[3], nn.Dropout | nn.Identity):
+        if not isinstance(parts[3], _DROPOUTS):
             return f"dropout is a {type(parts[3]).__name__}"
         return None
 

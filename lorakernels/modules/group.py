@@ -142,7 +142,7 @@ class LoRALinearGroup:
             x8, x_scale_inv = quantize_input(rows_of(x.detach()), handle, first.training)
             shared = {"x8": x8, "x_scale_inv": x_scale_inv}
         if self.shared_dropout:
-            owner = next((m for m in self.members if _is_active(m)), first)
+            owner = [*(m for m in self.members if _is_active(m)), first][0]
             shared["mask"] = owner._handle.tensor
             drops = any(m.training and m._handle.drops and _is_active(m) for m in self.members)
             slot = draw_slot(owner.rng_state, x.device) if drops else None

@@ -45,8 +45,8 @@ def llama(layers=4, p=0.0, fp8=HISTORY, checkpointing=False, device="cpu", **opt
     return model.to(device).train(), report.fp8_state
 
 
-def train(model, state, explicit=False, steps=8, seed=5):
-    """Losses [steps, 2] of two microbatches in flight per step of AdamW."""
+def train(model, state, explicit=False, steps=8, seed=5, after=lambda step: None):
+    """Losses [steps, 2] of two microbatches in flight per step of AdamW; `after(step)` is called after each."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     torch.manual_seed(seed)
@@ -61,4 +61,5 @@ def train(model, state, explicit=False, steps=8, seed=5):
         if explicit:
             state.reduce_and_update()
         losses.append(torch.stack(found).detach())
+        after(len(losses))
     return torch.stack(losses).cpu()

@@ -139,13 +139,13 @@ def arguments():
         module.bias.requires_grad_()
 
     def forward(m, x=x, adapters=True, slot=slot):
-        parts = (m._parameters["weight"], m.weight_scale_inv, m.weight_t, m.bias)
+        parts = (m._stored, m.weight_scale_inv, m.weight_t, m.bias)
         pair = (m.lora_A, m.lora_B) if adapters else (None, None)
         return (x, *parts, *pair, slot, m._handle.tensor, True)
 
     x8, scale_inv = QUANTIZE(x, own._handle.tensor, True)
     backward = (
-        dy, x8, scale_inv, torch.randn(7, 3), own._parameters["weight"], own.weight_scale_inv, None,
+        dy, x8, scale_inv, torch.randn(7, 3), own._stored, own.weight_scale_inv, None,
         own.lora_A.detach(), own.lora_B.detach(), own.bias.detach(), slot, own._handle.tensor,
     )  # fmt: skip
     # kept alive: a handle without a layer is refused

@@ -20,22 +20,28 @@ def compile_layers(model, backend="aot_eager", **options):
 
 def same_training(eager, compiled, explicit=False):
     """Both from the same start on the same batches and masks; the losses of the second."""
-    (model, state), (other, other_state) = eager, compiled
-    expected = train(model, state, explicit)
-    found = train(other, other_state, explicit)
-    bound = ROUNDING if state is None else FP8_ROUNDING
+    losses, states = [], []
+    for model, state in (eager, compiled):
+        kept = {}
+
+        def keep(step, state=state, kept=kept):
+            kept[step] = None if state is None else (state.forward.clone(), state.backward.clone())
+
+        losses.append(train(model, state, explicit, after=keep))
+        states.append(kept)
+    expected, found = losses
+    (_, state), (_, other) = eager, compiled
     torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=ROUNDING)
+    bound = ROUNDING if state is None else FP8_ROUNDING
     torch.testing.assert_close(found, expected, rtol=0, atol=bound)
     if state is None:
         return
-    assert other_state.in_charge == state.in_charge and other_state._leader == state._leader
-    for own, others in (
-        (state.forward, other_state.forward),
-        (state.backward, other_state.backward),
-    ):
-        assert torch.equal(own == 0, others == 0)  # as many rolls, the same columns
-        # amaxes of activations and gradients, which move as the losses do: by 1/16 where a rounding turns
-        torch.testing.assert_close(others, own, rtol=1 / 16, atol=0)
+    assert other.in_charge == state.in_charge and other._leader == state._leader
+    for step, pair in states[0].items():
+        for own, others in zip(pair, states[1][step], strict=True):
+            assert torch.equal(own == 0, others == 0)  # as many rolls, in the same columns
+            if step <= 2:  # where a rounding turns, an amax moves by 1/16; AdamW lets that grow
+                torch.testing.assert_close(others, own, rtol=1 / 16, atol=0)
 
 
 CASES = {
