@@ -312,3 +312,13 @@ def test_a_bad_rank_is_named(kind, rank):
     message = rf"{kind}_parallel_rank must be an integer in \[0, 2\*\*32\), found {rank}"
     with pytest.raises(ValueError, match=message):
         model_parallel_states(1, **{f"{kind}_parallel_rank": rank})
+
+
+def test_the_nonce_is_drawn_on_the_cpu_whatever_the_default_device_is():
+    """On another device it would come from that device's generator, and the host would wait for it."""
+    state = PhiloxState(3)
+    torch.manual_seed(4)
+    expected = state.slot()
+    torch.manual_seed(4)
+    with torch.device("meta"):
+        assert torch.equal(state.slot(), expected)
