@@ -267,3 +267,12 @@ def test_two_at_once_do_not_write_one_directory(place):
         with pytest.raises(BlockingIOError, match="another process is writing"):
             export_model(place / "base", place / "adapter", place / "out")
         assert (partial / "mine").exists()
+
+
+def test_a_model_left_beside_its_place_is_put_back_and_not_replaced_unasked(place):
+    """As a kill between the two renames leaves it."""
+    export_model(place / "base", place / "adapter", place / "out")
+    (place / "out").rename(place / ".old-out")
+    with pytest.raises(ValueError, match="not empty: give --overwrite"):
+        export_model(place / "base", place / "adapter", place / "out")
+    assert (place / "out" / "config.json").exists() and not (place / ".old-out").exists()
