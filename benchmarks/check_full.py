@@ -26,6 +26,7 @@ from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER_STEPS, TRAINER_WARM_UP = 16, 6
+TEST_PROCESSES = 6
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": P, "target_modules": TARGETS}
 
@@ -217,42 +218,43 @@ class _Until:
     """A pytest plugin: counts outcomes, and stops before the next test once the time is up."""
 
     def __init__(self, end: float) -> None:
-        self.end, self.collected = end, 0
+        self.end, self.session = end, None  # type: ignore[var-annotated]
         self.outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        self.collected = len(items)
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.outcome].append(report.nodeid)
+        if report.when == "teardown" and time.monotonic() > self.end:
+            self.session.shouldstop = "the time is up"
 
-    def pytest_runtest_teardown(self, item: Any) -> None:
-        if time.monotonic() > self.end:
-            item.session.shouldstop = "the time is up"
+    def summary(self) -> str:
+        counts = ", ".join(f"{len(ids)} {name}" for name, ids in self.outcomes.items() if ids)
+        stopped = self.session is not None and self.session.shouldstop
+        return f"{counts}; stopped before the last" if stopped else counts
 
 
 def gpu_tests(shape: str, device: str, scratch: str, limit: float) -> Found:
-    """`pytest -m gpu` until the time is up; without a GPU, tests of the layering."""
+    """`pytest -m gpu` until the time is up, in several processes where pytest-xdist is there; without a GPU, tests of
+    the layering."""
     import pytest
 
     until = _Until(time.monotonic() + limit - 15)
     on_gpu = device.startswith("cuda")
     chosen = ["-m", "gpu"] if on_gpu else ["tests/test_layering.py"]
+    if on_gpu and importlib.util.find_spec("xdist") is not None:
+        chosen += ["-n", str(TEST_PROCESSES), "--dist", "loadfile"]
     options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     with contextlib.chdir(ROOT) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
         code = pytest.main([*chosen, *options], plugins=[until])
-    counts = {name: len(ids) for name, ids in until.outcomes.items()}
-    summary = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    summary = until.summary()
     if until.outcomes["failed"]:
-        raise RuntimeError(
-            f"{summary} of {until.collected}: {json.dumps(until.outcomes['failed'][:3])}"
-        )
-    if not counts["passed"]:
-        raise RuntimeError(
-            f"no test passed of {until.collected}, pytest's exit code is {int(code)}"
-        )
-    return {"note": f"{summary} of {until.collected}"}
+        raise RuntimeError(f"{summary}: {json.dumps(until.outcomes['failed'][:3])}")
+    if not until.outcomes["passed"]:
+        raise RuntimeError(f"no test passed ({summary}), pytest's exit code is {int(code)}")
+    return {"note": summary}
 
 
 PARTS: dict[str, Callable[[str, str, str, float], Found]] = {
