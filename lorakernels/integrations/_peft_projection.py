@@ -76,11 +76,11 @@ class PeftProjection(LoRALinear):
         return int(self.layer.r[self._adapter])
 
     @property
-    def scaling(self) -> float:  # type: ignore[override]
+    def scaling(self) -> float:
         return float(self.layer.scaling[self._adapter])
 
     @property
-    def lora_dropout(self) -> float:  # type: ignore[override]
+    def lora_dropout(self) -> float:
         return float(self.layer.dropout_of(self._adapter))
 
     @property
@@ -88,7 +88,7 @@ class PeftProjection(LoRALinear):
         return self.layer.rng_state
 
     @property
-    def site(self) -> int:  # type: ignore[override]
+    def site(self) -> int:
         return 0
 
     @property

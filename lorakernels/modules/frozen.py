@@ -31,11 +31,30 @@ from lorakernels.reference import E4M3
 # not, 2.13 does).
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
 _HELD = (*BYTES, torch.bfloat16, torch.float16)
-_NUMBERS = {"fp8_state", "_column", "_column_x", "site", "scaling", "lora_dropout"}
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
+
+
+def number(name: str) -> Any:
+    """An attribute that a compiled layer finds by its handle: setting it makes a new handle.
+
+    A property of each, as FSDP2 cannot put FP8 parameters into modules whose class has a `__setattr__` of its own.
+    """
+
+    def get(layer: Any) -> Any:
+        try:
+            return layer.__dict__[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def put(layer: Any, value: Any) -> None:
+        layer.__dict__[name] = value
+        if "_handle" in layer.__dict__:
+            layer._renew_handle()
+
+    return property(get, put)
 
 
 def _check_state(
@@ -74,6 +93,9 @@ class FrozenFP8Linear(nn.Module):
 
     weight_scale_inv: Tensor | None
     weight_t: Tensor | None
+    fp8_state = number("fp8_state")
+    _column = number("_column")
+    _column_x = number("_column_x")
 
     def __init__(
         self,
@@ -134,7 +156,7 @@ class FrozenFP8Linear(nn.Module):
         if fp8 is not None:
             self.fp8_state = fp8_state or FP8State([name or "linear"], fp8, weight.device)
         self._column = self.fp8_state.column(name or "linear") if self.fp8_state else 0
-        self._column_x: int | None = None  # another layer's, whose x this one shares
+        self._column_x = None  # another layer's, whose x this one shares
         self.register_buffer("weight_t", None, persistent=False)
         self._renew_weight_t()
         self.merged = False
@@ -300,11 +322,6 @@ class FrozenFP8Linear(nn.Module):
         weight = self._parameters["weight"]
         assert weight is not None
         self._handle = Handle(self._numbers(), weight.device)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in _NUMBERS and "_handle" in self.__dict__:
-            self._renew_handle()
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """New weight values into the same storage."""

@@ -16,7 +16,7 @@ from lorakernels.config import LoRAConfig
 from lorakernels.fp8 import FP8State
 from lorakernels.handles import Numbers
 from lorakernels.modules.entries import is_apart
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, quantize_weight
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, number, quantize_weight
 from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +50,10 @@ class LoRALinear(FrozenFP8Linear):
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from; None draws from torch's generator.
         merged, disable_adapters: while True the adapter takes no part in `forward`.
     """
+
+    site = number("site")
+    scaling = number("scaling")
+    lora_dropout = number("lora_dropout")
 
     def __init__(
         self,
