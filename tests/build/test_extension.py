@@ -34,8 +34,10 @@ def test_exports_one_symbol() -> None:
 
 def test_build_info_says_what_was_compiled() -> None:
     info = _C.build_info()
-    assert set(info) == {"version", "cuda", "cuda_archs", "nvcc", "compiler"}
-    assert bool(info["nvcc"]) == bool(info["cuda_archs"]) == info["cuda"]
+    assert set(info) == {"version", "cuda", "cuda_archs", "nvcc", "why_no_cuda", "compiler"}
+    assert (
+        bool(info["nvcc"]) == bool(info["cuda_archs"]) == info["cuda"] != bool(info["why_no_cuda"])
+    )
     assert info["compiler"].split()[0] in ("gcc", "clang")
 
 
