@@ -9,11 +9,14 @@ as a whole, 4 rows of 2048. Text is this Python's sources, byte by byte: functio
 process of its own, one after the other. "cli" is `python -m lorakernels.cli finetune` with options for model, data,
 shape and adapters alone; what follows the comma is added to them. "ours, one graph" is bench_end_to_end.py's form:
 a loop of its own, one causal sequence a row. "hf + peft bf16" is HF's model in a loop, the same rows as one causal
-sequence each. Columns:
+sequence each. "trl sft" is TRL's SFTTrainer on the same checkpoint and text, which it packs itself: "peft bf16" with
+PEFT's own layers in SDPA, adapters in bf16; "ours fused, graphs" as examples/trl_sft.py, which is WRONG where a GPU
+does not replay it. Columns:
 
     tokens/s        trained tokens, not padding: the median of the last half of the steps
     positions/s     padding included, which a sequence without padding is compared with
     rest s          of the command's time, what was not a step: imports, weights, text, adapter files
+    replayed        steps whose graphs were replayed, as the command or LoRAKernelsCallback counts them
     attention       as the command's own lines name it
     × hf + peft, ÷ ours, one graph     ratios of positions/s
 
@@ -43,7 +46,7 @@ from typing import Any
 import torch
 from common import Row, arguments, environment, finish, parser, ratio
 from finetune_files import JOBS, write_checkpoint, write_texts
-from models import ALPHA, RANK, P, Spec
+from models import ALPHA, RANK, P, Spec, dtype_of
 from peers.base import Unavailable
 from peers.training import HfPeft, Ours, Training
 from workers import Local, Worker, WorkerError, reason_of, serve
@@ -55,6 +58,8 @@ from lorakernels.train.packing import PackedRows, RowOrder
 
 ROOT = Path(__file__).resolve().parents[1]
 PEFT, LOOP = "hf + peft bf16", "ours, one graph"
+# Whether the layers are ours
+TRL = {"trl sft, peft bf16": False, "trl sft, ours fused, graphs": True}
 LOOPS: dict[str, Callable[..., Training]] = {
     PEFT: HfPeft,
     LOOP: partial(Ours, graphs="iteration"),
@@ -68,7 +73,7 @@ COMMANDS: dict[str, tuple[str, list[str]]] = {
     "cli, --graphs layer": ("mixed", ["--graphs", "layer"]),
     "cli, --eager": ("mixed", ["--eager"]),
 }
-PROVIDERS = [*list(COMMANDS)[:1], LOOP, *list(COMMANDS)[1:2], PEFT, *list(COMMANDS)[2:]]
+PROVIDERS = [*list(COMMANDS)[:1], LOOP, *list(COMMANDS)[1:2], PEFT, *TRL, *list(COMMANDS)[2:]]
 TIMEOUT = 150.0  # of one provider, from the start of its process to its end
 SPARE = 1.1  # text for more rows than a run takes
 LOSS_TOLERANCE = 0.02
@@ -148,22 +153,27 @@ def numbers_of(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def measure(provider: str, job: str, device: str, rows: str, steps: int) -> dict[str, Any]:
-    """`steps` steps of a loop over the rows in the file `rows`; a "check" that is not "ok" comes alone."""
+def measure(provider: str, job: str, device: str, files: str, steps: int) -> dict[str, Any]:
+    """`steps` steps of a loop or of SFTTrainer on what is in `files`; a "check" that is not "ok" comes alone."""
+    measured = _sft if provider in TRL else _loop
     try:
-        return _measured(provider, JOBS[job], torch.device(device), torch.load(rows), steps)
+        torch.manual_seed(0)
+        return measured(provider, JOBS[job], torch.device(device), Path(files), steps)
     except Unavailable as why:
         return {"check": str(why)}
     except Exception as problem:
-        wrong = "WRONG" if provider.startswith("ours") else "raised"
-        return {"check": f"{wrong}: {reason_of(problem)}"}
+        return {"check": f"{_blamed(provider)}: {reason_of(problem)}"}
 
 
-def _measured(
-    provider: str, spec: Spec, device: torch.device, given: dict[str, Any], steps: int
+def _blamed(provider: str) -> str:
+    return "WRONG" if "ours" in provider else "raised"
+
+
+def _loop(
+    provider: str, spec: Spec, device: torch.device, files: Path, steps: int
 ) -> dict[str, Any]:
-    torch.manual_seed(0)
     began = time.perf_counter()
+    given = torch.load(files / "rows.pt")
     training = LOOPS[provider](spec, "all", device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -195,31 +205,46 @@ def _measured(
     return found
 
 
+def _sft(
+    provider: str, spec: Spec, device: torch.device, files: Path, steps: int
+) -> dict[str, Any]:
+    """Loaded as TRL's users do; PEFT's row is not padded, so its "positions_per_s" are its own."""
+    began = time.perf_counter()
+    import trainers
+    from transformers import AutoModelForCausalLM
+
+    trainers.trl_or_unavailable()
+    model = AutoModelForCausalLM.from_pretrained(
+        files / "model", dtype=dtype_of(device), attn_implementation="sdpa"
+    ).to(device)
+    found = trainers.sft(spec, model, files / "mixed.jsonl", steps, files / "sft", TRL[provider])
+    rest = time.perf_counter() - began - found["training"]
+    return {"check": "ok", **found, "rest": rest}
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def packed_rows(spec: Spec, text: Path, folder: Path, steps: int) -> Path:
-    """A file with the rows that the command's steps take, in their order, int64 [steps · B, T], and how full they
-    are."""
+def write_rows(spec: Spec, text: Path, folder: Path, steps: int) -> None:
+    """rows.pt: the rows that the command's steps take, in their order, int64 [steps · B, T], and how full they are."""
     tokens = tokenize_files([text], byte_tokenizer(), folder / "tokens")
     rows = PackedRows(tokens.tokens, tokens.spans, spec.length)
     count = steps * spec.batch
     batch = rows.batch(RowOrder(len(rows), 0).take(0, count))
-    path = folder / "rows.pt"
     fill = batch.targets / batch.input_ids.numel()
-    torch.save({"rows": batch.input_ids, "fill": fill}, path)
-    return path
+    torch.save({"rows": batch.input_ids, "fill": fill}, folder / "rows.pt")
 
 
 def columns(spec: Spec, found: dict[str, Any]) -> Row:
     if found["check"] != "ok":
         return {"check": found["check"], **NO_NUMBERS}
+    positions = found.get("positions_per_s", spec.batch * spec.length / found["seconds"])
     return {
         "check": "ok",
         "tokens/s": round(found["tokens_per_s"], 1),
-        "positions/s": round(spec.batch * spec.length / found["seconds"], 1),
+        "positions/s": round(positions, 1),
         "ms/step": round(found["seconds"] * 1e3, 3),
         "rest s": round(found["rest"], 1),
         "peak GiB": round(found["peak"], 2) if "peak" in found else "",
@@ -263,19 +288,19 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         texts = write_texts(files, int(SPARE * steps * spec.batch * spec.length), spec.length)
-        rows_file = packed_rows(spec, texts["mixed"], files, steps)
+        write_rows(spec, texts["mixed"], files, steps)
         took = time.perf_counter() - began
         print(f"{spec.name}: checkpoint and text written in {took:.1f} s", flush=True)
         rows: list[Row] = []
         for provider in providers:
-            found = self.one(name, provider, files, rows_file)
+            found = self.one(name, provider, files)
             case = {"model": spec.name, "rows": f"{spec.batch} x {spec.length}"}
             rows.append({**case, "provider": provider, **columns(spec, found)})
             said = rows[-1]["tokens/s"], rows[-1]["rest s"]
             print(f"{spec.name}, {provider}: {found['check']} {said}", flush=True)
         return compared(rows)
 
-    def one(self, job: str, provider: str, files: Path, rows: Path) -> dict[str, Any]:
+    def one(self, job: str, provider: str, files: Path) -> dict[str, Any]:
         left = self.end - time.perf_counter()
         if left <= 0:
             return {"check": f"not run: --budget-s {self.args.budget_s:g} was spent before"}
@@ -288,12 +313,11 @@ class Bench:
         worker: Any = Local({"measure": measure})
         if self.device.type == "cuda":
             worker = Worker([sys.executable, __file__, "--worker", provider], log)
-        given = {"provider": provider, "job": job, "device": device, "rows": str(rows)}
+        given = {"provider": provider, "job": job, "device": device, "files": str(files)}
         try:
             found: dict[str, Any] = worker.ask("measure", timeout, **given, steps=steps)
         except WorkerError as why:
-            wrong = "WRONG" if provider.startswith("ours") else "raised"
-            found = {"check": f"{wrong}: {why}"}
+            found = {"check": f"{_blamed(provider)}: {why}"}
         worker.close()
         return found
 
@@ -307,7 +331,7 @@ def main() -> int:
     options.add_argument(
         "--budget-s", type=float, default=480.0, help="for all; the rest is not run"
     )
-    options.add_argument("--worker", choices=list(LOOPS), help=argparse.SUPPRESS)
+    options.add_argument("--worker", choices=[*LOOPS, *TRL], help=argparse.SUPPRESS)
     args, device = arguments(options)
     if args.steps < 2:
         options.error(f"--steps must be at least 2, found {args.steps}")

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import math
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -19,16 +18,15 @@ from typing import Any
 
 import torch
 from check_parts import SHAPES, STEPS, Found, prepared, run_cli, steps_of
-from models import ALPHA, RANK, P, dtype_of, plain_model, token_rows
+from finetune_files import write_texts
+from models import dtype_of, plain_model, token_rows
 from peers.base import Unavailable
 
 from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINER_STEPS, TRAINER_WARM_UP = 16, 6
+TRAINER_STEPS = 16
 TEST_PROCESSES = 6
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": P, "target_modules": TARGETS}
 
 
 def resume(shape: str, device: str, scratch: str, limit: float) -> Found:
@@ -104,37 +102,16 @@ def _logits(model: Path, adapter: Path | None, rows: torch.Tensor) -> torch.Tens
     return logits.float()
 
 
-class _Clock:
-    """When Trainer's steps began and ended; made a TrainerCallback by `clock`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.times = device, []  # type: ignore[var-annotated]
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.times.append(time.perf_counter())
-
-    def rate(self, tokens: int) -> float:
-        took = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-        return tokens / statistics.median(took[TRAINER_WARM_UP:])
-
-
-def clock(device: torch.device) -> Any:
-    from transformers import TrainerCallback
-
-    return type("Clock", (_Clock, TrainerCallback), {})(device)
-
-
 def trainer(shape: str, device: str, scratch: str, limit: float, ours: bool) -> Found:
     """transformers' Trainer over rows of one length: PEFT's model, or ours fused with LoRAKernelsCallback."""
     import transformers
+    from trainers import LORA, Clock, settled, trainer_arguments
 
     spec, where = SHAPES[shape], torch.device(device)
     torch.manual_seed(0)
     model = plain_model(spec.config(), where)
-    timer = clock(where)
-    callbacks, kernels = [timer], None
+    clock = Clock(where)
+    callbacks, kernels = [clock], None
     if ours:
         from lorakernels.integrations.transformers import LoRAKernelsCallback
 
@@ -148,70 +125,42 @@ def trainer(shape: str, device: str, scratch: str, limit: float, ours: bool) -> 
 
         model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     rows = [{"input_ids": r, "labels": r} for r in token_rows(spec.length, 8 * spec.batch)]
-    arguments = transformers.TrainingArguments(**_arguments(spec.batch, device, scratch))
+    arguments = transformers.TrainingArguments(
+        bf16=where.type == "cuda",
+        logging_strategy="no",
+        **trainer_arguments(TRAINER_STEPS, spec.batch, where, Path(scratch)),
+    )
     result = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
-    note = f"layers eager: {kernels.why_not}" if kernels and kernels.why_not else ""
-    return _trained(result.training_loss, timer.rate(spec.batch * spec.length), note)
-
-
-def sft(shape: str, device: str, scratch: str, limit: float, ours: bool) -> Found:
-    """TRL's SFTTrainer over packed text with PEFT's model, its layers ours after `register` or its own."""
-    for name in ("trl", "datasets", "peft"):
-        if importlib.util.find_spec(name) is None:
-            raise Unavailable(f"{name} is not installed")
-    import datasets
-    import peft
-    import trl
-
-    from lorakernels.integrations.peft import register
-    from lorakernels.train.bytes import byte_tokenizer
-
-    spec, where = SHAPES[shape], torch.device(device)
-    torch.manual_seed(0)
-    model, config = plain_model(spec.config(), where), peft.LoraConfig(**LORA)
-    if ours:
-        register(config)
-    rows = token_rows(spec.length, 16 * spec.batch)
-    texts = [
-        {"text": bytes(t for t in row.tolist() if t < 256).decode(errors="ignore")} for row in rows
-    ]
-    timer = clock(where)
-    arguments = trl.SFTConfig(
-        max_length=spec.length, packing=True, **_arguments(spec.batch, device, scratch)
-    )
-    made = trl.SFTTrainer(
-        model,
-        arguments,
-        train_dataset=datasets.Dataset.from_list(texts),
-        processing_class=byte_tokenizer(),
-        peft_config=config,
-        callbacks=[timer],
-    )
-    result = made.train()
-    return _trained(result.training_loss, timer.rate(spec.batch * spec.length), "")
-
-
-def _arguments(batch: int, device: str, scratch: str) -> dict[str, Any]:
-    on_gpu = device.startswith("cuda")
+    if not math.isfinite(result.training_loss):
+        raise RuntimeError(f"the mean loss of {TRAINER_STEPS} steps is {result.training_loss}")
+    note = f", layers eager: {kernels.why_not}" if kernels and kernels.why_not else ""
     return {
-        "output_dir": scratch,
-        "max_steps": TRAINER_STEPS,
-        "per_device_train_batch_size": batch,
-        "dataloader_drop_last": True,
-        "learning_rate": 2e-4,
-        "bf16": on_gpu,
-        "use_cpu": not on_gpu,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
+        "tokens_per_s": spec.batch * spec.length / settled(clock.seconds),
+        "note": f"mean loss {result.training_loss:.3f}{note}",
     }
 
 
-def _trained(loss: float, rate: float, note: str) -> Found:
-    if not math.isfinite(loss):
-        raise RuntimeError(f"the mean loss of {TRAINER_STEPS} steps is {loss}")
-    return {"tokens_per_s": rate, "note": f"mean loss {loss:.3f} {note}".strip()}
+def sft(shape: str, device: str, scratch: str, limit: float, ours: bool) -> Found:
+    """TRL's SFTTrainer over packed text with PEFT's model, its layers ours, fused, with LoRAKernelsCallback, or its
+    own."""
+    import trainers
+
+    trainers.trl_or_unavailable()
+    spec, where, folder = SHAPES[shape], torch.device(device), Path(scratch)
+    torch.manual_seed(0)
+    model = plain_model(spec.config(), where)
+    characters = 2 * TRAINER_STEPS * spec.batch * spec.length
+    texts = write_texts(folder, characters, spec.length)["mixed"]
+    found = trainers.sft(spec, model, texts, TRAINER_STEPS, folder, ours)
+    first, last = found["losses"]
+    if not math.isfinite(first + last):
+        raise RuntimeError(f"the loss went from {first} to {last}")
+    eager = f", layers eager: {found['why_not']}" if found.get("why_not") else ""
+    return {
+        "tokens_per_s": found["tokens_per_s"],
+        "first_loss": first,
+        "note": f"loss {first:.3f} → {last:.3f}{eager}",
+    }
 
 
 class _Until:
@@ -263,6 +212,6 @@ PARTS: dict[str, Callable[[str, str, str, float], Found]] = {
     "Trainer, PEFT bf16": partial(trainer, ours=False),
     "Trainer, fused, callback": partial(trainer, ours=True),
     "SFTTrainer, PEFT bf16": partial(sft, ours=False),
-    "SFTTrainer, register": partial(sft, ours=True),
+    "SFTTrainer, fused, callback": partial(sft, ours=True),
     "gpu tests": gpu_tests,
 }

@@ -80,7 +80,7 @@ ON_GPU = [
     Part("Trainer, PEFT bf16", "8b/8 2x4096", "", full=True),
     Part("Trainer, fused, callback", "8b/8 2x4096", "Trainer, PEFT bf16", full=True),
     Part("SFTTrainer, PEFT bf16", "8b/8 2x4096", "", full=True),
-    Part("SFTTrainer, register", "8b/8 2x4096", "SFTTrainer, PEFT bf16", full=True),
+    Part("SFTTrainer, fused, callback", "8b/8 2x4096", "SFTTrainer, PEFT bf16", full=True),
     Part("gpu tests", "", "", timeout=240.0, full=True),
 ]
 ON_CPU = [  # the same parts, to try this file

@@ -178,6 +178,20 @@ def test_trainer_runs_our_layers(load, tmp_path: Path) -> None:
     assert found["tokens_per_s"] > 0 and "the model is on cpu" in found["note"]
 
 
+@pytest.mark.slow
+def test_sft_trainer_trains_the_model_of_the_peer(load, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    parts, found = load("check_parts"), {}
+    for name in ("SFTTrainer, PEFT bf16", "SFTTrainer, fused, callback"):
+        (tmp_path / name).mkdir()
+        found[name] = parts.run(name, "tiny 2x32", "cpu", str(tmp_path / name), 60.0)
+    peft, ours = found.values()
+    assert ours["tokens_per_s"] > 0 and "CUDA graphs need a GPU" in ours["note"]
+    assert ours["first_loss"] == pytest.approx(peft["first_loss"], rel=0.005)
+    assert "eager" not in peft["note"]
+
+
 def test_gpu_tests_are_counted_and_stop_when_the_time_is_up(
     load, tmp_path: Path, monkeypatch
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -150,15 +151,62 @@ def test_the_table(
     assert checks == {"not run: --budget-s 0 was spent before"}
 
 
+def test_sft_trainers_rows(
+    bench: Any,
+    run: Callable[..., int],
+    rows_of: Rows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same checkpoint and text as the loop's; without TRL, rows that say so."""
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    chosen = ["--providers", bench.PEFT, *bench.TRL, "--steps", 5, "--output", tmp_path]
+    assert run(bench, *chosen) == 0
+    loop, peft, ours = rows_of(tmp_path / "finetune.csv")
+    assert [row["check"] for row in (loop, peft, ours)] == ["ok"] * 3
+    assert (peft["replayed"], ours["replayed"]) == ("", "0")
+    for row in (peft, ours):
+        assert float(row["first loss"]) == pytest.approx(float(loop["first loss"]), rel=0.01)
+        assert 0 < float(row["tokens/s"]) < float(row["positions/s"])
+    hide(monkeypatch, "trl")
+    assert run(bench, *chosen) == 0
+    checks = [row["check"] for row in rows_of(tmp_path / "finetune.csv")]
+    assert checks == ["ok", "trl is not installed", "trl is not installed"]
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As if it were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name)
+    )
+
+
+@pytest.mark.parametrize("provider", ["trl sft, peft bf16", "trl sft, ours fused, graphs"])
+def test_what_sft_trainer_raises_is_wrong_where_the_layers_are_ours(
+    bench: Any, tmp_path: Path, provider: str
+) -> None:
+    """Here for want of a checkpoint."""
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    found = bench.measure(provider, "tiny", "cpu", str(tmp_path / "nothing"), 4)
+    expected = "WRONG: " if "ours" in provider else "raised: "
+    assert list(found) == ["check"] and found["check"].startswith(expected)
+
+
 @pytest.mark.gpu
 def test_every_provider_runs_on_a_gpu(
     bench: Any, rows_of: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of their own, a tiny model, the command's defaults replayed as graphs."""
     chosen = ["--models", "tiny", "--steps", "8", "--providers", "cli, default"]
-    chosen += ["cli, --no-isolate-documents", bench.PEFT, bench.LOOP, "--output", str(tmp_path)]
+    trl = list(bench.TRL) if importlib.util.find_spec("trl") else []
+    chosen += ["cli, --no-isolate-documents", bench.PEFT, bench.LOOP, *trl]
+    chosen += ["--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench", "--device", "cuda", *chosen])
     assert bench.main() == 0
     rows = {row["provider"]: row for row in rows_of(tmp_path / "finetune.csv")}
     assert {row["check"] for row in rows.values()} == {"ok"}
     assert rows["cli, default"]["replayed"] == "5"
+    assert all(int(rows[name]["replayed"]) > 0 for name in trl if "graphs" in name)
