@@ -117,9 +117,9 @@ class LoRAKernelsQuantizer(HfQuantizer):
         self._targets: list[str] = []
         self._states: dict[torch.device, FP8State] = {}
 
-    @property
-    def quantized_element_size(self) -> float:
-        return 1
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes a value, by which transformers asks the allocator for memory beforehand."""
+        return 1 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
