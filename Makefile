@@ -19,8 +19,12 @@ $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(wildcard csrc/*)
 demo: $(BUILT)
 	$(BIN)/lorakernels finetune --demo
 
+# Two processes of one thread each, where pytest-xdist is there: most tests are too small for threads of their own.
+PROCESSES ?= 2
+SPREAD = $(shell $(BIN)/python -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile)
+
 test: $(BUILT)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)
