@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, environment, table, write_markdown
+from common import Row, environment, table, write_csv, write_markdown
 from workers import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,8 +217,9 @@ def updated(rows: list[Row], recorded: dict[str, Any], reason: str) -> dict[str,
 
 
 def write_records(folder: Path, rows: list[Row], records: dict[str, Any], device: str) -> None:
-    """check_gpu.json, and check_gpu.md with the run's table and the reasons."""
+    """check_gpu.json, check_gpu.csv with the run's table, and check_gpu.md with it and the reasons."""
     facts = environment(torch.device(device))
+    write_csv(folder / "check_gpu.csv", rows, facts)
     write_markdown(folder / "check_gpu.md", rows, facts)
     text = json.dumps({**facts, "ratios": records}, indent=1, ensure_ascii=False)
     (folder / "check_gpu.json").write_text(text + "\n", encoding="utf-8")

@@ -53,6 +53,7 @@ def tables(results: dict[str, list[Row]]) -> str:
     layers = results.get("decoder_layer", [])
     parts = [
         _finetune_table(results.get("finetune", [])),
+        _users_table(results.get("check_gpu", [])),
         op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
@@ -194,6 +195,26 @@ def _finetune_table(rows: list[Row]) -> str:
         "`lorakernels finetune` from its command line (cli), LoRA R = 16 on all linear layers, functions of this "
         "Python's sources packed into rows, random weights; beside it a loop of our own and HF + PEFT bf16 on the same "
         f"rows (`make bench BENCH=finetune`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _users_table(rows: list[Row]) -> str:
+    """What check_gpu.py measured: loops as users write them."""
+    timed = [row for row in rows if number(row["tokens/s"]) is not None]
+    if not timed:
+        return ""
+    lines = [["layers, tokens", "", "tokens/s", "× PEFT, same run"], ["---"] * 4]
+    before = ""
+    for row in sorted(timed, key=lambda r: r["shape"]):
+        what, rate = times(row["shape"]), number(row["tokens/s"])
+        name = row["part"] if row["× PEFT"] else f"{row['part']} (the peer)"
+        lines.append(["" if what == before else what, name, f"{rate:,.0f}", row["× PEFT"] or "1"])
+        before = what
+    title = (
+        "The same model in loops as users write them, LoRA R = 16 on all linear layers, p = 0.1, options as they are; "
+        '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000; "compiled by layer" is divided by PEFT '
+        f"compiled so at 8b/8 (`make check-gpu`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 
