@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels import LoRAConfig, LoRALinear, PhiloxState, apply_lora, attach, fuse
+from lorakernels import FP8State, LoRAConfig, LoRALinear, PhiloxState, apply_lora, attach, fuse
+from lorakernels.loops.layer_graphs import LayerGraphs
 from tests.graphs.fake import FakeBackend
 
 transformers = pytest.importorskip("transformers")
@@ -617,6 +618,66 @@ def test_detach_leaves_the_model_as_it_was() -> None:
     attach(model, optimizer, backend=FakeBackend).detach()
 
 
+@pytest.mark.parametrize("fails", ["attach", "detach"])
+def test_an_exception_leaves_nothing_attached(fails: str, monkeypatch: Any) -> None:
+    """The update that takes charge fails in attach, the end of the graphs in detach."""
+    model = llama(dropout=0.1, fused=False)
+    optimizer = adamw(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("NaN")
+
+    attached = None
+    if fails == "detach":
+        attached = attach(model, optimizer, backend=FakeBackend)
+        monkeypatch.setattr(LayerGraphs, "close", fail)
+    else:
+        monkeypatch.setattr(FP8State, "reduce_and_update", fail)
+    with pytest.raises(RuntimeError, match="NaN"):
+        attached.detach() if attached else attach(
+            model, optimizer, backend=FakeBackend, warmup_steps=1
+        )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+    assert state_of(model).in_charge == "auto" and model.config.use_cache
+    assert all(m.rng_state is None for m in model.modules() if isinstance(m, LoRALinear))
+
+
+def test_a_model_without_a_list_of_layers_is_attached_once() -> None:
+    """A second one would update its scales twice a step."""
+    model = no_layers(llama(fused=False))
+    optimizer = adamw(model)
+    attached = attach(model, optimizer)
+    with pytest.raises(ValueError, match="attached already"):
+        attach(model, optimizer)
+    attached.detach()
+    attach(model, optimizer).detach()
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_step_that_raises_is_one_that_was_left_out() -> None:
+    """Such as an optimizer whose states do not fit on the GPU."""
+    model = llama()
+
+    class Full(torch.optim.SGD):
+        full = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.full:
+                raise torch.OutOfMemoryError("full")
+            return super().step(closure)
+
+    optimizer = Full(trained(model), lr=1e-3)
+    attached = attach(model, optimizer)
+    for step in range(5):
+        optimizer.full = step == 2
+        loss_of(model).backward()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert (attached.steps, attached.skipped, attached.microbatches) == (4, 1, 5)
+
+
 def test_a_copy_of_the_model_is_not_attached() -> None:
     model = llama()
     with attached_to(model, backend=FakeBackend) as (attached, optimizer):
@@ -652,7 +713,11 @@ def test_refused_before_anything_is_changed() -> None:
         ((model, optimizer), {"warmup_steps": 0}, ValueError, "warmup_steps must be .* found 0"),
         ((model, optimizer), {"rng_state": 3}, TypeError, "rng_state must be a PhiloxState"),
         ((model, optimizer), {"backend": FakeBackend, "eval": "x"}, ValueError, "eval must be one"),
-        ((model, optimizer), {"backend": FakeBackend, "x": 1}, TypeError, "'x'"),
+        ((model, optimizer), {"x": 1}, TypeError, "as options, found {'x'}"),
+        ((model, optimizer), {"layers": [3]}, TypeError, r"layers\[0\] must be a module"),
+        ((model, optimizer), {"layers": "model"}, TypeError, "layers must be a list"),
+        ((model, optimizer), {"layers": []}, TypeError, "layers must be a list"),
+        ((model, optimizer), {"layers": [nn.Linear(2, 2)]}, ValueError, "is not the model's"),
     ):
         with pytest.raises(error, match=message):
             attach(*arguments, **options)

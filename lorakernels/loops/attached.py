@@ -26,13 +26,11 @@ from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.projections import frozen_layers, share_state
 from lorakernels.philox import PhiloxState, PhiloxStates
 
+OPTIONS = {"max_shapes", "grads", "eval", "mode", "backend", "on_new_shape"}
+
 
 class _BeginHook(Hook):
-    """On the first layer: a microbatch begins. Copies of the layer have none."""
-
-    def __init__(self, attached: Attached) -> None:
-        super().__init__(attached._begin)
-        self.attached = attached
+    """On the first layer, or the first adapter where there is none: a microbatch begins. Copies have no such hook."""
 
 
 class Attached:
@@ -131,8 +129,10 @@ class Attached:
     def _replays_of_step(self) -> int:
         return 0 if self._graphs is None else self._graphs.replayed - self._replayed_before
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self._stepping.add(id(optimizer))
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Forwards inside of a step are a closure's."""
+        if any(map(callable, (*args, *kwargs.values()))):
+            self._stepping.add(id(optimizer))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._stepping.discard(id(optimizer))
@@ -156,10 +156,7 @@ class Attached:
 
     def detach(self) -> None:
         """Take everything off again: graphs, hooks, a random state that `attach` has given."""
-        if self._graphs is not None:
-            self._reason = self._graphs.why_not or "detached"
-            self._graphs.close()
-            self._graphs = None
+        graphs, self._graphs = self._graphs, None
         for handle in self._handles:
             handle.remove()
         for layer in self._given:
@@ -170,6 +167,9 @@ class Attached:
             state.in_charge = "auto"
         for held in (self._handles, self._given, self._configs, self._auto):
             held.clear()
+        if graphs is not None:
+            self._reason = graphs.why_not or "detached"
+            graphs.close()
 
     def __str__(self) -> str:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
@@ -219,42 +219,44 @@ def attach(
         optimizer: whose steps end an iteration; Accelerate's wrapper too. Of several, the first that steps ends it.
         graphs: False leaves the layers eager.
         warmup_steps: how often a shape comes, eagerly, before it is captured; at least 1.
-        layers: modules to replay, where they are not the list that holds the adapters.
+        layers: modules of the model to replay, where they are not the list that holds the adapters.
         rng_state: given to the adapters that have none, in place of a new one.
         options: for GraphManager: max_shapes (4 here), grads, eval, mode, backend.
 
     Raises:
-        ValueError: no adapter, attached already, an optimizer without a trained parameter of the model.
-        TypeError: an argument is of another type.
+        ValueError: no adapter, attached already, an optimizer without a trained parameter of the model, layers that
+            are not the model's.
+        TypeError: an argument is of another type, or an option is not GraphManager's.
     """
     optimizers = _optimizers(optimizer)
     _check(model, optimizers, warmup_steps, rng_state)
+    _check_layers(model, layers)
+    if unknown := set(options) - OPTIONS:
+        raise TypeError(f"attach takes {', '.join(sorted(OPTIONS))} as options, found {unknown}")
     found = layers if layers is not None else parts.decoder_layers(model)
     share_state(frozen_layers(model))  # PEFT makes layer by layer
     attached = Attached(model, optimizers)
     attached.layers = list(found or [])
-    reason = _why_not(model, attached.layers, graphs, "backend" in options)
-    if reason is None:
-        attached._configs = parts.without_cache(model)
-    given = rng_state
-    if reason is None and given is None and any(map(parts.drops, parts.adapters(model))):
-        given = parts.new_rng_state(next(attached.layers[0].parameters()).device)
-    if given is not None:
-        _give(attached, given)
-    attached.rng_states = parts.rng_states(model)
-    if reason is None:
-        options |= {
-            "fp8_state": attached.fp8_states[0] if attached.fp8_states else None,
-            "rng_states": attached.rng_states,
-        }
-        try:
-            attached._graphs = LayerGraphs(attached.layers, warmup_steps, options)
-        except BaseException:
-            attached.detach()
-            raise
-    attached._reason = reason
-    _hook(attached)
+    attached._reason = _why_not(model, attached.layers, graphs, "backend" in options)
+    try:
+        _give(attached, rng_state)
+        if attached._reason is None:
+            _capture(attached, warmup_steps, options)
+        _hook(attached)
+    except BaseException:
+        attached.detach()
+        raise
     return attached
+
+
+def _capture(attached: Attached, warmup_steps: int, options: dict[str, Any]) -> None:
+    """Graphs of the layers, from when their shapes repeat."""
+    attached._configs = parts.without_cache(attached.model)
+    options |= {
+        "fp8_state": attached.fp8_states[0] if attached.fp8_states else None,
+        "rng_states": attached.rng_states,
+    }
+    attached._graphs = LayerGraphs(attached.layers, warmup_steps, options)
 
 
 def _hook(attached: Attached) -> None:
@@ -265,18 +267,26 @@ def _hook(attached: Attached) -> None:
             optimizer.register_step_pre_hook(attached._before_step),
             optimizer.register_step_post_hook(attached._after_step),
         ]
-    if attached.layers:
-        first = attached.layers[0]
-        begins, ran = _BeginHook(attached), Hook(attached._watch_backward)
-        attached._handles.append(first.register_forward_pre_hook(begins, with_kwargs=True))
-        attached._handles.append(first.register_forward_hook(ran))
+    if not attached.layers:  # says that the model is attached, and no more
+        first = next(parts.adapters(attached.model))
+        attached._handles.append(first.register_forward_pre_hook(_BeginHook(lambda *_: None)))
+        return
+    first = attached.layers[0]
+    begins, ran = _BeginHook(attached._begin), Hook(attached._watch_backward)
+    attached._handles.append(first.register_forward_pre_hook(begins, with_kwargs=True))
+    attached._handles.append(first.register_forward_hook(ran))
 
 
-def _give(attached: Attached, state: PhiloxState) -> None:
-    for layer in parts.adapters(attached.model):
-        if layer.rng_state is None:
+def _give(attached: Attached, state: PhiloxState | None) -> None:
+    """To adapters that have none: `state`, or a new one where graphs need it."""
+    found = list(parts.adapters(attached.model))
+    if state is None and attached._reason is None and any(map(parts.drops, found)):
+        state = parts.new_rng_state(next(found[0].parameters()).device)
+    for layer in found:
+        if state is not None and layer.rng_state is None:
             layer.rng_state = state
             attached._given.append(layer)
+    attached.rng_states = parts.rng_states(attached.model)
 
 
 def _why_not(
@@ -329,6 +339,19 @@ def _check(
                 f"{type(optimizer).__name__} has none of the model's {len(trained)} trained parameters: make it after "
                 "apply_lora"
             )
+
+
+def _check_layers(model: nn.Module, layers: Any) -> None:
+    if layers is None:
+        return
+    if not isinstance(layers, list | tuple | nn.ModuleList) or not len(layers):
+        raise TypeError(f"layers must be a list of the model's modules, found {layers!r}")
+    own = set(model.modules())
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layers[{index}] must be a module, found {type(layer).__name__}")
+        if layer not in own:
+            raise ValueError(f"layers[{index}] is a {type(layer).__name__} that is not the model's")
 
 
 def _in_backward() -> bool:
