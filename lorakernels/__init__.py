@@ -3,7 +3,7 @@
 
 from lorakernels.adapters import load_adapter, save_adapter
 from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add, linear_cross_entropy
-from lorakernels.checkpoints import Exported, export_model
+from lorakernels.checkpoints import Exported, check_export, export_model
 from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fp8 import FP8State
 from lorakernels.loading import Loaded, load_quantized
@@ -48,6 +48,7 @@ __all__ = [
     "attach",
     "bias_dropout_add",
     "disable_lora",
+    "check_export",
     "export_model",
     "fuse",
     "get_bias_dropout_add",

@@ -104,6 +104,21 @@ def export_model(
     return Exported(target, format, names, plan.bytes, len(found.deltas), tuple(plan.plain))
 
 
+def check_export(
+    model: str | os.PathLike[str], output: str | os.PathLike[str], *, format: str = "bf16"
+) -> None:
+    """What `export_model(model, …, output, format=format, overwrite=True)` would refuse whatever the adapter.
+
+    Raises:
+        ValueError, FileNotFoundError: as `export_model`.
+    """
+    config = config_of(Path(model), None)
+    block = block_size_of(config)
+    nothing = Adapter({}, {})
+    plan_merge(_skeleton(config), Directory(Path(model)), nothing, block, format == "fp8")
+    _check_target(Path(output), overwrite=True)
+
+
 def _skeleton(config: Any) -> Any:
     """The model without memory."""
     import transformers

@@ -136,7 +136,7 @@ def adapt(
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
     model, report = load_adapted(directory, options, dtype, device, random, reporter)
-    check_model(model, options.seq_len, tokens.max_token)
+    check_model(model)
     if options.gradient_checkpointing:
         save_activations(model)
     fused = fuse_layers(model, options, device)

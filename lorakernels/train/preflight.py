@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora
+from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
@@ -44,6 +44,10 @@ def check_before_loading(
     _check_kind(text)
     model = build_on_meta(config)
     decoder_and_head(model)
+    if unused := _excludes_nothing(model, options.exclude_modules):
+        say(
+            f"exclude_modules: no module is named {', '.join(unused)}, so nothing is left out by it"
+        )
     try:
         apply_lora(model, replace(lora, fp8=None))
     except ValueError as error:
@@ -53,6 +57,7 @@ def check_before_loading(
             raise ModelError(f"{type(model).__name__} cannot be adapted: {error}") from error
         raise OptionError(str(error)) from error
     _check_head(model, options)
+    _check_merge(directory, options)
     if experts := _experts(model):
         say(experts)
     return text
@@ -124,6 +129,20 @@ def _check_head(model: Any, options: FinetuneOptions) -> None:
         raise OptionError(
             f"fp8_head multiplies by a plain frozen head, found {type(head).__name__}: drop one of them"
         )
+
+
+def _check_merge(directory: Path, options: FinetuneOptions) -> None:
+    if options.merge is None:
+        return
+    try:
+        check_export(directory, Path(str(options.output)) / "merged", format=options.merge)
+    except ValueError as error:
+        raise OptionError(f"merge: {error}") from error
+
+
+def _excludes_nothing(model: nn.Module, names: list[str]) -> list[str]:
+    paths = [path for path, _ in model.named_modules()]
+    return [n for n in names if not any(p == n or p.endswith(f".{n}") for p in paths)]
 
 
 def _experts(model: nn.Module) -> str | None:

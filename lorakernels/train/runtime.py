@@ -46,31 +46,27 @@ def make_random_state(seed: int, rank: int, device: torch.device) -> PhiloxState
 
 @dataclass(frozen=True)
 class Fused:
-    """What came of fusing the decoder layers: `report`, or `why_not`."""
+    """What came of fusing the decoder layers: `report`, or `why_not` and the options that then have no effect."""
 
     report: FuseReport | None = None
     why_not: str = ""
+    unused: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.report is not None
 
     def __str__(self) -> str:
         if self.report is None:
-            return f"as transformers has them: {self.why_not}"
+            without = f"; without effect on them: {', '.join(self.unused)}" if self.unused else ""
+            return f"as transformers has them: {self.why_not}{without}"
         saves = ", ".join(dict.fromkeys(layer.save for layer in self.report.layers))
         return f"{str(self.report).splitlines()[0]}, save {saves}"
 
 
 def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device) -> Fused:
     """Fuse the decoder layers if the options and the model allow it."""
-    if options.fuse is False:
-        return Fused(why_not="--no-fuse was asked for")
-    if options.fuse is None and device.type != "cuda":
-        return Fused(why_not="fused kernels are a GPU's; --fuse takes them elsewhere too")
-    if options.gradient_checkpointing:
-        return Fused(
-            why_not="gradient_checkpointing recomputes whole layers; --save checkpoint does so fused"
-        )
+    if (why_not := _why_not_fused(options, device)) is not None:
+        return Fused(None, why_not, _of_fused_layers(options))
     budget = None if options.memory_budget is None else int(options.memory_budget * 2**30)
     try:
         report = fuse(
@@ -84,8 +80,26 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
     except (ValueError, TypeError) as error:
         if budget is not None:  # unfused layers would keep more than it allows
             raise OptionError(f"memory_budget cannot be kept: {error}") from error
-        return Fused(why_not=str(error))
+        return Fused(None, str(error), _of_fused_layers(options))
     return Fused(report)
+
+
+def _why_not_fused(options: FinetuneOptions, device: torch.device) -> str | None:
+    if options.fuse is False:
+        return "--no-fuse was asked for"
+    if options.fuse is None and device.type != "cuda":
+        return "fused kernels are a GPU's; --fuse takes them elsewhere too"
+    if options.gradient_checkpointing:
+        return "gradient_checkpointing recomputes whole layers; --save checkpoint does so fused"
+    return None
+
+
+def _of_fused_layers(options: FinetuneOptions) -> tuple[str, ...]:
+    """What was asked for that only fused layers have."""
+    defaults = FinetuneOptions()
+    names = ("save", "memory_budget", "attention")
+    changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    return tuple("--" + name.replace("_", "-") for name in changed)
 
 
 def check_scope(options: FinetuneOptions, ranks: Ranks) -> None:

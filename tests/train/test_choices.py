@@ -164,6 +164,23 @@ def test_a_budget_that_does_not_fit_is_not_a_run_that_takes_more(model_dir: Path
         fuse_layers(model, options, CPU)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention": "cudnn", "memory_budget": 1.0}, "--memory-budget, --attention"),
+        ({"fuse": True, "gradient_checkpointing": True, "save": "checkpoint"}, "--save"),
+        ({"fuse": False}, None),
+    ],
+    ids=["default on a CPU", "gradient checkpointing", "nothing asked for"],
+)
+def test_options_of_fused_layers_are_named_where_layers_are_not_fused(
+    options: dict[str, Any], said: str | None
+) -> None:
+    found = str(fuse_layers(torch.nn.Identity(), FinetuneOptions(**options), CPU))
+    assert found.startswith("as transformers has them: ")
+    assert found.partition("; without effect on them: ")[2] == (said or "")
+
+
 # On a GPU
 
 

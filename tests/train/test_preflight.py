@@ -35,6 +35,28 @@ def before_loading(directory: Path, seq_len: int = 32) -> list[str]:
     return said
 
 
+def test_files_in_the_place_of_a_merged_model_are_refused_before_training(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """They are not a model that may be replaced, which the end of the run would find."""
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "notes.txt").write_text("mine")
+    options = FinetuneOptions(seq_len=32, output=str(tmp_path), merge="bf16")
+    with pytest.raises(
+        OptionError, match=r"merge: output .*merged holds files but no config\.json"
+    ):
+        check_before_loading(model_dir, options, ALL, print)
+    (tmp_path / "merged" / "notes.txt").unlink()
+    check_before_loading(model_dir, options, ALL, print)
+
+
+def test_excluded_names_that_no_module_has_are_said(model_dir: Path) -> None:
+    said: list[str] = []
+    options = FinetuneOptions(seq_len=32, exclude_modules=["q_prj", "v_proj"])
+    check_before_loading(model_dir, options, ALL, said.append)
+    assert said == ["exclude_modules: no module is named q_prj, so nothing is left out by it"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -49,8 +71,9 @@ def before_loading(directory: Path, seq_len: int = 32) -> list[str]:
             ["--fp8-head", "--target-modules", "lm_head"],
             "fp8_head multiplies by a plain frozen head",
         ),
+        (["--merge", "fp8"], 'merge: format "fp8": no linear layer of this model is made of whole'),
     ],
-    ids=["positions", "no such target", "all excluded", "embedding", "head"],
+    ids=["positions", "no such target", "all excluded", "embedding", "head", "merge"],
 )
 @pytest.mark.parametrize("fp8", ["--fp8", "--no-fp8"])
 def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loaded(
