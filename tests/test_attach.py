@@ -678,6 +678,26 @@ def test_a_step_that_raises_is_one_that_was_left_out() -> None:
     assert (attached.steps, attached.skipped, attached.microbatches) == (4, 1, 5)
 
 
+def test_a_loop_without_model_train_is_said_once() -> None:
+    """from_pretrained returns a model in eval mode, in which nothing of attach is done."""
+    model = llama().eval()
+    with attached_to(model, backend=FakeBackend) as (attached, optimizer):
+        with pytest.warns(
+            RuntimeWarning, match=r"AdamW stepped after .* Call model\.train"
+        ) as said:
+            for _ in range(3):
+                loss_of(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(said) == 1 and attached.steps == 0
+        model.train()
+        loss_of(model).backward()
+        with torch.no_grad():
+            loss_of(model.eval())
+        optimizer.step()
+        assert attached.steps == 1
+
+
 def test_a_copy_of_the_model_is_not_attached() -> None:
     model = llama()
     with attached_to(model, backend=FakeBackend) as (attached, optimizer):

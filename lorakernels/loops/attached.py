@@ -4,6 +4,7 @@
 apply_lora(model, config)
 fuse(model)
 optimizer = torch.optim.AdamW(...)
+model.train()
 attached = attach(model, optimizer)     # the loop stays as it is
 for batch in batches:
     model(**batch).loss.backward()
@@ -14,6 +15,7 @@ print(attached)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,10 @@ from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.projections import frozen_layers, share_state
 from lorakernels.philox import PhiloxState, PhiloxStates
 
+IN_EVAL = (
+    "stepped after forwards in eval mode: scales, dropout and graphs stand still. Call model.train(), as "
+    "from_pretrained returns models in eval mode"
+)
 OPTIONS = {"max_shapes", "grads", "eval", "mode", "backend", "on_new_shape"}
 
 
@@ -57,7 +63,7 @@ class Attached:
         self._handles: list[Any] = []
         self._auto = [state for state in self.fp8_states if state.in_charge == "auto"]
         self._stepping: set[int] = set()
-        self._reentrant = False
+        self._reentrant = self._said_eval = False
         self._begin_step()
 
     @property
@@ -76,12 +82,13 @@ class Attached:
 
     def _begin_step(self) -> None:
         self._forwards = self._dropped = 0
-        self._backward_ran = False
+        self._backward_ran = self._ran_in_eval = False
         self._replayed_before = 0 if self._graphs is None else self._graphs.replayed
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the first layer."""
         if not (module.training and torch.is_grad_enabled()):
+            self._ran_in_eval |= torch.is_grad_enabled()
             return
         if _in_backward():
             self._recomputes()
@@ -143,6 +150,9 @@ class Attached:
                 with torch.enable_grad():
                     self._graphs.end_step()
             self._begin_step()
+        elif self._ran_in_eval and not self._said_eval:
+            self._said_eval = True
+            warnings.warn(f"{type(optimizer).__name__} {IN_EVAL}", RuntimeWarning, stacklevel=2)
 
     def _update(self) -> None:
         """What ends once per step: scales, and the dropout of microbatches whose graphs have not done it."""
