@@ -36,7 +36,14 @@ from lorakernels.train.adapter_files import AdapterFiles, model_card, tokenizer_
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
 from lorakernels.train.data import TokenFile, hold_out, tokenize_files
-from lorakernels.train.errors import DataError, FinetuneError, ModelError, OptionError, require
+from lorakernels.train.errors import (
+    DataError,
+    FinetuneError,
+    ModelError,
+    OptionError,
+    describe_os_error,
+    require,
+)
 from lorakernels.train.files import replace_dir, replace_file
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
 from lorakernels.train.loop import Trainer
@@ -344,8 +351,11 @@ def write_merged(base: Path, adapter: Path, format: str) -> Path:
         return export_model(
             base, adapter, adapter.parent / "merged", format=format, overwrite=True
         ).path
-    except ValueError as error:
-        raise FinetuneError(f"the adapter is in {adapter}, but was not merged: {error}") from error
+    except (ValueError, OSError) as error:
+        what = describe_os_error(error, adapter.parent) if isinstance(error, OSError) else error
+        raise FinetuneError(
+            f"the adapter is in {adapter}, but was not merged: {what}; lorakernels export merges it later"
+        ) from error
 
 
 def without_lora(options: FinetuneOptions, **changes: Any) -> FinetuneOptions:
