@@ -220,6 +220,8 @@ class FrozenFP8Linear(nn.Module):
         if held and param is not None and param.dtype not in BYTES:
             raise self._not_bytes(param.dtype)
         super().register_parameter(name, param)
+        if name == "weight" and "_handle" in self.__dict__:
+            self._handle_follows()
 
     def _not_bytes(self, found: torch.dtype) -> TypeError:
         return TypeError(
@@ -323,6 +325,12 @@ class FrozenFP8Linear(nn.Module):
         assert weight is not None
         self._handle = Handle(self._numbers(), weight.device)
 
+    def _handle_follows(self) -> None:
+        """To the weight's device. An op that is given one on "meta" would compute nothing, and not say so."""
+        stored = self._parameters["weight"]
+        if stored is not None and stored.device != self._handle.tensor.device:
+            self._renew_handle()
+
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """New weight values into the same storage."""
         with torch.no_grad():
@@ -359,9 +367,7 @@ class FrozenFP8Linear(nn.Module):
         if base is not None:
             weight = fn(base[0])
             self._base = (weight, None if base[1] is None else base[1].to(weight.device))
-        stored = self._parameters["weight"]
-        if stored is not None and stored.device != self._handle.tensor.device:
-            self._renew_handle()
+        self._handle_follows()
         return self
 
     def _hold_bytes_as(self, dtype: torch.dtype) -> None:

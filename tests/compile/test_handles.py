@@ -108,6 +108,14 @@ def test_a_layer_made_on_meta_gets_its_handle_with_its_memory():
     assert numbers_of(module._handle.tensor).state is module.fp8_state
 
 
+def test_a_layer_on_meta_that_is_given_its_values_gets_its_handle_with_them():
+    other, x = layer(), torch.randn(5, 24)
+    with torch.device("meta"):
+        made = layer()
+    made.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(compiled(made)(x), other(x))
+
+
 def test_a_saved_handle_may_be_a_copy():
     """`save_on_cpu` and other saved-tensor hooks hand backward a copy, which is read instead of looked up."""
     module = layer()

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.torch_version import TorchVersion
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
 from lorakernels.modules import frozen
@@ -105,3 +110,29 @@ def test_tying_an_adapted_head_again_is_refused():
     with pytest.raises(TypeError, match="lm_head: the weight is held in FP8"):
         model.tie_weights()
     assert torch.equal(model(input_ids=ids).logits, before) and bool(before.any())
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gathered_as", [None, torch.bfloat16])
+def test_what_fsdp2_puts_in_the_place_of_the_bytes_is_taken(gathered_as, one_rank):
+    if TorchVersion(torch.__version__) < "2.13" and frozen.STORAGE == torch.uint8:
+        pytest.skip("FSDP2 of this torch takes no integer parameters")
+    dtype = gathered_as or torch.float32
+    layer, x = make().to(dtype).eval(), torch.randn(3, 24, dtype=dtype)
+    expected = layer(x)
+    bytes_ = raw(layer.weight).clone()
+    policy = MixedPrecisionPolicy(param_dtype=gathered_as)
+    fully_shard(layer, mesh=one_rank, mp_policy=policy, reshard_after_forward=True)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(raw(layer._parameters["weight"].to_local()), bytes_)
+    plain = distribute_tensor(torch.randn(10, 24, dtype=torch.bfloat16), one_rank, [Replicate()])
+    with pytest.raises(TypeError, match="held in FP8.*found torch.bfloat16 put in its place"):
+        layer.weight = nn.Parameter(plain, requires_grad=False)
+    assert torch.equal(layer(x), expected)
