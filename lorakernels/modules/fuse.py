@@ -16,6 +16,7 @@ from lorakernels.modules.fused_layer import Parts, original_class
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
 from lorakernels.modules.rewire import Options, changed, rewire, unwire
+from lorakernels.modules.undo import all_or_nothing
 
 
 @dataclass(frozen=True)
@@ -129,17 +130,17 @@ def fuse(
             f"memory_budget = {memory_budget} needs tokens, the tokens of a microbatch"
         )
     layers = decoder_layers(model)
-    adapter = _an_adapter(model)
-    state = adapter.fp8_state
-    check_layers(layers, state, shared_dropout)
-    element = next(iter(layers.values())).get_parameter("input_layernorm.weight").element_size()
-    sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
-    modes = [save] * len(sizes)
-    if memory_budget is not None:
-        modes = fit(sizes, memory_budget, tokens or 1, element)
-    parts, frozen = rewire(
-        model, layers, adapter, modes, Options(attention, shared_dropout, keep_linears)
-    )
+    options = Options(attention, shared_dropout, keep_linears)
+    with all_or_nothing(model):
+        adapter = _an_adapter(model)
+        state = adapter.fp8_state
+        check_layers(layers, state, shared_dropout)
+        element = next(iter(layers.values())).get_parameter("input_layernorm.weight").element_size()
+        sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
+        modes = [save] * len(sizes)
+        if memory_budget is not None:
+            modes = fit(sizes, memory_budget, tokens or 1, element)
+        parts, frozen = rewire(model, layers, adapter, modes, options)
     rows = [
         LayerReport(
             path,
@@ -177,7 +178,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:
-    """The first of the adapters, which have one FP8State."""
+    """The first of the adapters. Where they were made one by one, they have one FP8State from now on."""
     found = list(adapted(model))
     if not found:
         raise ValueError(

@@ -9,6 +9,7 @@ from torch import nn
 
 from lorakernels import (
     DelayedScaling,
+    FP8State,
     FrozenFP8Linear,
     LoRALinear,
     PhiloxState,
@@ -268,3 +269,18 @@ def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
     with pytest.raises(TypeError, match="4-D tensor"):
         layer(torch.randn(1, 3, 32), attention_mask=torch.ones(1, 3))
     assert isinstance(layer.self_attn.q_proj, LoRALinear)
+
+
+def test_layers_made_one_by_one_keep_their_states_where_fuse_is_refused() -> None:
+    model = adapted("Llama", fp8=DelayedScaling())
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    for i, layer in enumerate(layers):
+        layer.fp8_state, layer._column = FP8State([f"own {i}"], layer.fp8_state.recipe), 0
+    before = [(layer.fp8_state, layer._column, layer.name) for layer in layers]
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="attention_dropout"):
+        fuse(model)
+    assert [(m.fp8_state, m._column, m.name) for m in layers] == before
+    model.model.layers[1].self_attn.attention_dropout = 0.0
+    fuse(model)
+    assert len({id(layer.fp8_state) for layer in layers}) == 1
