@@ -60,9 +60,12 @@ class GuardedSave:
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Every transformers model in `model` saves through a `GuardedSave` from now on."""
+    """Every transformers model in `model` saves through a `GuardedSave` from now on, but for those with a
+    `save_pretrained` set on the instance."""
     for module in model.modules():
         kind = type(module)
+        if _METHOD in vars(module):
+            continue
         if callable(getattr(kind, _METHOD, None)) and not kind.__module__.startswith("peft."):
             module.__dict__[_METHOD] = GuardedSave(module)
 

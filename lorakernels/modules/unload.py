@@ -28,6 +28,7 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     Raises:
         ValueError: there is no such layer, some adapters are merged and some not, the model is inside `disable_lora`,
             fused from a module above it, or inside a PeftModel; or a weight is not finite. Nothing is changed then.
+        TypeError: `dtype` is no floating-point type of two bytes or more.
         RuntimeError: parameters are sharded (FSDP2).
     """
     states = {m.merged for m in model.modules() if isinstance(m, LoRALinear)}
@@ -52,6 +53,8 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> n
 def _unload(model: nn.Module, dtype: torch.dtype | None, merge: bool) -> nn.Module:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, FrozenFP8Linear)}
     _check(model, layers)
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(f"dtype must be one of a plain weight, such as bfloat16, found {dtype}")
     swapped = [] if merge else swap_originals(model, show=True)
     try:
         kind = dtype or plain_dtype(model)

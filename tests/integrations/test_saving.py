@@ -174,3 +174,12 @@ def test_tied_embeddings_that_stay_tied_are_saved_once(tmp_path):
     again = reload(tmp_path)
     assert again.config.tie_word_embeddings and model.config.tie_word_embeddings
     assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_a_save_pretrained_set_on_the_instance_stays(tmp_path):
+    model, calls = transformers.LlamaForCausalLM(small()), []
+    model.save_pretrained = own = lambda path: calls.append(path)
+    apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    merge_and_unload(model)
+    assert calls == [tmp_path] and model.save_pretrained is own

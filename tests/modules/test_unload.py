@@ -293,3 +293,11 @@ def test_what_a_quantized_weight_came_with_is_not_written():
     nn.init.normal_(layer.lora_B)
     layer.merge()
     assert scale.item() == 0.5 and layer.weight_scale_inv.item() != 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_no_plain_weight_has_is_refused(dtype):
+    layer = LoRALinear(24, 10, config=LoRAConfig(r=2))
+    for call in (unload, merge_and_unload):
+        with pytest.raises(TypeError, match=f"found {dtype}"):
+            call(layer, dtype=dtype)
