@@ -143,6 +143,10 @@ def _check_target(target: Path, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"output {target} is a file, expected a directory")
+    if target.is_mount():
+        raise ValueError(
+            f"output {target} is where a file system is mounted, whose place nothing can take: give a directory in it"
+        )
     if not any(target.iterdir()):
         return
     if not overwrite:
@@ -232,7 +236,8 @@ class _Merge:
             bytes_, scales = quantize_blocks(value, out.block)
             return {out.name: bytes_, scale_name: scales}
         value = value.to(DTYPES[out.dtype])
-        if out.name.removesuffix(".weight") in self.adapter.deltas:
+        path = out.name.removesuffix(".weight")
+        if path in self.adapter.deltas or out.name in self.adapter.values:
             self._check_finite(out.name, value)
         return {out.name: value}
 

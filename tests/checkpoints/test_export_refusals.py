@@ -59,6 +59,16 @@ def test_output_must_lie_apart(output, message, place):
     assert names(place) == before
 
 
+def test_a_mount_point_is_refused_before_anything_is_written(place, monkeypatch):
+    """Its directory cannot be renamed, so that the whole work would be for nothing."""
+    (place / "merged").mkdir()
+    before = names(place)
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "merged")
+    with pytest.raises(ValueError, match="merged is where a file system is mounted"):
+        export_model(place / "base", place / "adapter", place / "merged")
+    assert names(place) == before
+
+
 def test_output_that_is_not_empty_needs_overwrite_and_a_model(place):
     output = place / "out"
     export_model(place / "base", place / "adapter", output)
@@ -173,6 +183,14 @@ def test_a_merged_weight_that_is_not_finite_is_named_and_nothing_is_left(place):
         with pytest.raises(ValueError, match=r"layers.1.mlp.down_proj.weight: .* not finite"):
             export_model(place / "base", place / "adapter", place / "out", format=format)
     assert names(place) == before
+
+
+def test_what_was_trained_whole_is_finite_too(place):
+    write_adapter(place / "base", place / "whole", modules_to_save=["embed_tokens"])
+    key = "base_model.model.model.embed_tokens.weight"
+    set_tensors(place / "whole", lambda t: t[key][3].fill_(torch.nan))
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight: .* not finite"):
+        export_model(place / "base", place / "whole", place / "out")
 
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt, OSError(28, "No space left on device")])
