@@ -122,7 +122,7 @@ def one_rank():
 
 @pytest.mark.parametrize("gathered_as", [None, torch.bfloat16])
 def test_what_fsdp2_puts_in_the_place_of_the_bytes_is_taken(gathered_as, one_rank):
-    if TorchVersion(torch.__version__) < "2.13" and frozen.STORAGE == torch.uint8:
+    if TorchVersion(torch.__version__) < "2.13" and torch.uint8 == frozen.STORAGE:
         pytest.skip("FSDP2 of this torch takes no integer parameters")
     dtype = gathered_as or torch.float32
     layer, x = make().to(dtype).eval(), torch.randn(3, 24, dtype=dtype)
@@ -133,6 +133,6 @@ def test_what_fsdp2_puts_in_the_place_of_the_bytes_is_taken(gathered_as, one_ran
     assert torch.equal(layer(x), expected)
     assert torch.equal(raw(layer._parameters["weight"].to_local()), bytes_)
     plain = distribute_tensor(torch.randn(10, 24, dtype=torch.bfloat16), one_rank, [Replicate()])
-    with pytest.raises(TypeError, match="held in FP8.*found torch.bfloat16 put in its place"):
+    with pytest.raises(TypeError, match=r"held in FP8.*found torch.bfloat16 put in its place"):
         layer.weight = nn.Parameter(plain, requires_grad=False)
     assert torch.equal(layer(x), expected)
