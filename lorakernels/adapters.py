@@ -22,11 +22,10 @@ from lorakernels.adapter_rules import describe
 from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.saved import saved_modules
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.modules.use import lora_modules
+from lorakernels.modules.use import check_enabled, lora_modules
 from lorakernels.peft_format import (
     TASK_TYPES,
     WEIGHTS_NAME,
@@ -64,7 +63,7 @@ def save_adapter(
     layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
-    _check_enabled(layers)
+    check_enabled(layers)
     if task_type not in (None, *TASK_TYPES):
         raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
     rules = describe(model, layers)
@@ -140,11 +139,6 @@ def _task_type(model: nn.Module) -> str | None:
     return "CAUSAL_LM" if is_causal and hasattr(model, "prepare_inputs_for_generation") else None
 
 
-def _check_enabled(layers: dict[str, LoRALinear]) -> None:
-    if any(layer.disable_adapters for layer in layers.values()):
-        raise ValueError("the adapter is disabled: leave disable_lora first")
-
-
 def _check_not_meta(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -153,7 +147,7 @@ def _check_not_meta(model: nn.Module) -> None:
 
 def _check_unmerged(model: nn.Module) -> None:
     layers = lora_modules(model)
-    _check_enabled(layers)
+    check_enabled(layers)
     for name, layer in layers.items():
         if layer.merged:
             raise ValueError(f"{name} is merged: call unmerge_lora first")

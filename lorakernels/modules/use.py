@@ -28,6 +28,12 @@ def _layers(model: nn.Module) -> dict[str, LoRALinear]:
     return layers
 
 
+def check_enabled(layers: dict[str, LoRALinear]) -> None:
+    """ValueError inside `disable_lora`."""
+    if any(layer.disable_adapters for layer in layers.values()):
+        raise ValueError("the adapter is disabled: leave disable_lora first")
+
+
 def merge_lora(model: nn.Module) -> None:
     """Fold every adapter into its base weight. If one layer fails, those before it are unmerged again.
 
@@ -36,10 +42,11 @@ def merge_lora(model: nn.Module) -> None:
     weight that is tied to another module gets memory of its own, so that only this layer changes.
 
     Raises:
-        ValueError: no LoRALinear in `model`, or a merged weight would not be finite.
+        ValueError: no LoRALinear in `model`, it is inside `disable_lora`, or a merged weight would not be finite.
     """
     done: list[LoRALinear] = []
     layers = _layers(model)
+    check_enabled(layers)
     tied = tied_pointers(model)
     for layer in layers.values():
         try:

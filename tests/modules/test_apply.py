@@ -130,6 +130,14 @@ def test_disable_merge_and_unmerge_on_a_model():
     assert all(torch.equal(v.float(), before[k].float()) for k, v in m.state_dict().items())
 
 
+def test_no_merge_inside_disable_lora_which_shows_the_base():
+    m = model()
+    apply_lora(m, LoRAConfig(target_modules=["q_proj"]))
+    with disable_lora(m), pytest.raises(ValueError, match="leave disable_lora first"):
+        merge_lora(m)
+    assert not any(layer.merged for layer in lora_modules(m).values())
+
+
 def test_a_failed_merge_leaves_no_layer_merged():
     m = model()
     apply_lora(m, LoRAConfig(target_modules=["q_proj"]))
