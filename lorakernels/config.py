@@ -229,9 +229,8 @@ def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:
         yield patterns[path]
 
 
-@lru_cache(
-    maxsize=1 << 16
-)  # re keeps 512, of which a file with a key for every layer may have more
+# re keeps 512, of which a file with a key for every layer may have more
+@lru_cache(maxsize=1 << 16)
 def _expression(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})$")
 

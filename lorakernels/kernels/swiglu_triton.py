@@ -238,9 +238,8 @@ def swiglu_quantize_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize_grad` of what the ladder has nothing against; dact has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1])
-    tells = (
-        state_dy is not None and dact.dtype == torch.float16
-    )  # dgate_up itself, which may overflow here
+    # dgate_up itself may overflow here
+    tells = state_dy is not None and dact.dtype == torch.float16
     dgate_up = torch.empty(shape if keep or tells else 0, dtype=dact.dtype, device=dact.device)
     target = quantized(shape, dact.device, state_dy, column, delayed, fp8_dtype)
     config = config or (tuning.SWIGLU_GRAD_KEPT if keep else tuning.SWIGLU_GRAD)

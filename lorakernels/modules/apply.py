@@ -52,10 +52,12 @@ def apply_lora(
 
     Raises:
         ValueError: no module matches, the model has adapters already, the layers are on several devices, a weight is
-            not finite, or `frozen` is none of the two.
-        TypeError: a target is not a linear layer, or `adapter_dtype` is none.
-        RuntimeError: a graph holds the memory of an FP8 layer's state. Nothing is changed before all is checked, and an
-            exception in the middle, running out of memory for one, leaves the model as it was.
+            not finite, or `frozen` is neither.
+        TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16.
+        RuntimeError: a graph holds the memory of an FP8 layer's state.
+
+    All of this is checked before anything is changed. An exception after that, such as one of a full device, leaves the
+    model as it was: the layers that were replaced are held until the end, on the host where the device is full.
     """
     present = [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
     if present:
@@ -74,7 +76,8 @@ def apply_lora(
     device = _one_device(model, [*paths, *rest])
     _check_weights(model, [*paths, *rest], config)
     there = joining(model, paths, config.fp8, device)
-    beside = [path for path, _ in model.named_modules() if path in {*rest, *there}]
+    unadapted = {*rest, *there}
+    beside = [path for path, _ in model.named_modules() if path in unadapted]
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
         names = [*paths, *beside]

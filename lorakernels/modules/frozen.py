@@ -353,9 +353,8 @@ class FrozenFP8Linear(nn.Module):
         scale_inv, base = self.weight_scale_inv, self._base
         if self.fp8_state is not None and scale_inv is not None:
             self.fp8_state.check_move(fn(scale_inv).device)
-        self._hold_bytes_as(
-            torch.uint8
-        )  # fn may be .to(dtype), which takes e4m3 for one more floating-point type
+        # fn may be .to(dtype), which takes e4m3 for one more floating-point type
+        self._hold_bytes_as(torch.uint8)
         super()._apply(fn, recurse)
         self._hold_bytes_as(STORAGE)
         if scale_inv is not None and self.weight_scale_inv is not None:

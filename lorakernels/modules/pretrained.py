@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lorakernels.modules.entries import STATE_KEYS
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.lora import LoRALinear, first_plain_dtype
 
 _METHOD = "save_pretrained"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -100,17 +100,14 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def plain_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first weight outside of our layers, then of one of their biases; else bfloat16."""
-    biases = []
+    others: list[Any] = []
+    biases: list[Any] = []
     for module in model.modules():
-        ours = isinstance(module, FrozenFP8Linear)
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_floating_point() or parameter.element_size() < 2:
-                continue
-            if not ours:
-                return parameter.dtype
-            if name == "bias":
-                biases.append(parameter.dtype)
-    return biases[0] if biases else torch.bfloat16
+        if isinstance(module, FrozenFP8Linear):
+            biases.append(module.bias)
+        else:
+            others += module.parameters(recurse=False)
+    return first_plain_dtype([*others, *biases]) or torch.bfloat16
 
 
 def describe_tying(model: Any) -> Any:

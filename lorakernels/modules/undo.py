@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lorakernels.modules.frozen import FrozenFP8Linear
 
 _T = TypeVar("_T")
-_DERIVED = (
-    "weight_t"  # made of the weight again where it is needed: keeping the old one would take memory
-)
+# Made of the weight again where it is needed: keeping the old one would take memory.
+_DERIVED = "weight_t"
 
 
 class _Object:
