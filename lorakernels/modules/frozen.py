@@ -84,7 +84,8 @@ class FrozenFP8Linear(nn.Module):
         fp8_state: the model's FP8State and `name` this layer's entry in it; None makes one of its own.
 
     Attributes:
-        weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None.
+        weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None. Sharded, as FSDP2
+            leaves it outside of forward, it is the parameter as it is stored.
         weight_scale_inv: fp32 [1], from the weight's exact amax; nothing changes it. None when `fp8` is None.
         fp8_state: scales and amax history of x and dy.
 
@@ -252,11 +253,22 @@ class FrozenFP8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        stored = self._parameters["weight"]
+        assert stored is not None
+        if is_sharded(
+            stored
+        ):  # FSDP2 reads it by this name, and would take a view for a new parameter
+            return stored
+        return self._viewed_weight
+
+    @property
+    def _viewed_weight(self) -> Tensor:
+        """[N, K]: the plain weight, or the e4m3 view of the bytes."""
         return self._stored.view(E4M3) if self.weight_scale_inv is not None else self._stored
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`: a new tensor."""
-        return dequantize_weight(self.weight.detach(), self.weight_scale_inv, dtype)
+        return dequantize_weight(self._viewed_weight.detach(), self.weight_scale_inv, dtype)
 
     def base_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] in `dtype`, a new tensor: the weight without an adapter, of a merged layer too."""

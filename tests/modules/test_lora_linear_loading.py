@@ -132,6 +132,9 @@ def test_what_fsdp2_puts_in_the_place_of_the_bytes_is_taken(gathered_as, one_ran
     fully_shard(layer, mesh=one_rank, mp_policy=policy, reshard_after_forward=True)
     assert torch.equal(layer(x), expected)
     assert torch.equal(raw(layer._parameters["weight"].to_local()), bytes_)
+    assert layer.weight is layer._parameters["weight"], "else FSDP2 takes it for a new parameter"
+    layer.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), expected)
     plain = distribute_tensor(torch.randn(10, 24, dtype=torch.bfloat16), one_rank, [Replicate()])
     with pytest.raises(TypeError, match=r"held in FP8.*found torch.bfloat16 put in its place"):
         layer.weight = nn.Parameter(plain, requires_grad=False)
