@@ -255,9 +255,7 @@ class FrozenFP8Linear(nn.Module):
     def weight(self) -> Tensor:
         stored = self._parameters["weight"]
         assert stored is not None
-        if is_sharded(
-            stored
-        ):  # FSDP2 reads it by this name, and would take a view for a new parameter
+        if is_sharded(stored):  # FSDP2 reads it by this name, and would take a view for a new one
             return stored
         return self._viewed_weight
 
