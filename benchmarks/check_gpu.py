@@ -39,7 +39,7 @@ SLOWER = "RED: slower"
 LONGEST = 120  # characters of a verdict
 LOG_LINES = 25  # of a part that failed
 AHEAD = 2  # processes that import while another one measures
-BUDGET = {"short": 150.0, "full": 480.0}  # seconds
+BUDGET = {"short": 180.0, "full": 480.0}  # seconds; a slow host needs 170 of the first
 PEFT, COMPILED = "PEFT bf16", "PEFT bf16, compiled by layer"
 
 
@@ -66,11 +66,12 @@ def loops(shape: str, *names: str, **options: Any) -> list[Part]:
 ON_GPU = [
     Part(PEFT, "8b/8 2x4096", ""),
     Part("finetune", "8b/8 2x4096", timeout=90.0),
-    *loops("8b/8 2x4096", "drop-in, fused, attached"),
     Part(PEFT, "1b 1x2048", ""),
     *loops("1b 1x2048", "drop-in, fused, attached", "drop-in, fused", "drop-in, eager"),
     Part("drop-in, compiled by layer", "1b 1x2048"),
-    *loops("8b/8 2x4096", "drop-in, fused", "drop-in, eager", full=True),
+    *loops(
+        "8b/8 2x4096", "drop-in, fused, attached", "drop-in, fused", "drop-in, eager", full=True
+    ),
     *loops("1b 1x2048", "drop-in, attached", full=True),
     Part(COMPILED, "1b 1x2048", "", full=True),
     Part(COMPILED, "8b/8 2x4096", "", full=True),
@@ -295,7 +296,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--record", action="store_true", help="write the ratios down")
     parser.add_argument("--reason", default="", help="why a recorded ratio falls")
-    parser.add_argument("--budget-s", type=float, help="default: 150, with --full 480")
+    parser.add_argument("--budget-s", type=float, help="default: 180, with --full 480")
     parser.add_argument("--scratch", type=Path, help="where a folder of 5 GB may be")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -212,9 +212,9 @@ def _users_table(rows: list[Row]) -> str:
         lines.append(["" if what == before else what, name, f"{rate:,.0f}", row["× PEFT"] or "1"])
         before = what
     title = (
-        "The same model in loops as users write them, LoRA R = 16 on all linear layers, p = 0.1, options as they are; "
-        '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000; "compiled by layer" is divided by PEFT '
-        f"compiled so at 8b/8 (`make check-gpu`; {run_of(rows)}):"
+        "The command line and loops as users write them, LoRA R = 16 on all linear layers, p = 0.1, no other options; "
+        '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000 '
+        f"(`make check-gpu`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 
