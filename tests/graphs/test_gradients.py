@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from lorakernels.graphs import (
@@ -285,3 +287,23 @@ def test_recapture_with_gradients_keeps_their_memory_the_managers(
         kinds = [t.kind for t in manager._sets.targets.of(list(ours.parameters()))]
         assert kinds == ["given" if held and i == 0 else "own" for i in range(8)], step
         assert kept is None or ours[0].up.weight.grad is kept
+
+
+@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
+def test_sets_that_reach_more_and_fewer_parameters_take_turns(device: torch.device) -> None:
+    """Memory that one set has zeroed and another has not added to since lies beside memory with an old gradient."""
+    ours = nn.ModuleList([_Optional() for _ in range(2)]).to(device)
+    theirs = copy.deepcopy(ours)
+    manager = managed(ours, device, on_new_shape="capture")
+    for index, more in enumerate([0, 1, 0, 1, 1, 0, 0, 1, 0, 1]):
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            y = x
+            for layer in layers:
+                y = layer(y, bool(more))
+            y.square().sum().backward()
+        same(ours, theirs, index)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = q.grad = None
+        manager.end_iteration()
+    assert [s.graphs.blocks for s in manager._sets.captured] == [4, 4]

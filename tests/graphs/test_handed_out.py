@@ -204,3 +204,51 @@ def test_gradients_of_whole_steps_outlive_their_pool(how: str) -> None:
     for parameter, grad in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter.grad, grad)
         assert not any(b.arena.owns(parameter.grad) for b in backends)
+
+
+class Aside(nn.Module):
+    """A second output that nothing is trained through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return torch.tanh(h), h.detach().square()
+
+
+def test_an_output_without_gradient_is_one_in_replays_too(device) -> None:
+    ours, theirs = twins(device, 2, Aside)
+    manager = managed(ours, device)
+    for index in range(4):
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            y, first = layers[0](x)
+            y, second = layers[1](y)
+            assert [t.requires_grad for t in (y, first, second)] == [True, False, False], index
+            (y * first + second).square().sum().backward()
+        same(ours, theirs, index)
+        manager.end_iteration()
+    assert manager.phase == "replaying"
+
+
+def test_an_output_that_was_changed_in_place_once_is_known_in_later_iterations(device) -> None:
+    """It is handed out as an alias, whose version stays what that change has made it."""
+    ours, theirs = twins(device, 2)
+    manager = managed(ours, device)
+    for index in range(5):
+        if index == 4:
+            y = ours[0](next(batches(device, 1)))
+            with torch.no_grad():
+                y.mul_(2)
+            with pytest.raises(ReplayError, match="modified in place"):
+                ours[1](y)
+            del y
+            manager.discard_iteration()
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            run(layers, x).square().sum().backward()
+        same(ours, theirs, index)
+        manager.end_iteration()
+    assert not manager._sets.captured[0].graphs.trial

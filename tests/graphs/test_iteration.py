@@ -11,7 +11,8 @@ import torch
 from lorakernels.graphs import CaptureError, ReplayError
 from torch import Tensor, nn
 
-from tests.graphs.layers import WIDTH, Block, Drop, State
+from lorakernels import DelayedScaling, FP8State
+from tests.graphs.layers import WIDTH, Block, Counting, Drop, State
 from tests.graphs.steps import Sgd, Step, graphed
 
 
@@ -182,3 +183,49 @@ def test_a_changed_optimizer(device: torch.device, change: Any) -> None:
         run(x)
     run.recapture()
     run(x)
+
+
+class Updates(Sgd):
+    """A step that draws, counts and updates FP8 scales."""
+
+    def __init__(self, model: nn.Module, fp8: FP8State) -> None:
+        super().__init__(model)
+        self.fp8 = fp8
+
+    def __call__(self, x: Tensor, half: bool = False) -> Tensor:
+        loss = super().__call__(x)
+        self.fp8.reduce_and_update()
+        if half:
+            raise RuntimeError("late")
+        return loss
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_a_capture_leaves_states_and_generators(device: torch.device, fails: bool) -> None:
+    """What a replay, or the eager step after a failure, draws and scales by is what it was before."""
+    state, fp8 = State(device), FP8State(["x"], DelayedScaling(amax_history_len=4), device)
+    step = Updates(nn.Sequential(Counting(), Drop(state)).to(device), fp8)
+    step.lr = step.lr.to(device)
+    run = graphed(step, device, warmup_steps=1, rng_states=[state], fp8_state=fp8)
+    start = fp8.state_dict()
+    x = torch.randn(3, WIDTH, device=device)
+    run(x)
+    fp8.load_state_dict(start)  # nobody is in charge, as in a state that is new
+    fp8.forward[0], fp8.backward[0] = 3.0, 5.0
+
+    def now() -> list[Tensor]:
+        found = [torch.get_rng_state(), state.tensor, fp8.forward, fp8.backward]
+        found += [*step.model.parameters(), *step.model.buffers()]
+        if device.type == "cuda":
+            found.append(torch.cuda.get_rng_state())
+        return [x.detach().clone() for x in found]
+
+    before = now()
+    if fails:
+        with pytest.raises(CaptureError, match="late"):
+            run.capture(x, half=True)
+        assert fp8.pinned_by is None
+    else:
+        run.capture(x)
+    assert all(map(torch.equal, before, now()))
+    assert fp8.in_charge == "auto"

@@ -294,3 +294,16 @@ def test_modules_that_cannot_be_attached_are_refused_before_any_hook() -> None:
     with pytest.raises(RuntimeError, match=r"already attached: call detach\(\) first"):
         recorder.attach([a, b])
     recorder.detach()
+
+
+def test_a_block_begins_anew_only_where_all_layers_have_run_as_often() -> None:
+    """F0 F0 F1 B1: as many backwards and forwards as one whole block of two layers."""
+    layers = blocks(2)
+    with recording(layers) as recorder:
+        layers[0](torch.randn(2, 4))
+        y = layers[0](torch.randn(2, 4))
+        layers[1](y.detach()).sum().backward()
+        assert not recorder.begins_anew(0)
+        recorder.discard_iteration()
+        layers[1](layers[0](torch.randn(2, 4))).sum().backward()
+        assert recorder.begins_anew(0) and not recorder.begins_anew(1)

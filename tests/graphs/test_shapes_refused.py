@@ -171,3 +171,24 @@ def test_beyond_max_shapes_blocks_run_eagerly_and_say_so_once(device: torch.devi
             manager.end_iteration()
     assert sets(manager) == 2
     assert len([w for w in found if "max_shapes" in str(w.message)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
+def test_an_abandoned_block_of_a_second_set(device: torch.device) -> None:
+    """discard_iteration() takes every set back to its beginning, not the first one alone."""
+    ours, theirs = twins(device, 2)
+    manager = managed(ours, device, on_new_shape="capture")
+    for index, rows in enumerate([3, 5, 5, 3, 5]):
+        if index == 4:
+            old = run(ours, batch(5, device))
+            manager.discard_iteration()
+        x = batch(rows, device)
+        found, expected = run(ours, x), run(theirs, x)
+        if index == 4:
+            with pytest.raises(ReplayOrderError, match="replay of a forward that is over"):
+                old.sum().backward()
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        same(ours, theirs, index)
+        manager.end_iteration()
+    assert sets(manager) == 2
