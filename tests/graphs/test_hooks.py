@@ -8,10 +8,14 @@ import torch
 from lorakernels.graphs import CaptureError
 
 from tests.graphs.layers import (
+    WIDTH,
     batches,
     managed,
     run,
+    same,
     stack,
+    twins,
+    warm,
 )
 
 
@@ -49,3 +53,29 @@ def test_hooks_on_the_layer_and_on_parameters_fire(device: torch.device) -> None
         assert sorted(fired) == ["backward", "forward", "grad"]
         manager.end_iteration()
     assert manager.phase == "replaying" and manager._sets.targets is None
+
+
+@pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
+def test_a_parameters_hook_that_comes_later_fires_after_recapture(device: torch.device) -> None:
+    """Until then no further set of graphs is captured, as one set's gradients would pass the hook by."""
+    ours, theirs = twins(device, 2)
+    manager = managed(ours, device, on_new_shape="capture")
+    warm(manager, ours, device)
+    for layers in (ours, theirs):
+        layers[0].up.weight.register_hook(lambda grad: 2 * grad)
+
+    def step(rows: int) -> None:
+        x = torch.randn(rows, WIDTH, device=device)
+        for layers in (ours, theirs):
+            layers.zero_grad()
+            run(layers, x).square().sum().backward()
+        same(ours, theirs, rows)
+
+    step(5)
+    with pytest.raises(CaptureError, match=r"parameter 'up.weight' has a hook"):
+        manager.end_iteration()
+    manager.recapture()
+    for _ in range(3):
+        step(3)
+        manager.end_iteration()
+    assert manager.phase == "replaying" and manager._sets.captured[0].graphs.blocks == 3
