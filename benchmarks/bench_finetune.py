@@ -20,7 +20,7 @@ does not replay it. Columns:
     attention       as the command's own lines name it
     × hf + peft, ÷ ours, one graph     ratios of positions/s
 
-Bounds, on one H200, for 8b8 with a vocabulary of 32,000 (its own, 128,256, costs 13 TFLOP a step more):
+Bounds, on one H200, for these widths and a vocabulary of 32,000 (8b8 has 128,256: 13 TFLOP a step more):
 
     cli, default                          ≥ 88,000 tokens/s (check_gpu.py measures it)
     cli, --no-isolate-documents           ≥ 98,000 tokens/s, and ≥ 0.97 of "ours, one graph"

@@ -39,7 +39,7 @@ SLOWER = "RED: slower"
 LONGEST = 120  # characters of a verdict
 LOG_LINES = 25  # of a part that failed
 AHEAD = 2  # processes that import while another one measures
-BUDGET = {"short": 180.0, "full": 480.0}  # seconds; a slow host needs 170 of the first
+BUDGET = {"short": 180.0, "full": 480.0}  # seconds
 PEFT, COMPILED = "PEFT bf16", "PEFT bf16, compiled by layer"
 
 
