@@ -81,7 +81,9 @@ def test_layers_need_a_list_of_targets(field, value):
 
 
 @pytest.mark.parametrize(
-    "names", [["b", "a", "b"], ("b", "a"), {"a", "b"}, frozenset("ab")], ids=repr
+    "names",
+    [["b", "a", "b"], ("b", "a"), {"a", "b"}, frozenset("ab")],
+    ids=lambda names: type(names).__name__,
 )
 def test_any_collection_of_names(names):
     config = LoRAConfig(target_modules=names, modules_to_save=names)
