@@ -51,7 +51,7 @@ from peers.base import Unavailable
 from peers.training import HfPeft, Ours, Training
 from workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data import tokenize_files
 from lorakernels.train.metrics import read_metrics
 from lorakernels.train.packing import PackedRows, RowOrder

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import common
 from lorakernels import DelayedScaling, ops
-from lorakernels.fp8 import FP8State
+from lorakernels.state.fp8 import FP8State
 
 SECTIONS = (
     "SpeedOfLight",

@@ -16,7 +16,7 @@ import torch
 from models import SPECS, Spec, dtype_of, empty_model, value
 from safetensors.torch import save_file
 
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.demo import _sources
 
 SHARD = 1 << 30  # bytes, about

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.train.bytes import SPECIALS
+from lorakernels.train.byte_tokenizer import SPECIALS
 from lorakernels.train.demo import write_texts
 from lorakernels.train.flops import flops_per_token
 

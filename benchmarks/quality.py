@@ -42,7 +42,7 @@ from peers.te import te_first_or_hidden
 from quality_variants import REFERENCE, VARIANTS, Context, Run, te
 from torch import Tensor, nn
 
-from lorakernels.train.bytes import VOCABULARY
+from lorakernels.train.byte_tokenizer import VOCABULARY
 from lorakernels.train.demo import SHAPE, write_texts
 from lorakernels.train.model import quiet_transformers, reproducible
 

@@ -18,7 +18,7 @@ from peers.te import autocast, frozen_linear, te_or_unavailable
 from torch import Tensor, nn
 
 from lorakernels import LoRAConfig, LoRAReport, PhiloxState, apply_lora, fuse
-from lorakernels.modules.use import lora_modules
+from lorakernels.modules.merge import lora_modules
 
 if TYPE_CHECKING:
     from quality import Plan

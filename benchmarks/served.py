@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from lorakernels import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
 from lorakernels.checkpoints.export import quantize_blocks
-from lorakernels.loading import FP8Weight
+from lorakernels.checkpoints.loading import FP8Weight
 from lorakernels.modules.convert import dequantize
 
 BLOCK = (128, 128)

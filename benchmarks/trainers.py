@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from lorakernels import fuse
 from lorakernels.integrations.collators import FixedShapes
 from lorakernels.integrations.transformers import LoRAKernelsCallback
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 
 LORA = {
     "r": RANK,

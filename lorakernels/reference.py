@@ -9,7 +9,7 @@
 Sums are taken in fp32 and rounded once, when the result is stored. The adapters are rounded to the compute dtype (that
 of x or dy) before they are multiplied, as tensor cores would read them. FP8: `x8 = sat(x · scale)`,
 `scale_inv = 1/scale`; saturation keeps NaN, turns ±inf into ±max. An FP8 state is one fp32 tensor [L + 1, n]
-per direction: rows 0…L−1 are the amax history of n tensors, row L their scales (fp8.py). Scale 0 means that
+per direction: rows 0…L−1 are the amax history of n tensors, row L their scales (state/fp8.py). Scale 0 means that
 no amax has been seen yet: the tensor is then scaled by its own amax.
 
 FP8 operands cross an op's boundary as uint8 bytes, which torch's checks, gloo and autograd all understand:

@@ -47,7 +47,7 @@ def losses(trainer: Any) -> list[float]:
 def test_drop_in(tmp_path, monkeypatch, capsys):
     pytest.importorskip("rich")
     transformers = pytest.importorskip("transformers")
-    from lorakernels.train.synthetic import write_checkpoint
+    from tests.synthetic import write_checkpoint
 
     config = transformers.LlamaConfig(
         vocab_size=128,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorakernels import PhiloxState, model_parallel_states, reference
-from lorakernels.philox import default_slot
+from lorakernels.state.philox import default_slot
 
 # Rates
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import checks, ops, reference, reference_layer
-from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -95,7 +95,7 @@ def bias_dropout_add(
         residual: of x's shape, cast to x's dtype where it has another; None adds nothing.
         p: probability to drop, in [0, 1); survivors are scaled by the inverse of their exact probability.
         training: False drops nothing.
-        state: where the mask is drawn from; None follows torch.manual_seed (philox.py).
+        state: where the mask is drawn from; None follows torch.manual_seed (state/philox.py).
         site: stream of this dropout within a slot.
         row0, col0: where x[0, 0], as a matrix of rows, lies in the whole tensor: shards of a tensor that draw from
             one slot draw their parts of one mask.

@@ -23,7 +23,7 @@ from torch import Tensor
 from lorakernels import kernels, reference
 from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
 from lorakernels.define import define_composed, empty
-from lorakernels.handles import Numbers, numbers_of
+from lorakernels.state.handles import Numbers, numbers_of
 
 
 class _Saved:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints made of checkpoints, tensor by tensor: no model is ever in memory."""
+"""Models and adapters as files: adapters in PEFT's format, loading straight into FP8, export of merged models."""
 
 from lorakernels.checkpoints.export import Exported, check_export, export_model
 

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorakernels.checkpoints.export_plan import Adapter, MergePlan, Out, plan_merge, read_adapter
 from lorakernels.checkpoints.files import copy_files, write_config
-from lorakernels.checkpoints.plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.loading import FP8Weight, block_size_of, config_of
+from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory
 from lorakernels.checkpoints.writer import (
     DTYPES,
     ShardWriter,
@@ -31,10 +33,8 @@ from lorakernels.checkpoints.writer import (
     recover,
     write_json,
 )
-from lorakernels.loading import FP8Weight, block_size_of, config_of
 from lorakernels.modules.convert import dequantize
 from lorakernels.modules.lora import delta_of
-from lorakernels.shards import INDEX, SINGLE, Directory
 
 FORMATS = ("bf16", "fp8")
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max

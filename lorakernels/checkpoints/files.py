@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lorakernels.checkpoints.plan import MergePlan
+from lorakernels.checkpoints.export_plan import MergePlan
 from lorakernels.checkpoints.writer import write_json
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lorakernels.autograd import LoRASpec, lora_linear
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 
 FUSED = "lorakernels"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

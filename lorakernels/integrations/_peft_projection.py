@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 _FACTORS = ("lora_A", "lora_B")
 

@@ -24,7 +24,6 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
@@ -32,7 +31,8 @@ from lorakernels.integrations._peft_layer import (
     lora_layers,
 )
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.targets import is_fp8_linear
+from lorakernels.modules.targets import is_fp8_linear
+from lorakernels.state.fp8 import FP8State
 
 _ORIGINAL = "_lorakernels_original_base"
 

@@ -23,11 +23,11 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
-from lorakernels.frozen_targets import frozen_targets
 from lorakernels.integrations.transformers import forget_quantizer
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.pretrained import guard_saving
+from lorakernels.state.fp8 import FP8State
 
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(

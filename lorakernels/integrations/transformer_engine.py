@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import DelayedScaling, LoRAConfig
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 _TE_LINEAR = ("transformer_engine.pytorch.module.linear", "Linear")
 _WHY_NOT = {

@@ -25,17 +25,17 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from lorakernels.adapters import save_adapter
+from lorakernels.checkpoints.adapters import save_adapter
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.loops import Attached, attach
 from lorakernels.modules.convert import check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.philox import PhiloxState
-from lorakernels.targets import is_fp8_linear
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState
 
 
 def convert_fp8_model(

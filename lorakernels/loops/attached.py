@@ -26,7 +26,7 @@ from lorakernels.graphs.recorder import Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.projections import frozen_layers, share_state
-from lorakernels.philox import PhiloxState, PhiloxStates
+from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 IN_EVAL = (
     "stepped after forwards in eval mode: scales, dropout and graphs stand still. Call model.train(), as "

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from lorakernels.config import LoRAConfig
-from lorakernels.fp8 import FP8State
-from lorakernels.frozen_targets import frozen_targets
 from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
-from lorakernels.modules.saved import keep_original, mark_saved
+from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets
+from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
-from lorakernels.philox import PhiloxState, PhiloxStates
-from lorakernels.targets import is_fp8_linear, match_saved, match_targets
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 
 def apply_lora(

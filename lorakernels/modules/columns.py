@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 
 def join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import DelayedScaling, LoRAConfig
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.reference import E4M3, FP8_MAX
-from lorakernels.targets import is_fp8_linear
+from lorakernels.state.fp8 import FP8State
 
 
 def check_fp8_linear(path: str, module: nn.Module) -> None:

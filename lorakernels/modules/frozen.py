@@ -20,11 +20,11 @@ from lorakernels.autograd import (
     lora_linear,
 )
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
-from lorakernels.handles import Handle, Numbers
-from lorakernels.modules.entries import STATE_KEYS, columns_of, is_apart
+from lorakernels.modules.state_entries import STATE_KEYS, columns_of, is_apart
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
 from lorakernels.reference import E4M3
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.handles import Handle, Numbers
 
 # The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
 # and `.to(dtype)` leaves them alone, but FSDP2 takes integer parameters only since pytorch#177844 (2.11 does

@@ -28,7 +28,7 @@ from lorakernels.autograd import (
 )
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.philox import draw_slot
+from lorakernels.state.philox import draw_slot
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lorakernels.autograd import LoRASpec, check_input, is_compiling
 from lorakernels.config import LoRAConfig
-from lorakernels.fp8 import FP8State
-from lorakernels.handles import Numbers
-from lorakernels.modules.entries import is_apart
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, number, quantize_weight
-from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.modules.state_entries import is_apart
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.handles import Numbers
+from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

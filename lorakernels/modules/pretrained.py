@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.entries import STATE_KEYS
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear, first_plain_dtype
+from lorakernels.modules.state_entries import STATE_KEYS
 
 _METHOD = "save_pretrained"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

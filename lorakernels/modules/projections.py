@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 
 def projection(module: nn.Module) -> Any:

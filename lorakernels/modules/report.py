@@ -10,11 +10,11 @@ from torch import nn
 
 from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
-from lorakernels.fp8 import FP8State
 from lorakernels.kernels.ladder import AROUND_LINEAR, implementations
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report_text import grouped
+from lorakernels.state.fp8 import FP8State
 
 
 @dataclass(frozen=True)

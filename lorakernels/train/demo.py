@@ -125,7 +125,7 @@ def base_model(
 ) -> tuple[PackedRows, dict[str, float]]:
     """Train and save the base, or take the one that is there. Its held-out rows and its losses on both texts."""
     from lorakernels.train import job
-    from lorakernels.train.bytes import byte_tokenizer
+    from lorakernels.train.byte_tokenizer import byte_tokenizer
     from lorakernels.train.data import tokenize_files
     from lorakernels.train.loop import evaluate
     from lorakernels.train.model import load_model, pick_device, pick_dtype
@@ -156,7 +156,7 @@ def train_base(
     import torch
 
     from lorakernels.train import job
-    from lorakernels.train.bytes import VOCABULARY
+    from lorakernels.train.byte_tokenizer import VOCABULARY
     from lorakernels.train.files import replace_dir
     from lorakernels.train.model import pick_device, quiet_transformers
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse, ops
 from lorakernels.autograd import fused_linear
+from lorakernels.fusion.group import FusedGroup
 from lorakernels.kernels import ladder
-from lorakernels.modules.fused_group import FusedGroup
-from tests.modules.fused_models import ATTENTION, LINEARS, adapted
+from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
 
 # No kernel: memory, views, bookkeeping; attention's own
 FREE = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, ops
-from lorakernels.fp8 import FP8State
+from lorakernels.state.fp8 import FP8State
 
 E5M2 = torch.float8_e5m2
 BAD = pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)

@@ -127,7 +127,9 @@ def test_it_writes_rows_kernels_and_plot(
     size = bench.SIZES["tiny"]
     rows = 2 * size.hidden + (2 * size.heads + 2 * size.kv_heads) * size.head_dim + 4 * 16
     predicted = size.tokens * (4 * (rows + 2 * size.ffn) + 4 * size.heads + 8)
-    assert float(ours["predicted MB"]) == round(predicted / 1e6, 1), "the formula of fuse_memory.py"
+    assert float(ours["predicted MB"]) == round(predicted / 1e6, 1), (
+        "the formula of fusion/memory.py"
+    )
     kernels = rows_of(tmp_path / "decoder_layer_kernels.csv")
     assert {row["pass"] for row in kernels} == {"forward", "backward", "both"}
     assert kernels[-1]["op"] == "sum" and float(kernels[-1]["% of step"]) == 100

@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.autograd import compiled_linear, lora_linear
 from lorakernels.autograd.lora_linear import LoRASpec
-from lorakernels.handles import numbers_of
+from lorakernels.state.handles import numbers_of
 
 LINEAR_FORWARD = torch.ops.lorakernels.linear_forward.default
 LINEAR_BACKWARD = torch.ops.lorakernels.linear_backward.default
