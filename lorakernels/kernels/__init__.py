@@ -13,7 +13,6 @@ from lorakernels.kernels.fp8_grad_input import fp8_grad_input
 from lorakernels.kernels.fp8_linear_lora import fp8_linear_lora
 from lorakernels.kernels.lora_grad_a import lora_grad_a
 from lorakernels.kernels.quantize_grad import quantize_grad, quantize_grad_and_mask
-from lorakernels.kernels.quantize_lora_down import quantize_lora_down
 from lorakernels.kernels.rms_norm_backward import rms_norm_backward
 from lorakernels.kernels.rms_norm_quantize import rms_norm_quantize
 from lorakernels.kernels.rope_qkv import rope_qkv_, rope_qkv_backward
@@ -34,7 +33,6 @@ __all__ = [
     "lora_grad_a",
     "quantize_grad",
     "quantize_grad_and_mask",
-    "quantize_lora_down",
     "rms_norm_backward",
     "rms_norm_quantize",
     "rope_qkv_",

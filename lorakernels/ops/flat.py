@@ -20,7 +20,7 @@ from lorakernels import reference
 from lorakernels.define import define as _define
 from lorakernels.define import empty as _empty
 from lorakernels.define import fake_quantized as _fake_quantized
-from lorakernels.ops_layer import (
+from lorakernels.ops.flat_layer import (
     block_diagonal,
     block_diagonal_parts,
     rms_norm_backward,
@@ -44,7 +44,6 @@ __all__ = [
     "lora_grad_a",
     "quantize_grad",
     "quantize_grad_and_mask",
-    "quantize_lora_down",
     "rms_norm_backward",
     "rms_norm_quantize",
     "rope_qkv_",
@@ -74,14 +73,6 @@ def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
             fn(forward, backward, current, gated, *args, **kwargs)
 
     return run
-
-
-@_define("quantize_lora_down", mutates=("state",))
-def quantize_lora_down(  # type: ignore[no-untyped-def]
-    x, lora_A, state, column, delayed, slot, p, site, row0=0, col0=0
-):
-    x8, scale_inv = _fake_quantized(x, state)
-    return x8, scale_inv, _empty(x, 0) if lora_A is None else _empty(x, x.shape[0], lora_A.shape[0])
 
 
 @_define("fp8_linear_lora")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops, called with values: `ops.quantize_lora_down(x, lora_A, Scaling(state, 0, True), Dropout(slot, p, site))`.
+
+Each is an `Op` with its reference in PyTorch, its implementations on CUDA and the reason why one of them cannot run.
+The dispatcher is torch's: `torch.ops.lorakernels.*` has the same ops under flat schemas. Gradients are composed in
+autograd/, which calls these ops; to differentiate through one of them raises torch's "no autograd formula".
+"""
+
+from lorakernels.ops.flat import (
+    amax_and_scale_update,
+    bias_dropout_add,
+    bias_dropout_add_,
+    bias_dropout_add_backward,
+    block_diagonal,
+    block_diagonal_parts,
+    cross_entropy_,
+    fp8_grad_input,
+    fp8_linear_lora,
+    lora_grad_a,
+    quantize_grad,
+    quantize_grad_and_mask,
+    rms_norm_backward,
+    rms_norm_quantize,
+    rope_qkv_,
+    rope_qkv_backward,
+    swiglu_quantize,
+    swiglu_quantize_and_pack,
+    swiglu_quantize_grad,
+    transpose_fp8,
+)
+from lorakernels.ops.quantize_lora_down import quantize_lora_down
+from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
+
+__all__ = [
+    "Dropout",
+    "Scaled",
+    "Scaling",
+    "SideBySide",
+    "Up",
+    "Weight",
+    "amax_and_scale_update",
+    "bias_dropout_add",
+    "bias_dropout_add_",
+    "bias_dropout_add_backward",
+    "block_diagonal",
+    "block_diagonal_parts",
+    "cross_entropy_",
+    "fp8_grad_input",
+    "fp8_linear_lora",
+    "lora_grad_a",
+    "quantize_grad",
+    "quantize_grad_and_mask",
+    "quantize_lora_down",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "rope_qkv_",
+    "rope_qkv_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_and_pack",
+    "swiglu_quantize_grad",
+    "transpose_fp8",
+]
