@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops, reference, reference_layer
+from lorakernels import checks, ops
+from lorakernels.numerics.dropout import dropout_threshold, drops
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.values import Dropout
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -39,28 +41,25 @@ class _BiasDropoutAdd(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         rows = _rows(x)
         add = None if residual is None else _rows(residual)
-        p, site, row0, col0 = where
+        dropout = None if slot is None else Dropout(slot, *where)
         if not inplace:
-            return ops.bias_dropout_add(rows, bias, add, slot, p, site, row0, col0).view(x.shape)
+            return ops.bias_dropout_add(rows, bias, add, dropout).view(x.shape)
         assert residual is not None and add is not None
         ctx.mark_dirty(residual)
-        ops.bias_dropout_add_(rows, bias, add, slot, p, site, row0, col0)
+        ops.bias_dropout_add_(rows, bias, add, dropout)
         return residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (slot,) = ctx.saved_tensors
-        p, site, row0, col0 = ctx.where
+        dropout = None if slot is None else Dropout(slot, *ctx.where)
         need_residual, need_x, need_bias = ctx.needs_input_grad[:3]
-        drops = slot is not None and reference.dropout_threshold(p) > 0
         dx, dbias = dout, None
-        if need_bias or (need_x and drops):
+        if need_bias or (need_x and drops(dropout)):
             bias_dtype = ctx.bias_dtype if need_bias else None
-            found, dbias = ops.bias_dropout_add_backward(
-                _rows(dout), slot, p, site, bias_dtype, row0, col0
-            )
-            dx = found.view(dout.shape) if drops else dout
+            found, dbias = ops.bias_dropout_add_backward(_rows(dout), dropout, bias_dtype)
+            dx = found.view(dout.shape) if drops(dropout) else dout
         return (
             dout if need_residual else None,
             dx if need_x else None,
@@ -112,8 +111,7 @@ def bias_dropout_add(
     """
     bias = _row(bias)
     _check(x, bias, residual, p, (site, row0, col0), inplace)
-    drops = training and reference.dropout_threshold(p) > 0
-    slot = draw_slot(state, x.device) if drops else None
+    slot = draw_slot(state, x.device) if training and dropout_threshold(p) > 0 else None
     if residual is not None:
         residual = residual.to(x.dtype)
     out: Tensor = _BiasDropoutAdd.apply(
@@ -144,10 +142,11 @@ def get_bias_dropout_add(
     ) -> Tensor:
         x, bias = x_with_bias[0], _row(x_with_bias[1])
         _check(x, bias, residual, prob, (site, 0, 0), False)
-        drops = training and reference.dropout_threshold(prob) > 0
-        slot = draw_slot(state, x.device) if drops else None
+        dropout = None
+        if training and dropout_threshold(prob) > 0:
+            dropout = Dropout(draw_slot(state, x.device), prob, site)
         rows, add = _rows(x), _rows(residual.to(x.dtype))
-        return reference_layer.bias_dropout_add(rows, bias, add, slot, prob, site).view(x.shape)
+        return ops.bias_dropout_add.reference(rows, bias, add, dropout).view(x.shape)
 
     return fused_form if fused else unfused_form
 

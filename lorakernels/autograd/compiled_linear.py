@@ -14,16 +14,17 @@ A visible write would be worse: the state would be saved for backward, which the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lorakernels import kernels, reference
+from lorakernels import ops
 from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
-from lorakernels.define import define_composed, empty
+from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import Numbers, numbers_of
+from lorakernels.values import Scaled, Scaling, Up, Weight
 
 
 class _Saved:
@@ -60,9 +61,13 @@ def _spec(
     return spec
 
 
-def _implementations(x: Tensor) -> Any:
-    """What the ops would call: this op's call has been through the dispatcher already."""
-    return kernels if x.is_cuda else reference
+def _directly(x: Tensor) -> Callable[..., Any]:
+    """Calls an op's implementation on x's device: this op's call has been through the dispatcher already."""
+
+    def run(op: Op[..., Any], *arguments: Any) -> Any:
+        return op.run(*arguments) if x.is_cuda else op.reference(*arguments)
+
+    return run
 
 
 def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
@@ -70,9 +75,8 @@ def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Te
     numbers = numbers_of(handle)
     assert numbers.state is not None
     numbers.state.begin(x.device, numbers.column_dy, training)
-    state, column = numbers.state.forward, numbers.column_x
-    quantize = _implementations(x).quantize_lora_down
-    x8, scale_inv, _ = quantize(x, None, state, column, training, None, 0.0, 0)
+    scaling = Scaling(numbers.state.forward, numbers.column_x, training)
+    x8, scale_inv, _ = _directly(x)(ops.quantize_lora_down, x, None, scaling, None)
     return x8, scale_inv
 
 
@@ -107,21 +111,19 @@ def linear_forward(
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
     state_x = None if state is None or x8 is not None else state.forward
-    via = _implementations(x)
-    made8, made_scale_inv, s = via.quantize_lora_down(
-        x, lora_A, state_x, spec.column, spec.delayed, slot, spec.p, spec.site
+    run = _directly(x)
+    made8, made_scale_inv, s = run(
+        ops.quantize_lora_down, x, lora_A, spec.of_state(state_x), spec.dropout(slot)
     )
     if state_x is not None:
         x8, x_scale_inv = made8, made_scale_inv
-    y = via.fp8_linear_lora(
-        x if x8 is None else x8,
-        x_scale_inv,
-        weight,
-        weight_scale_inv,
+    up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
+    y = run(
+        ops.fp8_linear_lora,
+        Scaled(x) if x8 is None else Scaled(x8, x_scale_inv),
+        Weight(weight, weight_scale_inv, weight_t),
         bias,
-        s if lora_A is not None else None,
-        lora_B,
-        spec.scaling,
+        up,
         x.dtype,
         spec.split_fprop,
     )
@@ -167,7 +169,7 @@ def linear_backward(
     saved.state_dy = None if numbers.state is None else numbers.state.backward
     saved.spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
     saved.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
-    found = gradients(saved, Needs(*needs), dy.contiguous(), _implementations(dy))[:4]
+    found = gradients(saved, Needs(*needs), dy.contiguous(), _directly(dy))[:4]
     dx, dA, dB, dbias = (dy.new_empty(0) if t is None else t for t in found)
     return dx, dA, dB, dbias
 

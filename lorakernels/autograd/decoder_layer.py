@@ -30,7 +30,6 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.autograd.fused_linear import (
-    Operand,
     Projections,
     bias_gradients,
     gradients,
@@ -53,6 +52,7 @@ from lorakernels.autograd.fused_node import (
     rms_norm_backward,
     weights,
 )
+from lorakernels.values import Scaled
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class _NormQKV(torch.autograd.Function):
         *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
         to, trained, rows = call.to, Trained.of(call.to, params), flat(h)
-        state = (to.state_x, to.spec.column, to.spec.delayed)
+        scaling = to.spec.of_state(to.state_x)
         unquantized = to.adapted or not to.quantized
-        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
-        operand: Operand = (x8[0], x8[1]) if to.quantized else (normed, None)
+        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, scaling, unquantized)
+        operand = Scaled(*x8) if to.quantized else Scaled(normed)
         s = lora_down(normed, to)
         B, B_back = stack_B(to, trained.B)
         qkv = project(operand, s, to, B, h.dtype)
@@ -128,7 +128,7 @@ class _NormQKV(torch.autograd.Function):
         call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
         dqkv, dnorms = _heads_backward(call, saved, need[2:4], dq, dk, dv)
 
-        def operand() -> Operand:
+        def operand() -> Scaled:
             if call.save == "full":
                 return saved["x8"], saved["x_scale_inv"]
             return rms_norm(saved["h"], saved["norm"], call.eps), None
@@ -172,7 +172,7 @@ def _norm_heads_(
     saved: dict[str, Tensor] = {}
     for name, weight, columns in _normed_heads(qkv, call, q_norm, k_norm):
         x = columns.reshape(-1, weight.shape[0])
-        normed, _, _, rstd = ops.rms_norm_quantize(x, weight, call.eps, None, 0, False, True)
+        normed, _, _, rstd = ops.rms_norm_quantize(x, weight, call.eps, None, True)
         columns.copy_(normed.view_as(columns))
         saved |= {f"{name}_h": x, f"{name}_norm": weight, f"{name}_rstd": rstd}
     return saved
@@ -224,7 +224,7 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
         call, saved = ctx.call, kept(ctx)
 
-        def operand() -> Operand:
+        def operand() -> Scaled:
             return (
                 (saved["x8"], saved["x_scale_inv"]) if ctx.full else (_joined(saved["out"]), None)
             )
@@ -252,10 +252,10 @@ class _MLP(torch.autograd.Function):
         gate_up, down, rows = call.gate_up, call.down, flat(h)
         ours = Trained.of(gate_up, params)
         theirs = Trained.of(down, params[ours.length :])
-        state = (gate_up.state_x, gate_up.spec.column, gate_up.spec.delayed)
+        scaling = gate_up.spec.of_state(gate_up.state_x)
         unquantized = gate_up.adapted or not gate_up.quantized
-        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
-        x: Operand = (x8[0], x8[1]) if gate_up.quantized else (normed, None)
+        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, scaling, unquantized)
+        x = Scaled(*x8) if gate_up.quantized else Scaled(normed)
         s = lora_down(normed, gate_up)
         B, B_back = stack_B(gate_up, ours.B)
         g_u = project(x, s, gate_up, B, h.dtype)
@@ -286,14 +286,14 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
         gate_up, (mine, last) = call.gate_up, ctx.wanted
-        g_u, dy = (saved["gate_up"], saved["gate_up_scale_inv"]), flat(dout)
+        g_u, dy = Scaled(saved["gate_up"], saved["gate_up_scale_inv"]), flat(dout)
 
-        def act() -> Operand:
+        def act() -> Scaled:
             if call.save == "full":
-                return saved["down_x8"], saved["down_x_scale_inv"]
-            return ops.swiglu_quantize(*g_u, None, 0, False, True, dout.dtype)[0], None
+                return Scaled(saved["down_x8"], saved["down_x_scale_inv"])
+            return Scaled(ops.swiglu_quantize(g_u, None, True, dout.dtype)[0])
 
-        def operand() -> Operand:
+        def operand() -> Scaled:
             if call.save == "full":
                 return saved["x8"], saved["x_scale_inv"]
             return rms_norm(saved["h"], saved["norm"], call.eps), None
@@ -317,20 +317,20 @@ class _MLP(torch.autograd.Function):
 
 def _down(
     g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained, needed: bool
-) -> tuple[Tensor, Operand | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+) -> tuple[Tensor, Scaled | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """(residual + down(silu(gate) ⊙ up), its operand, its s, gate and up as they are kept if backward needs them)."""
     to = call.down
     kept_g_u = (g_u if needed else None, None)
     if not (call.output or to.adapted):
         return torch.empty_like(residual), None, None, kept_g_u
-    state = (to.state_x, to.spec.column, to.spec.delayed)
+    scaling = to.spec.of_state(to.state_x)
     unquantized = to.adapted or not to.quantized
     if needed and call.save == "fp8":
-        act, *a8, bytes_, scale_inv = ops.swiglu_quantize_and_pack(g_u, *state, unquantized)
+        act, *a8, bytes_, scale_inv = ops.swiglu_quantize_and_pack(g_u, scaling, unquantized)
         kept_g_u = (bytes_, scale_inv)
     else:
-        act, *a8 = ops.swiglu_quantize(g_u, None, *state, unquantized)
-    operand: Operand = (a8[0], a8[1]) if to.quantized else (act, None)
+        act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
+    operand = Scaled(*a8) if to.quantized else Scaled(act)
     s = lora_down(act, to)
     if not call.output:
         return torch.empty_like(residual), operand, s, kept_g_u
@@ -339,14 +339,16 @@ def _down(
 
 
 def _swiglu_backward(
-    dact: Tensor | None, g_u: tuple[Tensor, Tensor | None], to: Projections, biases: bool
-) -> tuple[Tensor, Operand | None]:
+    dact: Tensor | None, g_u: Scaled, to: Projections, biases: bool
+) -> tuple[Tensor, Scaled | None]:
     """(dgate_up [M, 2F] times the multiplier, empty where nobody reads it; its bytes and scale_inv)."""
     assert dact is not None
     unquantized = to.adapted or biases or not to.quantized
-    state = (to.state_dy, to.spec.column, to.spec.delayed, to.spec.backward_dtype)
-    d, d8, scale_inv = ops.swiglu_quantize_grad(dact, *g_u, to.multiplier, *state, unquantized)
-    return d, (d8, scale_inv) if to.quantized else None
+    spec = to.spec
+    d, d8, scale_inv = ops.swiglu_quantize_grad(
+        dact, g_u, to.multiplier, spec.of_state(to.state_dy), spec.backward_dtype, unquantized
+    )
+    return d, Scaled(d8, scale_inv) if to.quantized else None
 
 
 def norm_qkv(

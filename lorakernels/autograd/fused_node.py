@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_linear import Gradients, Needs, Operand, Projections
+from lorakernels.autograd.fused_linear import Gradients, Needs, Projections
+from lorakernels.values import Scaled
 
 Kept = dict[str, Any]
 
@@ -66,7 +67,7 @@ def kept(ctx: Any) -> Kept:
 
 
 def adapter_tensors(
-    prefix: str, trained: Trained, s: Tensor | None, operand: Operand | None, wanted: Wanted
+    prefix: str, trained: Trained, s: Tensor | None, operand: Scaled | None, wanted: Wanted
 ) -> Kept:
     """What backward reads of adapters: s [M, ΣR], x8 if kept; the parameters by reference, which notices changes."""
     by_name: Kept = {f"{prefix}s": s if wanted.needs.B else None}
@@ -99,7 +100,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def rms_norm(h: Tensor, norm: Tensor, eps: float) -> Tensor:
-    return ops.rms_norm_quantize(h, norm, eps, None, 0, False, True)[0]
+    return ops.rms_norm_quantize(h, norm, eps, None, True)[0]
 
 
 def rms_norm_backward(

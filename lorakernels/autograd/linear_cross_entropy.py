@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import checks, ops
-from lorakernels.reference import E4M3
+from lorakernels import ops
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.hardware import FLOATS
+from lorakernels.values import Scaled, Scaling, Weight
 
 _E5M2 = torch.float8_e5m2
 CHUNK = 2048
@@ -64,25 +66,25 @@ class _FP8:
         self, hidden: Tensor, weight: Tensor, scale_inv: Tensor | None, bias: Tensor | None
     ) -> None:
         self.dtype, self.bias = hidden.dtype, bias
-        self._state = torch.zeros(2, 1, device=hidden.device)
+        self._scaling = Scaling(torch.zeros(2, 1, device=hidden.device), 0, False)
         self.hidden, self.hidden_inv = self._quantized(hidden)
         if scale_inv is None:
-            self.weight, self.weight_inv = self._quantized(weight)
+            self.weight = Weight(*self._quantized(weight))
         else:
-            self.weight, self.weight_inv = weight.view(torch.uint8), scale_inv
+            self.weight = Weight(weight.view(torch.uint8), scale_inv)
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x8, inv, _ = ops.quantize_lora_down(x, None, self._state, 0, False, None, 0.0, 0)
+        x8, inv, _ = ops.quantize_lora_down(x, None, self._scaling, None)
         return x8, inv
 
     def logits(self, rows: slice) -> Tensor:
-        base = (self.hidden[rows], self.hidden_inv, self.weight, self.weight_inv)
-        return ops.fp8_linear_lora(*base, self.bias, None, None, 1.0, self.dtype)
+        hidden = Scaled(self.hidden[rows], self.hidden_inv)
+        return ops.fp8_linear_lora(hidden, self.weight, self.bias, None, self.dtype)
 
     def grad(self, dz: Tensor, out: Tensor) -> None:
-        dz8, inv, _, _ = ops.quantize_grad(dz, None, None, self._state, 0, False, 1.0, _E5M2)
-        base = (dz8, inv, _E5M2, self.weight, self.weight_inv)
-        out.copy_(ops.fp8_grad_input(*base, None, None, None, None, 0.0, 0, self.dtype))
+        dz8, inv, _, _ = ops.quantize_grad(dz, None, self._scaling, _E5M2)
+        dz = Scaled(dz8, inv)
+        out.copy_(ops.fp8_grad_input(dz, _E5M2, self.weight, None, None, None, self.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -184,7 +186,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)
         weight = weight if weight.dtype == E4M3 else weight.to(dtype)
-    checks.linear_cross_entropy(hidden, weight, bias, labels, fp8, weight_scale_inv)
+    _check(hidden, weight, bias, labels, fp8, weight_scale_inv)
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, found {chunk}")
     if reduction not in ("mean", "sum"):
@@ -228,3 +230,48 @@ def _check_range(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
         raise ValueError(
             f"labels must be {ignore_index} or in [0, {vocabulary}), found {int(asked.min())} to {int(asked.max())}"
         )
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    fp8: bool,
+    weight_scale_inv: Tensor | None,
+) -> None:
+    """TypeError or ValueError, naming the argument, for what `linear_cross_entropy` does not take."""
+    is_fp8 = weight.dtype == E4M3
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [..., K] and weight [V, K], found {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be int64 {list(hidden.shape[:-1])}, hidden's leading dimensions, found {labels.dtype} "
+            f"{list(labels.shape)}"
+        )
+    if hidden.dtype not in (*FLOATS, torch.float64):
+        raise TypeError(f"hidden must be floating, found {hidden.dtype}")
+    if not fp8 and weight.dtype != hidden.dtype:
+        hint = ": pass fp8=True and weight_scale_inv" if is_fp8 else ""
+        raise TypeError(
+            f"weight must have hidden's dtype {hidden.dtype}, found {weight.dtype}{hint}"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype):
+        raise ValueError(
+            f"bias must be {hidden.dtype} [{weight.shape[0]}], found {bias.dtype} {list(bias.shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
+    if (weight_scale_inv is not None) != (is_fp8 and fp8):
+        raise ValueError(
+            f"weight_scale_inv belongs to an e4m3 weight with fp8=True, found {weight_scale_inv!r} with fp8={fp8} "
+            f"and a weight of {weight.dtype}"
+        )
+    trained = [
+        n for n, t in (("weight", weight), ("bias", bias)) if t is not None and t.requires_grad
+    ]
+    if fp8 and trained:
+        raise ValueError(f"fp8=True multiplies by a frozen head, found {trained} trained")

@@ -13,7 +13,7 @@ saved by reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops, reference
+from lorakernels import ops
 from lorakernels.config import DelayedScaling
-from lorakernels.device import capability_of
-from lorakernels.kernels import ladder
+from lorakernels.ops.hardware import FLOATS
+from lorakernels.ops.quantize_grad import hands_mask_over
+from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ class LoRASpec:
             split_fprop=recipe.fp8_gemm_fprop.use_split_accumulator,
             split_dgrad=recipe.fp8_gemm_dgrad.use_split_accumulator,
         )
+
+    def of_state(self, state: Tensor | None) -> Scaling | None:
+        """This call's scale in one direction of an FP8 state; None over a plain base."""
+        return None if state is None else Scaling(state, self.column, self.delayed)
+
+    def dropout(self, slot: Tensor | None) -> Dropout | None:
+        """The mask that `slot` draws for this call; None without a slot."""
+        return None if slot is None else Dropout(slot, self.p, self.site, self.row0, self.col0)
 
 
 class Needs(NamedTuple):
@@ -101,84 +110,59 @@ def save_for_gradients(
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
 
 
-def gradients(ctx: Any, needs: Needs, dy: Tensor, via: Any = ops) -> tuple[Tensor | None, ...]:
+def through_dispatcher(op: Any, *arguments: Any) -> Any:
+    return op(*arguments)
+
+
+def gradients(
+    ctx: Any, needs: Needs, dy: Tensor, run: Callable[..., Any] = through_dispatcher
+) -> tuple[Tensor | None, ...]:
     """(dx [M, K], dA, dB, dbias, ds) from a contiguous dy [M, N]; None for what is not needed.
 
-    `via` has the ops, or their implementations on dy's device.
+    `run(op, *arguments)` calls an op.
     """
     weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
-    spec, state_dy = ctx.spec, ctx.state_dy
-    dx = dA = dbias = dropped = None
-    place = (spec.row0, spec.col0)
-    arguments = (
-        dy,
-        lora_B,
-        s,
-        state_dy,
-        spec.column,
-        spec.delayed,
-        spec.scaling,
-        spec.backward_dtype,
-    )
+    spec: LoRASpec = ctx.spec
+    scaling, dropout = spec.of_state(ctx.state_dy), spec.dropout(slot)
+    up = None if lora_B is None else Up(lora_B, s, spec.scaling)
+    frozen = Weight(weight, w_scale_inv, weight_t)
+    dx = dA = dbias = None
     if (
         needs.A
         and needs.x
-        and draws_mask(dy, lora_B, s, lora_A, x_scale_inv, slot, spec.p, weight, spec.col0)
+        and x_scale_inv is not None
+        and hands_mask_over(dy, up, dropout, frozen, lora_A.shape[0])
     ):
-        mask = (slot, spec.p, spec.site, weight.shape[1], *place)
-        dy8, dy_scale_inv, ds, dB, dropped = via.quantize_grad_and_mask(*arguments, *mask)
-    else:
-        dy8, dy_scale_inv, ds, dB = via.quantize_grad(*arguments)
-    if needs.A:
-        source = (x8, x_scale_inv, slot, spec.p, spec.site)
-        dA = via.lora_grad_a(ds, *source, ctx.dtypes[0], *place, dropped)
-    if needs.x:
-        quantized = state_dy is not None
-        dx = via.fp8_grad_input(
-            dy8 if quantized else dy,
-            dy_scale_inv if quantized else None,
+        dy8, dy_scale_inv, ds, dB, dropped = run(
+            ops.quantize_grad_and_mask,
+            dy,
+            up,
+            scaling,
             spec.backward_dtype,
-            weight,
-            w_scale_inv,
-            weight_t,
+            dropout,
+            weight.shape[1],
+        )
+        assert dropout is not None
+        dropout = dropout._replace(dropped=dropped)
+    else:
+        dy8, dy_scale_inv, ds, dB = run(ops.quantize_grad, dy, up, scaling, spec.backward_dtype)
+    if needs.A:
+        dA = run(ops.lora_grad_a, ds, Scaled(x8, x_scale_inv), dropout, ctx.dtypes[0])
+    if needs.x:
+        dx = run(
+            ops.fp8_grad_input,
+            Scaled(dy) if scaling is None else Scaled(dy8, dy_scale_inv),
+            spec.backward_dtype,
+            frozen,
             ds if lora_A is not None else None,
             lora_A,
-            slot,
-            spec.p,
-            spec.site,
+            dropout,
             dy.dtype,
-            *place,
             spec.split_dgrad,
-            dropped,
         )
     if needs.bias:
         dbias = dy.float().sum(0).to(ctx.dtypes[1])
     return dx, dA, dB if needs.B else None, dbias, ds if needs.ds else None
-
-
-def draws_mask(
-    dy: Tensor,
-    lora_B: Tensor,
-    s: Tensor | None,
-    lora_A: Tensor,
-    scale_inv: Tensor | None,
-    slot: Tensor | None,
-    p: float,
-    weight: Tensor,
-    col0: int = 0,
-    rows: Sequence[int] | None = None,
-) -> bool:
-    """Whether `quantize_grad` draws the mask for `lora_grad_a` and `fp8_grad_input`, a bit an element for the length of
-    one backward: over an FP8 base (`scale_inv`), where all three are kernels that can. A trace asks the dtypes and
-    ranks only: on a GPU without these kernels its mask is drawn once more, and dA and dx are the same."""
-    if scale_inv is None or slot is None or not dy.is_cuda or dy.dtype == torch.float32:
-        return False
-    if reference.dropout_threshold(p) == 0 or lora_A.shape[0] > ladder.GRAD_A_RANK or col0 % 8:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    readable = ladder.can_hand_mask_over(capability_of(dy.device), *weight.shape)
-    return readable and not ladder.why_not_one_pass(dy, lora_B, s, rows)
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -198,33 +182,14 @@ class _LoRALinear(torch.autograd.Function):
         spec: LoRASpec,
     ) -> Tensor:
         x8, x_scale_inv, s = ops.quantize_lora_down(
-            x,
-            lora_A,
-            state_x,
-            spec.column,
-            spec.delayed,
-            slot,
-            spec.p,
-            spec.site,
-            spec.row0,
-            spec.col0,
+            x, lora_A, spec.of_state(state_x), spec.dropout(slot)
         )
-        if state_x is None:
-            x8, x_scale_inv = x, None
-        y = ops.fp8_linear_lora(
-            x8,
-            x_scale_inv,
-            weight,
-            weight_scale_inv,
-            bias,
-            s if lora_A is not None else None,
-            lora_B,
-            spec.scaling,
-            x.dtype,
-            spec.split_fprop,
-        )
+        operand = Scaled(x) if state_x is None else Scaled(x8, x_scale_inv)
+        up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
+        frozen = Weight(weight, weight_scale_inv, weight_t)
+        y = ops.fp8_linear_lora(operand, frozen, bias, up, x.dtype, spec.split_fprop)
         needs = _needs(ctx)
-        base = (x8, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
+        base = (*operand, weight, weight_scale_inv, weight_t, bias)
         save_for_gradients(ctx, needs, *base, lora_A, lora_B, s, slot, state_dy, spec)
         return y
 
@@ -241,7 +206,7 @@ def _needs(ctx: Any) -> Needs:
 
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
-    if x.dtype not in checks.COMPUTE_DTYPES:
+    if x.dtype not in FLOATS:
         is_fp8 = x.is_floating_point() and x.element_size() == 1
         cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""
         raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}{cause}")

@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.autograd.lora_linear import LoRASpec, Needs, gradients, save_for_gradients
-from lorakernels.kernels.ladder import DOWN_RANK
+from lorakernels.ops.quantize_lora_down import MAX_RANK
+from lorakernels.values import Scaled, Up, Weight
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,9 @@ class _StackedDown(torch.autograd.Function):
             ranks, dtypes = zip(*(ctx.shapes[i] for i in used), strict=True)
             stacked = ops.lora_grad_a(
                 _cat(list(used.values()), 1),
-                operand,
-                x_scale_inv,
-                slot,
-                spec.p,
-                spec.site,
+                Scaled(operand, x_scale_inv),
+                spec.dropout(slot),
                 reduce(torch.promote_types, dtypes),
-                spec.row0,
-                spec.col0,
             )
             parts = stacked.split(list(ranks))
             for i, part, dtype in zip(used, parts, dtypes, strict=True):
@@ -116,8 +112,11 @@ class _Projection(torch.autograd.Function):
         spec: LoRASpec,
         dtype: torch.dtype,
     ) -> Tensor:
-        base = (operand, x_scale_inv, weight, weight_scale_inv, bias)
-        y = ops.fp8_linear_lora(*base, s, lora_B, spec.scaling, dtype, spec.split_fprop)
+        up = None if lora_B is None else Up(lora_B, s, spec.scaling)
+        frozen = Weight(weight, weight_scale_inv, weight_t)
+        y = ops.fp8_linear_lora(
+            Scaled(operand, x_scale_inv), frozen, bias, up, dtype, spec.split_fprop
+        )
         parts = (operand, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
         needs = Needs(*ctx.needs_input_grad[:5])
         save_for_gradients(ctx, needs, *parts, lora_A, lora_B, s, slot, state_dy, spec)
@@ -147,7 +146,7 @@ def share_input(
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
         lora_A: {projection: [R, K]}; may be empty. Where the ranks sum to more than `quantize_lora_down` takes at
-            once (ladder.DOWN_RANK), x is read again for the rest.
+            once (MAX_RANK), x is read again for the rest.
         spec: p, site, row0 and col0 of the mask; column and delayed of x in `state_x`.
         slot: int64 [2] random slot; None draws no mask.
         state_x: `FP8State.forward`; None with plain weights.
@@ -160,12 +159,11 @@ def share_input(
     x8 = x_scale_inv = None
     parts: dict[int, Tensor] = {}
     spent: list[bool] = []
-    mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
     for chunk in _chunks(lora_A):
         stack = [a.detach() for a in chunk.values()]
         a = _cat(stack) if len(stack) > 1 else stack[0] if stack else None
         state = state_x if x8 is None else None
-        out = ops.quantize_lora_down(rows, a, state, spec.column, spec.delayed, *mask)
+        out = ops.quantize_lora_down(rows, a, spec.of_state(state), spec.dropout(slot))
         if state is not None:
             x8, x_scale_inv = out[:2]
         if len(chunk) > 1:
@@ -189,11 +187,11 @@ def _cat(matrices: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def _chunks(lora_A: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    """In order, the ranks of each summing to DOWN_RANK at most; one empty chunk where there is no A."""
+    """In order, the ranks of each summing to MAX_RANK at most; one empty chunk where there is no A."""
     chunks: list[dict[int, Tensor]] = [{}]
     total = 0
     for index, a in lora_A.items():
-        if chunks[-1] and total + a.shape[0] > DOWN_RANK:
+        if chunks[-1] and total + a.shape[0] > MAX_RANK:
             chunks.append({})
             total = 0
         chunks[-1][index] = a
@@ -228,8 +226,7 @@ def lora_projection(
     if lora_A is not None:
         s = shared.s.get(index)
         if s is None:
-            mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
-            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, 0, False, *mask)[2]
+            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, spec.dropout(slot))[2]
         elif s.requires_grad:
             lora_A = lora_A.detach()  # its gradient takes the way through s
     if weight.dtype == torch.float8_e4m3fn:

@@ -17,7 +17,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = flat(x)
-        normed, _, _, rstd = ops.rms_norm_quantize(rows, weight, eps, None, 0, False, True)
+        normed, _, _, rstd = ops.rms_norm_quantize(rows, weight, eps, None, True)
         ctx.save_for_backward(rows, weight, rstd)
         return normed.view(x.shape)
 

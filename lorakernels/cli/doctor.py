@@ -123,9 +123,10 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[str, dict[str, str]]:
-    from lorakernels.kernels.ladder import implementations
+    from lorakernels.ops.choice import implementations
+    from lorakernels.ops.hardware import Place
 
-    table = implementations(device_type, capability)
+    table = implementations(device_type, Place(capability or (0, 0)))
     return {op: {"implementation": impl, "reason": reason} for op, (impl, reason) in table.items()}
 
 

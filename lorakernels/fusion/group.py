@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_linear import Mask, Projections
+from lorakernels.autograd.fused_linear import Projections
 from lorakernels.autograd.lora_linear import LoRASpec
-from lorakernels.kernels.ladder import DOWN_RANK
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.state.philox import draw_slot
+from lorakernels.values import Dropout
 
 
 class _Derived(NamedTuple):
@@ -121,7 +122,7 @@ class FusedGroup:
             masks = [
                 min(i, 0 if self.shared_dropout or not drop else i) for i in range(len(adapted))
             ]
-            if sum(ranks) <= DOWN_RANK and not any(masks):
+            if sum(ranks) <= MAX_RANK and not any(masks):
                 del masks[1:]
             with torch.inference_mode(False):
                 factors = self._factors(adapted)
@@ -144,15 +145,17 @@ class FusedGroup:
             return adapted[0].scaling
         return next((m.scaling for m in adapted if m.scaling), 1.0)
 
-    def _masks(self, variant: _Variant, adapted: Sequence[LoRALinear]) -> tuple[Mask, ...]:
+    def _masks(
+        self, variant: _Variant, adapted: Sequence[LoRALinear]
+    ) -> tuple[Dropout | None, ...]:
         """Of each adapter, or one for all."""
-        drawn: dict[int, Mask] = {}
+        drawn: dict[int, Dropout | None] = {}
         for index in variant.masks:
             if index not in drawn:
                 m = adapted[index]
                 device = m.lora_A.device
                 slot = draw_slot(m.rng_state, device) if variant.drops and m.lora_dropout else None
-                drawn[index] = Mask(slot, m.lora_dropout, m.site)
+                drawn[index] = None if slot is None else Dropout(slot, m.lora_dropout, m.site)
         return tuple(drawn[index] for index in variant.masks)
 
     def _biases(self) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -16,7 +16,7 @@ from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.targets import is_fp8_linear
-from lorakernels.reference import E4M3, FP8_MAX
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX
 from lorakernels.state.fp8 import FP8State
 
 

@@ -22,7 +22,7 @@ from lorakernels.autograd import (
 from lorakernels.config import DelayedScaling
 from lorakernels.modules.state_entries import STATE_KEYS, columns_of, is_apart
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
-from lorakernels.reference import E4M3
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Handle, Numbers
 

@@ -10,11 +10,22 @@ from torch import nn
 
 from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
-from lorakernels.kernels.ladder import AROUND_LINEAR, implementations
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report_text import grouped
+from lorakernels.ops.choice import implementations
+from lorakernels.ops.hardware import Place
 from lorakernels.state.fp8 import FP8State
+
+OF_LINEAR = (  # the ops that a linear layer runs
+    "quantize_lora_down",
+    "fp8_linear_lora",
+    "quantize_grad",
+    "fp8_grad_input",
+    "lora_grad_a",
+    "transpose_fp8",
+    "amax_and_scale_update",
+)
 
 
 @dataclass(frozen=True)
@@ -127,14 +138,14 @@ class LoRAReport:
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
     device, state = module.lora_A.device, module.fp8_state
     fp8 = module.weight_scale_inv is not None
-    ladder = implementations(
-        "cuda" if device.type == "cuda" else "cpu",
-        capability_of(device) if device.type == "cuda" else None,
-        fp8=fp8,
-        sizes=(module.out_features, module.in_features),
-        split=state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
+    place = Place(
+        capability_of(device) if device.type == "cuda" else (0, 0),
+        (module.out_features, module.in_features),
+        fp8,
+        state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
     )
-    ladder = {op: taken for op, taken in ladder.items() if op not in AROUND_LINEAR}
+    chosen = implementations("cuda" if device.type == "cuda" else "cpu", place)
+    chosen = {op: taken for op, taken in chosen.items() if op in OF_LINEAR}
     return ModuleReport(
         path,
         "lora",
@@ -146,8 +157,8 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         module.scaling,
         module.lora_dropout,
         "e4m3" if fp8 else str(module.weight.dtype)[6:],
-        {op: impl for op, (impl, _) in ladder.items()},
-        {op: why for op, (_, why) in ladder.items()},
+        {op: impl for op, (impl, _) in chosen.items()},
+        {op: why for op, (_, why) in chosen.items()},
         _shares_x(module),
     )
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import reference
-from lorakernels.reference import E4M3
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, quantize_fp8, scale_of
 
 BYTES = (torch.uint8, E4M3)  # as which e4m3 values are stored and saved
 
@@ -23,11 +22,11 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.is_meta:
         return torch.empty_like(weight, dtype=torch.uint8), torch.empty(1, device="meta")
     weight = weight.detach()
-    amax = reference.amax_of(weight)
+    amax = amax_of(weight)
     if not bool(amax.isfinite().all()) or bool(weight.isnan().any()):
         raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
-    scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
-    return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+    scale = scale_of(amax, FP8_MAX[E4M3])
+    return quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
 
 
 def dequantize_weight(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dtype) -> Tensor:
