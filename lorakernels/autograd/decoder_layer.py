@@ -130,8 +130,8 @@ class _NormQKV(torch.autograd.Function):
 
         def operand() -> Scaled:
             if call.save == "full":
-                return saved["x8"], saved["x_scale_inv"]
-            return rms_norm(saved["h"], saved["norm"], call.eps), None
+                return Scaled(saved["x8"], saved["x_scale_inv"])
+            return Scaled(rms_norm(saved["h"], saved["norm"], call.eps))
 
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
@@ -225,9 +225,9 @@ class _Output(torch.autograd.Function):
         call, saved = ctx.call, kept(ctx)
 
         def operand() -> Scaled:
-            return (
-                (saved["x8"], saved["x_scale_inv"]) if ctx.full else (_joined(saved["out"]), None)
-            )
+            if ctx.full:
+                return Scaled(saved["x8"], saved["x_scale_inv"])
+            return Scaled(_joined(saved["out"]))
 
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
@@ -295,8 +295,8 @@ class _MLP(torch.autograd.Function):
 
         def operand() -> Scaled:
             if call.save == "full":
-                return saved["x8"], saved["x_scale_inv"]
-            return rms_norm(saved["h"], saved["norm"], call.eps), None
+                return Scaled(saved["x8"], saved["x_scale_inv"])
+            return Scaled(rms_norm(saved["h"], saved["norm"], call.eps))
 
         after, dbias_down = no_gradients(call.down)
         if last:

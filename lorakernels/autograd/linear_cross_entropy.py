@@ -83,8 +83,8 @@ class _FP8:
 
     def grad(self, dz: Tensor, out: Tensor) -> None:
         dz8, inv, _, _ = ops.quantize_grad(dz, None, self._scaling, _E5M2)
-        dz = Scaled(dz8, inv)
-        out.copy_(ops.fp8_grad_input(dz, _E5M2, self.weight, None, None, None, self.dtype))
+        quantized = Scaled(dz8, inv)
+        out.copy_(ops.fp8_grad_input(quantized, _E5M2, self.weight, None, None, None, self.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -19,8 +19,15 @@ from lorakernels import (
     PhiloxState,
     PhiloxStates,
     model_parallel_states,
-    reference,
 )
+from lorakernels.numerics.dropout import (
+    drawn_mask,
+    dropout_keep,
+    dropout_threshold,
+    keep_scale,
+    philox4x32_10,
+)
+from lorakernels.values import Dropout
 
 
 def test_the_reference_draws_csrcs_words(device):
@@ -30,7 +37,7 @@ def test_the_reference_draws_csrcs_words(device):
         (torch.tensor([[0] * 6, [0xFFFFFFFF] * 6, pi]), torch.randint(2**32, (61, 6)))
     )
     c0, c1, c2, c3, k0, k1 = inputs.to(device).unbind(1)
-    words = torch.stack(reference.philox4x32_10([c0, c1, c2, c3], (k0, k1)), dim=1)
+    words = torch.stack(philox4x32_10([c0, c1, c2, c3], (k0, k1)), dim=1)
     assert words.tolist() == [_C.philox4x32_10(v[:4], v[4:]) for v in inputs.tolist()]
 
 
@@ -44,9 +51,9 @@ def test_the_reference_draws_csrcs_words(device):
 )
 def test_a_window_is_that_part_of_the_full_mask(rows, cols, data, key, offset):
     slot = torch.tensor([key, offset])
-    full = reference.dropout_keep(slot, 0.4, 3, rows, cols)
+    full = dropout_keep(Dropout(slot, 0.4, 3), rows, cols)
     r0, c0 = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
-    part = reference.dropout_keep(slot, 0.4, 3, rows - r0, cols - c0, r0, c0)
+    part = dropout_keep(Dropout(slot, 0.4, 3, r0, c0), rows - r0, cols - c0)
     assert torch.equal(part, full[r0:, c0:])
 
 
@@ -61,14 +68,14 @@ def test_a_window_is_that_part_of_the_full_mask(rows, cols, data, key, offset):
 )
 def test_csrc_draws_the_same_mask(rows, cols, key, offset, site, p):
     slot = torch.tensor([key, offset])
-    expected = reference.dropout_keep(slot, p, site, rows, cols)
-    assert torch.equal(reference.drawn_mask(slot, p, site, rows, cols), expected)
+    expected = dropout_keep(Dropout(slot, p, site), rows, cols)
+    assert torch.equal(drawn_mask(Dropout(slot, p, site), rows, cols), expected)
 
 
 def test_probabilities_that_16_bits_round_away():
-    assert reference.dropout_threshold(0.0) == 0 and reference.keep_scale(0.0) == 1.0
-    assert reference.dropout_threshold(1e-6) == 0
-    assert reference.dropout_threshold(0.999999) == 65535
+    assert dropout_threshold(0.0) == 0 and keep_scale(0.0) == 1.0
+    assert dropout_threshold(1e-6) == 0
+    assert dropout_threshold(0.999999) == 65535
 
 
 def advanced(seed=5, steps=3):

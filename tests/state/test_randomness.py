@@ -20,8 +20,9 @@ from lorakernels import (
     PhiloxStates,
     apply_lora,
     model_parallel_states,
-    reference,
 )
+from lorakernels.numerics.dropout import drawn_mask, dropout_keep
+from lorakernels.values import Dropout
 
 # One call, one mask
 
@@ -217,7 +218,7 @@ def test_a_restored_run_draws_what_an_uninterrupted_one_does(make_state, device)
 
 # Sharded tensors
 
-DRAWS = [reference.dropout_keep, reference.drawn_mask]
+DRAWS = [dropout_keep, drawn_mask]
 SHARES = (13, 8, 30, 1)  # rows or columns of each rank: most boundaries are inside a group of 8
 
 
@@ -233,8 +234,8 @@ def test_shards_drawn_by_their_ranks_are_the_full_mask(draw, dim, device):
         slot = states["data-parallel-rng"].slot()
         shape, origin = list(size), [0, 0]
         shape[dim], origin[dim] = share, sum(SHARES[:rank])
-        shards.append(draw(slot, 0.4, 3, *shape, *origin))
-    assert torch.equal(torch.cat(shards, dim), reference.dropout_keep(slot, 0.4, 3, *size))
+        shards.append(draw(Dropout(slot, 0.4, 3, *origin), *shape))
+    assert torch.equal(torch.cat(shards, dim), dropout_keep(Dropout(slot, 0.4, 3), *size))
 
 
 # Graphs
