@@ -135,8 +135,8 @@ class _NormQKV(torch.autograd.Function):
 
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
-            tensors = adapters("", saved, call.to)
-            found = gradients(call.to, dqkv, None, operand, *tensors, saved["B"], ctx.wanted.needs)
+            tensors = adapters("", saved, call.to, saved["B"])
+            found = gradients(call.to, dqkv, None, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
         dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
         return (
@@ -232,7 +232,7 @@ class _Output(torch.autograd.Function):
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
             dy, tensors = flat(dh), adapters("", saved, call.to)
-            found = gradients(call.to, dy, None, operand, *tensors, None, ctx.wanted.needs)
+            found = gradients(call.to, dy, None, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dy, ctx.wanted.bias)
         dx = found.x
         if dx is not None:
@@ -301,14 +301,14 @@ class _MLP(torch.autograd.Function):
         after, dbias_down = no_gradients(call.down)
         if last:
             tensors = adapters("down_", saved, call.down)
-            after = gradients(call.down, dy, None, act, *tensors, None, last.needs)
+            after = gradients(call.down, dy, None, act, tensors, last.needs)
             dbias_down = bias_gradients(call.down, dy, last.bias)
         found, dbias = no_gradients(gate_up)
         if mine:
             d, d8 = _swiglu_backward(after.x, g_u, gate_up, any(mine.bias))
             after = after._replace(x=None)  # as large as act
-            tensors = adapters("", saved, gate_up)
-            found = gradients(gate_up, d, d8, operand, *tensors, saved["B"], mine.needs, dout.dtype)
+            tensors = adapters("", saved, gate_up, saved["B"])
+            found = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
             dbias = bias_gradients(gate_up, d, mine.bias)
         dx, dweight = rms_norm_backward(saved, found.x, dy, need[1])
         ours = (*found.A, *found.B, *dbias, *after.A, *after.B, *dbias_down)

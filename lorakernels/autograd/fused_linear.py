@@ -146,24 +146,36 @@ class Gradients(NamedTuple):
     B: list[Tensor | None]
 
 
+class Adapters(NamedTuple):
+    """What backward reads of n projections' adapters.
+
+    Attributes:
+        s: [M, ΣR], or None.
+        A, B: those of the projections that have one.
+        stacked_B: the second that `stack_B` returned in forward; None with one projection, whose B is its own.
+    """
+
+    s: Tensor | None
+    A: Sequence[Tensor]
+    B: Sequence[Tensor]
+    stacked_B: Tensor | None = None
+
+
 def gradients(
     to: Projections,
     dy: Tensor,
     dy8: Scaled | None,
     operand: Callable[[], Scaled],
-    s: Tensor | None,
-    lora_A: Sequence[Tensor],
-    lora_B: Sequence[Tensor],
-    stacked_B: Tensor | None,
+    adapters: Adapters,
     needs: Needs,
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Gradients of `project` from dy' [M, ΣN], its segments multiplied by `to.multiplier` already.
 
-    `stacked_B` is the second that `stack_B` returned in forward; without one, there is one projection and B is its own.
     `dy8` are its bytes and scale_inv where they are there already: dy may be empty then, unless there are adapters.
     `operand` makes x, or x8 and its scale_inv, for dA. dx is in `dtype`, or dy's.
     """
+    s, lora_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
     if dy8 is None or block is not None:

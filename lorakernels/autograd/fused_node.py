@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_linear import Gradients, Needs, Projections
+from lorakernels.autograd.fused_linear import Adapters, Gradients, Needs, Projections
 from lorakernels.values import Scaled
 
 Kept = dict[str, Any]
@@ -82,11 +82,13 @@ def weights(prefix: str, to: Projections, wanted: Wanted) -> Kept:
     return {f"{prefix}W{i}": w for i, w in enumerate(to.weights)} if wanted.needs.x else {}
 
 
-def adapters(prefix: str, saved: Kept, to: Projections) -> tuple[Any, list[Any], list[Any]]:
-    """(s, all A, all B) that `adapter_tensors` kept."""
+def adapters(
+    prefix: str, saved: Kept, to: Projections, stacked_B: Tensor | None = None
+) -> Adapters:
+    """What `adapter_tensors` kept."""
     numbers = range(to.adapters)
     a, b = ([saved[f"{prefix}{name}{i}"] for i in numbers] for name in "AB")
-    return saved[f"{prefix}s"], a, b
+    return Adapters(saved[f"{prefix}s"], a, b, stacked_B)
 
 
 def no_gradients(to: Projections) -> tuple[Gradients, list[Tensor | None]]:

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.config import DelayedScaling
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.ops.quantize_grad import hands_mask_over
 from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
@@ -68,6 +69,37 @@ class LoRASpec:
         return None if slot is None else Dropout(slot, self.p, self.site, self.row0, self.col0)
 
 
+class Call(NamedTuple):
+    """A `LoRASpec` and the tensors that it refers to.
+
+    Attributes:
+        spec: scaling, dropout probability and which columns of the FP8 state to use.
+        slot: int64 [2] random slot; None draws no mask (dropout off).
+        state_x, state_dy: `FP8State.forward` and `.backward`; None over a plain base.
+    """
+
+    spec: LoRASpec
+    slot: Tensor | None = None
+    state_x: Tensor | None = None
+    state_dy: Tensor | None = None
+
+    @property
+    def scaling_x(self) -> Scaling | None:
+        return self.spec.of_state(self.state_x)
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return self.spec.dropout(self.slot)
+
+
+class Adapter(NamedTuple):
+    """A [R, K], B [N, R], and s = D(x) Aᵀ [M, R] where it has been computed; all None without an adapter."""
+
+    A: Tensor | None = None
+    B: Tensor | None = None
+    s: Tensor | None = None
+
+
 class Needs(NamedTuple):
     """Which gradients to compute; `ds` is that of an s which others made."""
 
@@ -81,32 +113,26 @@ class Needs(NamedTuple):
 def save_for_gradients(
     ctx: Any,
     needs: Needs,
-    x8: Tensor,
-    x_scale_inv: Tensor | None,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None,
-    weight_t: Tensor | None,
+    x: Scaled,
+    weight: Weight,
     bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    s: Tensor | None,
-    slot: Tensor | None,
-    state_dy: Tensor | None,
-    spec: LoRASpec,
+    adapter: Adapter,
+    call: Call,
 ) -> None:
-    """Keep what `gradients` reads. Over a plain base x8 is x and `x_scale_inv` None."""
+    """Keep what `gradients` reads."""
+    lora_A, lora_B, s = adapter
     ctx.save_for_backward(
-        weight if needs.x else None,
-        weight_scale_inv if needs.x else None,
-        weight_t if needs.x else None,
+        weight.data if needs.x else None,
+        weight.scale_inv if needs.x else None,
+        weight.t if needs.x else None,
         lora_A if needs.x else None,
         lora_B if needs.x or needs.A or needs.B or needs.ds else None,
-        slot if needs.x or needs.A else None,
-        x8 if needs.A else None,
-        x_scale_inv if needs.A else None,
+        call.slot if needs.x or needs.A else None,
+        x.data if needs.A else None,
+        x.scale_inv if needs.A else None,
         s if needs.B else None,
     )
-    ctx.state_dy, ctx.spec = state_dy, spec
+    ctx.state_dy, ctx.spec = call.state_dy, call.spec
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
 
 
@@ -170,38 +196,31 @@ class _LoRALinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        weight_scale_inv: Tensor | None,
-        weight_t: Tensor | None,
         bias: Tensor | None,
         lora_A: Tensor | None,
         lora_B: Tensor | None,
-        slot: Tensor | None,
-        state_x: Tensor | None,
-        state_dy: Tensor | None,
-        spec: LoRASpec,
+        weight: Weight,
+        call: Call,
     ) -> Tensor:
-        x8, x_scale_inv, s = ops.quantize_lora_down(
-            x, lora_A, spec.of_state(state_x), spec.dropout(slot)
-        )
-        operand = Scaled(x) if state_x is None else Scaled(x8, x_scale_inv)
+        x8, x_scale_inv, s = ops.quantize_lora_down(x, lora_A, call.scaling_x, call.dropout)
+        operand = Scaled(x) if call.state_x is None else Scaled(x8, x_scale_inv)
+        spec = call.spec
         up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
-        frozen = Weight(weight, weight_scale_inv, weight_t)
-        y = ops.fp8_linear_lora(operand, frozen, bias, up, x.dtype, spec.split_fprop)
-        needs = _needs(ctx)
-        base = (*operand, weight, weight_scale_inv, weight_t, bias)
-        save_for_gradients(ctx, needs, *base, lora_A, lora_B, s, slot, state_dy, spec)
+        y = ops.fp8_linear_lora(operand, weight, bias, up, x.dtype, spec.split_fprop)
+        adapter = Adapter(lora_A, lora_B, s)
+        save_for_gradients(ctx, _needs(ctx), operand, weight, bias, adapter, call)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dA, dB, dbias, _ = gradients(ctx, _needs(ctx), dy.contiguous())
-        return dx, None, None, None, dbias, dA, dB, None, None, None, None
+        return dx, dbias, dA, dB, None, None
 
 
 def _needs(ctx: Any) -> Needs:
-    return Needs(*(ctx.needs_input_grad[i] for i in (0, 5, 6, 4)))
+    x, bias, lora_A, lora_B = ctx.needs_input_grad[:4]
+    return Needs(x, lora_A, lora_B, bias)
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:
@@ -219,30 +238,16 @@ def check_input(x: Tensor, weight: Tensor) -> None:
 
 
 def lora_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None = None,
-    bias: Tensor | None = None,
-    lora_A: Tensor | None = None,
-    lora_B: Tensor | None = None,
-    *,
-    spec: LoRASpec,
-    slot: Tensor | None = None,
-    weight_t: Tensor | None = None,
-    state_x: Tensor | None = None,
-    state_dy: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, adapter: Adapter, call: Call
 ) -> Tensor:
     """y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ, differentiable in x, bias, A and B; W is frozen.
 
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
-        weight: [N, K], e4m3 (or its bytes, uint8) with `weight_scale_inv` fp32 [1], or a plain dtype without.
+        weight: [N, K], e4m3 (or its bytes, uint8) with a scale_inv [1], or of a plain dtype without.
         bias: [N] or None.
-        lora_A, lora_B: [R, K] and [N, R], fp32, bf16 or fp16; both or neither.
-        spec: scaling, dropout probability and which columns of the FP8 state to use.
-        slot: int64 [2] random slot; None draws no mask (dropout off).
-        weight_t: [K, N] second copy of an FP8 weight's bytes, or None.
-        state_x, state_dy: `FP8State.forward` and `.backward`; None with a plain weight.
+        adapter: A and B, fp32, bf16 or fp16; both or neither.
+        call: the numbers of this call, its random slot and its FP8 state.
 
     Returns:
         [..., N] in x's dtype (the autocast dtype under autocast).
@@ -251,23 +256,16 @@ def lora_linear(
         TypeError: x is not fp32, bf16 or fp16.
         ValueError: x's last dimension is not K.
     """
-    check_input(x, weight)
+    check_input(x, weight.data)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
-    y = _LoRALinear.apply(
-        rows,
-        weight,
-        weight_scale_inv,
-        weight_t,
-        bias,
-        lora_A,
-        lora_B,
-        slot,
-        state_x,
-        state_dy,
-        spec,
-    )
-    return y.view(*x.shape[:-1], weight.shape[0])
+    y = _LoRALinear.apply(rows, bias, adapter.A, adapter.B, in_bytes(weight), call)
+    return y.view(*x.shape[:-1], weight.data.shape[0])
+
+
+def in_bytes(weight: Weight) -> Weight:
+    """With e4m3 data as uint8, as the ops take it."""
+    if weight.data.dtype == E4M3:
+        return weight._replace(data=weight.data.view(torch.uint8))
+    return weight

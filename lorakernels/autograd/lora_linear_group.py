@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, Needs, gradients, save_for_gradients
+from lorakernels.autograd.lora_linear import (
+    Adapter,
+    Call,
+    LoRASpec,
+    Needs,
+    gradients,
+    in_bytes,
+    save_for_gradients,
+)
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Scaled, Up, Weight
 
@@ -44,6 +52,10 @@ class SharedInput:
     slot: Tensor | None
     spec: LoRASpec
     spent: list[bool]
+
+    @property
+    def operand(self) -> Scaled:
+        return Scaled(self.rows) if self.x8 is None else Scaled(self.x8, self.x_scale_inv)
 
 
 class _StackedDown(torch.autograd.Function):
@@ -92,7 +104,7 @@ class _StackedDown(torch.autograd.Function):
 
 
 class _Projection(torch.autograd.Function):
-    """y of one projection from the shared x8 (`operand`; x itself over a plain base) and its s."""
+    """y of one projection from the shared x8 (x itself over a plain base) and its s."""
 
     @staticmethod
     def forward(
@@ -102,26 +114,19 @@ class _Projection(torch.autograd.Function):
         lora_B: Tensor | None,
         bias: Tensor | None,
         s: Tensor | None,
-        operand: Tensor,
-        x_scale_inv: Tensor | None,
-        weight: Tensor,
-        weight_scale_inv: Tensor | None,
-        weight_t: Tensor | None,
-        slot: Tensor | None,
-        state_dy: Tensor | None,
-        spec: LoRASpec,
-        dtype: torch.dtype,
+        shared: SharedInput,
+        weight: Weight,
+        call: Call,
     ) -> Tensor:
-        up = None if lora_B is None else Up(lora_B, s, spec.scaling)
-        frozen = Weight(weight, weight_scale_inv, weight_t)
+        up = None if lora_B is None else Up(lora_B, s, call.spec.scaling)
         y = ops.fp8_linear_lora(
-            Scaled(operand, x_scale_inv), frozen, bias, up, dtype, spec.split_fprop
+            shared.operand, weight, bias, up, shared.rows.dtype, call.spec.split_fprop
         )
-        parts = (operand, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
         needs = Needs(*ctx.needs_input_grad[:5])
-        save_for_gradients(ctx, needs, *parts, lora_A, lora_B, s, slot, state_dy, spec)
+        adapter = Adapter(lora_A, lora_B, s)
+        save_for_gradients(ctx, needs, shared.operand, weight, bias, adapter, call)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return y.view(*x.shape[:-1], weight.data.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -130,27 +135,19 @@ class _Projection(torch.autograd.Function):
         dx, *others = gradients(ctx, Needs(*ctx.needs_input_grad[:5]), dy)
         if dx is not None:
             dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
-        return (dx, *others) + (None,) * 9
+        return (dx, *others) + (None,) * 3
 
 
-def share_input(
-    x: Tensor,
-    lora_A: Mapping[int, Tensor],
-    *,
-    spec: LoRASpec,
-    slot: Tensor | None = None,
-    state_x: Tensor | None = None,
-) -> SharedInput:
-    """Read x once: x8, and s of the projections in `lora_A`, all with the one mask of `slot`.
+def share_input(x: Tensor, lora_A: Mapping[int, Tensor], call: Call) -> SharedInput:
+    """Read x once: x8, and s of the projections in `lora_A`, all with the one mask of `call.slot`.
 
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
         lora_A: {projection: [R, K]}; may be empty. Where the ranks sum to more than `quantize_lora_down` takes at
             once (MAX_RANK), x is read again for the rest.
-        spec: p, site, row0 and col0 of the mask; column and delayed of x in `state_x`.
-        slot: int64 [2] random slot; None draws no mask.
-        state_x: `FP8State.forward`; None with plain weights.
+        call: the mask's numbers and slot, and x's place in the FP8 state.
     """
+    spec, slot, state_x, _ = call
     with torch.no_grad():
         rows = x
         if torch.is_autocast_enabled(x.device.type):
@@ -203,47 +200,25 @@ def lora_projection(
     x: Tensor,
     shared: SharedInput,
     index: int,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None = None,
-    bias: Tensor | None = None,
-    lora_A: Tensor | None = None,
-    lora_B: Tensor | None = None,
-    *,
-    spec: LoRASpec,
-    slot: Tensor | None = None,
-    weight_t: Tensor | None = None,
-    state_dy: Tensor | None = None,
+    weight: Weight,
+    bias: Tensor | None,
+    adapter: Adapter,
+    call: Call,
 ) -> Tensor:
     """`lora_linear` of projection `index`, differentiable alike, over what `share_input(x, …)` made.
 
-    Its s is `shared.s[index]`; where it has none there, s is computed here, from `shared.rows`. `spec` and `slot`
-    hold the mask that its s was or will be drawn with, and the column of dy.
+    Its s is `shared.s[index]`; where it has none there, s is computed here, from `shared.rows`. `call` holds the mask
+    that its s was or will be drawn with, and the column of dy.
 
     Returns:
         [..., N] in the dtype of `shared.rows`.
     """
-    s = None
+    lora_A, lora_B, s = adapter
     if lora_A is not None:
         s = shared.s.get(index)
         if s is None:
-            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, spec.dropout(slot))[2]
+            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, call.dropout)[2]
         elif s.requires_grad:
             lora_A = lora_A.detach()  # its gradient takes the way through s
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
-    return _Projection.apply(
-        x,
-        lora_A,
-        lora_B,
-        bias,
-        s,
-        shared.rows if shared.x8 is None else shared.x8,
-        shared.x_scale_inv,
-        weight,
-        weight_scale_inv,
-        weight_t,
-        slot,
-        state_dy,
-        spec,
-        shared.rows.dtype,
-    )
+    y: Tensor = _Projection.apply(x, lora_A, lora_B, bias, s, shared, in_bytes(weight), call)
+    return y

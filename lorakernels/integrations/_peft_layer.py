@@ -17,12 +17,13 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from lorakernels.autograd import LoRASpec, lora_linear
+from lorakernels.autograd import Adapter, Call, LoRASpec, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.values import Weight
 
 FUSED = "lorakernels"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -135,7 +136,8 @@ class LoraKernelsLinear(PeftLinear):
         base = self.base_layer
         if isinstance(base, FrozenFP8Linear):
             return base._linear(x, lora_A, lora_B, spec, slot)
-        return lora_linear(x, base.weight, None, base.bias, lora_A, lora_B, spec=spec, slot=slot)
+        adapter, call = Adapter(lora_A, lora_B), Call(spec, slot)
+        return lora_linear(x, Weight(base.weight), base.bias, adapter, call)
 
     def _takes(self, x: Tensor) -> bool:
         """A plain base computes in its own dtype, as nn.Linear does; an FP8 one in x's."""

@@ -13,6 +13,8 @@ from torch.torch_version import TorchVersion
 
 from lorakernels import ops
 from lorakernels.autograd import (
+    Adapter,
+    Call,
     LoRASpec,
     check_input,
     compiled_linear,
@@ -25,6 +27,7 @@ from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weigh
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Handle, Numbers
+from lorakernels.values import Weight
 
 # The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
 # and `.to(dtype)` leaves them alone, but FSDP2 takes integer parameters only since pytorch#177844 (2.11 does
@@ -295,19 +298,10 @@ class FrozenFP8Linear(nn.Module):
         if state is not None:
             state.begin(x.device, self._column, self.training)
             spec = spec.following(state.recipe, self._column, self.training)
-        return lora_linear(
-            x,
-            self._stored,
-            self.weight_scale_inv,
-            self.bias,
-            lora_A,
-            lora_B,
-            spec=spec,
-            slot=slot,
-            weight_t=self.weight_t,
-            state_x=None if state is None else state.forward,
-            state_dy=None if state is None else state.backward,
-        )
+        weight = Weight(self._stored, self.weight_scale_inv, self.weight_t)
+        states = (None, None) if state is None else (state.forward, state.backward)
+        call = Call(spec, slot, *states)
+        return lora_linear(x, weight, self.bias, Adapter(lora_A, lora_B), call)
 
     def _compiled(
         self,

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import (
+    Adapter,
+    Call,
     LoRASpec,
     SharedInput,
     check_input,
@@ -29,6 +31,7 @@ from lorakernels.autograd import (
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.state.philox import draw_slot
+from lorakernels.values import Weight
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class LoRALinearGroup:
             p=owner.lora_dropout, site=owner.site, column=first._column, delayed=member.training
         )
         state_x = None if state is None else state.forward
-        return share_input(x, stack, spec=spec, slot=slot, state_x=state_x)
+        return share_input(x, stack, Call(spec, slot, state_x))
 
     def _check_stack(self, index: int, stack: Iterable[int], training: bool) -> None:
         """RuntimeError or ValueError where member `index` cannot do the down-projection of all in `stack`."""
@@ -239,20 +242,10 @@ class LoRALinearGroup:
         spec, state = LoRASpec(member.scaling, p, site), member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member._column, member.training)
-        return lora_projection(
-            x,
-            shared,
-            index,
-            member._stored,
-            member.weight_scale_inv,
-            member.bias,
-            member.lora_A if active else None,
-            member.lora_B if active else None,
-            spec=spec,
-            slot=slot,
-            weight_t=member.weight_t,
-            state_dy=None if state is None else state.backward,
-        )
+        weight = Weight(member._stored, member.weight_scale_inv, member.weight_t)
+        adapter = Adapter(member.lora_A, member.lora_B) if active else Adapter()
+        call = Call(spec, slot, state_dy=None if state is None else state.backward)
+        return lora_projection(x, shared, index, weight, member.bias, adapter, call)
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy take: the members, not what is kept of their input."""

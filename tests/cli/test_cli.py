@@ -31,7 +31,7 @@ def test_doctor_text_names_versions_ops_and_reasons(capsys: pytest.CaptureFixtur
     for part in (torch.__version__, "lorakernels._C", "PyTorch on the CPU"):
         assert part in text
     assert text.count("PyTorch on the CPU") == 1, "equal rows are one"
-    assert f"all {len(implementations("cpu"))} ops" in text
+    assert f"all {len(implementations('cpu'))} ops" in text
 
 
 def test_doctor_has_a_row_for_each_op_of_a_gpu() -> None:
