@@ -28,6 +28,7 @@ from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
 P = ParamSpec("P")
 R = TypeVar("R")
 _LIBRARY = torch.library.Library("lorakernels", "FRAGMENT")
+# Names of fields that the schema derives from the parameter's.
 _BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv", "t": "{}_t"}
 # What the flat arguments are where an optional value is None.
 _ABSENT: dict[type, tuple[Any, ...]] = {
@@ -136,14 +137,21 @@ def _function(
     return eval(source, {"target": target, **known})  # type: ignore[no-any-return]
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, tuple[type | None, bool]]:
-    """{parameter: (the value type that it has, if any; whether it may be None)}."""
+class _Parameter(NamedTuple):
+    """A parameter of an op: the value type that it has, if any, and whether it may be None."""
+
+    name: str
+    value: Any
+    optional: bool
+
+
+def _parameters(function: Callable[..., Any]) -> list[_Parameter]:
     hints = typing.get_type_hints(function)
-    found = {}
+    found = []
     for name in inspect.signature(function).parameters:
         kinds = _kinds(hints[name])
         value = next((kind for kind in kinds if hasattr(kind, "_fields")), None)
-        found[name] = (value, type(None) in kinds)
+        found.append(_Parameter(name, value, type(None) in kinds))
     return found
 
 
@@ -157,38 +165,32 @@ def _flat_name(parameter: str, field_name: str, names: dict[str, str]) -> str:
     return pattern.format(parameter)
 
 
-def _apart(
-    parameters: dict[str, tuple[type | None, bool]], flat: list[str], names: dict[str, str]
-) -> list[str]:
+def _apart(parameters: list[_Parameter], flat: list[str], names: dict[str, str]) -> list[str]:
     """For each flat argument the expression that takes it out of the parameters."""
     found = {}
-    for parameter, (kind, optional) in parameters.items():
+    for parameter, kind, optional in parameters:
         if kind is None:
             found[parameter] = parameter
             continue
-        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-        absent = _ABSENT[kind] if optional else (None,) * len(fields)
-        for name, value in zip(fields, absent, strict=True):
+        absent = _ABSENT[kind] if optional else (None,) * len(kind._fields)
+        for name, value in zip(kind._fields, absent, strict=True):
             taken = f"{parameter}.{name}"
-            chosen = f"({value!r} if {parameter} is None else {taken})" if optional else taken
-            found[_flat_name(parameter, name, names)] = chosen
+            given = f"({value!r} if {parameter} is None else {taken})" if optional else taken
+            found[_flat_name(parameter, name, names)] = given
     return [found[name] for name in flat]
 
 
-def _together(
-    parameters: dict[str, tuple[type | None, bool]], flat: list[str], names: dict[str, str]
-) -> list[str]:
+def _together(parameters: list[_Parameter], flat: list[str], names: dict[str, str]) -> list[str]:
     """For each parameter the expression that makes it of the flat arguments."""
     found = []
-    for parameter, (kind, optional) in parameters.items():
+    for parameter, kind, optional in parameters:
         if kind is None:
             found.append(parameter)
             continue
-        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-        known = {name: _flat_name(parameter, name, names) for name in fields}
-        given = [f"{name}={known[name]}" for name in fields if known[name] in flat]
-        made = f"{kind.__name__}({', '.join(given)})"
-        found.append(f"(None if {known[fields[0]]} is None else {made})" if optional else made)
+        known = {name: _flat_name(parameter, name, names) for name in kind._fields}
+        given = [f"{name}={argument}" for name, argument in known.items() if argument in flat]
+        made, first = f"{kind.__name__}({', '.join(given)})", known[kind._fields[0]]
+        found.append(f"(None if {first} is None else {made})" if optional else made)
     return found
 
 

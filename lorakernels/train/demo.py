@@ -158,6 +158,7 @@ def train_base(
     from lorakernels.train import job
     from lorakernels.train.byte_tokenizer import VOCABULARY
     from lorakernels.train.files import replace_dir
+    from lorakernels.train.loop import Trainer
     from lorakernels.train.model import pick_device, quiet_transformers
 
     transformers = quiet_transformers()
@@ -174,9 +175,8 @@ def train_base(
         **SHAPE,
     )
     model = transformers.LlamaForCausalLM(config).to(pick_device(options.device))
-    session = job.make_session(
-        model, options, rows, held, reporter, output / "base-metrics.jsonl", None
-    )
+    trainer = Trainer(model, options, rows, None)
+    session = job.make_session(trainer, held, reporter, output / "base-metrics.jsonl")
     session.run()
     with replace_dir(output / "base") as directory:
         model.save_pretrained(directory)

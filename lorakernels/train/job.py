@@ -156,7 +156,8 @@ def adapt(
         "fused": bool(fused),
     }
     metrics = output / "metrics.jsonl"
-    session = make_session(model, options, train, held, reporter, metrics, report, runtime, ranks)
+    trainer = Trainer(model, options, train, report.fp8_state, runtime, ranks)
+    session = make_session(trainer, held, reporter, metrics)
     beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
     files = AdapterFiles(model, directory, beside)
     checkpoints.adapter = files
@@ -290,22 +291,11 @@ def lora_config(options: FinetuneOptions, targets: str | list[str]) -> LoRAConfi
         raise OptionError(str(error)) from error
 
 
-def make_session(
-    model: Any,
-    options: FinetuneOptions,
-    train: PackedRows,
-    held: PackedRows,
-    reporter: Reporter,
-    metrics: Path,
-    report: LoRAReport | None,
-    runtime: Runtime | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
-) -> Session:
-    """A Session without checkpoints; ``report=None`` trains whatever parameters require gradients."""
-    fp8_state = None if report is None else report.fp8_state
-    trainer = Trainer(model, options, train, fp8_state, runtime, ranks)
-    device = trainer.device
-    peak = find_peak(device, next(model.parameters()).dtype, options.fp8)
+def make_session(trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path) -> Session:
+    """A Session without checkpoints."""
+    model: Any = trainer.model
+    options = trainer.options
+    peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
     tokens = trainer.rows_per_step * options.seq_len
     reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
     flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
