@@ -11,7 +11,9 @@ Two runs record equal calls. An address is recorded as the memory that it lies i
 is numbered when a call first names it. What was seen stays alive while calls are recorded, so that no address comes
 back as that of other memory.
 
-It knows nothing of streams, of the device's own thread, of `torch.compile`, or of what a kernel computes.
+Where there is no GPU, the extension checks the arguments of each launch itself and then finds that there is none.
+
+The harness knows nothing of streams, of the device's own thread, of `torch.compile`, or of what a kernel computes.
 """
 
 from __future__ import annotations
@@ -123,9 +125,23 @@ def _of_extension(recorded: Recorded) -> Iterator[tuple[str, Any]]:
     """What returns nothing and is not for the host is a launch. Sizes and the like are the extension's own."""
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef) and _is_launch(node):
-            yield node.name, recorded.extension(_signature(node), node.name)
+            checks = _checks(getattr(_C, node.name))
+            yield node.name, recorded.extension(node.name, _signature(node), checks)
     yield WORKSPACE, lambda rows, cols, rank, device: 4096 + rows * max(rank, 16)
     yield "build_info", _constant(_C.build_info() | {"cuda": True, "cuda_archs": "90a"})
+
+
+def _checks(launch: Callable[..., None]) -> Callable[..., None]:
+    """`launch` as far as it goes without a GPU: its checks of the arguments. With a GPU, nothing."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            launch(*args, **kwargs)
+        except RuntimeError as error:
+            if "CUDA" not in str(error):
+                raise
+
+    return _constant(None) if _C.cuda_runtime_info()["devices"] else run
 
 
 def _is_launch(node: ast.FunctionDef) -> bool:

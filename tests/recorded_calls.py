@@ -113,13 +113,16 @@ class Recorded:
             return {"base": self.plain(value.base), **_shapes(value)}
         return str(value)
 
-    def extension(self, signature: inspect.Signature, name: str) -> Callable[..., None]:
-        """What stands in for a launch of the extension."""
+    def extension(
+        self, name: str, signature: inspect.Signature, launch: Callable[..., None]
+    ) -> Callable[..., None]:
+        """What stands in for `launch`, a function of the extension."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             self.add("extension", name, bound.arguments)
+            launch(*args, **kwargs)
 
         return run
 

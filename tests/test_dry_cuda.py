@@ -87,8 +87,8 @@ def with_swap(name: str, pair: tuple[str, str]) -> mock._patch:
     """What a launcher of `name` does that takes two arguments for each other."""
     original = Recorded.extension
 
-    def swaps(recorder, signature, launched):
-        launch = original(recorder, signature, launched)
+    def swaps(recorder, launched, signature, checks):
+        launch = original(recorder, launched, signature, lambda *_, **__: None)
 
         def run(*args):
             given = signature.bind(*args).arguments
@@ -143,6 +143,17 @@ def test_memory_that_nobody_saw_is_refused() -> None:
             _C.transpose_fp8(1 << 40, x.data_ptr(), 8, 64, 0, 0)
         with pytest.raises(TypeError, match="missing a required argument: 'stream'"):
             _C.transpose_fp8(0, x.data_ptr(), 8, 64)
+
+
+@pytest.mark.skipif(bool(_C.cuda_runtime_info()["devices"]), reason="a GPU would run the kernel")
+def test_the_extension_checks_what_it_is_given() -> None:
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    where = (8, 64, 0, "bfloat16", "bfloat16", 0, 0, 0, 0, 0, 0, 0)
+    with dry_cuda() as recorded:
+        _C.quantize_lora_down(0, 0, 0, 0, 0, x.data_ptr(), 0, 0, *where)
+        with pytest.raises(ValueError, match="16-byte aligned"):
+            _C.quantize_lora_down(0, 0, 0, 0, 0, x.data_ptr() + 2, 0, 0, *where)
+    assert names(recorded.calls) == ["quantize_lora_down"] * 2
 
 
 def test_what_is_not_taken_goes_to_torch() -> None:
