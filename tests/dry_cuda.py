@@ -13,7 +13,7 @@ back as that of other memory.
 
 Where there is no GPU, the extension checks the arguments of each launch itself and then finds that there is none.
 
-The harness knows nothing of streams, of the device's own thread, of `torch.compile`, or of what a kernel computes.
+The harness knows nothing of streams, of the device's own thread, or of what a kernel computes.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _on_cpu(function: Callable[..., Any], *, clears: bool) -> Callable[..., Any]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         out = function(*map(_place, args), **{k: _place(v) for k, v in kwargs.items()})
-        if clears and _real["device"](out) == CPU and data_ptr(out):
+        if clears and type(out) is Tensor and _real["device"](out) == CPU and data_ptr(out):
             ctypes.memset(data_ptr(out), 0, out.untyped_storage().nbytes())
         return out
 

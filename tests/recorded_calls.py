@@ -82,13 +82,8 @@ class Recorded:
                 self.memory.labels.setdefault(begin, label)
 
     def add(self, kind: str, name: str, arguments: dict[str, Any]) -> None:
-        flat: dict[str, Any] = {}
-        for key, value in arguments.items():
-            if hasattr(value, "_fields"):  # a NamedTuple counts as its fields
-                flat |= {k: self.plain(v, f"{name}: {k}") for k, v in value._asdict().items()}
-            else:
-                flat[key] = self.plain(value, f"{name}: {key}")
-        self.calls.append(Call(kind, name, flat))
+        plain = {key: self.plain(value, f"{name}: {key}") for key, value in arguments.items()}
+        self.calls.append(Call(kind, name, plain))
 
     def plain(self, value: Any, where: str = "") -> Any:
         """As JSON can hold it, the same in every process.
@@ -100,6 +95,8 @@ class Recorded:
             begins = self.memory.see(value) and self.memory.at(data_ptr(value))
             dtype = str(value.dtype).removeprefix("torch.")
             return f"{begins or 0} {dtype}{list(value.shape)} by {list(value.stride())}"
+        if hasattr(value, "_fields"):  # a NamedTuple
+            return {k: self.plain(v, f"{where}.{k}") for k, v in value._asdict().items()}
         if isinstance(value, list | tuple):
             return [self.plain(v, where) for v in value]
         if isinstance(value, bool | str | float | None):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -188,3 +189,21 @@ def test_only_lorakernels_sees_a_gpu() -> None:
         assert state.device == torch.device("cuda", 0)
         assert torch.empty(3, device="cuda").tolist() == [0, 0, 0]
     assert state.device == torch.device("cpu") and "triton" in sys.modules
+
+
+def test_values_become_what_json_holds() -> None:
+    class Place(NamedTuple):
+        row: int
+        at: int
+
+    x = torch.tensor([1.0, 2.0])
+    with dry_cuda() as recorded:
+        recorded.name(x=x)
+        place = Place(3, x.data_ptr() + 4)
+        assert recorded.plain([place, (True, None), torch.float16]) == [
+            {"row": 3, "at": "x+4 =00000040"},
+            [True, None],
+            "torch.float16",
+        ]
+        assert recorded.plain(x[1:]) == "x+4 =00000040 float32[1] by [1]"
+        assert recorded.plain(x[:0]) == "0 float32[0] by [1]"
