@@ -7,6 +7,7 @@ import bisect
 import ctypes
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LEAST_ADDRESS = 1 << 40  # above every size and dropout site
 BACKENDS = ("flash", "mem_efficient", "cudnn", "math")  # of scaled_dot_product_attention
+PLACE = re.compile(r"(m\d+\+\d+) (.*)", re.DOTALL)  # in memory that nobody named
 attention = torch.nn.functional.scaled_dot_product_attention
 data_ptr = torch._C.TensorBase.data_ptr
 
@@ -152,3 +154,42 @@ class Recorded:
 def _shapes(descriptor: Any) -> dict[str, Any]:
     names = ("shape", "strides", "block_shape")
     return {name: list(getattr(descriptor, name)) for name in names}
+
+
+def differences(first: list[Call], second: list[Call]) -> list[str]:
+    """Where two records differ: in anything but where new memory lies.
+
+    Memory that nobody named may lie elsewhere, as where one block holds several results; but what was one place stays
+    one place, and two stay two, in all calls.
+    """
+    names = [[call.name for call in calls] for calls in (first, second)]
+    if names[0] != names[1]:
+        return [f"calls: {names[0]} != {names[1]}"]
+    found: list[str] = []
+    there: dict[str, str] = {}
+    back: dict[str, str] = {}
+    for number, (a, b) in enumerate(zip(first, second, strict=True)):
+        x, y = (dict(_leaves(call.arguments)) for call in (a, b))
+        if x.keys() != y.keys():
+            found.append(f"{number} {a.name}: {list(x)} != {list(y)}")
+            continue
+        wrong = [name for name in x if not _equal(x[name], y[name], there, back)]
+        found += [f"{number} {a.name}{name}: {x[name]} != {y[name]}" for name in wrong]
+    return found
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            yield from _leaves(part, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+def _equal(x: Any, y: Any, there: dict[str, str], back: dict[str, str]) -> bool:
+    places = [PLACE.fullmatch(v) if isinstance(v, str) else None for v in (x, y)]
+    if places[0] is None or places[1] is None:
+        return type(x) is type(y) and x == y
+    (a, a_rest), (b, b_rest) = (place.groups() for place in places if place)
+    return there.setdefault(a, b) == b and back.setdefault(b, a) == a and a_rest == b_rest

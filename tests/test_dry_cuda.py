@@ -14,7 +14,7 @@ from torch import Tensor
 from lorakernels import _C, DelayedScaling, FP8State, LoRAConfig, LoRALinear, device
 from tests.dry_cuda import CAPABILITY, STREAM, dry_cuda
 from tests.modules.fused_models import LINEARS, adapted, fused_copy, run, tokens
-from tests.recorded_calls import Call, Recorded
+from tests.recorded_calls import Call, Recorded, differences
 
 OPS = torch.ops.lorakernels
 
@@ -123,6 +123,42 @@ def test_swapped_outputs_are_seen_where_they_are_read() -> None:
     with with_swap("quantize_lora_down", ("x8", "s")):
         wrong = forward_and_backward(linear, x).calls
     assert right[:2] == wrong[:2] and right[2].arguments["x8"] == wrong[2].arguments["s"]
+    seen = [line.split(":")[0] for line in differences(right, wrong)]
+    assert seen[:2] == ["2 fp8_linear_lora.x8", "2 fp8_linear_lora.s"]
+
+
+def transposed_twice(count: int, swapped: bool = False, rows: int = 16) -> list[Call]:
+    """Two results of a launch each in `count` blocks of memory, and the first one's transpose."""
+    w, blocks = torch.ones(rows, 16), [torch.zeros(1024, dtype=torch.uint8) for _ in range(count)]
+    with dry_cuda() as recorded:
+        recorded.name(w=w)
+        a, b = blocks[0].data_ptr() + 64, blocks[-1].data_ptr() + 512
+        for out, source in (
+            (a, w.data_ptr()),
+            (b, w.data_ptr()),
+            (w.data_ptr(), b if swapped else a),
+        ):
+            _C.transpose_fp8(out, source, rows, 16, 0, 0)
+    return recorded.calls
+
+
+def test_results_in_one_block_are_no_difference() -> None:
+    apart, together = transposed_twice(2), transposed_twice(1)
+    assert apart != together and differences(apart, together) == []
+    assert differences(apart, transposed_twice(1, swapped=True)) == [
+        "2 transpose_fp8.in_: m0+64 =00000000 != m0+512 =00000000"
+    ]
+    assert [line.split(" != ")[1] for line in differences(apart, transposed_twice(1, rows=15))] == [
+        "15"
+    ] * 3
+    assert len(differences(apart, apart[:2])) == 1
+
+
+def test_two_places_that_became_one_are_a_difference() -> None:
+    apart = transposed_twice(2)
+    one = [Call(c.kind, c.name, {**c.arguments}) for c in apart]
+    one[1].arguments["out"] = one[0].arguments["out"]
+    assert len(differences(apart, one)) == len(differences(one, apart)) == 1
 
 
 def test_a_copy_with_other_values_is_seen() -> None:
