@@ -15,17 +15,6 @@ CaptureMode mode_of(const std::string& name) {
                               "\"");
 }
 
-const char* status_name(CaptureStatus status) {
-  switch (status) {
-    case CaptureStatus::kNone:
-      return "none";
-    case CaptureStatus::kActive:
-      return "active";
-    default:
-      return "invalidated";
-  }
-}
-
 py::list census(const Graph& graph) {
   py::list result;
   for (const NodeCount& entry : graph.census()) result.append(py::make_tuple(entry.type, entry.name, entry.count));
@@ -77,10 +66,7 @@ void register_graph(py::module_& m) {
       .def("census", &census)
       .def("programmatic_edges", &Graph::programmatic_edges)
       .def("write_dot", &Graph::write_dot, py::arg("path"))
-      .def("drop_template", &Graph::drop_template)
-      .def("destroy", &Graph::destroy)
-      .def_property_readonly("has_template", &Graph::has_template)
-      .def_property_readonly("instantiated", &Graph::instantiated);
+      .def("destroy", &Graph::destroy);
   m.def(
       "graph_begin_capture", [](uintptr_t stream, const std::string& mode) { begin_capture(stream, mode_of(mode)); },
       py::arg("stream"), py::arg("mode"));
@@ -88,8 +74,6 @@ void register_graph(py::module_& m) {
       "graph_end_capture", [](uintptr_t stream) { return std::make_shared<Graph>(end_capture(stream)); },
       py::arg("stream"));
   m.def("graph_abort_capture", &abort_capture, py::arg("stream"));
-  m.def(
-      "graph_capture_status", [](uintptr_t stream) { return status_name(capture_status(stream)); }, py::arg("stream"));
 }
 
 }  // namespace lorakernels

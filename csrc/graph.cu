@@ -145,7 +145,7 @@ void Graph::launch(uintptr_t stream) const {
 
 std::string Graph::update(Graph& other) {
   if (exec_ == nullptr) throw std::runtime_error("Graph.update: it is not instantiated");
-  if (graph_ == nullptr) throw std::runtime_error("Graph.update: the captured graph was dropped");
+  if (graph_ == nullptr) throw std::runtime_error("Graph.update: it has no captured graph");
   if (other.graph_ == nullptr) throw std::runtime_error("Graph.update: the other has no captured graph");
   cudaGraphExecUpdateResultInfo info{};
   const cudaError_t code = cudaGraphExecUpdate(as_exec(exec_), as_graph(other.graph_), &info);
@@ -163,7 +163,7 @@ std::string Graph::update(Graph& other) {
 }
 
 std::vector<NodeCount> Graph::census() const {
-  if (graph_ == nullptr) throw std::runtime_error("Graph.census: the captured graph was dropped");
+  if (graph_ == nullptr) throw std::runtime_error("Graph.census: it has no captured graph");
   size_t size = 0;
   CHECK(cudaGraphGetNodes(as_graph(graph_), nullptr, &size));
   std::vector<cudaGraphNode_t> nodes(size);
@@ -176,7 +176,7 @@ std::vector<NodeCount> Graph::census() const {
 }
 
 int64_t Graph::programmatic_edges() const {
-  if (graph_ == nullptr) throw std::runtime_error("Graph.programmatic_edges: the captured graph was dropped");
+  if (graph_ == nullptr) throw std::runtime_error("Graph.programmatic_edges: it has no captured graph");
 #if CUDART_VERSION >= 13000
   size_t size = 0;
   CHECK(cudaGraphGetEdges(as_graph(graph_), nullptr, nullptr, nullptr, &size));
@@ -192,15 +192,8 @@ int64_t Graph::programmatic_edges() const {
 }
 
 void Graph::write_dot(const std::string& path) const {
-  if (graph_ == nullptr) throw std::runtime_error("Graph.write_dot: the captured graph was dropped");
+  if (graph_ == nullptr) throw std::runtime_error("Graph.write_dot: it has no captured graph");
   CHECK(cudaGraphDebugDotPrint(as_graph(graph_), path.c_str(), cudaGraphDebugDotFlagsVerbose));
-}
-
-void Graph::drop_template() {
-  if (graph_ == nullptr) return;
-  const cudaGraph_t graph = as_graph(graph_);
-  graph_ = nullptr;
-  CHECK(cudaGraphDestroy(graph));
 }
 
 void Graph::destroy() noexcept {
@@ -234,13 +227,6 @@ bool abort_capture(uintptr_t stream) noexcept {
   }
   cudaGetLastError();
   return underway;
-}
-
-CaptureStatus capture_status(uintptr_t stream) {
-  cudaStreamCaptureStatus status;
-  CHECK(cudaStreamIsCapturing(as_stream(stream), &status));
-  if (status == cudaStreamCaptureStatusActive) return CaptureStatus::kActive;
-  return status == cudaStreamCaptureStatusNone ? CaptureStatus::kNone : CaptureStatus::kInvalidated;
 }
 
 }  // namespace lorakernels

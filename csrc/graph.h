@@ -10,7 +10,6 @@
 namespace lorakernels {
 
 enum class CaptureMode { kThreadLocal, kRelaxed };
-enum class CaptureStatus { kNone, kActive, kInvalidated };
 
 // Nodes of one kind: type "kernel", "memcpy", "memset", "host", ...; `name` is the kernel's mangled name or the copy's
 // direction, empty for the others.
@@ -38,14 +37,10 @@ class Graph {
   std::vector<NodeCount> census() const;
   int64_t programmatic_edges() const;  // -1 where the CUDA that this was built with does not tell
   void write_dot(const std::string& path) const;
-  // The template is what census, write_dot and update read; launch does not need it.
-  void drop_template();
   void destroy() noexcept;
-  bool has_template() const { return graph_ != nullptr; }
-  bool instantiated() const { return exec_ != nullptr; }
 
  private:
-  void* graph_ = nullptr;  // cudaGraph_t
+  void* graph_ = nullptr;  // cudaGraph_t: what census, programmatic_edges, write_dot and update read
   void* exec_ = nullptr;   // cudaGraphExec_t
 };
 
@@ -54,6 +49,5 @@ void begin_capture(uintptr_t stream, CaptureMode mode);
 void* end_capture(uintptr_t stream);
 // Ends a capture that may be under way or invalid, and clears CUDA's last error. Never throws.
 bool abort_capture(uintptr_t stream) noexcept;
-CaptureStatus capture_status(uintptr_t stream);
 
 }  // namespace lorakernels

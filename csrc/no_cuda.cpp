@@ -66,12 +66,10 @@ std::string Graph::update(Graph&) { not_compiled("Graph.update"); }
 std::vector<NodeCount> Graph::census() const { not_compiled("Graph.census"); }
 int64_t Graph::programmatic_edges() const { not_compiled("Graph.programmatic_edges"); }
 void Graph::write_dot(const std::string&) const { not_compiled("Graph.write_dot"); }
-void Graph::drop_template() { not_compiled("Graph.drop_template"); }
 void Graph::destroy() noexcept {}
 void begin_capture(uintptr_t, CaptureMode) { not_compiled("graph_begin_capture"); }
 void* end_capture(uintptr_t) { not_compiled("graph_end_capture"); }
 bool abort_capture(uintptr_t) noexcept { return false; }
-CaptureStatus capture_status(uintptr_t) { not_compiled("graph_capture_status"); }
 
 CudaRuntimeInfo cuda_runtime_info() {
   CudaRuntimeInfo info;
