@@ -2,6 +2,7 @@
 // For .cu files only: the warpgroup of fp8_gemm_kernel.h that brings what the others multiply.
 #pragma once
 
+#include "cp_async.h"
 #include "fp8_gemm_tiles.h"
 #include "pairs.h"
 
@@ -176,7 +177,7 @@ struct Helper {
               params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
             }
           }
-          wait_for_copies();
+          wait_for_all_copies();
           fence_for_async();
           arrive(extras.full);
         }

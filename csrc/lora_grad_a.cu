@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_fp8.h>
 
+#include "cp_async.h"
 #include "draws.h"
 #include "launch.h"
 #include "lora_grad_a.h"
@@ -99,8 +100,7 @@ struct Ring {
   static __device__ uint32_t copied_piece() { return threadIdx.x % kPieces; }
   __device__ void copy(int stage, int copy, const uint8_t* source, bool inside) const {
     if (kRows * kPieces % 32 != 0 && copied_row(copy) >= kRows) return;
-    copy_async(reinterpret_cast<uint4*>(base + stage * kStageBytes + offset(copied_row(copy), copied_piece())), source,
-               inside);
+    copy_async(shared_address(base + stage * kStageBytes + offset(copied_row(copy), copied_piece())), source, inside);
   }
 
   __device__ void load(int stage, uint32_t row, uint32_t (&words)[kBytes / 4]) const {
@@ -133,7 +133,7 @@ struct RingBits {
   static __device__ uint32_t copied_row() { return threadIdx.x % 32; }
   __device__ void copy(int stage, const uint32_t* source, bool inside) const {
     if (copied_row() >= kRows) return;
-    copy_async(reinterpret_cast<uint2*>(base + (stage * kRows + copied_row()) * 2), source, inside);
+    copy_async<8>(shared_address(base + (stage * kRows + copied_row()) * 2), source, inside);
   }
 
   __device__ uint32_t word(int stage, uint32_t row) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: a warp's tensor core product, and copies to shared memory that each thread waits for by itself.
+// For .cu files only: a warp's tensor core product.
 #pragma once
 
 #include <cstdint>
@@ -36,24 +36,6 @@ __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, u
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(b0));
   }
-}
-
-// sizeof(Bytes) bytes, 4, 8 or 16, from global to shared memory, zeros where they are not inside.
-template <typename Bytes>
-__device__ __forceinline__ void copy_async(Bytes* target, const void* source, bool inside) {
-  constexpr int kBytes = sizeof(Bytes);
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(inside ? 16 : 0));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(source), "r"(inside ? kBytes : 0),
-                 "n"(kBytes));
-  }
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
 }
 
 }  // namespace lorakernels

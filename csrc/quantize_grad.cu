@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDraws>, 1)
         sync_threads<kDraws>();
         load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
       }
-      wait_for_copies();
+      wait_for_all_copies();
       fence_for_async();
       sync_threads<kDraws>();
       ahead.advance();

@@ -4,6 +4,7 @@
 
 #include <cuda_fp8.h>
 
+#include "cp_async.h"
 #include "factor.h"
 #include "pairs.h"
 #include "quantize_grad.h"

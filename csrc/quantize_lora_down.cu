@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "build_info.h"
+#include "cp_async.h"
 #include "launch.h"
 #include "mma_sync.h"
 #include "quantize_lora_down.h"
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kRankTiles > 4 ? 1 : 2)
         const uint32_t row = ahead.row + i / 2 * 8 + in_row, col = ahead.col + i % 2 * 32 + in_col;
         const bool inside = row < rows && col < slice_end;
         const int64_t at = inside ? static_cast<int64_t>(row) * cols + col : 0;
-        copy_async(ring + (stage * 4 + i) * kThreads, static_cast<const T*>(params.x) + at, inside);
+        copy_async(shared_address(ring + (stage * 4 + i) * kThreads), static_cast<const T*>(params.x) + at, inside);
       }
       ahead.advance(slice_start, slice_end, row_step);
     }
