@@ -3,17 +3,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "amax.h"
-#include "amax_and_scale_update.h"
-#include "bias_dropout_add.h"
-#include "cuda_runtime_info.h"
-#include "dropout_mask.h"
-#include "fp8_gemm.h"
-#include "graph.h"
-#include "lora_grad_a.h"
-#include "quantize_grad.h"
-#include "quantize_lora_down.h"
-#include "transpose_fp8.h"
+#include "graphs/graph.h"
+#include "host/cuda_runtime_info.h"
+#include "ops/amax/params.h"
+#include "ops/amax_and_scale_update/params.h"
+#include "ops/bias_dropout_add/params.h"
+#include "ops/dropout_mask/params.h"
+#include "ops/fp8_gemm/params.h"
+#include "ops/lora_grad_a/params.h"
+#include "ops/quantize_grad/params.h"
+#include "ops/quantize_lora_down/params.h"
+#include "ops/transpose_fp8/params.h"
 
 namespace lorakernels {
 namespace {

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: the adapter's matrices, of any of the three types and any rank, on their way to shared memory.
+#pragma once
+
+#include <type_traits>
+
+#include "device/pairs.h"
+#include "host/float_type.h"
+
+namespace lorakernels {
+
+__device__ __forceinline__ float element(const void* source, int64_t at, FloatType dtype) {
+  switch (dtype) {
+    case FloatType::kFloat32:
+      return static_cast<const float*>(source)[at];
+    case FloatType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(source)[at]);
+    default:
+      return __half2float(static_cast<const __half*>(source)[at]);
+  }
+}
+
+// A matrix in device memory, rows of `rank` numbers, each `pitch` numbers behind the one before; or none, which reads
+// as zeros.
+struct FactorSource {
+  const void* data;
+  int64_t rows;
+  int rank, pitch;
+  FloatType dtype;
+  bool in_chunks;  // every 8 numbers of a row are there and aligned
+
+  __device__ FactorSource(const void* data, int64_t rows, int64_t rank, int64_t pitch, FloatType dtype)
+      : data(data),
+        rows(data == nullptr ? 0 : rows),
+        rank(static_cast<int>(rank)),
+        pitch(static_cast<int>(pitch)),
+        dtype(dtype),
+        in_chunks((rank | pitch) % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
+
+  __device__ bool has(int64_t row, int chunk) const { return row < rows && chunk * 8 < rank; }
+  __device__ const void* chunk_at(int64_t row, int chunk) const {
+    return static_cast<const uint16_t*>(data) + (row * pitch + chunk * 8) * (dtype == FloatType::kFloat32 ? 2 : 1);
+  }
+
+  // Columns 8 chunk .. 8 chunk + 7, rounded to T; zeros where there are none.
+  template <typename T>
+  __device__ uint4 rounded(int64_t row, int chunk) const {
+    constexpr FloatType kOwn = std::is_same_v<T, __half> ? FloatType::kFloat16 : FloatType::kBFloat16;
+    float value[8] = {};
+    if (has(row, chunk)) {
+      if (in_chunks && dtype == kOwn) return *static_cast<const uint4*>(chunk_at(row, chunk));
+      if (in_chunks && dtype == FloatType::kFloat32) {
+        const auto from = static_cast<const float4*>(chunk_at(row, chunk));
+        const float4 low = from[0], high = from[1];
+        value[0] = low.x, value[1] = low.y, value[2] = low.z, value[3] = low.w;
+        value[4] = high.x, value[5] = high.y, value[6] = high.z, value[7] = high.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (chunk * 8 + i < rank) value[i] = element(data, row * pitch + chunk * 8 + i, dtype);
+        }
+      }
+    }
+    return make_uint4(packed<T>(value[0], value[1]), packed<T>(value[2], value[3]), packed<T>(value[4], value[5]),
+                      packed<T>(value[6], value[7]));
+  }
+};
+
+}  // namespace lorakernels

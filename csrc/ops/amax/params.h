@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The FP8 scale of a 16-bit tensor, known only on the device: the state's, or, where there is none yet (or in eval),
+// the one that the tensor's own amax gives. A kernel in front of the quantizing one takes that amax if it is needed and
+// returns at once if not; the quantizing kernel asks scale_to_use().
+//
+// An amax is the largest bit pattern of the magnitudes, as an unsigned integer: inf is above every number, NaN above
+// inf.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "device/platform.h"
+#include "host/float_type.h"
+
+namespace lorakernels {
+
+struct ScaleSource {
+  const float* kept;   // the state's scale, taken if it is > 0; null in eval
+  uint32_t* partials;  // [kPartials] scratch: amaxes of parts of the tensor, as bits of fp32; written only if needed
+  float fp8_max;
+
+  // Two blocks to each of 132 multiprocessors; one number per block.
+  static constexpr int kPartials = 264;
+};
+
+// Of an amax (reference.scale_of): 1 where it is 0, inf or NaN, FLT_MAX where the quotient overflows.
+LORAKERNELS_HD float scale_of_amax(float amax, float fp8_max) {
+  if (!(amax > 0.0f && amax <= FLT_MAX)) return 1.0f;
+  const float scale = fp8_max / amax;
+  return scale <= FLT_MAX ? scale : FLT_MAX;
+}
+
+// x: count elements of bf16 or fp16 without gaps, a multiple of 8, 16-byte aligned. Lets a kernel behind it that was
+// launched with programmatic stream serialization start at once. device: CUDA ordinal, or -1 for the current one.
+void launch_amax_if_unset(const ScaleSource& source, const void* x, int64_t count, FloatType dtype, void* stream,
+                          int device);
+
+#ifdef __CUDACC__
+
+// Two 16-bit elements' magnitudes against the largest so far of each half.
+__device__ __forceinline__ uint32_t max_magnitude(uint32_t most, uint32_t word) {
+  return __vmaxu2(most, word & 0x7FFF7FFFu);
+}
+
+// Of the warp: the larger half of any lane's `most`.
+__device__ __forceinline__ uint32_t warp_max_magnitude(uint32_t most) {
+  return __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFFu, most >> 16));
+}
+
+// Called by every thread of a block, at least one warp, in the kernel behind launch_amax_if_unset.
+__device__ __forceinline__ float scale_to_use(const ScaleSource& source) {
+  const float kept = source.kept == nullptr ? 0.0f : *source.kept;
+  if (kept > 0.0f) return kept;
+  uint32_t amax = 0;
+  for (int i = threadIdx.x % 32; i < ScaleSource::kPartials; i += 32) amax = max(amax, __ldcg(source.partials + i));
+  return scale_of_amax(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, amax)), source.fp8_max);
+}
+
+#endif
+
+}  // namespace lorakernels

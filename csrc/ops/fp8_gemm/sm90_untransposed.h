@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: a warpgroup of sm90_kernel.h that multiplies, adds up and stores dxᵀ = W8ᵀ dy8ᵀ + ….
+//
+// wgmma reads FP8 from shared memory only along the contraction, and W8's rows run across it. But what it takes from
+// registers may come from anywhere: ldmatrix turns pairs of bytes, which leaves two rows of W8ᵀ in a word's even and
+// odd bytes, and a byte permutation parts them. So a warp's rows come in the order 0, 2, …, 14, 1, 3, …, 15 of its 16
+// columns of dx, and a thread's two rows are neighbours there.
+#pragma once
+
+#include "ops/fp8_gemm/sm90_multiply.h"
+
+namespace lorakernels {
+namespace {
+
+// Four matrices of 8 × 8 pairs of bytes, turned; lane l gives the address of row l % 8 of matrix l / 8, and gets in
+// word i the pairs l / 4 of rows 2 (l % 4) and the next of matrix i.
+__device__ __forceinline__ void load_turned(uint32_t (&word)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(address)
+               : "memory");
+}
+
+template <typename T, bool kE5M2, typename Tile, int kRankStep>
+struct TurnedConsumer {
+  using RowsOfU = SwizzledRows<kRankStep * 2>;
+  static constexpr int kSums = kBlockRows * Tile::kRows / 128, kBoxOfGroup = Tile::kRows * kBlockRows * 2;
+  const Fp8GemmParams& params;
+  uint32_t base;
+  int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);  // has 64 columns of the tile
+  int lane = threadIdx.x % 32;
+  float sum[kSums];
+  float part[kSums];  // of 128 along depth; later (ds A)ᵀ, and what is stored
+
+  __device__ TurnedConsumer(const Fp8GemmParams& params, uint32_t base) : params(params), base(base) {}
+
+  static __device__ int warp() { return threadIdx.x / 32 % 4; }
+  __device__ uint32_t box() const { return base + Tile::kOffsetOut + group * kBoxOfGroup; }
+  __device__ void meet_group() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+
+  // Of the 32 × 16 bytes of W8 that become a warp's operand, the row that this lane tells ldmatrix: matrices 0 and 1
+  // share 16 rows, 2 and 3 the next. A thread gets rows 4 q to 4 q + 3, q = lane % 4, two from each matrix; which two
+  // depends on q so that the rows of a matrix lie in different banks.
+  __device__ uint32_t row_to_load() const {
+    const int row = lane % 8, matrix = lane / 8;
+    return matrix / 2 * 16 + row / 2 * 4 + row % 2 + (matrix % 2 != row / 4 ? 2 : 0);
+  }
+
+  // part = 128 along depth, from W8's tile at `from`, dy8's at `tile`. even: the bytes of two words that are of even
+  // columns, those of the first rows first. Half of it multiplies while the other half is turned.
+  __device__ void multiply(uint32_t from, uint32_t tile, uint32_t even) {
+    const uint64_t b = Rows::descriptor(tile);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) load_turned(a[i], from + (2 * half + i) * (32 * kStepDepth));
+#pragma unroll
+      for (auto& word : a) {
+        const uint32_t pair[4] = {word[0], word[1], word[2], word[3]};
+        word[0] = __byte_perm(pair[0], pair[1], even), word[1] = __byte_perm(pair[0], pair[1], even + 0x1111);
+        word[2] = __byte_perm(pair[2], pair[3], even), word[3] = __byte_perm(pair[2], pair[3], even + 0x1111);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) wgmma_fp8<kE5M2>(part, a[i], moved(b, (2 * half + i) * 32), half + i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait();
+    settle(part);
+  }
+
+  __device__ void sum_up(TileRing<Tile::kStages, Tile::kStageBytes>& ring) {
+    const uint32_t from = Tile::kBytesLeft + Rows::offset(row_to_load(), group * 4 + warp());
+    uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064;
+    asm volatile("" : "+r"(even));  // in a register, not computed again in the loop
+    clear(part), clear(sum);
+#pragma unroll 1
+    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
+      wait_for(ring.full(), ring.round);
+      multiply(ring.tile() + from, ring.tile(), even);
+      __syncwarp();
+      if (lane == 0) arrive(ring.empty());
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sum[i] += part[i];
+    }
+  }
+
+  // part = (ds A)ᵀ.
+  __device__ void multiply_factors(Extras<Tile, kRankStep>& extras) {
+    clear(part);
+    const uint64_t v = Rows::descriptor(base + Tile::kOffsetV + group * (kRankStep * 128));
+    const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU);
+#pragma unroll 1
+    for (int step = 0; step < extras.steps; ++step) {
+      wait_for(extras.full, extras.round);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kRankStep / 16; ++i) {
+        wgmma<T, 1, 0>(part, moved(v, i * (16 * 128)), moved(u, i * 32), step > 0 || i > 0);
+      }
+      wgmma_commit();
+      wgmma_wait();
+      settle(part);
+      if (step + 1 < extras.steps) arrive(extras.empty), extras.advance();
+    }
+  }
+
+  // part = scale · sum + factor · keep ⊙ part.
+  __device__ void add_masked(float scale) {
+    const int pair = lane / 4, first = group * kBlockRows + warp() * 16;
+    const uint32_t from = base + Tile::kOffsetMask + first / 32 * 4 + lane % 4 * 2 * Tile::kMaskBytes;
+    const uint32_t even = dropped_shift(first / 8 % 4 + pair / 4) + pair % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Tile::kRows / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t mask = 0;
+        if (params.dropout.threshold > 0) {
+          asm volatile("ld.shared.b32 %0, [%1];" : "=r"(mask) : "r"(from + (8 * j + i) * Tile::kMaskBytes) : "memory");
+          mask >>= even;
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int at = 4 * j + 2 * odd + i;
+          const float scaled = sum[at] * scale;
+          part[at] = mask & (1u << (16 * odd)) ? scaled : scaled + part[at] * params.factor;
+        }
+      }
+    }
+  }
+
+  // The tile's rows, 64 columns, rounded; a thread has two columns beside each other.
+  __device__ void store(const CUtensorMap& out, int row, int col) const {
+    const bool stores = threadIdx.x % 128 == 0;
+    if (stores) wait_for_stores_to_read();
+    meet_group();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t to = box() + Rows::offset(lane % 4 * 2 + i, warp() * 2 + lane / 16) + lane / 4 % 4 * 4;
+#pragma unroll
+      for (int j = 0; j < Tile::kRows / 8; ++j) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + j * (8 * 128)),
+                     "r"(packed<T>(part[4 * j + i], part[4 * j + 2 + i]))
+                     : "memory");
+      }
+    }
+    fence_for_async();
+    meet_group();
+    if (stores) {
+      store_box(out, col, row, box());
+      commit_stores();
+    }
+  }
+
+  __device__ void work(const CUtensorMap& out, const CUtensorMap&, Extras<Tile, kRankStep> extras) {
+    const float scale = *params.left_scale_inv * *params.right_scale_inv;
+    TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+    for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
+      sum_up(ring);
+      if (params.rank > 0) {
+        multiply_factors(extras);
+        add_masked(scale);
+        arrive(extras.empty), extras.advance();
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) part[i] = sum[i] * scale;
+      }
+      store(out, tiles.row(), tiles.col() + group * kBlockRows);
+    }
+    if (threadIdx.x % 128 == 0) wait_for_stores_to_read();
+  }
+};
+
+}  // namespace
+}  // namespace lorakernels

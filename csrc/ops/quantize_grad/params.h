@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// In one read of dy [rows, cols]:
+//   dy8 = sat(dy · scale)   amax = max |dy|   ds = scaling · dy B   dB = scaling · dyᵀ s
+// B [cols, rank] rounded to dy's dtype, s and ds [rows, rank] of it. Projections that stand side by side in dy have B
+// one below the other and their columns of s and ds side by side:
+//   ds[:, window i] = scaling · dy[:, cols i] B[cols i]   dB[cols i] = scaling · dy[:, cols i]ᵀ s[:, window i]
+// Products run on the tensor cores with fp32 accumulation. Each block sums its share into a workspace, and a second
+// kernel adds the shares up in an order that depends on the shape alone, scales and rounds once. Memory bounds all
+// that, so that a mask can be drawn beside, which lora_grad_a and fp8_grad_input then read. For sm_90a.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "device/dropout.h"
+#include "host/float_type.h"
+#include "ops/amax/params.h"
+
+namespace lorakernels {
+
+// Whose each column of dy is: projections side by side, or one that has all columns.
+struct QuantizeGradProjections {
+  static constexpr int kMost = 4;
+  static constexpr int kMultiple = 128;  // of columns, but of the last projection
+
+  int count;
+  int end[kMost];     // of the columns; the last's for those that are not there
+  int window[kMost];  // first column in s and ds; -1 without an adapter
+  int64_t pitch;      // columns of s and ds: those of all windows
+
+  // widths_and_ranks: columns, and rank or 0, of each of 1 to kMost.
+  explicit QuantizeGradProjections(const std::vector<std::pair<int64_t, int64_t>>& widths_and_ranks)
+      : count(static_cast<int>(widths_and_ranks.size())), pitch(0) {
+    int64_t columns = 0;
+    for (int i = 0; i < kMost; ++i) {
+      window[i] = -1;
+      if (i < count) {
+        const auto [width, rank] = widths_and_ranks[i];
+        columns += width;
+        if (rank > 0) window[i] = static_cast<int>(pitch);
+        pitch += rank;
+      }
+      end[i] = static_cast<int>(columns);
+    }
+  }
+
+  LORAKERNELS_HD int64_t begin(int i) const { return i == 0 ? 0 : end[i - 1]; }
+  LORAKERNELS_HD int of(int64_t col) const {
+    int i = 0;
+    for (int each = 0; each < kMost - 1; ++each) i += col >= end[each];
+    return i;
+  }
+};
+
+struct QuantizeGradParams {
+  uint8_t* dy8;       // [rows, cols]
+  float* scale_inv;   // [1], or null: dy is not quantized
+  float* amax;        // raised to max |dy|, NaN above inf; null in eval and without scale_inv
+  void* ds;           // [rows, pitch] of dy's dtype; null with rank 0
+  void* dB;           // [cols, rank] of b_dtype, or null
+  float* workspace;   // of QuantizeGradGrid
+  const void* dy;     // [rows, cols], row-major without gaps, 16-byte aligned
+  const void* B;      // [cols, rank] of b_dtype; null with rank 0
+  const void* s;      // [rows, pitch] of dy's dtype; null without dB
+  ScaleSource scale;  // with scale_inv
+  int64_t rows;       // elements, below 2^31 - 128
+  int64_t cols;       // elements, a multiple of 8, below 2^31 - 512
+  int64_t rank;       // 0 to 128, of every adapter
+  float scaling;      //
+  FloatType dtype;    // of dy, s, ds: kBFloat16 or kFloat16
+  FloatType b_dtype;  // of B, dB
+  bool is_e5m2;       // dy8 is e5m2, else e4m3
+  QuantizeGradProjections projections;
+
+  // The mask of the layer's input, drawn beside for the kernels that follow; with a rank of 1 to 64.
+  uint32_t* dropped;      // [rows, dropped_words(dropped_cols)], 16-byte aligned; or null
+  int64_t dropped_cols;   // below 2^31
+  DropoutParams dropout;  // first_col a multiple of 8
+};
+
+// dy is cut into strips of columns, each of one projection, and panels of rows. A block takes a run of neighbouring
+// (strip, panel) pairs, the panels of a strip one after the other. What it keeps per strip, its share of dB, is a
+// segment: as the blocks and the strips go on, so do the segments, and segment = block + strip names each once.
+struct QuantizeGradGrid {
+  static constexpr int kPanelRows = 128;
+  static constexpr int kTileCols = 128;
+  static constexpr int64_t kBlocks = 132;      // an H200's multiprocessors
+  static constexpr int64_t kDrawsToRank = 64;  // above, registers do not suffice
+
+  int padded_rank;  // 16, 32, 64 or 128; 16 for none as well
+  int steps;  // tiles of a strip: what registers hold of dB, or one where that leaves multiprocessors idle or would
+              // put two projections into one strip
+  int strip_cols;
+  int64_t rows, cols, strips, panels, blocks;
+
+  QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank, const QuantizeGradProjections& projections)
+      : padded_rank(16), rows(rows), cols(cols) {
+    while (padded_rank < rank) padded_rank *= 2;
+    panels = (rows + kPanelRows - 1) / kPanelRows;
+    steps = most_steps(padded_rank);
+    if ((cols + steps * kTileCols - 1) / (steps * kTileCols) * panels < kBlocks) steps = 1;
+    for (int i = 0; i + 1 < projections.count; ++i) {
+      if (projections.end[i] % (steps * kTileCols) != 0) steps = 1;
+    }
+    strip_cols = steps * kTileCols;
+    strips = (cols + strip_cols - 1) / strip_cols;
+    blocks = std::max<int64_t>(1, std::min(strips * panels, kBlocks));
+  }
+
+  static constexpr LORAKERNELS_HD int most_steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }
+
+  LORAKERNELS_HD int64_t first_pair(int64_t block) const { return block * strips * panels / blocks; }
+  LORAKERNELS_HD int64_t block_of(int64_t pair) const { return ((pair + 1) * blocks - 1) / (strips * panels); }
+
+  // Workspace: ds's shares [strips, panels, sums of a panel], then dB's [segments, steps, sums of a tile's columns];
+  // sums of 128 rows or columns are two blocks of [64, padded rank], each as its warpgroup holds it (wgmma.h), four
+  // numbers a thread at a time: [padded rank / 8, 128 threads, 4].
+  LORAKERNELS_HD int64_t ds_floats() const { return strips * panels * kPanelRows * padded_rank; }
+  LORAKERNELS_HD int64_t segment_floats() const { return static_cast<int64_t>(strip_cols) * padded_rank; }
+  int64_t floats(bool has_dB) const { return ds_floats() + (has_dB ? (blocks + strips - 1) * segment_floats() : 0); }
+};
+
+// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
+void launch_quantize_grad(const QuantizeGradParams& params, void* stream, int device);
+
+}  // namespace lorakernels
