@@ -252,7 +252,7 @@ def read_records(folder: Path) -> dict[str, Any]:
 
 def build() -> None:
     """Install the tree in place, unless an extension with CUDA is there that is newer than its sources."""
-    sources = [ROOT / "setup.py", *(ROOT / "csrc").iterdir()]
+    sources = [ROOT / "setup.py", *(p for p in (ROOT / "csrc").rglob("*") if p.is_file())]
     built = [p.stat().st_mtime for p in (ROOT / "lorakernels").glob("_C*.so")]
     good = f"assert c.build_info()['cuda'] and c.__file__.startswith({str(ROOT)!r})"
     imports = [sys.executable, "-c", f"import lorakernels._C as c; {good}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a region is captured, launched and given memory: on CUDA by csrc/graph.cu and torch's caching allocator.
+"""How a region is captured, launched and given memory: on CUDA by csrc/graphs/graph.cu and torch's caching allocator.
 
 The manager knows only the protocol, so its tests run on a CPU with a backend that imitates a pool and its reuse.
 """

@@ -4,7 +4,7 @@
 Parameters and buffers (which objects, at which address, trained or not), plain attributes of every submodule (a
 dropout probability, a scaling, `training`, an adapter that is merged or switched off) and those that are tensors or
 random states, submodules and hooks that come or go, and the tensors of the FP8 and random states. For a whole step
-also what optimizers hold. The comparison itself is csrc/graph_watch.cpp.
+also what optimizers hold. The comparison itself is csrc/graphs/watch.cpp.
 """
 
 from __future__ import annotations

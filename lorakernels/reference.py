@@ -82,7 +82,7 @@ def dropout_keep(
 def drawn_mask(
     slot: Tensor, p: float, site: int, rows: int, cols: int, row0: int = 0, col0: int = 0
 ) -> Tensor:
-    """`dropout_keep`, drawn by csrc/philox.h where it can: the same bits, on one CPU core in an eighth of the time."""
+    """`dropout_keep`, drawn by csrc where it can: the same bits, on one CPU core in an eighth of the time."""
     if torch.compiler.is_compiling() or (slot.is_cuda and why_not_csrc(capability_of(slot.device))):
         return dropout_keep(slot, p, site, rows, cols, row0, col0)
     keep = torch.empty(rows, cols, dtype=torch.bool, device=slot.device)
@@ -116,7 +116,7 @@ def dropped_words(cols: int) -> int:
 
 
 def dropped_bits(keep: Tensor) -> Tensor:
-    """csrc/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
+    """csrc/device/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
 
     Column 8 d + 2 w + h of a word's 32 has bit 16 h + 8 (d % 2) + 2 w + d // 2.
     """

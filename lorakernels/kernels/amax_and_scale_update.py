@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All scales of a model from their amax histories, both directions in one launch (csrc/amax_and_scale_update.cu).
+"""All scales of a model from their amax histories, both directions in one launch (csrc/ops/amax_and_scale_update).
 
 forward, backward fp32 [L + 1, n]: rows 0…L−1 the amax history of n tensors, row L their scales; `current` fp32 [2n] or
 None. It reads and writes each state once where PyTorch's form needs a dozen launches. The rules are

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""out = residual + mask ⊙ (x + bias) / (1 − p) on CUDA, in one pass (csrc/bias_dropout_add.cu).
+"""out = residual + mask ⊙ (x + bias) / (1 − p) on CUDA, in one pass (csrc/ops/bias_dropout_add).
 
 x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N], slot int64 [2]. Forward reads x and
 residual once and writes out: 6MN bytes in bf16. Backward draws the mask again and reads dout, writes dx: 4MN bytes;

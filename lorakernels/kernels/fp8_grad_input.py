@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """dx = dy W + mask ⊙ (ds A) / (1 − p) on CUDA.
 
-dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. One kernel (csrc/fp8_gemm_kernel.h) draws the
+dy [M, N] e5m2 or e4m3, W [N, K] e4m3, ds [M, R], A [R, K], dx [M, K]. One kernel (csrc/ops/fp8_gemm) draws the
 mask again while the FP8 product runs and rounds dx once. Split accumulation by default, as Transformer Engine's dgrad.
 Hopper's FP8 tensor cores read operands along the contraction only, so the product needs Wᵀ [K, N]: `weight_t` where the
 layer keeps it; otherwise a transposed copy made for this call or, with few rows and split accumulation, W turned on its
-way through the registers (csrc/fp8_gemm_turned.h). What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
+way through the registers (csrc/ops/fp8_gemm). What the kernel does not take (`ladder.why_not_wgmma_gemm`) is
 multiplied by cuBLASLt, or without FP8 tensor cores dequantized (dequantized.py), and the LoRA term comes after it.
 Other operands go to reference.py.
 """

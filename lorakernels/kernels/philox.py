@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dropout mask inside Triton kernels: csrc/philox.h's rule, bit for bit.
+"""The dropout mask inside Triton kernels: csrc/device/philox.h's rule, bit for bit.
 
     keep[row, col] = lane ≥ threshold        threshold = round(65536 p), a run-time argument
     lane           = 16 bits, number col % 8, of Philox4x32-10(counter = (row, col // 8, offset, site), key)

@@ -12,7 +12,7 @@ where the state has a scale. The host does not know which, so that a captured gr
                 tl.store(x8 + at, encode(value * scale, E5M2, NATIVE))
                 raise_amax(state + amax_at, amax bits)
 
-OVERLAP (Hopper's programmatic launch, csrc/launch.h): a kernel may be there before the one in front of it has ended,
+OVERLAP (Hopper's programmatic launch, csrc/host): a kernel may be there before the one in front of it has ended,
 and waits for that end before it reads or writes anything. Of two, the first waits and only then lets the second start,
 which waits for the first only if it needs it: a first one that is not needed writes nothing.
 

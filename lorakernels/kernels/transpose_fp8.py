@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wᵀ [K, N] of W's bytes [N, K] on CUDA, by csrc/transpose_fp8.cu: 2NK bytes read and written, 16 at a time where N and
-K are multiples of 16 and single bytes otherwise. Where csrc does not run (`ladder.why_not_transpose_fp8`),
+"""Wᵀ [K, N] of W's bytes [N, K] on CUDA, by csrc/ops/transpose_fp8: 2NK bytes read and written, 16 at a time where N
+and K are multiples of 16 and single bytes otherwise. Where csrc does not run (`ladder.why_not_transpose_fp8`),
 PyTorch's strided copy."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What csrc/graph_call.cpp answers in one call, against the Python that it stands for."""
+"""What csrc/graphs/call.cpp answers in one call, against the Python that it stands for."""
 
 from __future__ import annotations
 
