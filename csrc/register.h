@@ -26,6 +26,7 @@ inline void check_sizes(const char* op, std::initializer_list<std::pair<const ch
 void register_amax(py::module_& m);
 void register_build_info(py::module_& m);
 void register_philox(py::module_& m);
+void register_dropout_mask(py::module_& m);
 void register_fp8(py::module_& m);
 void register_graph(py::module_& m);
 void register_graph_watch(py::module_& m);

@@ -5,20 +5,8 @@
 #include <type_traits>
 
 #include "device/pairs.h"
-#include "host/float_type.h"
 
 namespace lorakernels {
-
-__device__ __forceinline__ float element(const void* source, int64_t at, FloatType dtype) {
-  switch (dtype) {
-    case FloatType::kFloat32:
-      return static_cast<const float*>(source)[at];
-    case FloatType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(source)[at]);
-    default:
-      return __half2float(static_cast<const __half*>(source)[at]);
-  }
-}
 
 // A matrix in device memory, rows of `rank` numbers, each `pitch` numbers behind the one before; or none, which reads
 // as zeros.
@@ -57,7 +45,7 @@ struct FactorSource {
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (chunk * 8 + i < rank) value[i] = element(data, row * pitch + chunk * 8 + i, dtype);
+          if (chunk * 8 + i < rank) value[i] = as_float(data, row * pitch + chunk * 8 + i, dtype);
         }
       }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: two 16-bit elements in a 32-bit word, T being __nv_bfloat16 or __half.
+// For .cu files only: elements as fp32, and two 16-bit ones in a 32-bit word, T being __nv_bfloat16 or __half.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,20 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "host/float_type.h"
+
 namespace lorakernels {
+
+__device__ __forceinline__ float as_float(const void* source, int64_t at, FloatType dtype) {
+  switch (dtype) {
+    case FloatType::kFloat32:
+      return static_cast<const float*>(source)[at];
+    case FloatType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(source)[at]);
+    default:
+      return __half2float(static_cast<const __half*>(source)[at]);
+  }
+}
 
 // bf16 takes one instruction for each, where cuda_bf16.h's conversion takes three.
 template <typename T>

@@ -8,15 +8,6 @@
 
 namespace lorakernels {
 
-// What an early kernel does first that neither reads nor writes before: wait for that end, and let the next one start.
-// It must do so in all its threads even where it has no work: only then has all that came before it ended as well.
-__device__ __forceinline__ void begin_after_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-#endif
-}
-
 // early: on Hopper and later the kernel may start before the one in front of it, one of ours that lets it, has ended
 // (programmatic dependent launch); it calls cudaGridDependencySynchronize() before it reads what that one writes.
 template <typename... Parameters, typename... Arguments>

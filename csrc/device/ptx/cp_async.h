@@ -7,10 +7,6 @@
 
 namespace lorakernels {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // kBytes bytes, 4, 8 or 16, or zeros where the source does not exist. 16 bytes go past the L1 cache.
 template <int kBytes = 16>
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool exists) {

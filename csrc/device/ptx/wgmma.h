@@ -44,9 +44,6 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to wgmma and to the tensor copy engine.
-__device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 #define LK_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LK_NAMES_16 LK_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define LK_NAMES_32 LK_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"

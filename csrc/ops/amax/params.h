@@ -36,27 +36,4 @@ LORAKERNELS_HD float scale_of_amax(float amax, float fp8_max) {
 void launch_amax_if_unset(const ScaleSource& source, const void* x, int64_t count, FloatType dtype, void* stream,
                           int device);
 
-#ifdef __CUDACC__
-
-// Two 16-bit elements' magnitudes against the largest so far of each half.
-__device__ __forceinline__ uint32_t max_magnitude(uint32_t most, uint32_t word) {
-  return __vmaxu2(most, word & 0x7FFF7FFFu);
-}
-
-// Of the warp: the larger half of any lane's `most`.
-__device__ __forceinline__ uint32_t warp_max_magnitude(uint32_t most) {
-  return __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFFu, most >> 16));
-}
-
-// Called by every thread of a block, at least one warp, in the kernel behind launch_amax_if_unset.
-__device__ __forceinline__ float scale_to_use(const ScaleSource& source) {
-  const float kept = source.kept == nullptr ? 0.0f : *source.kept;
-  if (kept > 0.0f) return kept;
-  uint32_t amax = 0;
-  for (int i = threadIdx.x % 32; i < ScaleSource::kPartials; i += 32) amax = max(amax, __ldcg(source.partials + i));
-  return scale_of_amax(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, amax)), source.fp8_max);
-}
-
-#endif
-
 }  // namespace lorakernels

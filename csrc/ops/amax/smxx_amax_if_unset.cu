@@ -2,8 +2,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "device/overlap.h"
 #include "host/launch.h"
-#include "ops/amax/params.h"
+#include "ops/amax/device.h"
 
 namespace lorakernels {
 namespace {

@@ -2,6 +2,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "device/overlap.h"
 #include "device/pairs.h"
 #include "host/launch.h"
 #include "ops/bias_dropout_add/params.h"
@@ -227,9 +228,7 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
     bias_dropout_add_backward_kernel(const BiasDropoutAddBackwardParams params) {
   const Columns<kVector> columns(static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, params.cols,
                                  params.dropout.first_col);
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kBias) cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  if constexpr (kBias) let_next_kernel_start();
   const Dropout<kDropout> dropout(params.dropout);
   float sum[kLanes] = {};
   constexpr int kRows = kRowsInFlight<T, kVector> * (kVector && !(kBias && kDropout) ? 2 : 1);  // registers to spare
@@ -267,9 +266,7 @@ template <typename T>
 __global__ void __launch_bounds__(Grid::kThreads)
     bias_grad_kernel(T* dbias, const float* partial, int64_t chunks, int64_t cols) {
   __shared__ float row_sum[kGradRows][kGradColumns];
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
+  wait_for_previous_kernel();
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kGradColumns + threadIdx.x;
   float sum = 0.0f;
   for (int64_t chunk = threadIdx.y; col < cols && chunk < chunks; chunk += kGradRows) {

@@ -20,17 +20,6 @@ __device__ uint32_t dropped(const PhiloxDraw& draw, uint32_t two_thresholds) {
   return bits;
 }
 
-__device__ __forceinline__ float as_float(const void* data, FloatType type, int64_t at) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return static_cast<const float*>(data)[at];
-    case FloatType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]);
-    default:
-      return __half2float(static_cast<const __half*>(data)[at]);
-  }
-}
-
 template <typename T, typename Tile, int kRankStep>
 struct Helper {
   using RowsOfU = SwizzledRows<kRankStep * 2>;
@@ -117,7 +106,7 @@ struct Helper {
     for (int i = thread(); i < Tile::kCols; i += kHelpers) {
       const bool exists = col0 + i < params.cols;
       const int64_t col = exists ? col0 + i : 0;
-      const float bias = params.bias == nullptr ? 0.0f : as_float(params.bias, params.bias_dtype, col);
+      const float bias = params.bias == nullptr ? 0.0f : as_float(params.bias, col, params.bias_dtype);
       store_float(base + Tile::kOffsetScales + i * 4, scale * params.right_scale_inv[params.by_column ? col : 0]);
       store_float(base + Tile::kOffsetScales + (Tile::kCols + i) * 4, bias);
     }
@@ -156,7 +145,7 @@ struct Helper {
         bits += (dropped(draw[0], two_thresholds) + (dropped(draw[1], two_thresholds) << dropped_shift(1)))
                 << dropped_shift(half * 2);
       }
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(base + Tile::kOffsetMask + i * 4), "r"(bits) : "memory");
+      store_shared(base + Tile::kOffsetMask + i * 4, bits);
     }
   }
 

@@ -10,7 +10,10 @@
 
 #include <algorithm>
 
+#include "device/overlap.h"
+#include "device/ptx/threads.h"
 #include "host/launch.h"
+#include "host/tensor_map.h"
 #include "ops/fp8_gemm/sm90_fetch.h"
 #include "ops/fp8_gemm/sm90_multiply.h"
 #include "ops/fp8_gemm/sm90_untransposed.h"
@@ -38,20 +41,20 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads,
     for (int i = 0; Tile::kLinear && i < Tile::kConsumers * 4; ++i) {
       init_barrier(barriers + (Tile::kResiduals + i) * 8, 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barrier_init();
   }
   __syncthreads();
   begin_after_previous_kernel();
   const Extras<Tile, kRankStep> extras(barriers + Tile::kExtras * 8, params);
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kProducerRegisters));
+    give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
       bring_operands<Tile>(params, left, right, base);
     } else if (threadIdx.x >= 32 && extras.any) {
       Helper<T, Tile, kRankStep>(params, base).serve(extras);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
+    take_registers<Tile::kConsumerRegisters>();
     using Multiplies = std::conditional_t<Tile::kTurned, TurnedConsumer<T, kE5M2, Tile, kRankStep>,
                                           Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
     Multiplies(params, base).work(out, residual, extras);
@@ -68,18 +71,14 @@ void launch(const Fp8GemmParams& params, cudaStream_t stream) {
   const int64_t tiles =
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
-  const auto operand = [](const void* data, int64_t rows, int64_t cols, int box_rows) {
-    return tensor_map(data, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, rows, cols, box_rows);
-  };
-  constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto result = [&](const void* data) {
     constexpr int kRows = Tile::kTurned ? Tile::kRows : kBoxRows;
-    return data == nullptr ? CUtensorMap{} : tensor_map(data, kType, 2, params.rows, params.cols, kRows);
+    return data == nullptr ? CUtensorMap{} : tensor_map<T>(data, params.rows, params.cols, kRows);
   };
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true,
-                operand(params.left, params.rows, params.depth, Tile::kRows),
-                Tile::kTurned ? operand(params.right, params.depth, params.cols, kStepDepth)
-                              : operand(params.right, params.cols, params.depth, Tile::kCols),
+                tensor_map<uint8_t>(params.left, params.rows, params.depth, Tile::kRows),
+                Tile::kTurned ? tensor_map<uint8_t>(params.right, params.depth, params.cols, kStepDepth)
+                              : tensor_map<uint8_t>(params.right, params.cols, params.depth, Tile::kCols),
                 result(params.out), result(params.residual), params);
 }
 

@@ -157,9 +157,7 @@ struct Consumer {
 #pragma unroll
       for (int high = 0; high < 2; ++high) {
         const uint32_t from = box() + j / 8 * kBoxBytes + Rows::offset(lane / 4 + 8 * high, j % 8) + lane % 4 * 4;
-        uint32_t word;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-        const float2 two = unpacked<T>(word);
+        const float2 two = unpacked<T>(load_word(from));
         part[4 * j + 2 * high] += two.x, part[4 * j + 2 * high + 1] += two.y;
       }
     }
@@ -172,9 +170,7 @@ struct Consumer {
       uint32_t mask[4];
       const uint32_t address =
           base + Tile::kOffsetMask + (row + 8 * high) * Tile::kMaskBytes + Tile::block_col(block) / 8;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(mask[0]), "=r"(mask[1]), "=r"(mask[2]), "=r"(mask[3])
-                   : "r"(address));
+      load_words(mask, address);
 #pragma unroll
       for (uint32_t& word : mask) word = params.dropout.threshold > 0 ? word >> (lane % 4 * 2) : 0;
 #pragma unroll

@@ -2,8 +2,11 @@
 // For .cu files only: what the parts of sm90_kernel.h share, the layout of a block's shared memory above all.
 #pragma once
 
+#include "device/ptx/mbarrier.h"
+#include "device/ptx/shared_memory.h"
 #include "device/ptx/tma.h"
 #include "device/ptx/wgmma.h"
+#include "device/tile_ring.h"
 #include "ops/fp8_gemm/params.h"
 
 namespace lorakernels {

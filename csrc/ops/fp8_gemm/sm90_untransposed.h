@@ -7,19 +7,11 @@
 // columns of dx, and a thread's two rows are neighbours there.
 #pragma once
 
+#include "device/ptx/threads.h"
 #include "ops/fp8_gemm/sm90_multiply.h"
 
 namespace lorakernels {
 namespace {
-
-// Four matrices of 8 × 8 pairs of bytes, turned; lane l gives the address of row l % 8 of matrix l / 8, and gets in
-// word i the pairs l / 4 of rows 2 (l % 4) and the next of matrix i.
-__device__ __forceinline__ void load_turned(uint32_t (&word)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(address)
-               : "memory");
-}
 
 template <typename T, bool kE5M2, typename Tile, int kRankStep>
 struct TurnedConsumer {
@@ -36,7 +28,7 @@ struct TurnedConsumer {
 
   static __device__ int warp() { return threadIdx.x / 32 % 4; }
   __device__ uint32_t box() const { return base + Tile::kOffsetOut + group * kBoxOfGroup; }
-  __device__ void meet_group() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+  __device__ void meet_group() const { sync_some_threads<128>(1 + group); }
 
   // Of the 32 × 16 bytes of W8 that become a warp's operand, the row that this lane tells ldmatrix: matrices 0 and 1
   // share 16 rows, 2 and 3 the next. A thread gets rows 4 q to 4 q + 3, q = lane % 4, two from each matrix; which two
@@ -54,7 +46,7 @@ struct TurnedConsumer {
     for (int half = 0; half < 2; ++half) {
       uint32_t a[2][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_turned(a[i], from + (2 * half + i) * (32 * kStepDepth));
+      for (int i = 0; i < 2; ++i) load_matrices_transposed(a[i], from + (2 * half + i) * (32 * kStepDepth));
 #pragma unroll
       for (auto& word : a) {
         const uint32_t pair[4] = {word[0], word[1], word[2], word[3]};
@@ -117,8 +109,7 @@ struct TurnedConsumer {
       for (int i = 0; i < 2; ++i) {
         uint32_t mask = 0;
         if (params.dropout.threshold > 0) {
-          asm volatile("ld.shared.b32 %0, [%1];" : "=r"(mask) : "r"(from + (8 * j + i) * Tile::kMaskBytes) : "memory");
-          mask >>= even;
+          mask = load_word(from + (8 * j + i) * Tile::kMaskBytes) >> even;
         }
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
@@ -140,9 +131,7 @@ struct TurnedConsumer {
       const uint32_t to = box() + Rows::offset(lane % 4 * 2 + i, warp() * 2 + lane / 16) + lane / 4 % 4 * 4;
 #pragma unroll
       for (int j = 0; j < Tile::kRows / 8; ++j) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + j * (8 * 128)),
-                     "r"(packed<T>(part[4 * j + i], part[4 * j + 2 + i]))
-                     : "memory");
+        store_shared(to + j * (8 * 128), packed<T>(part[4 * j + i], part[4 * j + 2 + i]));
       }
     }
     fence_for_async();

@@ -2,9 +2,11 @@
 #include <cuda_fp8.h>
 
 #include "device/draws.h"
+#include "device/overlap.h"
 #include "device/pairs.h"
 #include "device/ptx/cp_async.h"
 #include "device/ptx/mma_sync.h"
+#include "device/ptx/shared_memory.h"
 #include "host/launch.h"
 #include "ops/lora_grad_a/params.h"
 
@@ -321,9 +323,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
 
 // dA from the slices' partial sums, first to last. On Hopper it is launched while the kernel before still runs.
 __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraGradAParams params, int slices) {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
+  wait_for_previous_kernel();
   const int64_t fours = params.rank * params.cols / 4;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
   if (i >= fours) return;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/draw_mask.h"
+#include "device/overlap.h"
+#include "device/ptx/threads.h"
 #include "host/launch.h"
+#include "host/tensor_map.h"
 #include "ops/quantize_grad/sm90_tiles.h"
 
 namespace lorakernels {
@@ -22,7 +25,7 @@ __device__ void store_sums(float* target, const float (&sum)[kSums]) {
 template <bool kDraws>
 __device__ __forceinline__ void sync_threads() {
   if constexpr (kDraws) {
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+    sync_some_threads<kThreads>(1);
   } else {
     __syncthreads();
   }
@@ -48,16 +51,16 @@ __global__ void __launch_bounds__(kThreadsOf<kDraws>, 1)
       init_barrier(each.full(), 1);
       init_barrier(each.empty(), kThreads / 32);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barrier_init();
     if constexpr (kDraws) *drawn = 0;
   }
   __syncthreads();
   if constexpr (kDraws) {
     if (threadIdx.x >= kThreads) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersOfDrawer));
+      give_registers<kRegistersOfDrawer>();
       return draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersOfWorker));
+    take_registers<kRegistersOfWorker>();
   }
   Cursor now(grid), ahead = now;
   Producer<Tile> producer(now, ring);
@@ -180,9 +183,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
   const int64_t row = block * kAtom + thread / 32 * 16 + thread % 32 / 4;
   const int col = within / 128 * 8 + thread % 4 * 2, rank = static_cast<int>(params.rank);
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
+  wait_for_previous_kernel();
   if (row >= rows || col >= rank || first < 0 || (!is_ds && params.dB == nullptr)) return;
   const int64_t pitch = is_ds ? projections.pitch : rank;
   float sum[4] = {};
@@ -209,20 +210,13 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// dy in boxes of 128 rows × 64 columns, swizzled as DyRows.
-CUtensorMap map_of(const QuantizeGradParams& params) {
-  const auto type =
-      params.dtype == FloatType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return tensor_map(params.dy, type, 2, params.rows, params.cols, kPanelRows);
-}
-
 template <typename T, int kRank, int kSteps, bool kDraws>
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws>;
   constexpr int kBytes = Tiling<kRank, kSteps>::kBytes;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOf<kDraws>, kBytes, stream, true, map_of(params),
-                params, grid);
+  const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, kPanelRows);  // swizzled as DyRows
+  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOf<kDraws>, kBytes, stream, true, dy, params, grid);
 }
 
 template <typename T, int kRank, bool kDraws>

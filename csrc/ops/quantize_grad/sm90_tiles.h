@@ -7,8 +7,12 @@
 #include "device/factor.h"
 #include "device/pairs.h"
 #include "device/ptx/cp_async.h"
+#include "device/ptx/mbarrier.h"
+#include "device/ptx/shared_memory.h"
 #include "device/ptx/tma.h"
 #include "device/ptx/wgmma.h"
+#include "device/tile_ring.h"
+#include "ops/amax/device.h"
 #include "ops/quantize_grad/params.h"
 
 namespace lorakernels {

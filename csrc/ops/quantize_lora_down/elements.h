@@ -7,8 +7,7 @@
 
 #include "device/draws.h"
 #include "device/pairs.h"
-#include "device/ptx/tma.h"
-#include "ops/amax/params.h"
+#include "ops/amax/device.h"
 #include "ops/quantize_lora_down/params.h"
 
 namespace lorakernels {
@@ -181,11 +180,6 @@ __device__ __forceinline__ void take(Quantizer<T>& quantizer, [[maybe_unused]] c
   if constexpr (kDropout) dropper.round<8>(draws);
   quantizer.store(exist[1], to + to_second, words[1][0], words[1][1]);
   if constexpr (kDropout) dropper.round<9>(draws);
-}
-
-template <typename T>
-CUtensorMapDataType element_type() {
-  return std::is_same_v<T, __nv_bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
 }  // namespace

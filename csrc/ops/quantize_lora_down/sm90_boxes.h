@@ -5,8 +5,13 @@
 // later, so that none waits for another in the meantime.
 #pragma once
 
+#include "device/overlap.h"
+#include "device/ptx/mbarrier.h"
 #include "device/ptx/mma_sync.h"
+#include "device/ptx/shared_memory.h"
+#include "device/ptx/tma.h"
 #include "host/launch.h"
+#include "host/tensor_map.h"
 #include "ops/quantize_lora_down/elements.h"
 
 namespace lorakernels {
@@ -44,8 +49,8 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
   const uint32_t full = base + Tile::kOffsetFull + warp * (kStages * 8), summed = base + Tile::kOffsetSummed;
   if (lane < kStages) init_barrier(full + 8 * lane, 1);
   if (threadIdx.x < 2) init_barrier(summed + 8 * threadIdx.x, Tile::kThreads);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+  fence_barrier_init();
+  if (threadIdx.x == 0) prefetch_map(x_map);
   begin_after_previous_kernel();
   __syncthreads();
 
@@ -173,7 +178,7 @@ void launch_boxes(const QuantizeLoraDownParams& params, const QuantizeLoraDownPl
   using Tile = Boxes<kRankTiles>;
   const auto kernel = quantize_lora_down_boxes_kernel<T, kRankTiles, kDropout>;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
-  const CUtensorMap x_map = tensor_map(params.x, element_type<T>(), 2, params.rows, params.cols, 16);
+  const CUtensorMap x_map = tensor_map<T>(params.x, params.rows, params.cols, 16);
   const dim3 blocks(static_cast<unsigned>(plan.slices), static_cast<unsigned>(plan.row_blocks));
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true, x_map, params, plan);
 }

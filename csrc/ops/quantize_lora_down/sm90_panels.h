@@ -3,8 +3,14 @@
 // each 64 of them, and goes along its slice of the columns, 64 at a time; TMA brings them and as many columns of A.
 #pragma once
 
+#include "device/overlap.h"
+#include "device/ptx/mbarrier.h"
+#include "device/ptx/shared_memory.h"
+#include "device/ptx/tma.h"
 #include "device/ptx/wgmma.h"
+#include "device/tile_ring.h"
 #include "host/launch.h"
+#include "host/tensor_map.h"
 #include "ops/quantize_lora_down/elements.h"
 
 namespace lorakernels {
@@ -54,7 +60,7 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
       init_barrier(each.full(), 1);
       init_barrier(each.empty(), Tile::kThreads / 32);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barrier_init();
   }
   begin_after_previous_kernel();
   __syncthreads();
@@ -151,8 +157,8 @@ void launch_panels(const QuantizeLoraDownParams& params, const QuantizeLoraDownP
                 reinterpret_cast<uint32_t*>(arranged));
   const auto kernel = quantize_lora_down_panels_kernel<T, kRank, kDropout>;
   LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
-  const CUtensorMap x_map = tensor_map(params.x, element_type<T>(), 2, params.rows, params.cols, Tile::kRows);
-  const CUtensorMap a_map = tensor_map(arranged, element_type<T>(), 2, kRank, columns, kRank);
+  const CUtensorMap x_map = tensor_map<T>(params.x, params.rows, params.cols, Tile::kRows);
+  const CUtensorMap a_map = tensor_map<T>(arranged, kRank, columns, kRank);
   const dim3 blocks(static_cast<unsigned>(plan.slices * plan.row_blocks));
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true, x_map, a_map, params, plan);
 }

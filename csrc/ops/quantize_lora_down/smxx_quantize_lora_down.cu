@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "device/overlap.h"
 #include "device/ptx/cp_async.h"
 #include "device/ptx/mma_sync.h"
+#include "device/ptx/shared_memory.h"
 #include "host/build_info.h"
 #include "host/launch.h"
 #include "ops/quantize_lora_down/elements.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "device/overlap.h"
 #include "host/launch.h"
 #include "ops/transpose_fp8/params.h"
 
