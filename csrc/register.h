@@ -23,6 +23,20 @@ inline void check_sizes(const char* op, std::initializer_list<std::pair<const ch
   }
 }
 
+inline void check_multiprocessors(const char* op, int64_t multiprocessors) {
+  if (multiprocessors < 1) {
+    throw std::invalid_argument(std::string(op) + ": multiprocessors must be at least 1, got " +
+                                std::to_string(multiprocessors));
+  }
+}
+
+// `_C.limits.<op>`: what the op's kernels take, for Python to ask. `values`: py::dict of py::arg("name") = value, ...
+inline void add_limits(py::module_& m, const char* op, const py::dict& values) {
+  const py::object space = py::module_::import("types").attr("SimpleNamespace");
+  if (!py::hasattr(m, "limits")) m.attr("limits") = space();
+  m.attr("limits").attr(op) = space(**values);
+}
+
 void register_amax(py::module_& m);
 void register_build_info(py::module_& m);
 void register_philox(py::module_& m);

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import checks, reference, reference_layer
-from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.pointers import address, name, stream
 
 
@@ -72,7 +72,8 @@ def bias_dropout_add_backward(
         dbias = partial = torch.empty(0, device=dout.device)
     else:
         dbias = torch.empty(cols, dtype=_bias_dtype(bias_dtype, dout.dtype), device=dout.device)
-        chunks = extension().bias_grad_chunks(rows, cols, col0)
+        multiprocessors = multiprocessors_of(dout.get_device())
+        chunks = extension().bias_grad_chunks(rows, cols, multiprocessors, col0)
         partial = torch.empty(chunks, cols, device=dout.device)
     if drops or bias_dtype is not None:
         extension().bias_dropout_add_backward(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import checks, reference
-from lorakernels.device import extension
+from lorakernels.device import extension, multiprocessors_of
 from lorakernels.kernels import ladder
 from lorakernels.kernels.pointers import address, name, stream
 from lorakernels.kernels.product import product
@@ -80,7 +80,7 @@ def in_one_pass(
     rank, ext = ds.shape[1], extension()
     threshold = 0 if slot is None else reference.dropout_threshold(p)
     dA = torch.empty(rank, cols, dtype=out_dtype, device=x.device)
-    floats = ext.lora_grad_a_partial(rows, cols, rank)
+    floats = ext.lora_grad_a_partial(rows, cols, rank, multiprocessors_of(x.get_device()))
     partial = torch.empty(floats, device=x.device)
     ds = _in_whole_groups(ds)
     ext.lora_grad_a(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import checks, reference
-from lorakernels.device import capability_of, extension
+from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import ladder
 from lorakernels.kernels.pointers import address, cell, name, stream
 from lorakernels.kernels.product import product
@@ -169,7 +169,9 @@ def in_one_pass(
     scale_inv = torch.empty(1 if quantizes else 0, device=dy.device)
     ds = torch.empty(0 if lora_B is None else (height, columns), dtype=dy.dtype, device=dy.device)
     dB = dy.new_empty(0) if lora_B is None or s is None else torch.empty_like(lora_B)
-    floats = ext.quantize_grad_workspace(height, cols, rank, s is not None, projections)
+    floats = ext.quantize_grad_workspace(
+        height, cols, rank, s is not None, multiprocessors_of(dy.get_device()), projections
+    )
     scratch = torch.empty(ext.AMAX_PARTIALS + floats, device=dy.device)
     b_dtype = dy.dtype if lora_B is None else lora_B.dtype
     ext.quantize_grad(

@@ -319,15 +319,16 @@ def test_takes_any_strides(device):
 
 
 def test_partial_sums_of_any_shape():
-    chunks = _C.bias_grad_chunks
+    def chunks(rows, cols, first_col=0, multiprocessors=132):
+        return _C.bias_grad_chunks(rows, cols, multiprocessors, first_col)
+
     assert (chunks(0, 8), chunks(3, 0), chunks(1, 1)) == (1, 1, 1)
-    assert (
-        chunks(8192, 8192) == chunks(8192, 8192, 8) == 16
-    )  # 528 blocks over 32 strips of 256 columns
+    # four blocks a multiprocessor, over 32 strips of 256 columns
+    assert chunks(8192, 8192) == chunks(8192, 8192, 8) == 16
+    assert chunks(8192, 8192, multiprocessors=148) == 18
     assert chunks(10, 2**30) == 1
-    assert (
-        chunks(9000, 8) == 9 and chunks(9000, 8, 3) == 18
-    )  # one column group more: blocks of half the rows
+    # one column group more: blocks of half the rows
+    assert chunks(9000, 8) == 9 and chunks(9000, 8, 3) == 18
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 5)], ids=str)

@@ -320,14 +320,14 @@ def test_what_it_does_not_take_goes_through_pytorch(case, reason, monkeypatch):
     [((0, 16, 1), 0), ((1, 16, 1), 1), ((64, 8192, 16), 1), ((65, 16, 128), 2)],
 )
 def test_workspace_is_one_share_per_slice(shape, slices):
-    assert _C.lora_grad_a_partial(*shape) == slices * shape[1] * shape[2]
+    assert _C.lora_grad_a_partial(*shape, 132) == slices * shape[1] * shape[2]
 
 
 @pytest.mark.parametrize("r", [8, 16, 64, 128])
 @pytest.mark.parametrize("k", [1024, 8192, 28672])
 def test_workspace_stays_small_beside_x(k, r):
     """Shares, written and read, are the price of using every multiprocessor: 15 % of x8's bytes at R ≤ 16, K ≥ 8192."""
-    floats = _C.lora_grad_a_partial(8192, k, r)
+    floats = _C.lora_grad_a_partial(8192, k, r, 132)
     assert floats % (k * r) == 0 and 1 <= floats // (k * r) <= 32
     if r <= 16 and k >= 8192:
         assert 2 * 4 * floats <= 0.15 * 8192 * k

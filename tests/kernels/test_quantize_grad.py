@@ -434,24 +434,30 @@ def test_what_does_not_fit_is_refused(op, rows, ranks, message: str) -> None:
 
 def test_workspace_and_refusals() -> None:
     ext = extension()
-    assert ext.quantize_grad_workspace(1000, 64, 0, True) == 0
-    panels = 132  # as many as blocks: then strips are 512 columns wide, of 16 ranks
+    assert ext.quantize_grad_workspace(1000, 64, 0, True, 132) == 0
+    panels = 132  # as many as multiprocessors: then strips are 512 columns wide, of 16 ranks
     with_dB, without = (
-        ext.quantize_grad_workspace(128 * panels, 512, 16, has) for has in (True, False)
+        ext.quantize_grad_workspace(128 * panels, 512, 16, has, 132) for has in (True, False)
     )
     assert without == panels * 128 * 16 and with_dB == without + panels * 512 * 16
     # fewer rows: 4 strips of 128 columns, a share of ds and a block to each; segments = blocks + strips - 1
-    with_dB, without = (ext.quantize_grad_workspace(128, 512, 16, has) for has in (True, False))
+    with_dB, without = (
+        ext.quantize_grad_workspace(128, 512, 16, has, 132) for has in (True, False)
+    )
     assert without == 4 * 128 * 16 and with_dB == without + 7 * 128 * 16
+    # more multiprocessors than panels: narrow strips once more
+    assert ext.quantize_grad_workspace(128 * panels, 512, 16, False, 133) == 4 * panels * 128 * 16
+    with pytest.raises(ValueError, match="multiprocessors must be at least 1, got 0"):
+        ext.quantize_grad_workspace(128, 512, 16, True, 0)
     for sizes, message in (
         ((1, 12, 16), "cols must be a multiple of 8"),
         ((1, 8, 129), "rank at most 128"),
         ((-1, 8, 1), "rows must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            ext.quantize_grad_workspace(*sizes, True)
+            ext.quantize_grad_workspace(*sizes, True, 132)
     # side by side: wide strips where each begins one, else narrow ones, of one adapter's ranks each way
-    tall = 128 * panels, 1024, 16, False
+    tall = 128 * panels, 1024, 16, False, 132
     assert ext.quantize_grad_workspace(*tall, [(512, 16), (512, 0)]) == 2 * panels * 128 * 16
     assert ext.quantize_grad_workspace(*tall, [(640, 16), (384, 0)]) == 8 * panels * 128 * 16
     for projections, message in (
@@ -463,4 +469,4 @@ def test_workspace_and_refusals() -> None:
         ([(128, 16), (384, 8)], "rank 0 or 16"),
     ):
         with pytest.raises(ValueError, match=message):
-            ext.quantize_grad_workspace(128, 512, 16, True, projections)
+            ext.quantize_grad_workspace(128, 512, 16, True, 132, projections)

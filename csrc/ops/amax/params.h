@@ -20,7 +20,8 @@ struct ScaleSource {
   uint32_t* partials;  // [kPartials] scratch: amaxes of parts of the tensor, as bits of fp32; written only if needed
   float fp8_max;
 
-  // Two blocks to each of 132 multiprocessors; one number per block.
+  // How many blocks take the amax, one number each: the same on every GPU, for the quantizing kernels are compiled with
+  // it. Two for each multiprocessor of an H100 or H200.
   static constexpr int kPartials = 264;
 };
 

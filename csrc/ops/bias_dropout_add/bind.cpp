@@ -59,10 +59,11 @@ void backward(uintptr_t dx, uintptr_t dbias, uintptr_t partial, uintptr_t dout, 
 void register_bias_dropout_add(py::module_& m) {
   m.def(
       "bias_grad_chunks",
-      [](int64_t rows, int64_t cols, uint32_t first_col) {
-        return BiasDropoutAddGrid(rows, cols, first_col, true).grid_y;
+      [](int64_t rows, int64_t cols, int64_t multiprocessors, uint32_t first_col) {
+        check_multiprocessors("bias_grad_chunks", multiprocessors);
+        return BiasDropoutAddGrid(rows, cols, first_col, true, multiprocessors).grid_y;
       },
-      py::arg("rows"), py::arg("cols"), py::arg("first_col") = 0,
+      py::arg("rows"), py::arg("cols"), py::arg("multiprocessors"), py::arg("first_col") = 0,
       "Rows of fp32 [chunks, cols] that bias_dropout_add_backward needs for dbias");
   m.def("bias_dropout_add", &forward, py::arg("out"), py::arg("x"), py::arg("bias"), py::arg("residual"),
         py::arg("rows"), py::arg("cols"), py::arg("dtype"), py::arg("bias_dtype"), py::arg("slot"), py::arg("site"),

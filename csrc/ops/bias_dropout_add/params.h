@@ -2,8 +2,8 @@
 // out = residual + mask ⊙ (x + bias) / (1 − p), and its backward
 //   dx = mask ⊙ dout / (1 − p)      dbias = Σ_rows dx
 // with the mask of philox.h, drawn again in backward. All arithmetic in fp32, one rounding at the store; dbias is
-// summed in an order that depends on the shape alone. Every tensor is [rows, cols], row-major without gaps, of one
-// dtype; any address that the dtype allows.
+// summed in an order that depends on BiasDropoutAddGrid alone. Every tensor is [rows, cols], row-major without gaps, of
+// one dtype; any address that the dtype allows.
 #pragma once
 
 #include <algorithm>
@@ -38,26 +38,26 @@ struct BiasDropoutAddBackwardParams {
   DropoutParams dropout;
 };
 
-// Threads [x, y] of a block walk [column groups, rows]. The grid follows from the shape alone, so that the order in
-// which dbias is summed does too. Few blocks keep few partial sums (4 on each of 132 multiprocessors); where there are
-// none to keep, more blocks balance better (an H200, 8192 × 8192 bf16: 100 against 104 µs), down to a few rows a
-// thread.
+// Threads [x, y] of a block walk [column groups, rows]. The grid follows from the shape and the number of the GPU's
+// multiprocessors alone, and so does the order in which dbias is summed. Each block keeps partial sums of dbias, so few
+// blocks keep few of them. Where there are no sums to keep, more blocks balance better (an H200, 8192 × 8192 bf16: 100
+// against 104 µs), down to a few rows a thread.
 struct BiasDropoutAddGrid {
   static constexpr int kThreads = 256;
-  static constexpr int64_t kBlocks = 8448;
-  static constexpr int64_t kBlocksThatSum = 528;
+  static constexpr int64_t kBlocks = 64;  // of a multiprocessor
+  static constexpr int64_t kBlocksThatSum = 4;
   static constexpr int64_t kRowsPerThread = 4;
 
   int block_x, block_y;
   int64_t grid_x, grid_y;
 
-  BiasDropoutAddGrid(int64_t rows, int64_t cols, uint32_t first_col, bool sums) {
+  BiasDropoutAddGrid(int64_t rows, int64_t cols, uint32_t first_col, bool sums, int64_t multiprocessors) {
     const int64_t groups = std::max<int64_t>(1, dropout_groups(first_col, cols));
     block_x = 32;
     while (block_x > 1 && block_x / 2 >= groups) block_x /= 2;
     block_y = kThreads / block_x;
     grid_x = (groups + block_x - 1) / block_x;
-    const int64_t blocks = sums ? kBlocksThatSum : kBlocks;
+    const int64_t blocks = multiprocessors * (sums ? kBlocksThatSum : kBlocks);
     const int64_t rows_per_block = block_y * kRowsPerThread;
     grid_y = std::max<int64_t>(1, std::min((rows + rows_per_block - 1) / rows_per_block, blocks / grid_x));
   }

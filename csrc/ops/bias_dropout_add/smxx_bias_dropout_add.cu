@@ -316,7 +316,7 @@ dim3 grid_of(const Grid& grid) { return dim3(static_cast<unsigned>(grid.grid_x),
 void launch_bias_dropout_add(const BiasDropoutAddParams& params, void* stream, int device) {
   if (params.rows == 0 || params.cols == 0) return;
   const DeviceGuard guard(device);
-  const Grid grid(params.rows, params.cols, params.dropout.first_col, false);
+  const Grid grid(params.rows, params.cols, params.dropout.first_col, false, current_device().multiprocessors);
   const bool vectors = takes_vectors(params.cols, params.dropout, {params.out, params.x, params.residual});
   with_type(params.dtype, [&](auto type) {
     with_flag(params.dropout.threshold > 0, [&](auto drops) {
@@ -336,7 +336,8 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams& params
   if (params.cols == 0) return;
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  const Grid grid(params.rows, params.cols, params.dropout.first_col, params.dbias != nullptr);
+  const Grid grid(params.rows, params.cols, params.dropout.first_col, params.dbias != nullptr,
+                  current_device().multiprocessors);
   const bool vectors = takes_vectors(params.cols, params.dropout, {params.dx, params.dout});
   with_type(params.dtype, [&](auto type) {
     with_flag(params.dropout.threshold > 0, [&](auto drops) {

@@ -3,13 +3,14 @@
 
 #include "device/draw_mask.h"
 #include "host/cuda_check.h"
+#include "host/device.h"
 #include "ops/dropout_mask/params.h"
 
 namespace lorakernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 132 * 16;
+constexpr int64_t kMostBlocks = 16;  // of a multiprocessor
 
 // One draw serves the 8 columns of a group, which a thread writes at once where rows are 8-byte aligned.
 __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMaskParams params) {
@@ -49,13 +50,17 @@ __global__ void __launch_bounds__(kThreads)
   draw_mask(dropout, dropped, rows, cols, &drawn);
 }
 
+unsigned blocks_for(int64_t wanted) {
+  return static_cast<unsigned>(std::min(wanted, kMostBlocks * current_device().multiprocessors));
+}
+
 }  // namespace
 
 void launch_dropped_bits(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols, void* stream,
                          int device) {
   if (rows == 0 || cols == 0) return;
   const DeviceGuard guard(device);
-  const auto blocks = static_cast<unsigned>(std::min((rows + kRowsOfUnit - 1) / kRowsOfUnit, kMaxBlocks));
+  const unsigned blocks = blocks_for((rows + kRowsOfUnit - 1) / kRowsOfUnit);
   dropped_bits_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(dropout, dropped, rows, cols);
   LORAKERNELS_CHECK_LAUNCH("dropped_bits");
 }
@@ -64,7 +69,7 @@ void launch_dropout_mask(const DropoutMaskParams& params, void* stream, int devi
   if (params.rows == 0 || params.cols == 0) return;
   const int64_t draws = params.rows * dropout_groups(params.first_col, params.cols);
   const DeviceGuard guard(device);
-  const auto blocks = static_cast<unsigned>(std::min((draws + kThreads - 1) / kThreads, kMaxBlocks));
+  const unsigned blocks = blocks_for((draws + kThreads - 1) / kThreads);
   dropout_mask_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   LORAKERNELS_CHECK_LAUNCH("dropout_mask");
 }

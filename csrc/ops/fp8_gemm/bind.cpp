@@ -10,6 +10,8 @@
 namespace lorakernels {
 namespace {
 
+using Limits = Fp8GemmLimits;
+
 [[noreturn]] void refuse(const std::string& op, const std::string& what) {
   throw std::invalid_argument(op + ": " + what);
 }
@@ -24,17 +26,19 @@ void check(const std::string& op, const Fp8GemmParams& params) {
                            {"multiprocessors", params.multiprocessors - 1}});
   constexpr int64_t kMost = (int64_t{1} << 31) - 256;
   const auto tiles = [](int64_t size) { return (size + 127) / 128; };
-  if (cols % 8 != 0 || depth % 16 != 0 || depth == 0 || rows > kMost || cols > kMost || depth > kMost ||
-      tiles(rows) * tiles(cols) > kMost) {
-    refuse(op, "cols must be a multiple of 8, depth a positive one of 16, each and the tiles of 128 × 128 at most " +
+  if (cols % Limits::kColsMultiple != 0 || depth % Limits::kDepthMultiple != 0 || depth == 0 || rows > kMost ||
+      cols > kMost || depth > kMost || tiles(rows) * tiles(cols) > kMost) {
+    refuse(op, "cols must be a multiple of " + std::to_string(Limits::kColsMultiple) + ", depth a positive one of " +
+                   std::to_string(Limits::kDepthMultiple) + ", each and the tiles of 128 × 128 at most " +
                    std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) +
                    ", depth " + std::to_string(depth));
   }
-  if (params.turned && (cols % 16 != 0 || !params.splits)) {
-    refuse(op, "a weight that is not transposed takes splits and cols a multiple of 16, got cols " +
-                   std::to_string(cols) + (params.splits ? "" : " without splits"));
+  if (params.turned && (cols % Limits::kUntransposedColsMultiple != 0 || !params.splits)) {
+    refuse(op, "a weight that is not transposed takes splits and cols a multiple of " +
+                   std::to_string(Limits::kUntransposedColsMultiple) + ", got cols " + std::to_string(cols) +
+                   (params.splits ? "" : " without splits"));
   }
-  if (params.u_stride % 8 != 0 || params.u_stride < params.rank) {
+  if (params.u_stride % Limits::kColsMultiple != 0 || params.u_stride < params.rank) {
     refuse(op, "stride must be a multiple of 8 and at least rank " + std::to_string(params.rank) + ", got " +
                    std::to_string(params.u_stride));
   }
@@ -43,7 +47,7 @@ void check(const std::string& op, const Fp8GemmParams& params) {
                               static_cast<const void*>(params.dropped)}) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) refuse(op, "matrices must be 16-byte aligned");
   }
-  if (params.dropout.first_col % 8 != 0) {
+  if (params.dropout.first_col % Limits::kColsMultiple != 0) {
     refuse(op, "first_col must be a multiple of 8, got " + std::to_string(params.dropout.first_col));
   }
   if (params.v_dtype != params.dtype && params.v_dtype != FloatType::kFloat32) {
@@ -116,6 +120,10 @@ void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight, bool transpos
 }  // namespace
 
 void register_fp8_gemm(py::module_& m) {
+  add_limits(m, "fp8_gemm",
+             py::dict(py::arg("cols_multiple") = Limits::kColsMultiple,
+                      py::arg("untransposed_cols_multiple") = Limits::kUntransposedColsMultiple,
+                      py::arg("depth_multiple") = Limits::kDepthMultiple));
   const char* const addresses = "Device addresses, 0 for a tensor that is not there";
   m.def("fp8_linear_lora", &fp8_linear_lora, py::arg("y"), py::arg("x8"), py::arg("weight"), py::arg("x_scale_inv"),
         py::arg("weight_scale_inv"), py::arg("by_column"), py::arg("s"), py::arg("B"), py::arg("bias"),

@@ -16,6 +16,12 @@
 
 namespace lorakernels {
 
+struct Fp8GemmLimits {
+  static constexpr int64_t kColsMultiple = 8;  // also of first_col and u_stride
+  static constexpr int64_t kUntransposedColsMultiple = 16;
+  static constexpr int64_t kDepthMultiple = 16;
+};
+
 struct Fp8GemmParams {
   void* out;                     // [rows, cols] of dtype, 16-byte aligned
   const uint8_t* left;           // [rows, depth] e4m3, or e5m2 for fp8_grad_input, 16-byte aligned

@@ -67,7 +67,6 @@ void launch(const Fp8GemmParams& params, cudaStream_t stream) {
   using Tile = Tiling<kProduct, kShape, kRankStep>;
   static_assert(Tile::kFits);
   const auto kernel = fp8_gemm_kernel<kProduct, T, kE5M2, kSplits, kShape, kRankStep>;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   const int64_t tiles =
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));

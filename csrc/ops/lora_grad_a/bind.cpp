@@ -7,11 +7,14 @@
 namespace lorakernels {
 namespace {
 
+using Limits = LoraGradALimits;
+
 void check_shape(int64_t rows, int64_t cols, int64_t rank) {
   check_sizes("lora_grad_a", {{"rows", rows}, {"cols", cols}, {"rank", rank}});
   constexpr int64_t kMost = (int64_t{1} << 31) - (1 << 16);
-  if (rows > kMost || cols > kMost || cols % 8 != 0 || rank < 1 || rank > 128) {
-    throw std::invalid_argument("lora_grad_a: cols must be a multiple of 8, rank 1 to 128, rows and cols at most " +
+  if (rows > kMost || cols > kMost || cols % Limits::kColsMultiple != 0 || rank < 1 || rank > Limits::kRank) {
+    throw std::invalid_argument("lora_grad_a: cols must be a multiple of " + std::to_string(Limits::kColsMultiple) +
+                                ", rank 1 to " + std::to_string(Limits::kRank) + ", rows and cols at most " +
                                 std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " +
                                 std::to_string(cols) + ", rank " + std::to_string(rank));
   }
@@ -21,15 +24,16 @@ void check_layout(uintptr_t addresses, int64_t cols, int64_t ds_pitch, uint32_t 
   if (addresses % 16 != 0) {
     throw std::invalid_argument("lora_grad_a: dA, partial, ds, x and dropped must be 16-byte aligned");
   }
-  if (fp8 && cols % 16 != 0) {
-    throw std::invalid_argument("lora_grad_a: cols must be a multiple of 16 with scale_inv, got " +
-                                std::to_string(cols));
+  if (fp8 && cols % Limits::kFp8ColsMultiple != 0) {
+    throw std::invalid_argument("lora_grad_a: cols must be a multiple of " + std::to_string(Limits::kFp8ColsMultiple) +
+                                " with scale_inv, got " + std::to_string(cols));
   }
   if (ds_pitch % 8 != 0) {
     throw std::invalid_argument("lora_grad_a: ds_pitch must be a multiple of 8, got " + std::to_string(ds_pitch));
   }
-  if (first_col % 8 != 0) {
-    throw std::invalid_argument("lora_grad_a: first_col must be a multiple of 8, got " + std::to_string(first_col));
+  if (first_col % Limits::kColsMultiple != 0) {
+    throw std::invalid_argument("lora_grad_a: first_col must be a multiple of " +
+                                std::to_string(Limits::kColsMultiple) + ", got " + std::to_string(first_col));
   }
 }
 
@@ -58,13 +62,18 @@ void lora_grad_a(uintptr_t dA, uintptr_t partial, uintptr_t ds, uintptr_t x, uin
 }  // namespace
 
 void register_lora_grad_a(py::module_& m) {
+  add_limits(m, "lora_grad_a",
+             py::dict(py::arg("rank") = Limits::kRank, py::arg("cols_multiple") = Limits::kColsMultiple,
+                      py::arg("fp8_cols_multiple") = Limits::kFp8ColsMultiple));
   m.def(
       "lora_grad_a_partial",
-      [](int64_t rows, int64_t cols, int64_t rank) {
+      [](int64_t rows, int64_t cols, int64_t rank, int64_t multiprocessors) {
         check_shape(rows, cols, rank);
-        return LoraGradAGrid(rows, cols, rank).slices * rank * cols;
+        check_multiprocessors("lora_grad_a_partial", multiprocessors);
+        return LoraGradAGrid(rows, cols, rank, multiprocessors).slices * rank * cols;
       },
-      py::arg("rows"), py::arg("cols"), py::arg("rank"), "How many fp32 elements `partial` must have");
+      py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("multiprocessors"),
+      "How many fp32 elements `partial` must have");
   m.def("lora_grad_a", &lora_grad_a, py::arg("dA"), py::arg("partial"), py::arg("ds"), py::arg("x"),
         py::arg("scale_inv"), py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("ds_pitch"), py::arg("dtype"),
         py::arg("out_dtype"), py::arg("slot"), py::arg("site"), py::arg("threshold"), py::arg("first_row"),

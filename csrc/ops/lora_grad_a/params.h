@@ -14,6 +14,12 @@
 
 namespace lorakernels {
 
+struct LoraGradALimits {
+  static constexpr int64_t kRank = 128;
+  static constexpr int64_t kColsMultiple = 8;  // also of first_col
+  static constexpr int64_t kFp8ColsMultiple = 16;
+};
+
 struct LoraGradAParams {
   void* dA;                // [rank, cols] of out_dtype, 16-byte aligned
   float* partial;          // [slices, rank, cols] of LoraGradAGrid, 16-byte aligned
@@ -41,11 +47,12 @@ struct LoraGradAGrid {
   int padded_rank;  // of a part: 16, 32 or 64
   int64_t parts, strips, slices, slice_rows;
 
-  LoraGradAGrid(int64_t rows, int64_t cols, int64_t rank) : padded_rank(16), parts(1) {
+  LoraGradAGrid(int64_t rows, int64_t cols, int64_t rank, int64_t multiprocessors) : padded_rank(16), parts(1) {
     while (padded_rank < rank && padded_rank < 64) padded_rank *= 2;
     parts = std::max<int64_t>(1, (rank + padded_rank - 1) / padded_rank);
     strips = (cols + kStripCols - 1) / kStripCols;
-    const int64_t resident = padded_rank == 64 ? 132 : 264, units = (rows + kUnitRows - 1) / kUnitRows;
+    const int64_t resident = multiprocessors * (padded_rank == 64 ? 1 : 2);  // blocks that run at once
+    const int64_t units = (rows + kUnitRows - 1) / kUnitRows;
     slices = best_slices(std::max<int64_t>(1, strips * parts), resident, std::max<int64_t>(1, units));
     slice_rows = (units + slices - 1) / slices * kUnitRows;
     slices = slice_rows == 0 ? 0 : (rows + slice_rows - 1) / slice_rows;

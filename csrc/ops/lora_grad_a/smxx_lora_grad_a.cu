@@ -352,7 +352,6 @@ template <typename T, bool kFp8, int kRank, Mask kMask>
 void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
   const auto kernel = lora_grad_a_kernel<T, kFp8, kRank, kMask>;
   constexpr int kBytes = Tiling<kFp8, kRank, kMask>::kBytes;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
                     static_cast<unsigned>(grid.parts));
   launch_kernel(kernel, blocks, kThreads, kBytes, stream, true, params, static_cast<uint32_t>(grid.slice_rows));
@@ -388,7 +387,7 @@ void launch_typed(const LoraGradAParams& params, const Grid& grid, cudaStream_t 
 void launch_lora_grad_a(const LoraGradAParams& params, void* stream, int device) {
   if (params.rank == 0 || params.cols == 0) return;
   const DeviceGuard guard(device);
-  const Grid grid(params.rows, params.cols, params.rank);
+  const Grid grid(params.rows, params.cols, params.rank, current_device().multiprocessors);
   const auto on = static_cast<cudaStream_t>(stream);
   if (grid.slices > 0) {
     params.dtype == FloatType::kBFloat16 ? launch_typed<__nv_bfloat16>(params, grid, on)

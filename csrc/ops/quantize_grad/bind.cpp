@@ -11,14 +11,16 @@
 namespace lorakernels {
 namespace {
 
+using Limits = QuantizeGradLimits;
+
 void check_shape(int64_t rows, int64_t cols, int64_t rank) {
   check_sizes("quantize_grad", {{"rows", rows}, {"cols", cols}, {"rank", rank}});
   constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
-  if (cols % 8 != 0 || cols > kMost || rows > kMost || rank > 128) {
-    throw std::invalid_argument(
-        "quantize_grad: cols must be a multiple of 8, rank at most 128, rows and cols at most " +
-        std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) + ", rank " +
-        std::to_string(rank));
+  if (cols % Limits::kColsMultiple != 0 || cols > kMost || rows > kMost || rank > Limits::kRank) {
+    throw std::invalid_argument("quantize_grad: cols must be a multiple of " + std::to_string(Limits::kColsMultiple) +
+                                ", rank at most " + std::to_string(Limits::kRank) + ", rows and cols at most " +
+                                std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " +
+                                std::to_string(cols) + ", rank " + std::to_string(rank));
   }
 }
 
@@ -45,10 +47,9 @@ QuantizeGradProjections projections_of(const WidthsAndRanks& found, int64_t cols
 
 void check_mask(int64_t rank, int64_t cols, uint32_t threshold, uint32_t first_col) {
   check_sizes("quantize_grad", {{"dropped_cols", cols}});
-  if (rank < 1 || rank > QuantizeGradGrid::kDrawsToRank || threshold == 0 || first_col % 8 != 0 ||
+  if (rank < 1 || rank > Limits::kDrawnRank || threshold == 0 || first_col % Limits::kColsMultiple != 0 ||
       cols >= int64_t{1} << 31) {
-    throw std::invalid_argument("quantize_grad: a mask takes a rank of 1 to " +
-                                std::to_string(QuantizeGradGrid::kDrawsToRank) +
+    throw std::invalid_argument("quantize_grad: a mask takes a rank of 1 to " + std::to_string(Limits::kDrawnRank) +
                                 ", a threshold above 0, first_col a multiple of 8, dropped_cols below 2^31; got rank " +
                                 std::to_string(rank) + ", threshold " + std::to_string(threshold) + ", first_col " +
                                 std::to_string(first_col) + ", dropped_cols " + std::to_string(cols));
@@ -94,15 +95,22 @@ void quantize_grad(uintptr_t dy8, uintptr_t scale_inv, uintptr_t amax, uintptr_t
 }  // namespace
 
 void register_quantize_grad(py::module_& m) {
+  add_limits(m, "quantize_grad",
+             py::dict(py::arg("rank") = Limits::kRank, py::arg("drawn_rank") = Limits::kDrawnRank,
+                      py::arg("cols_multiple") = Limits::kColsMultiple,
+                      py::arg("projections") = QuantizeGradProjections::kMost,
+                      py::arg("projection_multiple") = QuantizeGradProjections::kMultiple));
   m.def(
       "quantize_grad_workspace",
-      [](int64_t rows, int64_t cols, int64_t rank, bool has_dB, const WidthsAndRanks& projections) {
+      [](int64_t rows, int64_t cols, int64_t rank, bool has_dB, int64_t multiprocessors,
+         const WidthsAndRanks& projections) {
         check_shape(rows, cols, rank);
+        check_multiprocessors("quantize_grad_workspace", multiprocessors);
         const auto each = projections_of(projections, cols, rank);
-        return rank == 0 ? 0 : QuantizeGradGrid(rows, cols, rank, each).floats(has_dB);
+        return rank == 0 ? 0 : QuantizeGradGrid(rows, cols, rank, each, multiprocessors).floats(has_dB);
       },
-      py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("has_dB"), py::arg("projections") = WidthsAndRanks{},
-      "fp32 numbers that quantize_grad needs");
+      py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("has_dB"), py::arg("multiprocessors"),
+      py::arg("projections") = WidthsAndRanks{}, "fp32 numbers that quantize_grad needs");
   m.def("quantize_grad", &quantize_grad, py::arg("dy8"), py::arg("scale_inv"), py::arg("amax"), py::arg("ds"),
         py::arg("dB"), py::arg("workspace"), py::arg("dy"), py::arg("B"), py::arg("s"), py::arg("kept"),
         py::arg("partials"), py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("scaling"), py::arg("dtype"),

@@ -20,6 +20,12 @@
 
 namespace lorakernels {
 
+struct QuantizeGradLimits {
+  static constexpr int64_t kRank = 128;
+  static constexpr int64_t kDrawnRank = 64;    // with a mask to draw; above, registers do not suffice
+  static constexpr int64_t kColsMultiple = 8;  // also of first_col
+};
+
 // Whose each column of dy is: projections side by side, or one that has all columns.
 struct QuantizeGradProjections {
   static constexpr int kMost = 4;
@@ -86,8 +92,6 @@ struct QuantizeGradParams {
 struct QuantizeGradGrid {
   static constexpr int kPanelRows = 128;
   static constexpr int kTileCols = 128;
-  static constexpr int64_t kBlocks = 132;      // an H200's multiprocessors
-  static constexpr int64_t kDrawsToRank = 64;  // above, registers do not suffice
 
   int padded_rank;  // 16, 32, 64 or 128; 16 for none as well
   int steps;  // tiles of a strip: what registers hold of dB, or one where that leaves multiprocessors idle or would
@@ -95,18 +99,19 @@ struct QuantizeGradGrid {
   int strip_cols;
   int64_t rows, cols, strips, panels, blocks;
 
-  QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank, const QuantizeGradProjections& projections)
+  QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank, const QuantizeGradProjections& projections,
+                   int64_t multiprocessors)
       : padded_rank(16), rows(rows), cols(cols) {
     while (padded_rank < rank) padded_rank *= 2;
     panels = (rows + kPanelRows - 1) / kPanelRows;
     steps = most_steps(padded_rank);
-    if ((cols + steps * kTileCols - 1) / (steps * kTileCols) * panels < kBlocks) steps = 1;
+    if ((cols + steps * kTileCols - 1) / (steps * kTileCols) * panels < multiprocessors) steps = 1;
     for (int i = 0; i + 1 < projections.count; ++i) {
       if (projections.end[i] % (steps * kTileCols) != 0) steps = 1;
     }
     strip_cols = steps * kTileCols;
     strips = (cols + strip_cols - 1) / strip_cols;
-    blocks = std::max<int64_t>(1, std::min(strips * panels, kBlocks));
+    blocks = std::max<int64_t>(1, std::min(strips * panels, multiprocessors));
   }
 
   static constexpr LORAKERNELS_HD int most_steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }

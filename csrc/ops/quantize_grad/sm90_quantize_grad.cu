@@ -214,7 +214,6 @@ template <typename T, int kRank, int kSteps, bool kDraws>
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws>;
   constexpr int kBytes = Tiling<kRank, kSteps>::kBytes;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, kPanelRows);  // swizzled as DyRows
   launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOf<kDraws>, kBytes, stream, true, dy, params, grid);
 }
@@ -227,7 +226,7 @@ void launch_drawing(const QuantizeGradParams& params, const Grid& grid, cudaStre
 
 template <typename T, int kRank>
 void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
-  if constexpr (kRank > 0 && kRank <= Grid::kDrawsToRank) {
+  if constexpr (kRank > 0 && kRank <= QuantizeGradLimits::kDrawnRank) {
     if (params.dropped != nullptr) return launch_drawing<T, kRank, true>(params, grid, stream);
   }
   launch_drawing<T, kRank, false>(params, grid, stream);
@@ -235,7 +234,7 @@ void launch_fused(const QuantizeGradParams& params, const Grid& grid, cudaStream
 
 template <typename T>
 void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
-  const Grid grid(params.rows, params.cols, params.rank, params.projections);
+  const Grid grid(params.rows, params.cols, params.rank, params.projections, current_device().multiprocessors);
   if (params.rank == 0) return launch_fused<T, 0>(params, grid, stream);
   switch (grid.padded_rank) {
     case 16:

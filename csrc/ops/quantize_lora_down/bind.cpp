@@ -7,15 +7,19 @@
 namespace lorakernels {
 namespace {
 
+using Limits = QuantizeLoraDownLimits;
+
 void check(uintptr_t x, uintptr_t x8, uintptr_t lora_A, uintptr_t workspace, int64_t rows, int64_t cols, int64_t rank,
            FloatType dtype, uint32_t first_col) {
   check_sizes("quantize_lora_down", {{"rows", rows}, {"cols", cols}, {"rank", rank}});
-  if (rows >= int64_t{1} << 31 || cols == 0 || cols >= 1 << 24 || cols % 8 != 0 || rank > 128 || first_col % 8 != 0) {
-    throw std::invalid_argument(
-        "quantize_lora_down: rows must be below 2^31, cols a multiple of 8 from 8 to below 2^24, rank at most 128 and "
-        "first_col a multiple of 8; got rows " +
-        std::to_string(rows) + ", cols " + std::to_string(cols) + ", rank " + std::to_string(rank) + ", first_col " +
-        std::to_string(first_col));
+  if (rows >= int64_t{1} << 31 || cols == 0 || cols >= 1 << 24 || cols % Limits::kColsMultiple != 0 ||
+      rank > Limits::kRank || first_col % Limits::kColsMultiple != 0) {
+    throw std::invalid_argument("quantize_lora_down: rows must be below 2^31, cols a positive multiple of " +
+                                std::to_string(Limits::kColsMultiple) + " below 2^24, rank at most " +
+                                std::to_string(Limits::kRank) + " and first_col a multiple of " +
+                                std::to_string(Limits::kColsMultiple) + "; got rows " + std::to_string(rows) +
+                                ", cols " + std::to_string(cols) + ", rank " + std::to_string(rank) + ", first_col " +
+                                std::to_string(first_col));
   }
   if ((x | x8 | lora_A | workspace) % 16 != 0) {
     throw std::invalid_argument("quantize_lora_down: x, x8, lora_A and workspace must be 16-byte aligned");
@@ -55,6 +59,8 @@ void quantize_lora_down(uintptr_t x8, uintptr_t scale_inv, uintptr_t amax, uintp
 }  // namespace
 
 void register_quantize_lora_down(py::module_& m) {
+  add_limits(m, "quantize_lora_down",
+             py::dict(py::arg("rank") = Limits::kRank, py::arg("cols_multiple") = Limits::kColsMultiple));
   m.def(
       "quantize_lora_down_workspace",
       [](int64_t rows, int64_t cols, int64_t rank, int device) {

@@ -15,6 +15,11 @@
 
 namespace lorakernels {
 
+struct QuantizeLoraDownLimits {
+  static constexpr int64_t kRank = 128;
+  static constexpr int64_t kColsMultiple = 8;  // also of first_col
+};
+
 struct QuantizeLoraDownParams {
   uint8_t* x8;         // [rows, cols] e4m3, or null: x is not quantized
   float* scale_inv;    // [1] 1 / scale, with x8
@@ -38,21 +43,21 @@ struct QuantizeLoraDownParams {
 //   kPanels  wgmma: TMA brings x and A, warpgroups below each other with 64 rows each; cols % 16 == 0
 struct QuantizeLoraDownPlan {
   enum class Form { kWarps, kBoxes, kPanels };
-  static constexpr int64_t kProcessors = 132;
   static constexpr int64_t kWarpsOfBlock = 8, kStepColumns = 64, kBoxRows = 16;
 
   Form form;
   int64_t rank_columns, slice, slices, row_blocks;
   int64_t offset_sums, offset_A, floats;  // of the workspace: amaxes of blocks, sums [slices, rows, rank_columns], A
 
-  // capability: 10 major + minor, has_wgmma: of the build
-  QuantizeLoraDownPlan(int64_t rows, int64_t cols, int64_t rank, int capability, bool has_wgmma) {
+  // capability: 10 major + minor; has_wgmma: the build has code for sm_90a
+  QuantizeLoraDownPlan(int64_t rows, int64_t cols, int64_t rank, int capability, int64_t multiprocessors,
+                       bool has_wgmma) {
     rank_columns = rank == 0 ? 0 : 16;
     while (rank_columns < rank) rank_columns *= 2;
     form = form_for(rows, cols, capability, has_wgmma);
-    if (form == Form::kWarps) plan_warps(rows, cols);
-    if (form == Form::kBoxes) plan_boxes(rows, cols);
-    if (form == Form::kPanels) plan_panels(rows, cols);
+    if (form == Form::kWarps) plan_warps(rows, cols, multiprocessors);
+    if (form == Form::kBoxes) plan_boxes(rows, cols, multiprocessors);
+    if (form == Form::kPanels) plan_panels(rows, cols, multiprocessors);
     offset_sums = rounded_up(slices * row_blocks);
     offset_A = offset_sums + rounded_up(slices * rows * rank_columns);
     floats = offset_A + (form == Form::kPanels ? rank_columns * arranged_columns(cols) / 2 : 0);
@@ -79,22 +84,22 @@ struct QuantizeLoraDownPlan {
   static int64_t parts(int64_t size, int64_t of) { return std::max<int64_t>(1, (size + of - 1) / of); }
 
   // Slices are as wide as shared memory allows, but narrow enough to give every warp a part.
-  void plan_warps(int64_t rows, int64_t cols) {
-    const int64_t blocks = kProcessors * (rank_columns > 32 ? 1 : 2), tiles = parts(rows, kBoxRows);
+  void plan_warps(int64_t rows, int64_t cols, int64_t multiprocessors) {
+    const int64_t blocks = multiprocessors * (rank_columns > 32 ? 1 : 2), tiles = parts(rows, kBoxRows);
     slice = rank_columns == 32 || rank_columns == 128 ? 512 : 1024;
     while (slice > 256 && tiles * parts(cols, slice) < kWarpsOfBlock * blocks) slice /= 2;
     slices = parts(cols, slice);
     row_blocks = std::max<int64_t>(1, std::min(parts(tiles, kWarpsOfBlock), blocks / slices));
   }
 
-  void plan_boxes(int64_t rows, int64_t cols) {
+  void plan_boxes(int64_t rows, int64_t cols, int64_t multiprocessors) {
     slice = columns_of_boxes(rank_columns);
     slices = parts(cols, slice);
-    row_blocks = std::max<int64_t>(1, std::min(parts(rows, kBoxRows), 2 * kProcessors / slices));
+    row_blocks = std::max<int64_t>(1, std::min(parts(rows, kBoxRows), 2 * multiprocessors / slices));
   }
 
-  void plan_panels(int64_t rows, int64_t cols) {
-    const int64_t blocks = kProcessors * (rank_columns > 64 ? 1 : 2);
+  void plan_panels(int64_t rows, int64_t cols, int64_t multiprocessors) {
+    const int64_t blocks = multiprocessors * (rank_columns > 64 ? 1 : 2);
     row_blocks = parts(rows, rows_of_panel(rank_columns));
     slices = std::max<int64_t>(1, std::min(cols / (4 * kStepColumns), blocks / row_blocks));
     slice = 0;  // in steps of kStepColumns, the slices' numbers of which differ by one

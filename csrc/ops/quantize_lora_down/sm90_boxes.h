@@ -177,7 +177,6 @@ template <typename T, int kRankTiles, bool kDropout>
 void launch_boxes(const QuantizeLoraDownParams& params, const QuantizeLoraDownPlan& plan, cudaStream_t stream) {
   using Tile = Boxes<kRankTiles>;
   const auto kernel = quantize_lora_down_boxes_kernel<T, kRankTiles, kDropout>;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   const CUtensorMap x_map = tensor_map<T>(params.x, params.rows, params.cols, 16);
   const dim3 blocks(static_cast<unsigned>(plan.slices), static_cast<unsigned>(plan.row_blocks));
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true, x_map, params, plan);

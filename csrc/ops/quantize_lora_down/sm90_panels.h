@@ -156,7 +156,6 @@ void launch_panels(const QuantizeLoraDownParams& params, const QuantizeLoraDownP
   launch_kernel(arrange_A_kernel<T>, arranging, 256, 0, stream, true, params, uint32_t{kRank},
                 reinterpret_cast<uint32_t*>(arranged));
   const auto kernel = quantize_lora_down_panels_kernel<T, kRank, kDropout>;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   const CUtensorMap x_map = tensor_map<T>(params.x, params.rows, params.cols, Tile::kRows);
   const CUtensorMap a_map = tensor_map<T>(arranged, kRank, columns, kRank);
   const dim3 blocks(static_cast<unsigned>(plan.slices * plan.row_blocks));

@@ -19,7 +19,6 @@ constexpr int kWarps = Plan::kWarpsOfBlock;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kStepColumns = Plan::kStepColumns;
 constexpr int kFinishThreads = 256;
-constexpr int kFinishBlocks = 16 * Plan::kProcessors;
 constexpr int kStages = 3;  // steps whose loads are in flight, this one's included
 
 // The slice's columns of A into shared memory.
@@ -185,8 +184,6 @@ template <typename T, int kRankTiles, bool kDropout>
 void launch_warps(const QuantizeLoraDownParams& params, const Plan& plan, cudaStream_t stream) {
   const auto kernel = quantize_lora_down_kernel<T, kRankTiles, kDropout>;
   const size_t bytes = sizeof(uint4) * (8 * kRankTiles * (plan.slice / 8 + 4) + kStages * 4 * kThreads);
-  LORAKERNELS_CHECK_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   const dim3 blocks(static_cast<unsigned>(plan.slices), static_cast<unsigned>(plan.row_blocks));
   launch_kernel(kernel, blocks, kThreads, bytes, stream, true, params, plan);
 }
@@ -220,7 +217,8 @@ void launch_typed(const QuantizeLoraDownParams& params, const Plan& plan, cudaSt
       drops ? launch_form<T, 16, true>(params, plan, stream) : launch_form<T, 16, false>(params, plan, stream);
   }
   const int64_t sums = (params.rows * plan.rank_columns + kFinishThreads - 1) / kFinishThreads;
-  const int64_t blocks = std::clamp<int64_t>(sums, 2 * Plan::kProcessors, kFinishBlocks);
+  const int64_t multiprocessors = current_device().multiprocessors;
+  const int64_t blocks = std::clamp<int64_t>(sums, 2 * multiprocessors, 16 * multiprocessors);
   launch_kernel(finish_kernel<T>, dim3(static_cast<unsigned>(blocks)), kFinishThreads, 0, stream, true, params, plan);
 }
 
@@ -229,11 +227,9 @@ void launch_typed(const QuantizeLoraDownParams& params, const Plan& plan, cudaSt
 QuantizeLoraDownPlan quantize_lora_down_plan(int64_t rows, int64_t cols, int64_t rank, int device) {
   static const bool has_wgmma = built_for("90a");
   const DeviceGuard guard(device);
-  int current = 0, major = 0, minor = 0;
-  LORAKERNELS_CHECK_CUDA(cudaGetDevice(&current));
-  LORAKERNELS_CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, current));
-  LORAKERNELS_CHECK_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, current));
-  return {rows, cols, rank, 10 * major + minor, has_wgmma};
+  const Device found = current_device();
+  const int capability = 10 * found.capability_major + found.capability_minor;
+  return {rows, cols, rank, capability, found.multiprocessors, has_wgmma};
 }
 
 void launch_quantize_lora_down(const QuantizeLoraDownParams& params, void* stream, int device) {
