@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for the .cu files in a build without nvcc: the same functions, each saying what is missing.
+// Takes the place of the .cu files in a build without nvcc. Each function throws and says what is missing.
 #include <stdexcept>
 #include <string>
 
@@ -42,7 +42,7 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams&, void*
 void launch_fp8_linear_lora(const Fp8GemmParams&, void*, int) { not_compiled("fp8_linear_lora"); }
 
 void launch_fp8_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
-void launch_fp8_grad_input_turned(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
+void launch_fp8_grad_input_untransposed(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
 
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
 

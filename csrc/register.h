@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every binding file shares. Tensors are checked in Python; here only what would read or write out of bounds.
+// What every binding file shares. Python checks tensors. Bindings check only what would make a kernel read or write out
+// of bounds.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,7 +31,7 @@ inline void check_multiprocessors(const char* op, int64_t multiprocessors) {
   }
 }
 
-// `_C.limits.<op>`: what the op's kernels take, for Python to ask. `values`: py::dict of py::arg("name") = value, ...
+// Makes `_C.limits.<op>`, from which Python reads what the op's kernels take. `values` has a number for each name.
 inline void add_limits(py::module_& m, const char* op, const py::dict& values) {
   const py::object space = py::module_::import("types").attr("SimpleNamespace");
   if (!py::hasattr(m, "limits")) m.attr("limits") = space();

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: a mask drawn by the warps of a kernel that memory bounds, by some from the beginning.
+// For .cu files only: a dropout mask drawn as bits, by a kernel of its own or by warps that have nothing else to do.
 #pragma once
 
 #include "device/draws.h"
 
 namespace lorakernels {
 
-// dropout.h's bits of 32 columns, from the signs of their draws' lanes.
+// A word of the mask, laid out as dropout.h says: 32 columns, dropped where the lanes of their draws have a sign bit.
 __device__ __forceinline__ uint32_t bits_of_signs(const PhiloxDraw (&draws)[4]) {
   uint32_t bits = 0;
 #pragma unroll
@@ -22,8 +22,9 @@ __device__ __forceinline__ uint32_t bits_of_signs(const PhiloxDraw (&draws)[4]) 
 
 constexpr int kRowsOfUnit = 8;
 
-// This block's share of the rows of [rows, dropped_words(cols)], by whole warps, any of the block at any time: they
-// take one unit after the other, 32 words in some rows, from the count in shared memory, which begins at 0.
+// Draws this block's rows of the mask [rows, dropped_words(cols)]. Whole warps call it, each when it has time. A warp
+// takes one unit after the other, 32 words in kRowsOfUnit rows, until none is left. `count`, in shared memory and 0 at
+// first, is how many units were taken.
 __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols,
                                           uint32_t* count) {
   const uint32_t lane = threadIdx.x % 32, words = static_cast<uint32_t>(dropped_words(cols)),

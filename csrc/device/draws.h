@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: philox.h's draws for a thread that walks down the rows of the same columns, and the masks they
-// make.
+// For .cu files only: philox.h's draws for a thread that walks down the rows of the same columns, and their comparison
+// with the threshold.
 #pragma once
 
 #include "device/dropout.h"
 
 namespace lorakernels {
 
-// Philox's keys, in uniform registers: there a reduction over the warp leaves its result.
+// Philox's keys of all rounds. A reduction over the warp leaves its result in a uniform register, so that they cost no
+// ordinary ones.
 struct RoundKeys {
   uint32_t key[10][2];
 
@@ -31,7 +32,8 @@ struct RoundKeys {
   }
 };
 
-// In the first three rounds row and column meet in one product only; what comes before depends on one of them.
+// In the first three rounds row and column meet in one product only. What else these rounds compute depends on the row
+// alone, and is kept here, or on the column alone, and is kept in DrawsOfColumn.
 struct DrawsOfRow {
   uint32_t word[4];
 
@@ -58,7 +60,7 @@ struct DrawsOfColumn {
     philox_mul_hi_lo(0xD2511F53u, philox_xor(of_offset, group, static_cast<uint32_t>(seed)), high, low);
   }
 
-  // After three rounds, with the words of a DrawsOfRow.
+  // The draw after three rounds. row: the words of a DrawsOfRow.
   __device__ PhiloxDraw after_three(const uint4& row) const {
     uint32_t hi, lo;
     philox_mul_hi_lo(0xCD9E8D57u, high ^ row.x, hi, lo);
@@ -72,12 +74,13 @@ __device__ __forceinline__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t se
   return result;
 }
 
-// Whether a 16-bit lane is dropped, told by the sign bit of its half of a word.
+// Compares lanes with the threshold: apply() leaves a sign bit in the half word of each lane that is dropped.
 struct Threshold {
   uint32_t two, least, most;
   bool is_fp16;
 
-  // Lanes brought to the threshold's side of 0x8000 stay in their halves when the difference to 0x8000 is added.
+  // In the integer form a lane is first clamped to the threshold's side of 0x8000. Then adding the threshold's distance
+  // from 0x8000 cannot carry into the other half.
   __device__ explicit Threshold(uint32_t threshold)
       : two((threshold < 0x7C00u ? threshold : 0x8000u - threshold) * 0x00010001u),
         least(threshold > 0x8000u ? 0x80008000u : 0),
@@ -101,9 +104,9 @@ struct Threshold {
     }
   }
 
-  // As fp16, v (v - threshold) is negative from 0 up to a finite threshold: below 0 both factors are negative, at it
-  // the difference is 0, and where v is NaN so is the product, with a sign of 0. Packed fp16 costs the schedulers half
-  // of what integers do.
+  // Taken as fp16, v (v - threshold) is negative for v from 0 up to a finite threshold. For v below 0 both factors are
+  // negative, at the threshold the difference is 0, and a NaN's product is a NaN without a sign. Packed fp16 needs half
+  // as many issue slots as integers.
   __device__ uint32_t product_with_difference(uint32_t word) const {
     uint32_t difference, product;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(word), "r"(two));

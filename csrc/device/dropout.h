@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel needs to draw its part of a mask by philox.h's rule.
+// What a kernel is given to draw its part of a mask by philox.h's rule, and the form of a mask as bits.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,9 @@ struct DropoutParams {
   uint32_t first_col;
 };
 
-// A mask handed from one kernel to another, a bit for each element, set where it is dropped: a word for 32 columns,
-// rows dropped_words(cols) words apart. Column 8 d + 2 w + h of the 32 has bit 16 h + 8 (d % 2) + 2 w + d / 2.
+// A mask that one kernel draws and others read has a bit for each element, set where the element is dropped. A word has
+// 32 columns, and rows are dropped_words(cols) words apart. Column 8 d + 2 w + h of the 32 has bit
+// 16 h + 8 (d % 2) + 2 w + d / 2.
 LORAKERNELS_HD int64_t dropped_words(int64_t cols) { return (cols + 127) / 128 * 4; }
 LORAKERNELS_HD uint32_t dropped_shift(uint32_t draw) { return draw % 2 * 8 + draw / 2; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: the adapter's matrices, of any of the three types and any rank, on their way to shared memory.
+// For .cu files only: reads an adapter's matrix, of any of the three types and any rank, in pieces of 8 columns.
 #pragma once
 
 #include <type_traits>
@@ -8,14 +8,13 @@
 
 namespace lorakernels {
 
-// A matrix in device memory, rows of `rank` numbers, each `pitch` numbers behind the one before; or none, which reads
-// as zeros.
+// A matrix in device memory: `rows` rows of `rank` numbers, `pitch` numbers apart. A null one reads as zeros.
 struct FactorSource {
   const void* data;
   int64_t rows;
   int rank, pitch;
   FloatType dtype;
-  bool in_chunks;  // every 8 numbers of a row are there and aligned
+  bool in_chunks;  // all pieces of 8 numbers are whole and 16-byte aligned
 
   __device__ FactorSource(const void* data, int64_t rows, int64_t rank, int64_t pitch, FloatType dtype)
       : data(data),
@@ -30,7 +29,7 @@ struct FactorSource {
     return static_cast<const uint16_t*>(data) + (row * pitch + chunk * 8) * (dtype == FloatType::kFloat32 ? 2 : 1);
   }
 
-  // Columns 8 chunk .. 8 chunk + 7, rounded to T; zeros where there are none.
+  // Columns 8 chunk to 8 chunk + 7, rounded to T, with zeros outside of the matrix.
   template <typename T>
   __device__ uint4 rounded(int64_t row, int chunk) const {
     constexpr FloatType kOwn = std::is_same_v<T, __half> ? FloatType::kFloat16 : FloatType::kBFloat16;

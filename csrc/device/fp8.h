@@ -58,7 +58,7 @@ LORAKERNELS_HD uint8_t fp8_encode(float x) {
   const int exponent = static_cast<int>(magnitude >> 23) - 127 + Format::kBias;
   const uint32_t mantissa = (magnitude & 0x7FFFFFu) | (magnitude >= 0x800000u ? 0x800000u : 0u);
   const int drop = 23 - Format::kMantissaBits;
-  // Below the format's normals the exponent sticks at 1 and the mantissa moves right instead.
+  // Below the format's normal numbers the exponent stays 1 and the mantissa is shifted right.
   const uint32_t rounded = exponent >= 1 ? shift_right_rne(mantissa, drop) + ((exponent - 1) << Format::kMantissaBits)
                                          : shift_right_rne(mantissa, drop + 1 - exponent);
   return sign | static_cast<uint8_t>(rounded);

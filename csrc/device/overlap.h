@@ -5,14 +5,14 @@
 
 namespace lorakernels {
 
-// Lets the kernel behind start once all threads of this grid have called it or ended.
+// Lets the next kernel start once every block of this grid has called it or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-// Until the kernel in front has ended and what it wrote can be read.
+// Waits until the kernel in front has ended and what it wrote can be read.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
@@ -20,7 +20,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // The first statement of a kernel that starts early. Every thread must call it, even one without work: otherwise this
-// grid could end before the one in front, and the kernel behind would read what is not written yet.
+// grid could end before the one in front has, and the next kernel would read what is not written yet.
 __device__ __forceinline__ void begin_after_previous_kernel() {
   let_next_kernel_start();
   wait_for_previous_kernel();

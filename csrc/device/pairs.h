@@ -23,7 +23,7 @@ __device__ __forceinline__ float as_float(const void* source, int64_t at, FloatT
   }
 }
 
-// bf16 takes one instruction for each, where cuda_bf16.h's conversion takes three.
+// For bf16 this is one instruction for each element, where cuda_bf16.h's conversion takes three.
 template <typename T>
 __device__ __forceinline__ float2 unpacked(uint32_t word) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

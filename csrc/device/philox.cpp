@@ -14,7 +14,7 @@
 namespace lorakernels {
 namespace {
 
-// The same double arithmetic as reference.dropout_threshold, so that no p falls to another integer.
+// The same double arithmetic as reference.dropout_threshold, so that no p is rounded to another integer.
 uint32_t dropout_threshold(double p) {
   if (!(p >= 0.0 && p < 1.0)) {
     throw std::invalid_argument("p must be in [0, 1), got " + std::to_string(p));

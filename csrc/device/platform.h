@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lets one header serve the host compiler and nvcc, so that CPU tests pin the bits the kernels produce.
+// For functions that the host compiler and nvcc both compile, so that tests on a CPU check the bits of the kernels.
 #pragma once
 
 #ifdef __CUDACC__

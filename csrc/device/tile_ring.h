@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: where a kernel is in its ring of tiles in shared memory.
+// For .cu files only: a ring of tiles in shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace lorakernels {
 
-// A ring of tiles in shared memory, a full and an empty barrier to each stage: the stage in use, and how often, modulo
-// 2, the ring has gone round.
+// Where a thread is in the ring: the stage it uses, and how many times it went round, modulo 2. Each stage has a
+// barrier that says "full" and one that says "empty".
 template <int kStages, int kStageBytes>
 struct TileRing {
   uint32_t tiles, barriers;

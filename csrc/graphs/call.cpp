@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a replay does in Python at every step and that goes as expected, in one call each: is this the captured call of
-// the layer (`matcher`), and where are its parameters' gradients (`GradSlots`)? Anything else is for Python to find out
-// about, and to refuse. No CUDA, no torch: tensors are asked as Python asks them.
+// Two questions that every replay asks, each answered by one call from Python. `matcher`: is this the call that was
+// captured? `GradSlots`: where are the parameters' gradients? If the answer is not the usual one, Python finds out why
+// and refuses. There is no CUDA and no torch here: tensors' attributes are read as Python reads them.
 #include "graphs/call.h"
 
 #include <memory>
@@ -13,7 +13,8 @@ namespace {
 
 py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
 
-// What a weak reference refers to; null if it is dead, or `ref` is none. Compared only, so that it need not be held.
+// What a weak reference refers to. Null if that is gone, or if `ref` is not a weak reference. The result is only
+// compared, so no reference to it is held.
 PyObject* referent(PyObject* ref) {
   if (!PyWeakref_Check(ref)) return nullptr;
 #if PY_VERSION_HEX >= 0x030D0000
@@ -28,8 +29,9 @@ PyObject* referent(PyObject* ref) {
 
 class Matcher {
  public:
-  // spec: as `flatten` gives it. given: (tensor's place, object with `ref`, weak, and `version`). same: (place, an
-  // earlier place). like: (place, predicate). autocast: (callable, device, expected, callable, expected dtype).
+  // spec: of `flatten`. A place is a tensor's number in the call. given: (place, an object whose `ref` is a weak
+  // reference to the expected tensor and `version` its version). same: (place, an earlier place with the same tensor).
+  // like: (place, predicate). autocast: (callable, device, expected, callable, expected dtype).
   Matcher(const py::list& spec, const py::object& tensor_type, const py::list& given, const py::list& same,
           const py::list& like, const py::tuple& autocast, const py::object& watch)
       : tensor_type_(tensor_type), watch_object_(watch), watch_(&watch.cast<const Watch&>()) {
@@ -42,7 +44,7 @@ class Matcher {
     for (const py::handle entry : autocast) autocast_.push_back(py::reinterpret_borrow<py::object>(entry));
   }
 
-  // A new list of the call's tensors, or None.
+  // A new list of the call's tensors, or None if the call is another one.
   PyObject* match(PyObject* args, PyObject* kwargs) const {
     py::list tensors;
     size_t at = 0;
@@ -61,7 +63,7 @@ class Matcher {
     return 0;
   }
 
-  void clear() {  // an empty `spec_` takes no call
+  void clear() {  // with an empty `spec_` no call matches
     watch_ = nullptr;
     const auto type = std::exchange(tensor_type_, {}), watch = std::exchange(watch_object_, {});
     const auto spec = std::exchange(spec_, {}), autocast = std::exchange(autocast_, {});
@@ -75,7 +77,7 @@ class Matcher {
     return at < spec_.size() && PyLong_AsSsize_t(spec_[at++].ptr()) == length;
   }
 
-  // As `flatten` walks over (args, kwargs).
+  // Compares (args, kwargs) with the spec, in the order in which `flatten` wrote it.
   bool walk_call(PyObject* args, PyObject* kwargs, py::list& tensors, size_t& at) const {
     return next_is(reinterpret_cast<PyObject*>(&PyTuple_Type), at) && next_is_length(2, at) &&
            walk(args, tensors, at) && walk(kwargs, tensors, at);
@@ -107,7 +109,7 @@ class Matcher {
       return true;
     }
     if (PyType_Check(value) && !next_is(reinterpret_cast<PyObject*>(&PyType_Type), at)) return false;
-    return at < spec_.size() && unchanged(spec_[at++].ptr(), value);  // of one type: 1 == 1.0 == True
+    return at < spec_.size() && unchanged(spec_[at++].ptr(), value);  // which compares types as well: 1 == 1.0 == True
   }
 
   bool is_same(const py::list& tensors) const {
@@ -169,7 +171,7 @@ PyObject* match(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   return nullptr;
 }
 
-// A builtin, match(args, kwargs): a method of a bound class would take twice as long to call as what it does.
+// `match` is a builtin function because the call of a pybind11 method takes twice as long as the work done here.
 PyMethodDef match_definition = {"match", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(match)),
                                 METH_FASTCALL,
                                 "match(args, kwargs): the tensors in them, if they are the captured call's; else None"};
@@ -182,7 +184,8 @@ py::object matcher(const py::list& spec, const py::object& tensor_type, const py
   return found;
 }
 
-// The gradients of parameters, and the memory they have in a slab: `targets` have `parameter`, `grad` and `references`.
+// The gradients of parameters. Each of `targets` has a `parameter`, the `grad` in a shared block of memory that a
+// replay writes, and the number of `references` to that.
 class GradSlots {
  public:
   enum State { kInstalled = 0, kFree = 1, kOther = 2 };
@@ -195,8 +198,8 @@ class GradSlots {
     }
   }
 
-  // kInstalled: each `parameter.grad` is `grad`. kFree: each is None, and nobody else holds a `grad`: not more than the
-  // `references` that sys.getrefcount counts, one of them its own argument.
+  // kInstalled: each `parameter.grad` is `grad`. kFree: each is None, and nobody else holds a `grad`, which then has no
+  // more than `references` references. These are counted as sys.getrefcount counts them, with its own argument.
   int state() const {
     if (cleared_) throw std::runtime_error("GradSlots.state: the garbage collector has cleared it");
     size_t installed = 0;

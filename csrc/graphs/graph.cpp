@@ -23,7 +23,7 @@ py::list census(const Graph& graph) {
 
 constexpr const char* kLauncher = "lorakernels.Graph";
 
-// launch(stream), releasing the GIL: CUDA waits where the launch queue is full.
+// launch(stream) releases the GIL, for CUDA waits if the launch queue is full.
 PyObject* launch(PyObject* self, PyObject* stream) {
   auto* graph = static_cast<std::shared_ptr<Graph>*>(PyCapsule_GetPointer(self, kLauncher));
   if (graph == nullptr) return nullptr;
@@ -39,7 +39,7 @@ PyObject* launch(PyObject* self, PyObject* stream) {
   Py_RETURN_NONE;
 }
 
-// A builtin: a bound class's method would take as long again to call.
+// A builtin function because the call of a pybind11 method takes twice as long.
 PyMethodDef launch_definition = {"launch", launch, METH_O, "launch(stream)"};
 
 py::object launcher(const std::shared_ptr<Graph>& graph) {

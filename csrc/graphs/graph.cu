@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host code only. The driver is reached through the runtime, so that nothing links libcuda.
+// Host code only. The driver's functions are looked up through the runtime, so that nothing links libcuda.
 #include <cuda.h>
 
 #include <map>
@@ -15,7 +15,7 @@ cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>
 cudaGraph_t as_graph(void* graph) { return static_cast<cudaGraph_t>(graph); }
 cudaGraphExec_t as_exec(void* exec) { return static_cast<cudaGraphExec_t>(exec); }
 
-// A failed call also leaves its code behind as the thread's last error, where the next check would find it.
+// A failed call also sets the thread's last error. It is cleared, so that the next check does not report it.
 void check(cudaError_t code, const char* call) {
   if (code != cudaSuccess) cudaGetLastError();
   check_cuda(code, call);
@@ -34,7 +34,7 @@ Function driver_function(const char* name, unsigned int version) {
   return reinterpret_cast<Function>(address);
 }
 
-// Kernels that another copy of the runtime registered (torch's) are known to the driver alone.
+// Asks the driver, because this copy of the runtime does not know kernels that torch's copy registered.
 std::string kernel_name(cudaGraphNode_t node) {
   using GetParams = CUresult (*)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*);
   using GetFunctionName = CUresult (*)(const char**, CUfunction);
@@ -128,7 +128,7 @@ void Graph::instantiate() {
   if (exec_ != nullptr) throw std::runtime_error("Graph.instantiate: it is instantiated already");
   if (graph_ == nullptr) throw std::runtime_error("Graph.instantiate: there is no captured graph");
   cudaGraphExec_t exec = nullptr;
-  // Priorities as captured; a later update then needs them unchanged.
+  // Nodes keep the priorities they were captured with. A later update needs the same priorities.
   CHECK(cudaGraphInstantiate(&exec, as_graph(graph_), cudaGraphInstantiateFlagUseNodePriority));
   exec_ = exec;
 }
@@ -154,8 +154,7 @@ std::string Graph::update(Graph& other) {
     return "";
   }
   cudaGetLastError();
-  // A refused update may have changed some nodes already (seen with driver 580: the first kernel had the new
-  // addresses).
+  // A refused update may have changed some nodes already. With driver 580 the first kernel had the new addresses.
   CHECK(cudaGraphExecDestroy(as_exec(std::exchange(exec_, nullptr))));
   instantiate();
   if (code != cudaErrorGraphExecUpdateFailure) check_cuda(code, "cudaGraphExecUpdate");

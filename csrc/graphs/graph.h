@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stream capture on the CUDA runtime. Nothing here allocates device memory or waits for the device, except where a call
-// of CUDA's does. Streams are cudaStream_t as integers; every failed call throws with the call's and the error's name.
+// Stream capture on the CUDA runtime. Nothing here allocates device memory or waits for the device, unless a call of
+// CUDA does. Streams are cudaStream_t as integers. A failed call throws an error that names the call and CUDA's error.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace lorakernels {
 
 enum class CaptureMode { kThreadLocal, kRelaxed };
 
-// Nodes of one kind: type "kernel", "memcpy", "memset", "host", ...; `name` is the kernel's mangled name or the copy's
-// direction, empty for the others.
+// How many nodes of one kind there are. type: "kernel", "memcpy", "memset", "host", ... `name` is a kernel's mangled
+// name or a copy's direction, and empty for other types.
 struct NodeCount {
   std::string type;
   std::string name;
@@ -31,11 +31,11 @@ class Graph {
   void instantiate();
   void upload(uintptr_t stream);
   void launch(uintptr_t stream) const;
-  // Gives the executable graph the parameters (addresses too) of `other`, of the same topology, whose template it takes
-  // in exchange for its own. Returns why CUDA would not, empty on success; this graph is instantiated anew then.
+  // Gives the executable graph the parameters of `other`, addresses included, and exchanges the two captured graphs.
+  // Both have the same topology. Returns an empty string, or why CUDA refused; then this graph was instantiated anew.
   std::string update(Graph& other);
   std::vector<NodeCount> census() const;
-  int64_t programmatic_edges() const;  // -1 where the CUDA that this was built with does not tell
+  int64_t programmatic_edges() const;  // -1 if built with a CUDA that cannot tell
   void write_dot(const std::string& path) const;
   void destroy() noexcept;
 
@@ -45,9 +45,10 @@ class Graph {
 };
 
 void begin_capture(uintptr_t stream, CaptureMode mode);
-// Throws, with the capture ended and nothing left of it, if anything on the way has invalidated it.
+// Throws if anything has invalidated the capture, which is ended and freed then.
 void* end_capture(uintptr_t stream);
-// Ends a capture that may be under way or invalid, and clears CUDA's last error. Never throws.
+// Ends a capture, if one is under way, valid or not, and clears CUDA's last error. Returns whether there was one. Never
+// throws.
 bool abort_capture(uintptr_t stream) noexcept;
 
 }  // namespace lorakernels

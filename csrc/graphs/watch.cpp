@@ -7,8 +7,8 @@
 namespace lorakernels {
 namespace {
 
-// Depth first: tensors into `tensors`; into `spec` a container's type and length (and a dict's keys), the tensor type
-// in place of a tensor, `type` before a class, which is a constant, and everything else as it is.
+// Walks depth first. Tensors go into `tensors`, and the tensor type into `spec` in their place. A container's type and
+// length, and a dict's keys, go into `spec`. A class goes there with `type` before it, everything else as it is.
 void flatten_into(PyObject* value, PyObject* tensor_type, py::list& tensors, py::list& spec) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(tensor_type))) {

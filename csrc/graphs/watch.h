@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a replay relies on in Python, compared before every launch in a microsecond or two: entries of dicts (a module's
 // parameters, buffers and plain attributes), addresses (bound Tensor.data_ptr) and attributes (Tensor.requires_grad).
-// No CUDA, no torch.
+// There is no CUDA and no torch here.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline bool is_plain(PyObject* value) {
          PyUnicode_CheckExact(value);
 }
 
-// The same object, or equal plain values: an attribute may be assigned anew without having changed.
+// Whether both are the same object or equal plain values. An attribute may be assigned again without a change.
 inline bool unchanged(PyObject* before, PyObject* now) {
   if (before == now) return true;
   if (Py_TYPE(before) != Py_TYPE(now) || !is_plain(before)) return false;
@@ -26,7 +26,7 @@ inline bool unchanged(PyObject* before, PyObject* now) {
   return equal == 1;
 }
 
-// CPython 3.10 to 3.12 give a dict a new number whenever anything in it is set, added or removed; 0 elsewhere.
+// CPython 3.10 to 3.12 give a dict a new version whenever anything in it is set, added or removed. 0 in later versions.
 inline uint64_t version_of(PyObject* dict) {
 #if PY_VERSION_HEX < 0x030D0000
 #pragma GCC diagnostic push
@@ -38,8 +38,8 @@ inline uint64_t version_of(PyObject* dict) {
 #endif
 }
 
-// The getter that looking the name up in the type would find: a data descriptor, which comes before the instance's
-// dict. Null if the type has a way of its own.
+// The getter that a lookup of the name finds in the type: a data descriptor, which has precedence over the instance's
+// dict. Null if there is none, or if the type looks names up in its own way.
 inline const PyGetSetDef* getter_of(PyObject* owner, PyObject* name) {
   PyObject* found = _PyType_Lookup(Py_TYPE(owner), name);
   const bool plain = found != nullptr && Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
@@ -54,7 +54,7 @@ inline py::object get(PyObject* owner, PyObject* name, const PyGetSetDef* getter
   return value;
 }
 
-// The T of a bound object; null before its constructor is through, which is when it is tracked already.
+// The T of a bound object. Null while its constructor runs: the garbage collector tracks the object already then.
 template <typename T>
 T* held(PyObject* self) {
   auto* instance = reinterpret_cast<py::detail::instance*>(self);
@@ -107,9 +107,9 @@ struct WatchedDict {
   }
 };
 
-// For py::class_<T>: lets the garbage collector see what a T holds, for T holds what in the end holds it (layers, and
-// with them the graphs). T::traverse visits every object that it owns a reference to, T::clear lets go of them; a
-// cleared T is still there to be called, and must not answer that all is well.
+// For py::class_<T>: lets the garbage collector see what a T holds. A T is part of cycles, for it holds layers, which
+// hold the graphs that hold the T. T::traverse visits every object that it owns a reference to, and T::clear drops
+// them. A cleared T can still be called, and must not answer that nothing has changed.
 template <typename T>
 py::custom_type_setup collected() {
   return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
@@ -129,12 +129,12 @@ py::custom_type_setup collected() {
 
 class Watch {
  public:
-  // keys: which entries count; None for all, and for their number.
+  // keys: the entries to watch. None: all entries, and that none is added or removed.
   void add_dict(const py::dict& dict, const py::object& keys) {
     WatchedDict watched{dict, {}, keys.is_none()};
     for (const auto& item : dict) {
       const bool counts = keys.is_none() || keys.contains(item.first);
-      // Of an entry that does not count, the value is not held.
+      // No reference is held to the value of an entry that is not watched.
       watched.entries.push_back({py::reinterpret_borrow<py::object>(item.first),
                                  counts ? py::reinterpret_borrow<py::object>(item.second) : py::none(), counts});
     }
@@ -142,7 +142,7 @@ class Watch {
   }
 
   void add_address(const py::object& data_ptr, uint64_t expected) {
-    // A bound C method without arguments is called as what it is, without Python's calling convention around it.
+    // The C function of a bound method without arguments is called directly, which is faster than through Python.
     const bool plain = PyCFunction_CheckExact(data_ptr.ptr()) && PyCFunction_GetFlags(data_ptr.ptr()) == METH_NOARGS;
     addresses_.push_back({data_ptr, plain ? PyCFunction_GetFunction(data_ptr.ptr()) : nullptr, expected});
   }
@@ -151,7 +151,7 @@ class Watch {
     attributes_.push_back({owner, name, expected, getter_of(owner.ptr(), name.ptr())});
   }
 
-  // -1, or the number of the first thing that changed: dicts first, then addresses, then attributes, as added.
+  // -1, or the number of the first thing that changed. Numbers count dicts, then addresses, then attributes, as added.
   int64_t check() const {
     if (cleared_) throw std::runtime_error("Watch.check: the garbage collector has cleared it");
     int64_t index = 0;
@@ -192,7 +192,7 @@ class Watch {
     return 0;
   }
 
-  void clear() {  // out of the members first: what dies then may run Python code
+  void clear() {  // the members are emptied first, because an object's end may run Python code
     cleared_ = true;
     const auto dicts = std::exchange(dicts_, {});
     const auto addresses = std::exchange(addresses_, {});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The LORAKERNELS_BUILD_* macros come from setup.py and reach this file only, so that a change of them rebuilds nothing
-// else.
+// setup.py defines the LORAKERNELS_BUILD_* macros for this file only, so that a change of them compiles no other file
+// again.
 #include "host/build_info.h"
 
 #include "host/cuda_runtime_info.h"

@@ -17,7 +17,8 @@ inline void check_cuda(cudaError_t code, const char* call) {
 #define LORAKERNELS_CHECK_CUDA(call) ::lorakernels::check_cuda((call), #call)
 #define LORAKERNELS_CHECK_LAUNCH(kernel) ::lorakernels::check_cuda(cudaGetLastError(), "launch of " kernel)
 
-// A stream belongs to a device; launching on it while another is current would fail or go to the wrong GPU.
+// Makes a device the current one for its lifetime; -1 keeps the current one. A stream belongs to a device, and a launch
+// on it fails or goes to the wrong GPU while another device is current.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

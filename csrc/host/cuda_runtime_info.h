@@ -23,7 +23,7 @@ struct CudaRuntimeInfo {
   std::string error;  // why there are no devices, as CUDA says it
 };
 
-// Never throws for a missing driver or device: that is an answer here.
+// A missing driver or device is an answer, in `error`, and not an exception.
 CudaRuntimeInfo cuda_runtime_info();
 
 }  // namespace lorakernels

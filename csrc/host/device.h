@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of CUDA, or told to it, once for a device, and not at every launch. Safe to call from several threads.
+// Calls of CUDA that are made once for each device, or kernel and device, and not at every launch. Any thread may call
+// these functions.
 #pragma once
 
 namespace lorakernels {
@@ -10,10 +11,10 @@ struct Device {
   int multiprocessors;
 };
 
-// Of the calling thread's current device.
+// What the calling thread's current device is.
 Device current_device();
 
-// Lets `kernel` take that many bytes of dynamic shared memory on the current device, as those above 48 KiB need.
+// Lets `kernel` take so many bytes of dynamic shared memory on the current device. CUDA asks for it above 48 KiB.
 void allow_shared_memory(const void* kernel, int bytes);
 
 }  // namespace lorakernels

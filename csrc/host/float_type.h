@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dtypes that ops compute in, by torch's names in the bindings.
+// The dtypes that ops compute in. The bindings take them by torch's names.
 #pragma once
 
 #include <stdexcept>

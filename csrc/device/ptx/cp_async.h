@@ -7,7 +7,7 @@
 
 namespace lorakernels {
 
-// kBytes bytes, 4, 8 or 16, or zeros where the source does not exist. 16 bytes go past the L1 cache.
+// Starts to copy kBytes bytes, 4, 8 or 16; writes zeros if the source does not exist. 16 bytes bypass the L1 cache.
 template <int kBytes = 16>
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool exists) {
   if constexpr (kBytes == 16) {
@@ -20,16 +20,16 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
   }
 }
 
-// The copies since the call before become one group.
+// Makes one group of this thread's copies since its last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all of this thread's groups but the newest `kPending` are done.
+// Waits until all of this thread's groups but the newest `kPending` are done.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Until all of this thread's copies are done, committed or not.
+// Waits until all of this thread's copies are done, committed or not.
 __device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace lorakernels

@@ -9,7 +9,7 @@ namespace lorakernels {
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// By the thread that has initialized barriers: the tensor copy engine sees them.
+// Makes initialized barriers visible to the tensor copy engine. The thread that initialized them calls it.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -19,7 +19,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 __device__ __forceinline__ void arrive_and_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of that parity, 0 or 1, has ended.
+// Waits until the barrier's phase of that parity, 0 or 1, has ended.
 __device__ __forceinline__ void wait_for(uint32_t barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"

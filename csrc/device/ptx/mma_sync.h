@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: a warp's tensor core product.
+// For .cu files only: products of small matrices on the tensor cores, by a warp (PTX ISA, "mma.sync").
 #pragma once
 
 #include <cstdint>

@@ -39,16 +39,16 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[4], uint32_t address
                : "memory");
 }
 
-// Four matrices of 8 × 8 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and holds in word i
-// the elements 2 (l % 4) and the next of row l / 4 of matrix i.
+// Stores four matrices of 8 × 8 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8. Its word i
+// holds element 2 (l % 4), and the next, of row l / 4 of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&word)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
                "r"(word[1]), "r"(word[2]), "r"(word[3])
                : "memory");
 }
 
-// Four matrices of 8 × 8 pairs of bytes, transposed; lane l gives the address of row l % 8 of matrix l / 8, and gets in
-// word i the pairs l / 4 of rows 2 (l % 4) and the next of matrix i.
+// Loads four matrices of 8 × 8 pairs of bytes and transposes them. Lane l gives the address of row l % 8 of matrix l
+// / 8. Its word i gets pair l / 4 of row 2 (l % 4), and of the next row, of matrix i.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&word)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&word)[4], ui
                : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to wgmma and to the tensor copy engine.
+// Makes what this thread wrote to shared memory visible to wgmma and to the tensor copy engine.
 __device__ __forceinline__ void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace lorakernels

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: what whole warpgroups agree on.
+// For .cu files only: barriers of some of a block's threads, and the registers of a warpgroup.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ __device__ __forceinline__ void sync_some_threads(uint32_t barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// The registers of each thread of this warpgroup from here on, a multiple of 8 (PTX ISA, "setmaxnreg"). Taking waits
-// until other warpgroups have given enough.
+// Sets how many registers each thread of this warpgroup has, a multiple of 8 (PTX ISA, "setmaxnreg"). take_registers
+// waits until other warpgroups have given enough.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -19,7 +19,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box of the tensor that `map` describes, to shared memory; what lies outside the tensor becomes zeros.
+// Starts to copy a box of the matrix that `map` describes to shared memory, with zeros outside of the matrix. `barrier`
+// counts its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int col, int row, uint32_t barrier,
                                          uint64_t policy) {
   asm volatile(
@@ -38,8 +39,8 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       : "memory");
 }
 
-// The way back; what lies outside the tensor is left out. Of one thread's committed stores the last call tells that all
-// have been read from shared memory.
+// Starts to copy a box from shared memory into the matrix, without what lies outside of it. After commit_stores(), the
+// same thread's wait_for_stores_to_read() returns when shared memory may be overwritten.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, int col, int row, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(col),
                "r"(row), "r"(source)

@@ -13,8 +13,8 @@
 
 namespace lorakernels {
 
-// Rows of `kRowBytes` (32, 64, 128) that lie one behind the other, their 16-byte chunks exchanged so that neither rows
-// nor columns of chunks collide in the banks. A matrix of such rows starts at a multiple of 1024 bytes.
+// Rows of kRowBytes, 32, 64 or 128, one behind the other. Their 16-byte chunks are permuted ("swizzled"), so that the
+// chunks of a row, and those of a column, lie in different banks. Such a matrix starts at a multiple of 1024 bytes.
 template <int kRowBytes>
 struct SwizzledRows {
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
@@ -24,8 +24,8 @@ struct SwizzledRows {
     return row * kRowBytes + ((chunk ^ (row / (128 / kRowBytes) % (kRowBytes / 16))) << 4);
   }
 
-  // Shared memory descriptor. 8 rows follow each other at 8 kRowBytes; `leading`: bytes to the next kRowBytes of the
-  // same rows, for an operand whose rows are longer and run along M or N.
+  // The shared memory descriptor of a matrix. `leading`: the bytes to the next kRowBytes of the same rows, for an
+  // operand whose rows are longer than kRowBytes and run along M or N.
   static __device__ uint64_t descriptor(uint32_t address, uint32_t leading = 0) {
     const uint64_t stride = 8 * kRowBytes;
     return static_cast<uint64_t>(address >> 4) | static_cast<uint64_t>(leading >> 4) << 16 | (stride >> 4) << 32 |
@@ -33,12 +33,12 @@ struct SwizzledRows {
   }
 };
 
-// The descriptor of what lies `bytes` further on.
+// The descriptor of a matrix that begins `bytes` later.
 __device__ __forceinline__ uint64_t moved(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all groups but the newest `kPending` are done.
+// Waits until all groups but the newest `kPending` are done.
 template <int kPending = 0>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -124,7 +124,7 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[64], uint64_t a, uint64_t b
   }
 }
 
-// And for B [32, 256]: d[0] holds the left half of D, d[1] the right one.
+// The same for B [32, 256]. d[0] holds the left half of D, d[1] the right half.
 template <bool kE5M2>
 __device__ __forceinline__ void wgmma_fp8(float (&d)[2][64], uint64_t a, uint64_t b, int add) {
   if constexpr (kE5M2) {

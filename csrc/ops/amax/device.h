@@ -6,17 +6,18 @@
 
 namespace lorakernels {
 
-// Two 16-bit elements' magnitudes against the largest so far of each half.
+// The larger magnitudes of `most` and of two 16-bit elements, half by half.
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t most, uint32_t word) {
   return __vmaxu2(most, word & 0x7FFF7FFFu);
 }
 
-// Of the warp: the larger half of any lane's `most`.
+// The largest half of `most` in the warp.
 __device__ __forceinline__ uint32_t warp_max_magnitude(uint32_t most) {
   return __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFFu, most >> 16));
 }
 
-// Called by every thread of a block, at least one warp, in the kernel behind launch_amax_if_unset.
+// The scale for this launch. Every thread of a block calls it, in whole warps, in the kernel after
+// amax_if_unset_kernel.
 __device__ __forceinline__ float scale_to_use(const ScaleSource& source) {
   const float kept = source.kept == nullptr ? 0.0f : *source.kept;
   if (kept > 0.0f) return kept;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The FP8 scale of a 16-bit tensor, known only on the device: the state's, or, where there is none yet (or in eval),
-// the one that the tensor's own amax gives. A kernel in front of the quantizing one takes that amax if it is needed and
-// returns at once if not; the quantizing kernel asks scale_to_use().
+// The FP8 scale of a 16-bit tensor, which is known only on the device. It is the state's scale, or, if there is none
+// yet and in eval, the scale that the tensor's own amax gives. amax_if_unset_kernel runs before the quantizing kernel.
+// It takes the amax if it is needed and returns at once if not. The quantizing kernel calls scale_to_use().
 //
-// An amax is the largest bit pattern of the magnitudes, as an unsigned integer: inf is above every number, NaN above
-// inf.
+// An amax is the largest bit pattern of the magnitudes, compared as unsigned integers: inf is above every number, and
+// NaN is above inf.
 #pragma once
 
 #include <cfloat>
@@ -17,23 +17,24 @@ namespace lorakernels {
 
 struct ScaleSource {
   const float* kept;   // the state's scale, taken if it is > 0; null in eval
-  uint32_t* partials;  // [kPartials] scratch: amaxes of parts of the tensor, as bits of fp32; written only if needed
+  uint32_t* partials;  // [kPartials] scratch: the bits of fp32 amaxes of parts of the tensor, written only if needed
   float fp8_max;
 
-  // How many blocks take the amax, one number each: the same on every GPU, for the quantizing kernels are compiled with
-  // it. Two for each multiprocessor of an H100 or H200.
+  // How many blocks take the amax, and write one number each. It is the same on every GPU because the quantizing
+  // kernels are compiled with it: two for each of the 132 multiprocessors of an H100 or H200.
   static constexpr int kPartials = 264;
 };
 
-// Of an amax (reference.scale_of): 1 where it is 0, inf or NaN, FLT_MAX where the quotient overflows.
+// The scale that an amax gives, as reference.scale_of: 1 if the amax is 0, inf or NaN; FLT_MAX if the quotient
+// overflows.
 LORAKERNELS_HD float scale_of_amax(float amax, float fp8_max) {
   if (!(amax > 0.0f && amax <= FLT_MAX)) return 1.0f;
   const float scale = fp8_max / amax;
   return scale <= FLT_MAX ? scale : FLT_MAX;
 }
 
-// x: count elements of bf16 or fp16 without gaps, a multiple of 8, 16-byte aligned. Lets a kernel behind it that was
-// launched with programmatic stream serialization start at once. device: CUDA ordinal, or -1 for the current one.
+// x has `count` elements of bf16 or fp16 without gaps, a multiple of 8, and is 16-byte aligned. A kernel that is
+// launched early (host/launch.h) after this one starts at once. device: CUDA ordinal, or -1 for the current one.
 void launch_amax_if_unset(const ScaleSource& source, const void* x, int64_t count, FloatType dtype, void* stream,
                           int device);
 

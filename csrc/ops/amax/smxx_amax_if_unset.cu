@@ -10,7 +10,7 @@ namespace lorakernels {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kInFlight = 4;  // 16-byte loads of a thread
+constexpr int kInFlight = 4;  // 16-byte loads of a thread at a time
 
 __device__ uint32_t widened(uint32_t bits, FloatType dtype) {
   const auto half = static_cast<unsigned short>(bits);

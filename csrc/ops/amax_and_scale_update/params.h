@@ -9,7 +9,7 @@
 //   otherwise         amax = cur (most recent), or the largest of cur and the finite h[1..] (max);
 //                     h[i] <- h[i+1], h[last] <- cur, h[0] <- 0;
 //                     scale <- fp8_max 2^-margin / amax, overflow -> FLT_MAX; kept if cur is inf or NaN, or amax <= 0
-// gated: everything stays as it is unless backward's cur is > 0 or NaN in some column.
+// gated: nothing changes unless backward's cur is > 0 or NaN in some column.
 #pragma once
 
 #include <cfloat>
@@ -43,8 +43,8 @@ LORAKERNELS_HD float updated_scale(float scale, float current, float amax, float
 
 void amax_and_scale_update_host(const AmaxAndScaleUpdateParams& params);
 
-// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t. Gated only with `current`: one block would
-// roll row 0 away while another still reads it.
+// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t. `gated` needs `current`: without it one
+// block would overwrite row 0 while another still reads it.
 void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams& params, void* stream, int device);
 
 }  // namespace lorakernels

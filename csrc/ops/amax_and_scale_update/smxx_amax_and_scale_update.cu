@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kColumns = 32;
 constexpr int kThreadRows = 32;
-constexpr int kRowsPerThread = 16;  // in flight at once
+constexpr int kRowsPerThread = 16;  // loaded at a time
 constexpr int kTileRows = kThreadRows * kRowsPerThread;
 
 __device__ bool gate_is_open(const AmaxAndScaleUpdateParams& params) {
@@ -18,8 +18,8 @@ __device__ bool gate_is_open(const AmaxAndScaleUpdateParams& params) {
   return __syncthreads_or(open);
 }
 
-// blockIdx.y is the direction; one warp spans 32 neighbouring columns of a row. The roll goes down the history tile by
-// tile: a tile's rows are all read before any of them is written, and later tiles read only rows below it.
+// blockIdx.y is the direction. A warp has 32 neighbouring columns of a row. The history is moved up by one row, tile by
+// tile. All rows of a tile are read before any of them is written, and later tiles read only rows below it.
 __global__ void __launch_bounds__(kColumns* kThreadRows)
     amax_and_scale_update_kernel(const AmaxAndScaleUpdateParams params) {
   __shared__ float partial[kThreadRows][kColumns + 1];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // out = residual + mask ⊙ (x + bias) / (1 − p), and its backward
 //   dx = mask ⊙ dout / (1 − p)      dbias = Σ_rows dx
-// with the mask of philox.h, drawn again in backward. All arithmetic in fp32, one rounding at the store; dbias is
-// summed in an order that depends on BiasDropoutAddGrid alone. Every tensor is [rows, cols], row-major without gaps, of
-// one dtype; any address that the dtype allows.
+// with the mask of device/philox.h, which backward draws again. Arithmetic is in fp32, with one rounding at the store;
+// dbias is summed in an order that depends on BiasDropoutAddGrid alone. Every tensor is [rows, cols], row-major without
+// gaps, of one dtype; any address that the dtype allows.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace lorakernels {
 
 struct BiasDropoutAddParams {
   void* out;             // may be x or residual
-  const void* x;         //
+  const void* x;         // [rows, cols]
   const void* bias;      // [cols] or null
   const void* residual;  // or null
   int64_t rows;          // elements, below 2^31
@@ -27,10 +27,10 @@ struct BiasDropoutAddParams {
 };
 
 struct BiasDropoutAddBackwardParams {
-  void* dx;              // not written with threshold 0, where dx is dout
+  void* dx;              // not written if threshold is 0: dx is dout then
   void* dbias;           // [cols] or null
   float* partial;        // [grid_y of BiasDropoutAddGrid, cols]; null without dbias
-  const void* dout;      //
+  const void* dout;      // [rows, cols]
   int64_t rows;          // elements, below 2^31
   int64_t cols;          // elements
   FloatType dtype;       // of dx, dout
@@ -44,7 +44,7 @@ struct BiasDropoutAddBackwardParams {
 // against 104 µs), down to a few rows a thread.
 struct BiasDropoutAddGrid {
   static constexpr int kThreads = 256;
-  static constexpr int64_t kBlocks = 64;  // of a multiprocessor
+  static constexpr int64_t kBlocks = 64;  // for each multiprocessor
   static constexpr int64_t kBlocksThatSum = 4;
   static constexpr int64_t kRowsPerThread = 4;
 

@@ -12,11 +12,11 @@ namespace {
 
 using Grid = BiasDropoutAddGrid;
 
-constexpr int kLanes = kDropoutLanesPerDraw;  // columns of a thread: what one draw serves, 16 bytes of bf16
+constexpr int kLanes = kDropoutLanesPerDraw;  // columns of a thread: those of one draw, 16 bytes of bf16
 constexpr int kGradColumns = 32;              // of a block of bias_grad_kernel
 constexpr int kGradRows = Grid::kThreads / kGradColumns;
 
-// Rows whose loads are in flight together: 32 bytes of each tensor; one where elements are loaded one by one.
+// How many rows a thread loads together: 32 bytes of each tensor, or one row if elements are loaded one by one.
 template <typename T, bool kVector>
 constexpr int kRowsInFlight = kVector ? 4 / sizeof(T) : 1;
 
@@ -24,7 +24,7 @@ __device__ float to_float(float x) { return x; }
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ float to_float(__half x) { return __half2float(x); }
 
-// Eight neighbouring elements, as words: of a struct of T the compiler makes 4-byte accesses.
+// Eight neighbouring elements, kept as words. For a struct of T the compiler makes 4-byte accesses.
 template <typename T>
 struct Group {
   static constexpr int kWords = kLanes * sizeof(T) / sizeof(uint32_t);
@@ -54,8 +54,8 @@ struct Group {
   }
 };
 
-// The eight columns that one draw serves, as a thread sees them: local columns first .. first + 7, of which those
-// inside [0, cols) exist. kVector: all eight do, at 16-byte aligned addresses.
+// The eight columns of one draw: local columns first to first + 7, of which those inside [0, cols) exist. With kVector
+// all eight exist, at 16-byte aligned addresses.
 template <bool kVector>
 struct Columns {
   int64_t first;
@@ -94,7 +94,7 @@ struct Columns {
       group.round(value);
 #pragma unroll
       for (int i = 0; i < Group<T>::kWords; i += 4) {
-        // as an assignment, nvcc 13.0 makes four stores of 4 bytes of it
+        // nvcc 13.0 makes four stores of 4 bytes of an assignment
         __stwb(reinterpret_cast<uint4*>(reinterpret_cast<uint32_t*>(target) + i),
                make_uint4(group.word[i], group.word[i + 1], group.word[i + 2], group.word[i + 3]));
       }
@@ -107,7 +107,7 @@ struct Columns {
   }
 };
 
-// The rule of philox.h for one slot; without kDropout it keeps everything.
+// The rule of device/philox.h for one slot. Without kDropout it keeps everything.
 template <bool kDropout>
 struct Dropout {
   uint64_t key = 0, offset = 0;
@@ -119,17 +119,17 @@ struct Dropout {
     if constexpr (kDropout) {
       key = static_cast<uint64_t>(params.slot[0]);
       offset = static_cast<uint64_t>(params.slot[1]);
-      scale = dropout_survivor_scale(threshold);  // here, as a parameter's constant bank would be read per element
+      scale = dropout_survivor_scale(threshold);  // once, here; the compiler would read the parameter for each element
     }
   }
 
-  // For the rows `row`, row + step, … of a column group.
+  // The draws of rows `row`, row + step, … of a column group.
   template <int kRows>
   __device__ void draw(PhiloxDraw (&draws)[kRows], uint32_t row, uint32_t step, uint32_t group) const {
     if constexpr (kDropout) dropout_draws(draws, first_row + row, step, group, key, offset, site);
   }
 
-  // mask ⊙ value / (1 − p), the product rounded by itself as reference_layer.py rounds it
+  // mask ⊙ value / (1 − p). The product is rounded before anything is added, as in reference_layer.py.
   __device__ void apply(float (&value)[kLanes], const PhiloxDraw& draw) const {
     if constexpr (kDropout) {
 #pragma unroll
@@ -154,7 +154,7 @@ struct Rows {
   uint32_t step = gridDim.y * blockDim.y;
 };
 
-// Threads [x, y]: x walks the column groups, y the rows; a thread keeps its columns, and their bias, for all its rows.
+// Threads [x, y]: x counts column groups, y rows. A thread keeps its columns, and their bias, for all its rows.
 template <typename T, bool kDropout, bool kResidual, bool kVector>
 __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
     bias_dropout_add_kernel(const BiasDropoutAddParams params) {
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
   const Dropout<kDropout> dropout(params.dropout);
   float bias[kLanes];
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) bias[lane] = -0.0f;  // what changes no x, not even -0
+  for (int lane = 0; lane < kLanes; ++lane) bias[lane] = -0.0f;  // adding it changes no x, not even -0
   if (params.bias != nullptr) {
     params.bias_dtype == params.dtype ? read_bias<T>(bias, params.bias, columns)
                                       : read_bias<float>(bias, params.bias, columns);
@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
   }
 }
 
-// The block's sum over its rows, by halves of the block, into this chunk's row of `partial`.
+// Writes the block's sum over its rows to this chunk's row of `partial`. In each round half of the threads add what the
+// other half has.
 template <bool kVector>
 __device__ void write_partial_sums(float* partial, const float (&sum)[kLanes], const Columns<kVector>& columns) {
   __shared__ float block_sum[Grid::kThreads][kLanes];
@@ -231,7 +232,8 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
   if constexpr (kBias) let_next_kernel_start();
   const Dropout<kDropout> dropout(params.dropout);
   float sum[kLanes] = {};
-  constexpr int kRows = kRowsInFlight<T, kVector> * (kVector && !(kBias && kDropout) ? 2 : 1);  // registers to spare
+  constexpr int kRows =
+      kRowsInFlight<T, kVector> * (kVector && !(kBias && kDropout) ? 2 : 1);  // as many as registers allow
   const Rows rows;
   const uint32_t end = columns.inside() ? static_cast<uint32_t>(params.rows) : 0;
   const int64_t row_step = rows.step * params.cols;
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(Grid::kThreads, kVector ? 4 : 2)
   if constexpr (kBias) write_partial_sums(params.partial, sum, columns);
 }
 
-// dbias from the chunks' partial sums. On Hopper it is launched while the kernel before still runs, and waits here.
+// Adds up dbias from the chunks' partial sums.
 template <typename T>
 __global__ void __launch_bounds__(Grid::kThreads)
     bias_grad_kernel(T* dbias, const float* partial, int64_t chunks, int64_t cols) {
@@ -301,7 +303,7 @@ void with_flag(bool flag, Launch&& launch) {
   flag ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
-// Whether every group of a row is whole and 16-byte aligned. A null address is a tensor that is not there.
+// Whether every column group is whole and 16-byte aligned. Absent tensors have a null address.
 bool takes_vectors(int64_t cols, const DropoutParams& dropout, std::initializer_list<const void*> addresses) {
   uintptr_t bits = 0;
   for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);

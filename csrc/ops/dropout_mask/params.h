@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keep mask of philox.h's dropout rule for a whole tensor, from a slot in device memory.
+// The dropout mask of a whole tensor, by the rule of device/philox.h, from a slot in device memory.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@ struct DropoutMaskParams {
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
 void launch_dropout_mask(const DropoutMaskParams& params, void* stream, int device);
 
-// dropout.h's bits [rows, dropped_words(cols)] with a threshold above 0; first_col a multiple of 8.
+// Draws the mask as bits [rows, dropped_words(cols)], laid out as device/dropout.h says. The threshold is above 0, and
+// first_col is a multiple of 8.
 void launch_dropped_bits(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols, void* stream,
                          int device);
 

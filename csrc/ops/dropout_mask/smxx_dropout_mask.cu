@@ -10,9 +10,9 @@ namespace lorakernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 16;  // of a multiprocessor
+constexpr int64_t kMostBlocks = 16;  // for each multiprocessor
 
-// One draw serves the 8 columns of a group, which a thread writes at once where rows are 8-byte aligned.
+// A thread makes the 8 columns of a draw, and writes them at once if rows are 8-byte aligned.
 __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMaskParams params) {
   const uint64_t key = static_cast<uint64_t>(params.slot[0]);
   const uint64_t offset = static_cast<uint64_t>(params.slot[1]);

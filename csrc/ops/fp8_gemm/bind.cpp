@@ -33,7 +33,7 @@ void check(const std::string& op, const Fp8GemmParams& params) {
                    std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) +
                    ", depth " + std::to_string(depth));
   }
-  if (params.turned && (cols % Limits::kUntransposedColsMultiple != 0 || !params.splits)) {
+  if (params.untransposed && (cols % Limits::kUntransposedColsMultiple != 0 || !params.splits)) {
     refuse(op, "a weight that is not transposed takes splits and cols a multiple of " +
                    std::to_string(Limits::kUntransposedColsMultiple) + ", got cols " + std::to_string(cols) +
                    (params.splits ? "" : " without splits"));
@@ -54,8 +54,9 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     refuse(op, op == "fp8_grad_input" ? "a_dtype must be dtype or 'float32'" : "b_dtype must be dtype or 'float32'");
   }
   const std::pair tile{params.tile_rows, params.tile_cols};
-  const bool large = !params.splits ? tile == std::pair{128, 256}
-                                    : tile == std::pair{192, 128} || (tile == std::pair{256, 128} && !params.turned);
+  const bool large = !params.splits
+                         ? tile == std::pair{128, 256}
+                         : tile == std::pair{192, 128} || (tile == std::pair{256, 128} && !params.untransposed);
   if (!large && tile != std::pair{128, 128}) {
     refuse(op,
            "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting (not 256 × 128 of a weight that is not "
@@ -100,7 +101,7 @@ void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight, bool transpos
   Fp8GemmParams params{};
   params.out = pointer<void>(dx);
   params.left = pointer<const uint8_t>(dy8), params.right = pointer<const uint8_t>(weight);
-  params.turned = !transposed;
+  params.untransposed = !transposed;
   params.left_scale_inv = pointer<const float>(dy_scale_inv);
   params.right_scale_inv = pointer<const float>(weight_scale_inv);
   params.u = pointer<const void>(ds), params.v = pointer<const void>(A);
@@ -113,7 +114,7 @@ void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight, bool transpos
   params.splits = splits, params.tile_rows = tile.first, params.tile_cols = tile.second;
   params.multiprocessors = multiprocessors;
   check("fp8_grad_input", params);
-  const auto launch = transposed ? launch_fp8_grad_input : launch_fp8_grad_input_turned;
+  const auto launch = transposed ? launch_fp8_grad_input : launch_fp8_grad_input_untransposed;
   launch(params, pointer<void>(stream), device);
 }
 

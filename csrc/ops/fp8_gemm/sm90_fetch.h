@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: the warpgroup of sm90_kernel.h that brings what the others multiply.
+// For .cu files only: the warpgroup of sm90_kernel.h that fetches what the other warpgroups multiply.
 #pragma once
 
 #include "device/pairs.h"
@@ -9,8 +9,8 @@
 namespace lorakernels {
 namespace {
 
-// Of the 8 columns that `draw` serves: bit 2 w is set where column 2 w is dropped, bit 16 + 2 w where 2 w + 1 is.
-// In lanes of 16 bits: max(lane, threshold) differs from the lane where that is below the threshold.
+// Which of a draw's 8 columns are dropped: bit 2 w for column 2 w, bit 16 + 2 w for column 2 w + 1. A 16-bit lane is
+// below the threshold if max(lane, threshold) differs from the lane.
 __device__ uint32_t dropped(const PhiloxDraw& draw, uint32_t two_thresholds) {
   uint32_t bits = 0;
 #pragma unroll
@@ -30,7 +30,7 @@ struct Helper {
 
   static __device__ int thread() { return threadIdx.x - 32; }
 
-  // Rows of kRankStep elements, from row0 and rank0 of a matrix with u_stride in a row.
+  // Fetches `count` rows of kRankStep elements, from (row0, rank0) of a matrix whose rows have u_stride elements.
   __device__ void fetch_rows(uint32_t to, const void* matrix, bool is_fp32, int count, int row0, int64_t rows,
                              int rank0) const {
     constexpr int kChunks = kRankStep / 8;
@@ -42,7 +42,7 @@ struct Helper {
     }
   }
 
-  // [column half][kRankStep] rows of 128 bytes, from columns of v.
+  // Fetches columns of v as [column half][kRankStep] rows of 128 bytes.
   __device__ void fetch_columns(int col0, int rank0) const {
     constexpr int kChunks = Tile::kCols / 8;
 #pragma unroll 1
@@ -54,8 +54,9 @@ struct Helper {
     }
   }
 
-  // For kGradInputTurned: of each 16 columns the even ones, then the odd ones, as its rows of W8ᵀ come.
-  __device__ void fetch_turned_columns(int col0, int rank0) const {
+  // The same for kGradInputUntransposed. Of each 16 columns the 8 even ones come first, then the odd ones: this is the
+  // order in which sm90_untransposed.h has the rows of W8ᵀ.
+  __device__ void fetch_permuted_columns(int col0, int rank0) const {
     constexpr int kSixteens = Tile::kCols / 16;
 #pragma unroll 1
     for (int i = thread(); i < kRankStep * kSixteens; i += kHelpers) {
@@ -123,7 +124,7 @@ struct Helper {
     }
   }
 
-  // dropout.h's bits.
+  // Draws the tile's mask as bits, laid out as device/dropout.h says.
   __device__ void draw_mask(int row0, int col0) const {
     constexpr int kWords = Tile::kMaskBytes / 4;
     const DropoutParams& dropout = params.dropout;
@@ -149,7 +150,7 @@ struct Helper {
     }
   }
 
-  __device__ void serve(Extras<Tile, kRankStep> extras) const {
+  __device__ void fetch_tiles(Extras<Tile, kRankStep> extras) const {
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       const int row0 = tiles.row(), col0 = tiles.col();
       for (int time = 0; time < extras.times(); ++time) {
@@ -161,7 +162,8 @@ struct Helper {
                        params.cols, step * kRankStep);
             if (time + step == 0) fetch_scales(col0);
           } else {
-            Tile::kTurned ? fetch_turned_columns(col0, step * kRankStep) : fetch_columns(col0, step * kRankStep);
+            Tile::kUntransposed ? fetch_permuted_columns(col0, step * kRankStep)
+                                : fetch_columns(col0, step * kRankStep);
             if (params.dropout.threshold > 0 && time + step == 0) {
               params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
             }
@@ -176,8 +178,8 @@ struct Helper {
 };
 
 template <typename Tile>
-__device__ void bring_operands(const Fp8GemmParams& params, const CUtensorMap& left, const CUtensorMap& right,
-                               uint32_t base) {
+__device__ void copy_operands(const Fp8GemmParams& params, const CUtensorMap& left, const CUtensorMap& right,
+                              uint32_t base) {
   TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
     const int row = tiles.row(), col = tiles.col();
@@ -185,7 +187,8 @@ __device__ void bring_operands(const Fp8GemmParams& params, const CUtensorMap& l
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), Tile::kStageBytes);
       copy_box(ring.tile(), left, at, row, ring.full());
-      copy_box(ring.tile() + Tile::kBytesLeft, right, Tile::kTurned ? col : at, Tile::kTurned ? at : col, ring.full());
+      copy_box(ring.tile() + Tile::kBytesLeft, right, Tile::kUntransposed ? col : at, Tile::kUntransposed ? at : col,
+               ring.full());
     }
   }
 }

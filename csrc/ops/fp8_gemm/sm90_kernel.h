@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: the kernel behind fp8_gemm.h.
+// For .cu files only: the kernel behind params.h.
 //
-// One block per multiprocessor walks over the tiles. Its first warpgroup serves the others: warp 0 has the tensor copy
-// engine fill a ring of operand tiles; warps 1 to 3 meanwhile fetch u, v and what belongs to columns, and draw the
-// tile's mask, so that nothing of it is left for the tensor cores to wait for. The other warpgroups multiply, 64 rows
-// of the tile each. What they have goes to shared memory, from where the copy engine stores it while the next tile is
-// multiplied; a residual comes in by the same place.
+// One block per multiprocessor walks over the tiles of the output. Its first warpgroup fetches: warp 0 has the tensor
+// copy engine fill a ring of operand tiles. Warps 1 to 3 meanwhile fetch u, v, scales and bias, and draw the tile's
+// mask, so that the tensor cores need not wait for them. The other warpgroups multiply 64 rows of the tile each and
+// write their results to shared memory. The copy engine stores them from there while the next tile is multiplied. A
+// residual is copied into that same shared memory before.
 #pragma once
 
 #include <algorithm>
@@ -49,13 +49,13 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads,
   if (threadIdx.x < 128) {
     give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      bring_operands<Tile>(params, left, right, base);
+      copy_operands<Tile>(params, left, right, base);
     } else if (threadIdx.x >= 32 && extras.any) {
-      Helper<T, Tile, kRankStep>(params, base).serve(extras);
+      Helper<T, Tile, kRankStep>(params, base).fetch_tiles(extras);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    using Multiplies = std::conditional_t<Tile::kTurned, TurnedConsumer<T, kE5M2, Tile, kRankStep>,
+    using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, Tile, kRankStep>,
                                           Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
     Multiplies(params, base).work(out, residual, extras);
   }
@@ -71,13 +71,13 @@ void launch(const Fp8GemmParams& params, cudaStream_t stream) {
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
   const auto result = [&](const void* data) {
-    constexpr int kRows = Tile::kTurned ? Tile::kRows : kBoxRows;
+    constexpr int kRows = Tile::kUntransposed ? Tile::kRows : kBoxRows;
     return data == nullptr ? CUtensorMap{} : tensor_map<T>(data, params.rows, params.cols, kRows);
   };
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true,
                 tensor_map<uint8_t>(params.left, params.rows, params.depth, Tile::kRows),
-                Tile::kTurned ? tensor_map<uint8_t>(params.right, params.depth, params.cols, kStepDepth)
-                              : tensor_map<uint8_t>(params.right, params.cols, params.depth, Tile::kCols),
+                Tile::kUntransposed ? tensor_map<uint8_t>(params.right, params.depth, params.cols, kStepDepth)
+                                    : tensor_map<uint8_t>(params.right, params.cols, params.depth, Tile::kCols),
                 result(params.out), result(params.residual), params);
 }
 
@@ -93,9 +93,9 @@ void launch_tiled(const Fp8GemmParams& params, cudaStream_t stream) {
     launch<kProduct, T, kE5M2, kSplits, Shape::kSmall, 64>(params, stream);
   } else if constexpr (!kSplits) {
     large(std::integral_constant<Shape, Shape::kWide>());
-  } else if (Tiling<kProduct, Shape::kTall, 16>::kTurned || params.tile_rows == 192) {
+  } else if (Tiling<kProduct, Shape::kTall, 16>::kUntransposed || params.tile_rows == 192) {
     large(std::integral_constant<Shape, Shape::kTall>());
-  } else if constexpr (kProduct != Product::kGradInputTurned) {
+  } else if constexpr (kProduct != Product::kGradInputUntransposed) {
     large(std::integral_constant<Shape, Shape::kTallest>());
   }
 }

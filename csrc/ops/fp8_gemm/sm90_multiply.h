@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: a warpgroup of sm90_kernel.h that multiplies, adds up and stores.
+// For .cu files only: the work of a multiplying warpgroup of sm90_kernel.h.
 #pragma once
 
 #include "device/pairs.h"
@@ -14,7 +14,7 @@ __device__ void clear(float (&sums)[kSums]) {
   for (float& each : sums) each = 0.0f;
 }
 
-// What follows reads the sums after the tensor cores have written them.
+// Keeps the compiler from reading the sums before wgmma_wait(), after which the tensor cores have written them.
 template <int kSums>
 __device__ void settle(float (&sums)[kSums]) {
 #pragma unroll
@@ -29,9 +29,9 @@ struct Consumer {
   uint32_t base;
   int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);
   int lane = threadIdx.x % 32;
-  int residuals = 0;  // taken, modulo 2
+  int residuals = 0;  // how many were added so far, modulo 2
   float sum[kBlocks][kSums];
-  float part[kSums];  // of 128 along depth; later u v, and what is stored
+  float part[kSums];  // the sums of 128 along depth; later u v, and then the result
 
   __device__ Consumer(const Fp8GemmParams& params, uint32_t base) : params(params), base(base) {}
 
@@ -46,7 +46,7 @@ struct Consumer {
     if (lane == 0) arrive(barrier);
   }
 
-  // Of 128 along depth.
+  // to = (to if add) + the product over 128 along depth, of one block.
   __device__ void multiply(float (&to)[kSums], uint32_t tile, int block, bool add) const {
     const uint64_t a = Rows::descriptor(tile + Tile::block_row(group, block) * kStepDepth);
     const uint64_t b = Rows::descriptor(tile + Tile::kBytesLeft + Tile::block_col(block) * kStepDepth);
@@ -54,7 +54,7 @@ struct Consumer {
     for (int i = 0; i < kStepDepth / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
   }
 
-  // Of both blocks of a wide tile.
+  // The same for both blocks of a wide tile.
   __device__ void multiply(float (&to)[2][kSums], uint32_t tile, bool add) const {
     const uint64_t a = Rows::descriptor(tile + group * (kBlockRows * kStepDepth));
     const uint64_t b = Rows::descriptor(tile + Tile::kBytesLeft);
@@ -104,7 +104,7 @@ struct Consumer {
     done_with(before);
   }
 
-  // part = u v of a block. With one step, both stay for the tile's other blocks.
+  // part = u v of a block. If the rank fits into one step, u and v stay in shared memory for the tile's other blocks.
   __device__ void multiply_factors(Extras<Tile, kRankStep>& extras, int block) {
     clear(part);
     const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU + Tile::block_row(group, block) * (kRankStep * 2));
@@ -127,7 +127,7 @@ struct Consumer {
     }
   }
 
-  // The residual of the block at (row, col), to where the block itself will be stored from.
+  // Starts the copy of the residual at (row, col) into the shared memory from which the block's result is stored later.
   __device__ void request_residual(const CUtensorMap& residual, int row, int col) const {
     if (lane == 0) {
       wait_for_stores_to_read();
@@ -183,7 +183,7 @@ struct Consumer {
     }
   }
 
-  // A warp's 16 rows of `part`, rounded.
+  // Stores a warp's 16 rows of `part`, rounded to T.
   __device__ void store(const CUtensorMap& out, int row, int col) const {
     if (lane == 0) wait_for_stores_to_read();
     __syncwarp();

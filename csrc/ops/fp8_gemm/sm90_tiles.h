@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: what the parts of sm90_kernel.h share, the layout of a block's shared memory above all.
+// For .cu files only: what the parts of sm90_kernel.h share, first of all the layout of a block's shared memory.
 #pragma once
 
 #include "device/ptx/mbarrier.h"
@@ -13,41 +13,45 @@ namespace lorakernels {
 namespace {
 
 constexpr int kHelpers = 96;     // threads of warps 1 to 3
-constexpr int kStepDepth = 128;  // bytes of a row of an operand's tile
-constexpr int kBlockRows = 64;   // what a warpgroup multiplies and stores at a time
+constexpr int kStepDepth = 128;  // elements, which are bytes, of a row of an operand's tile
+constexpr int kBlockRows = 64;   // with kBlockCols: what a warpgroup multiplies and stores at a time
 constexpr int kBlockCols = 128;
-constexpr int kBoxRows = 16;  // of what a warp stores at once, 64 columns of two bytes
+constexpr int kBoxRows = 16;  // with 64 columns of two bytes: what a warp stores at once
 constexpr int kBoxBytes = kBoxRows * 128;
 constexpr int kGroup = 8;  // row tiles that share their column tiles in the L2 cache
 
 using Rows = SwizzledRows<128>;
 
-// kGradInputTurned computes dxᵀ = W8ᵀ dy8ᵀ and so takes W8 as it lies: its tensor cores get it through registers.
-enum class Product { kLinear, kGradInput, kGradInputTurned };
+// kGradInputUntransposed computes dxᵀ = W8ᵀ dy8ᵀ. It takes W8 as it is stored and gives it to the tensor cores through
+// registers.
+enum class Product { kLinear, kGradInput, kGradInputUntransposed };
 enum class Shape { kSmall, kTall, kTallest, kWide };  // 128 × 128, 192 × 128, 256 × 128, 128 × 256
 
 template <Product kProduct, Shape kShape, int kRankStep>
 struct Tiling {
-  static constexpr bool kLinear = kProduct == Product::kLinear, kTurned = kProduct == Product::kGradInputTurned;
+  static constexpr bool kLinear = kProduct == Product::kLinear,
+                        kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;
-  static constexpr int kConsumers = kShape == Shape::kTall && !kTurned ? 3 : 2;  // warpgroups
+  static constexpr int kConsumers = kShape == Shape::kTall && !kUntransposed ? 3 : 2;  // warpgroups
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 224;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kBlocks = kWide || kShape == Shape::kTallest ? 2 : 1;  // of a warpgroup: beside or below
+  static constexpr int kBlocks =
+      kWide || kShape == Shape::kTallest ? 2 : 1;  // of a warpgroup, side by side or one below the other
   static constexpr int kRows = kShape == Shape::kTall ? 192 : kConsumers * (kWide ? 1 : kBlocks) * kBlockRows;
   static constexpr int kCols = (kWide ? 2 : 1) * kBlockCols;
   static constexpr int kBytesLeft = kRows * kStepDepth, kStageBytes = kBytesLeft + kCols * kStepDepth;
   static constexpr int kStages = kShape == Shape::kSmall ? 5 : kShape == Shape::kTall && kRankStep <= 16 ? 4 : 3;
   static constexpr int kMaskBytes = kLinear ? 0 : kCols / 8;  // of a row
   static constexpr int kOffsetOut = kStages * kStageBytes;
-  static constexpr int kOutBytes = kTurned ? kRows * kCols * 2 : kConsumers * 4 * 2 * kBoxBytes;
+  static constexpr int kOutBytes = kUntransposed ? kRows * kCols * 2 : kConsumers * 4 * 2 * kBoxBytes;
   static constexpr int kOffsetU = kOffsetOut + kOutBytes;
   static constexpr int kOffsetV = kOffsetU + kRows * kRankStep * 2;
   static constexpr int kOffsetMask = kOffsetV + kCols * kRankStep * 2;
-  static constexpr int kOffsetScales = kOffsetMask + kRows * kMaskBytes;  // of columns, then the bias; fp32
+  static constexpr int kOffsetScales = kOffsetMask + kRows * kMaskBytes;  // fp32 scales of the columns, then their bias
   static constexpr int kOffsetBarriers = kOffsetScales + (kLinear ? 2 * kCols * 4 : 0);
-  static constexpr int kExtras = 2 * kStages, kResiduals = kExtras + 2;  // barriers: of the ring, extras, every warp's
+  static constexpr int kExtras = 2 * kStages,
+                       kResiduals = kExtras + 2;  // barriers: the ring's, then 2, then one for each warp
   static constexpr int kBytes = kOffsetBarriers + (kResiduals + (kLinear ? kConsumers * 4 : 0)) * 8;
   static constexpr bool kFits = kBytes <= 227 * 1024;
 
@@ -57,7 +61,8 @@ struct Tiling {
   static __device__ int block_col(int block) { return kWide ? block * kBlockCols : 0; }
 };
 
-// The tiles of one block, in its order: of a group of row tiles, all that share their columns follow each other.
+// The tiles that a block computes, in order. Tiles are numbered within groups of kGroup row tiles, down the rows first,
+// so that blocks which run together share their columns' operand in the L2 cache.
 template <typename Tile>
 struct Tiles {
   int rows, cols, at;
@@ -74,9 +79,9 @@ struct Tiles {
   __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
 };
 
-// What the helpers hand to the multiplying warpgroups: u, v, the mask and the columns' numbers of a tile. A rank above
-// one step takes several fills, and every block of rows its own. All that write and all that read arrive, each for
-// itself.
+// The buffer in which the fetching warps give u, v, the mask, the scales and the bias of a tile to the multiplying
+// warpgroups, and its two barriers. If the rank needs more than one step, the buffer is filled once for each step of
+// each block. Every thread that writes arrives at `full`, every thread that reads arrives at `empty`.
 template <typename Tile, int kRankStep>
 struct Extras {
   uint32_t full, empty;

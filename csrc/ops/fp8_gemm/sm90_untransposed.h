@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: a warpgroup of sm90_kernel.h that multiplies, adds up and stores dxᵀ = W8ᵀ dy8ᵀ + ….
+// For .cu files only: the work of a multiplying warpgroup of sm90_kernel.h for dxᵀ = W8ᵀ dy8ᵀ + (ds A)ᵀ.
 //
-// wgmma reads FP8 from shared memory only along the contraction, and W8's rows run across it. But what it takes from
-// registers may come from anywhere: ldmatrix turns pairs of bytes, which leaves two rows of W8ᵀ in a word's even and
-// odd bytes, and a byte permutation parts them. So a warp's rows come in the order 0, 2, …, 14, 1, 3, …, 15 of its 16
-// columns of dx, and a thread's two rows are neighbours there.
+// wgmma reads FP8 from shared memory only along the contraction, and W8's rows run across it. An operand in registers
+// is free of that rule. ldmatrix transposes pairs of bytes, which leaves two rows of W8ᵀ in the even and the odd bytes
+// of a word, and a byte permutation separates them. Therefore a warp has its 16 columns of dx in the order 0, 2, …, 14,
+// 1, 3, …, 15, and the two rows of dxᵀ that a thread holds are neighbouring columns of dx.
 #pragma once
 
 #include "device/ptx/threads.h"
@@ -14,32 +14,32 @@ namespace lorakernels {
 namespace {
 
 template <typename T, bool kE5M2, typename Tile, int kRankStep>
-struct TurnedConsumer {
+struct UntransposedConsumer {
   using RowsOfU = SwizzledRows<kRankStep * 2>;
   static constexpr int kSums = kBlockRows * Tile::kRows / 128, kBoxOfGroup = Tile::kRows * kBlockRows * 2;
   const Fp8GemmParams& params;
   uint32_t base;
-  int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);  // has 64 columns of the tile
+  int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);  // computes 64 columns of the tile
   int lane = threadIdx.x % 32;
   float sum[kSums];
-  float part[kSums];  // of 128 along depth; later (ds A)ᵀ, and what is stored
+  float part[kSums];  // the sums of 128 along depth; later (ds A)ᵀ, and then the result
 
-  __device__ TurnedConsumer(const Fp8GemmParams& params, uint32_t base) : params(params), base(base) {}
+  __device__ UntransposedConsumer(const Fp8GemmParams& params, uint32_t base) : params(params), base(base) {}
 
   static __device__ int warp() { return threadIdx.x / 32 % 4; }
   __device__ uint32_t box() const { return base + Tile::kOffsetOut + group * kBoxOfGroup; }
   __device__ void meet_group() const { sync_some_threads<128>(1 + group); }
 
-  // Of the 32 × 16 bytes of W8 that become a warp's operand, the row that this lane tells ldmatrix: matrices 0 and 1
-  // share 16 rows, 2 and 3 the next. A thread gets rows 4 q to 4 q + 3, q = lane % 4, two from each matrix; which two
-  // depends on q so that the rows of a matrix lie in different banks.
+  // Which row of the 32 × 16 bytes of W8, a warp's operand, this lane names to ldmatrix. Matrices 0 and 1 share the
+  // first 16 rows, matrices 2 and 3 the next 16. With q = lane % 4, a thread gets rows 4 q to 4 q + 3, two from each
+  // matrix. Which two come from which matrix depends on q, so that the rows of a matrix lie in different banks.
   __device__ uint32_t row_to_load() const {
     const int row = lane % 8, matrix = lane / 8;
     return matrix / 2 * 16 + row / 2 * 4 + row % 2 + (matrix % 2 != row / 4 ? 2 : 0);
   }
 
-  // part = 128 along depth, from W8's tile at `from`, dy8's at `tile`. even: the bytes of two words that are of even
-  // columns, those of the first rows first. Half of it multiplies while the other half is turned.
+  // part = the product over 128 along depth of W8's tile at `from` and dy8's at `tile`. `even` selects the bytes of
+  // even columns from two words, the first rows' first. One half is multiplied while the other half is permuted.
   __device__ void multiply(uint32_t from, uint32_t tile, uint32_t even) {
     const uint64_t b = Rows::descriptor(tile);
 #pragma unroll
@@ -65,7 +65,7 @@ struct TurnedConsumer {
   __device__ void sum_up(TileRing<Tile::kStages, Tile::kStageBytes>& ring) {
     const uint32_t from = Tile::kBytesLeft + Rows::offset(row_to_load(), group * 4 + warp());
     uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064;
-    asm volatile("" : "+r"(even));  // in a register, not computed again in the loop
+    asm volatile("" : "+r"(even));  // stays in a register: the compiler would compute it again in the loop
     clear(part), clear(sum);
 #pragma unroll 1
     for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
@@ -121,7 +121,7 @@ struct TurnedConsumer {
     }
   }
 
-  // The tile's rows, 64 columns, rounded; a thread has two columns beside each other.
+  // Stores the tile's rows of this warpgroup's 64 columns, rounded to T. A thread has pairs of neighbouring columns.
   __device__ void store(const CUtensorMap& out, int row, int col) const {
     const bool stores = threadIdx.x % 128 == 0;
     if (stores) wait_for_stores_to_read();

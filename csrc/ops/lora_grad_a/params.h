@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // dA = dsᵀ D(x),  D(x) = mask ⊙ x / (1 − p), in one read of x [rows, cols], which is e4m3 bytes or has ds's dtype.
-// The mask is drawn on the way, or comes from a kernel before. Products run on the tensor cores in ds's dtype, where
-// e4m3 is exact, with fp32 accumulation, and are summed in an order that depends on the shape alone; 1 / (1 − p) and
-// scale_inv are applied to the sum, which is rounded once.
+// The mask is drawn by this kernel, or given as an earlier one drew it. Products run on the tensor cores in ds's dtype,
+// in which e4m3 is exact, with fp32 accumulation. They are summed in an order that depends on LoraGradAGrid alone. 1 /
+// (1 − p) and scale_inv are applied to the sum, which is rounded once.
 #pragma once
 
 #include <algorithm>
@@ -29,15 +29,15 @@ struct LoraGradAParams {
   int64_t rows;            // elements, below 2^31 - 2^16
   int64_t cols;            // elements, a multiple of 8, of 16 with scale_inv; below 2^31
   int64_t rank;            // 1 to 128
-  int64_t ds_pitch;        // a multiple of 8; rows hold zeros up to there from rank on
+  int64_t ds_pitch;        // a multiple of 8; a row's columns from rank on are zeros
   FloatType dtype;         // of ds: kBFloat16 or kFloat16
   FloatType out_dtype;
   DropoutParams dropout;
   const uint32_t* dropped;  // [rows, dropped_words(cols)], the mask; null: draw it
 };
 
-// A block takes a strip of columns in a slice of the rows, its warps a part of the strip in every few 8 or 16 rows of
-// the slice. Ranks above 64 are two parts that read x each.
+// A block takes a strip of columns in a slice of the rows. Its kColWarps × kRowWarps warps share the strip's columns,
+// and take the slice's rows in turns, 8 or 16 at a time. Ranks above 64 are two parts, each of which reads x.
 struct LoraGradAGrid {
   static constexpr int kThreads = 256;
   static constexpr int kColWarps = 2;
@@ -61,13 +61,14 @@ struct LoraGradAGrid {
  private:
   static constexpr int64_t kUnitRows = kRowWarps * 16, kMostSlices = 32;
 
-  // As few as keep the GPU busy: each is written and read once more, and a wave that is not full waits.
+  // The fewest slices that keep the GPU busy. Every slice's sums are written and read once more, but a last wave of
+  // blocks that is not full leaves multiprocessors idle.
   static int64_t best_slices(int64_t blocks, int64_t resident, int64_t units) {
     int64_t best = 1;
     double least = 0.0;
     for (int64_t slices = 1; slices <= std::min(units, kMostSlices); ++slices) {
       const int64_t waves = (blocks * slices + resident - 1) / resident, depth = (units + slices - 1) / slices;
-      const double cost = static_cast<double>(waves * (depth + 2));  // 2: what a block's begin and end take
+      const double cost = static_cast<double>(waves * (depth + 2));  // 2: the time of a block's begin and end, in units
       if (slices == 1 || cost < 0.97 * least) best = slices, least = cost;
     }
     return best;

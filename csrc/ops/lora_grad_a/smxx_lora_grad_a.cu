@@ -18,23 +18,24 @@ using Grid = LoraGradAGrid;
 constexpr int kThreads = Grid::kThreads;
 constexpr int kSumThreads = 256;
 
-// Selectors that take the same from two words, and put what is the first one's first.
+// Selectors for permuted(): the same parts of two words, the first word's first.
 constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
-constexpr uint32_t kLowBytes = 0x5140, kHighBytes = 0x7362;  // bytes 0 and 1, or 2 and 3, of both in turn
-constexpr uint32_t kSignsInTurn = 0xFBD9;                    // of the low halves, of the high halves; a byte each
-constexpr uint32_t kLowSigns = 0xDD99, kHighSigns = 0xFFBB;  // of the low, or the high halves; two bytes each
+constexpr uint32_t kLowBytes = 0x5140, kHighBytes = 0x7362;  // bytes 0 and 1, or 2 and 3, alternating between the words
+constexpr uint32_t kSignsInTurn = 0xFBD9;  // the sign bits of the low halves, then of the high ones; a byte each
+constexpr uint32_t kLowSigns = 0xDD99,
+                   kHighSigns = 0xFFBB;  // the sign bits of the low, or of the high halves; two bytes each
 
 enum class Mask { kNone, kDrawn, kGiven };
 
-// A row's draw as `Threshold` leaves it, as far as its signs go, from the 32 columns' bits that dropout.h describes.
+// A draw whose sign bits say what is dropped, as Threshold::apply leaves it, from 32 columns' bits (device/dropout.h).
 __device__ PhiloxDraw signs_of_bits(uint32_t bits, uint32_t draw) {
   const uint32_t mine = bits >> dropped_shift(draw);
   return {{mine << 15, mine << 13, mine << 11, mine << 9}};
 }
 
-// Four e4m3 bytes as fp16, which holds them all, in two words.
+// Four e4m3 bytes as fp16 in two words, which is exact.
 __device__ uint2 halves_of_e4m3(uint32_t bytes) {
-#if __CUDA_ARCH__ >= 890  // cuda_fp8.h's conversion takes another instruction to bring the upper two down
+#if __CUDA_ARCH__ >= 890  // cuda_fp8.h's conversion needs one more instruction, which moves the upper two down
   uint2 halves;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
       "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
@@ -48,8 +49,8 @@ __device__ uint2 halves_of_e4m3(uint32_t bytes) {
 #endif
 }
 
-// Eight columns of two rows, zeros where the signs of `first` and `second` drop them, as an MMA takes them: a word for
-// both rows' element of a column, in T.
+// Eight columns of two rows in T, with zeros where the signs of `first` and `second` drop them. A word holds both rows'
+// element of one column, as an MMA takes them.
 template <typename T, bool kFp8, bool kDropout>
 struct Pairs {
   uint32_t word[8];
@@ -76,9 +77,10 @@ struct Pairs {
   }
 };
 
-// A warp's ring in shared memory: a stage is kRows rows of 8 kBytes bytes, of which a lane uses kBytes. Neighbouring
-// lanes copy neighbouring 16 bytes, so that a row is read from memory in one piece; a row's 16-byte pieces are permuted
-// so that the lanes that then read theirs, g-th of row t, do so from different banks.
+// A warp's ring in shared memory. A stage is kRows rows of 8 kBytes bytes, and a lane uses kBytes of a row.
+// Neighbouring lanes copy neighbouring 16 bytes, so that a row is read from device memory in one piece. Lane (g, t)
+// later reads the g-th part of row t. Therefore a row's 16-byte pieces are permuted, so that the lanes read from
+// different banks.
 template <int kStages, int kRows, int kBytes>
 struct Ring {
   static constexpr int kPieces = kBytes / 2;  // of a row
@@ -123,7 +125,7 @@ struct Ring {
   }
 };
 
-// The same for the mask's bits: of each row the 64 columns' of the warp.
+// The same for the mask's bits. A stage has the bits of the warp's 64 columns for each row.
 template <int kStages, int kRows>
 struct RingBits {
   static constexpr int kBytesOfBlock = kStages * kRows * 8 * (kThreads / 32);
@@ -145,20 +147,20 @@ struct RingBits {
 
 template <bool kFp8, int kRank, Mask kMask>
 struct Tiling {
-  static constexpr int kRows = !kFp8 && kRank <= 32 ? 2 : 4;  // of a thread in a step
+  static constexpr int kRows = !kFp8 && kRank <= 32 ? 2 : 4;  // that a thread has in a step
   static constexpr bool kGiven = kMask == Mask::kGiven, kFullRing = kFp8 && kRank == 64 && kGiven;
   static constexpr int kStages = (kFp8 || kRows == 2) && !kFullRing ? 4 : 3;
   using RingX = Ring<kStages, 4 * kRows, kFp8 ? 8 : 16>;
   using RingDs = Ring<kStages, 4 * kRows, kRank / 4>;
   using Bits = RingBits<kStages, 4 * kRows>;
   static constexpr int kTiles = kRank / 16;
-  using Sums = float[8][kTiles][4];  // of a thread: tiles of 16 ranks × 8 columns
+  using Sums = float[8][kTiles][4];  // a thread's part of tiles of 16 ranks × 8 columns
   static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + (kGiven ? Bits::kBytesOfBlock : 0);
   static constexpr int kBytes = std::max(kRingBytes, static_cast<int>(kThreads / 2 * sizeof(Sums)));
   static_assert(kBytes <= 99 * 1024, "what every GPU from sm_86 on has");
 };
 
-// sum += dsᵀ D(x) of 4 kRows rows: a thread's numbers of ds and x, row by row, and what the draws leave of x.
+// sum += dsᵀ D(x) of 4 kRows rows. ds, x and dropped are a thread's numbers of each row, and its draws as signs.
 template <typename T, bool kFp8, bool kDropout, int kRows, int kTiles, int kWords>
 __device__ void add_products(float (&sum)[8][kTiles][4], const uint32_t (&ds)[kRows][kTiles],
                              const uint32_t (&x)[kRows][kWords], const PhiloxDraw (&dropped)[kRows]) {
@@ -181,8 +183,8 @@ __device__ void add_products(float (&sum)[8][kTiles][4], const uint32_t (&ds)[kR
   }
 }
 
-// The sums of the warps that share columns, into the first one's: the upper half of them gives to the lower half, until
-// one has them all.
+// Adds the sums of the warps that share columns into the first one's. In each round the upper half of the warps gives
+// its sums to the lower half.
 template <int kTiles>
 __device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t col_warp, uint32_t row_warp) {
   constexpr int kSums = 8 * kTiles;
@@ -209,10 +211,10 @@ __device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t co
   }
 }
 
-// A thread (g, t) = (lane / 4, lane % 4) of a warp holds rows t, t + 4, … of 8 or 16 and 8 neighbouring columns, those
-// of one draw. An MMA contracts over the rows, in any order that both operands share, so its slots of a thread stand
-// for the thread's rows, and its column g for one of the thread's. Its rows g and g + 8 stand for ranks
-// kRank / 8 · g + 2 i and the next one, i counting the MMAs over the ranks.
+// Thread (g, t) = (lane / 4, lane % 4) of a warp holds rows t, t + 4, … of 8 or 16, and 8 neighbouring columns, those
+// of one draw. The MMAs contract over the rows, whose order is free if both operands share it, so a thread gives its
+// own rows. Column g of an MMA is one of the thread's 8 columns. Rows g and g + 8 of the i-th MMA over the ranks are
+// ranks kRank / 8 · g + 2 i and the next one.
 template <typename T, bool kFp8, int kRank, Mask kMask>
 __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     lora_grad_a_kernel(const LoraGradAParams params, uint32_t slice_rows) {
@@ -321,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
   }
 }
 
-// dA from the slices' partial sums, first to last. On Hopper it is launched while the kernel before still runs.
+// Adds up dA from the slices' sums, first to last.
 __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraGradAParams params, int slices) {
   wait_for_previous_kernel();
   const int64_t fours = params.rank * params.cols / 4;

@@ -26,7 +26,7 @@ void check_shape(int64_t rows, int64_t cols, int64_t rank) {
 
 using WidthsAndRanks = std::vector<std::pair<int64_t, int64_t>>;
 
-// None: one projection, of all columns.
+// Without any, there is one projection that has all columns.
 QuantizeGradProjections projections_of(const WidthsAndRanks& found, int64_t cols, int64_t rank) {
   if (found.empty()) return QuantizeGradProjections({{cols, rank}});
   const auto refuse = [](const std::string& why) { throw std::invalid_argument("quantize_grad: projections " + why); };

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kSumThreads = 256;
 
-// A warpgroup's [64, kRank] sums as they lie in registers.
+// Stores a warpgroup's [64, kRank] sums in the order in which its threads hold them.
 template <int kSums>
 __device__ void store_sums(float* target, const float (&sum)[kSums]) {
   const auto mine = reinterpret_cast<float4*>(target) + threadIdx.x % 128;
@@ -21,7 +21,7 @@ __device__ void store_sums(float* target, const float (&sum)[kSums]) {
   }
 }
 
-// Of all but the drawers.
+// Waits for all threads but those that only draw the mask.
 template <bool kDraws>
 __device__ __forceinline__ void sync_threads() {
   if constexpr (kDraws) {
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreadsOf<kDraws>, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   begin_after_previous_kernel();
   const uint32_t base = shared_address(shared);
-  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // in a uniform register
+  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128,
+                                0);  // equal in the warp, so that the compiler keeps it in a uniform register
   [[maybe_unused]] const auto drawn = reinterpret_cast<uint32_t*>(shared + Tile::kOffsetDrawn);
   TileRing<Tile::kStages, kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   if (threadIdx.x == 0) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kThreadsOf<kDraws>, 1)
     }
   }
   if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
-  if constexpr (kDraws && kRank < 64) {  // with 64 that spills registers
+  if constexpr (kDraws && kRank < 64) {  // with rank 64 registers would be spilled
     draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
   }
 #endif
@@ -149,7 +150,7 @@ __device__ void store_two(void* target, int64_t at, float first, float second, b
   if (has_second) to[1] = static_cast<T>(second);
 }
 
-// ds and dB from the workspace: a thread sums the four numbers that a thread of the kernel before stored together.
+// ds and dB from the workspace. A thread adds up four numbers that a thread of quantize_grad_kernel stored together.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
     sum_shares_kernel(const __grid_constant__ QuantizeGradParams params, const __grid_constant__ Grid grid) {
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kSumThreads)
   const auto& projections = params.projections;
   const bool is_ds = block < panel_blocks * projections.count;
   const float* source = params.workspace;
-  int64_t shares = 0, stride, rows, first = 0;  // `first` number of a row
+  int64_t shares = 0, stride, rows, first = 0;  // first: a row's first column in ds or dB
   if (is_ds) {
     const int which = static_cast<int>(block) / static_cast<int>(panel_blocks);
     block -= which * panel_blocks, rows = params.rows, first = projections.window[which];

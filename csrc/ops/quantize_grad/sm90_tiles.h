@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: what a block of quantize_grad_kernel has in shared memory, who brings it there, and dy8 of it.
+// For .cu files only: the shared memory of a block of quantize_grad_kernel, what fills it, and how dy8 is made from it.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -23,11 +23,11 @@ using Grid = QuantizeGradGrid;
 constexpr int kGroups = 2;  // warpgroups of a block
 constexpr int kThreads = 128 * kGroups;
 template <bool kDraws>
-constexpr int kThreadsOf = kThreads + (kDraws ? 128 : 0);  // one warpgroup more, where the mask is asked for
+constexpr int kThreadsOf = kThreads + (kDraws ? 128 : 0);  // one more warpgroup draws the mask
 constexpr int kRegistersOfWorker = 216, kRegistersOfDrawer = 72;
 static_assert(kGroups * kRegistersOfWorker + kRegistersOfDrawer <= (kGroups + 1) * 168,
-              "what the block is launched with: setmaxnreg waits for ever for more");
-constexpr int kAtom = 64;  // rows, and columns, of a matrix of 128-byte rows
+              "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
+constexpr int kAtom = 64;  // rows and columns of a matrix of 128-byte rows
 constexpr int kAtomBytes = kAtom * 128;
 constexpr int kStageBytes = 4 * kAtomBytes;  // a tile of 128 × 128 as [column half][row half] atoms
 constexpr int kPanelRows = Grid::kPanelRows;
@@ -36,7 +36,8 @@ static_assert(kPanelRows == kGroups * kAtom && kTileCols == kGroups * kAtom);
 
 using DyRows = SwizzledRows<128>;
 
-// B and s in shared memory: rows of the padded rank, cut at 128 bytes into slabs of all rows.
+// B and s in shared memory: rows of kRank elements. Rows above 128 bytes are cut, and the pieces of all rows lie
+// together.
 template <int kRank>
 struct Factor {
   using Rows = SwizzledRows < kRank<64 ? kRank * 2 : 128>;
@@ -57,8 +58,8 @@ struct Tiling {
   static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
   static constexpr int kOffsetB = kStages * kStageBytes;
   static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
-  static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;     // full, then empty ones
-  static constexpr int kOffsetDrawn = kOffsetBarriers + 2 * kStages * 8;  // units of the mask
+  static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;     // first the full ones, then the empty ones
+  static constexpr int kOffsetDrawn = kOffsetBarriers + 2 * kStages * 8;  // how many units of the mask were taken
   static constexpr int kBytes = kOffsetDrawn + 4;
   static_assert(kBytes <= 227 * 1024);
 };
@@ -76,7 +77,7 @@ __device__ uint2 fp8_of_eight(const uint4& words, float scale) {
   return {four(words.x, words.y), four(words.z, words.w)};
 }
 
-// amax as an integer: of non-negative floats the order is the same, and NaN is above inf.
+// Raises *amax. Non-negative floats compare like their bits as integers, and NaN is then above inf.
 template <typename T>
 __device__ void raise_amax(float* amax, uint32_t most) {
   most = warp_max_magnitude(most);
@@ -84,11 +85,11 @@ __device__ void raise_amax(float* amax, uint32_t most) {
   atomicMax(reinterpret_cast<int*>(amax), __float_as_int(unpacked<T>(most).x));
 }
 
-// The panels of a block's run, in the order in which they are used.
+// Walks over a block's run of (strip, panel) pairs.
 struct Cursor {
   int strip, panel;
   int panels, left;
-  int count = 0;  // of panels before this one
+  int count = 0;  // pairs before this one
 
   __device__ explicit Cursor(const Grid& grid) : strip(0), panel(0), panels(static_cast<int>(grid.panels)) {
     const int64_t first = grid.first_pair(blockIdx.x);
@@ -102,7 +103,7 @@ struct Cursor {
   }
 };
 
-// Thread 0 brings the tiles of dy, a ring's length less one ahead of their use.
+// Thread 0 starts the copies of dy's tiles, one less than the ring has stages ahead of their use.
 template <typename Tile>
 struct Producer {
   Cursor at;
@@ -111,7 +112,7 @@ struct Producer {
 
   __device__ Producer(const Cursor& first, const TileRing<Tile::kStages, kStageBytes>& ring) : at(first), ring(ring) {}
 
-  // Once the stage's last tile has been used by all.
+  // Waits until all warps have used the tile that the stage holds.
   __device__ void bring(const CUtensorMap& dy) {
     if (at.left == 0) return;
     if (threadIdx.x == 0) {
@@ -165,7 +166,7 @@ __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base,
   }
 }
 
-// dy8 of this warpgroup's half of a tile, 16 neighbouring elements a thread at a time; raises `most`.
+// Makes dy8 of this warpgroup's half of a tile, 16 neighbouring elements of a thread at a time, and raises `most`.
 template <typename T, int kBatch>
 struct Quantizer {
   float scale;

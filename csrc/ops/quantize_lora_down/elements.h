@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// For quantize_lora_down's kernels only: what a thread does with the elements it holds, 8 neighbours of a row in four
-// words. T is __nv_bfloat16 or __half.
+// For quantize_lora_down's .cu files only: what a thread does with its elements, 8 neighbours of a row in four words. T
+// is __nv_bfloat16 or __half.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32_t fp8_pair(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(float2{low, high}, __NV_SATFINITE, __NV_E4M3);
 }
 
-// Without a branch, around which nothing could be scheduled.
+// A predicated store and no branch, which the compiler could not move other instructions across.
 __device__ __forceinline__ void store_if(bool condition, void* to, const uint4& words) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
                    static_cast<int>(condition)),
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint2 quantized(const uint4& words, float scale) {
           fp8_pair(c.x * scale, c.y * scale) | fp8_pair(d.x * scale, d.y * scale) << 16};
 }
 
-// Two elements' magnitudes against the largest so far of each half, whose signs say nothing.
+// The larger magnitudes of `most` and `word`, half by half. The result's signs mean nothing.
 template <typename T>
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t most, uint32_t word) {
 #if __CUDA_ARCH__ >= 860
@@ -55,10 +55,10 @@ __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t most, uint32_t wo
 #endif
 }
 
-// 8 columns of A as they are, zeros where there are none; apart from their rounding to T, so that many can be on their
-// way at once.
+// 8 columns of A in their own dtype, or zeros outside of A. Loading and rounding are apart, so that many loads can be
+// in flight at once.
 struct WordsOfA {
-  uint4 low{0, 0, 0, 0}, high{0, 0, 0, 0};  // 16-bit: low alone
+  uint4 low{0, 0, 0, 0}, high{0, 0, 0, 0};  // high: fp32 only
 
   __device__ WordsOfA() {}
   __device__ WordsOfA(const QuantizeLoraDownParams& params, uint32_t r, uint32_t col) {
@@ -78,10 +78,12 @@ struct WordsOfA {
   }
 };
 
-// x8 and amax. Without a scale to be had yet the amaxes of blocks are left in the workspace for finish_kernel.
+// Writes x8 and takes the amax. If there is no scale yet, each block leaves its amax in the workspace for
+// finish_kernel.
 template <typename T>
 struct Quantizer {
-  bool wanted, known;  // x8; its scale
+  bool wanted;  // x8 is to be written
+  bool known;   // and there is a scale
   float scale = 0.0f;
   uint32_t most = 0;
 
@@ -94,13 +96,13 @@ struct Quantizer {
     for (const uint32_t word : {words.x, words.y, words.z, words.w}) most = larger_magnitudes<T>(most, word);
   }
 
-  // 16 neighbours, if they exist and the scale is known.
+  // Stores 16 neighbours. `exist`: they do, and the scale is known.
   __device__ void store(bool exist, uint8_t* to, const uint4& first, const uint4& second) const {
     const uint2 low = quantized<T>(first, scale), high = quantized<T>(second, scale);
     store_if(exist, to, make_uint4(low.x, low.y, high.x, high.y));
   }
 
-  // By all threads of the block, at its end: amax and 1 / scale. of_warp: in shared memory.
+  // Writes amax and 1 / scale. All threads of a block call it at the end. of_warp: shared memory, a word for each warp.
   __device__ void leave(const QuantizeLoraDownParams& params, uint32_t* of_warp) const {
     if (!wanted) return;
     uint32_t largest = warp_max_magnitude(most & 0x7FFF7FFFu);
@@ -115,14 +117,14 @@ struct Quantizer {
   }
 };
 
-// Philox's draws of a thread: element (row, col) of x is (first_row + row, first_col + col) of what the mask is of.
+// A thread's dropout mask. Element (row, col) of x is element (first_row + row, first_col + col) of the logical tensor.
 struct Dropper {
   RoundKeys keys;
   uint64_t seed;
   uint32_t offset, site, first_row, first_col;
-  uint32_t last, minus_last;  // the highest lane that is dropped, in both halves, and its negative
+  uint32_t last, minus_last;  // the highest lane that is dropped, and its negative, in both halves of a word
 
-  __device__ Dropper() {}  // draws nothing
+  __device__ Dropper() {}  // without dropout
   __device__ explicit Dropper(const DropoutParams& dropout)
       : seed(static_cast<uint64_t>(dropout.slot[0])),
         offset(static_cast<uint32_t>(dropout.slot[1])),
@@ -142,7 +144,7 @@ struct Dropper {
     return DrawsOfColumn((first_col + col) / kDropoutLanesPerDraw, offset, seed);
   }
 
-  // After three rounds, of two rows and two groups of 8 columns.
+  // The draws of two rows and two groups of 8 columns, after their first three rounds.
   static __device__ void begin(PhiloxDraw (&draws)[4], const uint4 (&rows)[2], const DrawsOfColumn (&columns)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) draws[i] = columns[i % 2].after_three(rows[i / 2]);
@@ -159,14 +161,14 @@ struct Dropper {
   }
 
  private:
-  // Zero for the elements whose lane is dropped. In packed halves: max(lane, last) − last is 0 for those.
+  // Clears the elements that are dropped: max(lane, last) − last is 0 for their lanes, in each half of a word.
   __device__ uint32_t survivors(uint32_t pair, uint32_t lanes) const {
     return pair & __viaddmin_u16x2(__vmaxu2(lanes, last), minus_last, 0x00010001u) * 0xFFFFu;
   }
 };
 
-// What happens to two rows of 16 neighbours: x8 and amax, and the draws. These keep different units busy, so they take
-// turns.
+// Makes x8 and amax of two rows of 16 neighbours, and finishes their draws. The two use different units of the
+// multiprocessor, so their instructions are interleaved.
 template <typename T, bool kDropout>
 __device__ __forceinline__ void take(Quantizer<T>& quantizer, [[maybe_unused]] const Dropper& dropper,
                                      const uint4 (&words)[2][2], [[maybe_unused]] PhiloxDraw (&draws)[4],

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // In one read of x [rows, cols]:
 //   x8 = sat(x · scale)      amax = max |x|      s = D(x) Aᵀ,  D(x) = mask ⊙ x / (1 − p)
-// x8 is e4m3. Products run on the tensor cores in x's dtype with fp32 accumulation and are summed in an order that
-// depends on the shape alone; the factor 1 / (1 − p) is applied to the sum, which is rounded once. Where the scale is
-// not known yet, a second read quantizes with the one that amax gives.
+// x8 is e4m3. Products run on the tensor cores in x's dtype with fp32 accumulation. They are summed in an order that
+// depends on QuantizeLoraDownPlan alone. The factor 1 / (1 − p) is applied to the sum, which is rounded once. If there
+// is no scale yet, x is read a second time and quantized with the scale that amax gives.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct QuantizeLoraDownLimits {
 struct QuantizeLoraDownParams {
   uint8_t* x8;         // [rows, cols] e4m3, or null: x is not quantized
   float* scale_inv;    // [1] 1 / scale, with x8
-  float* amax;         // raised to max |x|, NaN above inf; or null
+  float* amax;         // raised to max |x|, with NaN above inf; or null
   void* s;             // [rows, rank] of dtype; null with rank 0
   float* workspace;    // 16-byte aligned, as large as QuantizeLoraDownPlan says
   const void* x;       // [rows, cols], row-major without gaps, 16-byte aligned
@@ -37,17 +37,19 @@ struct QuantizeLoraDownParams {
   DropoutParams dropout;
 };
 
-// Which kernel takes x and how it is shared out. Each of slices · row_blocks blocks sums over its slice of the columns.
-//   kWarps   a warp walks along 16 rows of a slice whose part of A its block keeps in shared memory
-//   kBoxes   TMA brings 16 rows of a slice, its warps side by side with their columns of A in registers; cols % 16 == 0
-//   kPanels  wgmma: TMA brings x and A, warpgroups below each other with 64 rows each; cols % 16 == 0
+// Which kernel runs, and which part of x each block takes. There are slices · row_blocks blocks, and each sums over its
+// slice of the columns.
+//   kWarps   A block keeps its slice of A in shared memory. Each warp walks along 16 rows of the slice.
+//   kBoxes   TMA copies 16 rows of a slice. The block's warps stand side by side, with their columns of A in registers.
+//   kPanels  TMA copies x and A for wgmma. The block's warpgroups stand one below the other, with 64 rows each.
+// kBoxes and kPanels need cols to be a multiple of 16.
 struct QuantizeLoraDownPlan {
   enum class Form { kWarps, kBoxes, kPanels };
   static constexpr int64_t kWarpsOfBlock = 8, kStepColumns = 64, kBoxRows = 16;
 
   Form form;
   int64_t rank_columns, slice, slices, row_blocks;
-  int64_t offset_sums, offset_A, floats;  // of the workspace: amaxes of blocks, sums [slices, rows, rank_columns], A
+  int64_t offset_sums, offset_A, floats;  // workspace: blocks' amaxes, sums [slices, rows, rank_columns], A
 
   // capability: 10 major + minor; has_wgmma: the build has code for sm_90a
   QuantizeLoraDownPlan(int64_t rows, int64_t cols, int64_t rank, int capability, int64_t multiprocessors,
@@ -70,7 +72,7 @@ struct QuantizeLoraDownPlan {
   static constexpr int64_t columns_of_boxes(int64_t rank_columns) { return rank_columns > 16 ? 512 : 1024; }
 
  private:
-  // Panels take a launch more, which few elements at 32 ranks do not pay for; without them boxes end at 32.
+  // Panels need one more launch, which does not pay for few elements at 32 ranks. Boxes take ranks up to 32.
   Form form_for(int64_t rows, int64_t cols, int capability, bool has_wgmma) const {
     const bool has_room = capability / 10 == 9 || capability / 10 == 10;  // 227 KiB of shared memory, not 99
     if (!has_room || cols % 16 != 0) return Form::kWarps;
@@ -83,7 +85,7 @@ struct QuantizeLoraDownPlan {
   static int64_t rounded_up(int64_t floats) { return (floats + 31) / 32 * 32; }
   static int64_t parts(int64_t size, int64_t of) { return std::max<int64_t>(1, (size + of - 1) / of); }
 
-  // Slices are as wide as shared memory allows, but narrow enough to give every warp a part.
+  // Slices are as wide as shared memory allows, but narrow enough that every warp has work.
   void plan_warps(int64_t rows, int64_t cols, int64_t multiprocessors) {
     const int64_t blocks = multiprocessors * (rank_columns > 32 ? 1 : 2), tiles = parts(rows, kBoxRows);
     slice = rank_columns == 32 || rank_columns == 128 ? 512 : 1024;
@@ -102,11 +104,12 @@ struct QuantizeLoraDownPlan {
     const int64_t blocks = multiprocessors * (rank_columns > 64 ? 1 : 2);
     row_blocks = parts(rows, rows_of_panel(rank_columns));
     slices = std::max<int64_t>(1, std::min(cols / (4 * kStepColumns), blocks / row_blocks));
-    slice = 0;  // in steps of kStepColumns, the slices' numbers of which differ by one
+    slice =
+        0;  // not one width: slices have whole steps of kStepColumns, and their numbers of steps differ by at most one
   }
 };
 
-// For a device, a CUDA ordinal or -1 for the current one.
+// device: CUDA ordinal, or -1 for the current one.
 QuantizeLoraDownPlan quantize_lora_down_plan(int64_t rows, int64_t cols, int64_t rank, int device);
 
 // stream: a cudaStream_t.

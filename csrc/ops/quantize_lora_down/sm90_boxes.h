@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize_lora_down for ranks up to 32 where there is a tensor copy engine. A block keeps to its slice of the columns,
-// each of its warps to 64 or 128 of them with their part of A in registers, and goes down the rows, 16 at a time. Each
-// warp has boxes of 16 rows × 64 columns brought for itself alone. What its warps have summed a block adds up one tile
-// later, so that none waits for another in the meantime.
+// quantize_lora_down for ranks up to 32, on GPUs with a tensor copy engine. A block stays in its slice of the columns
+// and goes down the rows, 16 at a time. Each of its warps has 64 or 128 of the columns, with their part of A in
+// registers, and has boxes of 16 rows × 64 columns copied for itself alone. The warps' sums of 16 rows, a tile, are
+// added up one tile later, so that no warp waits for another.
 #pragma once
 
 #include "device/overlap.h"
@@ -24,7 +24,7 @@ struct Boxes {
   static constexpr int kColumns = QuantizeLoraDownPlan::columns_of_boxes(8 * kRankTiles);
   static constexpr int kBoxesOfTile = kColumns / kWarps / 64;  // of a warp
   static constexpr int kBoxBytes = 16 * 128;
-  static constexpr int kStages = kRankTiles > 2 ? 4 : 6;  // boxes of a warp that are there or on their way
+  static constexpr int kStages = kRankTiles > 2 ? 4 : 6;  // boxes of a warp in shared memory, filled or being copied
   static constexpr int kSums = 16 * 8 * kRankTiles;       // of a warp
   static constexpr int kOffsetSums = kWarps * kStages * kBoxBytes;
   static constexpr int kOffsetFull = kOffsetSums + 2 * kWarps * kSums * 4;
@@ -32,9 +32,9 @@ struct Boxes {
   static constexpr int kBytes = kOffsetSummed + 2 * 8;
 };
 
-// Thread (g, t) = (lane / 4, lane % 4) of a warp holds of a box rows g and g + 8, columns 16 t … 16 t + 15: two draws,
-// and as they lie the operands of MMAs, since a dot product may run over its index in any order as long as both sides
-// run in the same.
+// Thread (g, t) = (lane / 4, lane % 4) of a warp holds rows g and g + 8 of a box, columns 16 t … 16 t + 15, which are
+// two draws. In this order they are operands of MMAs as well: a dot product may take its terms in any order that both
+// operands share.
 template <typename T, int kRankTiles, bool kDropout>
 __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
     quantize_lora_down_boxes_kernel(const __grid_constant__ CUtensorMap x_map,
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
     }
   }
 
-  // The block's count-th tile, after every warp has left its part: a thread's numbers of 16 × 16 ranks at a time.
+  // Adds up the warps' sums of the block's count-th tile, when all are there. A thread does one of 16 × 16 ranks at a
+  // time.
   const auto add_up = [&](uint32_t tile, uint32_t count) {
     if constexpr (kRankTiles > 0) {
       wait_for(summed + count % 2 * 8, count / 2 % 2);
@@ -111,7 +112,8 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
     }
   };
 
-  const uint32_t source = in_row * 128 + ((lane % 4 * 2 ^ in_row) << 4);  // in a box, whose chunks are swizzled
+  const uint32_t source =
+      in_row * 128 + ((lane % 4 * 2 ^ in_row) << 4);  // of this thread's elements in a box, whose chunks are swizzled
   uint32_t count = 0;
   int stage = 0, round = 0;
   for (uint32_t tile = blockIdx.y; tile < tiles; tile += gridDim.y, ++count) {
@@ -159,7 +161,8 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
       if (++stage == kStages) stage = 0, round ^= 1;
     }
     if constexpr (kRankTiles > 0) {
-      if (count > 0) add_up(tile - gridDim.y, count - 1);  // first: then no warp reads any more what lies here
+      if (count > 0)
+        add_up(tile - gridDim.y, count - 1);  // before the stores below, for then no warp reads what they replace
       float4* const mine = reinterpret_cast<float4*>(shared_tiles + Tile::kOffsetSums) +
                            (count % 2 * Tile::kWarps + warp) * (Tile::kSums / 4) + lane;
 #pragma unroll

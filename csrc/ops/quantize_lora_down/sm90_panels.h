@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize_lora_down for ranks above 32 on Hopper, by wgmma. A block has a panel of 128 or 192 rows, a warpgroup to
-// each 64 of them, and goes along its slice of the columns, 64 at a time; TMA brings them and as many columns of A.
+// quantize_lora_down for high ranks on Hopper, by wgmma. A block has a panel of 128 or 192 rows, 64 for each warpgroup.
+// It goes along its slice of the columns, 64 at a time. TMA copies these columns of x and of A.
 #pragma once
 
 #include "device/overlap.h"
@@ -24,12 +24,13 @@ struct Panel {
   static constexpr int kBytesOfX = kRows * 128;
   static constexpr int kStageBytes = kBytesOfX + kRank * 128;
   static constexpr int kStages = kRank > 64 ? 5 : 4;
-  static constexpr int kOffsetBarriers = kStages * kStageBytes;  // full, then empty ones
+  static constexpr int kOffsetBarriers = kStages * kStageBytes;  // first the full ones, then the empty ones
   static constexpr int kBytes = kOffsetBarriers + 2 * kStages * 8;
 };
 
-// A rounded to T, [padded rank, columns padded to 64], each 64 columns in the order in which they are multiplied:
-// thread t of four has 16 t … 16 t + 15, and gives four of them, 4 k … 4 k + 3, to the k-th product over 16.
+// Rounds A to T, as [padded rank, columns padded to 64], and puts each 64 columns into the order in which they are
+// multiplied. Thread t of four holds columns 16 t … 16 t + 15 and gives four of them, 4 k … 4 k + 3, to the k-th
+// product.
 template <typename T>
 __global__ void __launch_bounds__(256)
     arrange_A_kernel(const QuantizeLoraDownParams params, uint32_t padded_rank, uint32_t* arranged) {
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
   for (bool is_first = true; step < end; ++step, is_first = false) {
     const int col = step * 64 + static_cast<int>(lane) % 4 * 16;
     wait_for(ring.full(), ring.round);
-    wgmma_wait();        // the products before have read `words` and their part of A
-    auto before = ring;  // the stage of the products before, next to be filled
+    wgmma_wait();        // the products of the step before have read `words` and A
+    auto before = ring;  // the stage of the step before, which is filled next
     before.stage = ring.stage == 0 ? Tile::kStages - 1 : ring.stage - 1;
     before.round = ring.stage == 0 ? ring.round : ring.round ^ 1;
     __syncwarp();

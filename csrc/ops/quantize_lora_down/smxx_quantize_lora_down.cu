@@ -19,9 +19,9 @@ constexpr int kWarps = Plan::kWarpsOfBlock;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kStepColumns = Plan::kStepColumns;
 constexpr int kFinishThreads = 256;
-constexpr int kStages = 3;  // steps whose loads are in flight, this one's included
+constexpr int kStages = 3;  // steps of a warp in shared memory, filled or being copied
 
-// The slice's columns of A into shared memory.
+// Copies the slice's columns of A, rounded to T, into shared memory.
 template <typename T, int kRank>
 __device__ void load_A(uint4* target, uint32_t pitch, const QuantizeLoraDownParams& params, uint32_t slice_start,
                        uint32_t slice) {
@@ -31,7 +31,7 @@ __device__ void load_A(uint4* target, uint32_t pitch, const QuantizeLoraDownPara
   }
 }
 
-// Where a warp is: rows `row` … + 15, columns `col` … + 63 of its block's slice.
+// Where a warp is: at rows `row` to `row` + 15 and columns `col` to `col` + 63.
 struct Position {
   uint32_t row, col;
 
@@ -41,9 +41,9 @@ struct Position {
   }
 };
 
-// The form for every architecture. A thread (g, t) = (lane / 4, lane % 4) of a warp holds rows g and g + 8, columns
-// 8 t … 8 t + 7 of 32: the columns of one draw, and as they lie the operands of two MMAs. It copies what it needs into
-// shared memory of its own, a few steps ahead.
+// The form for every architecture. Thread (g, t) = (lane / 4, lane % 4) of a warp holds rows g and g + 8, columns
+// 8 t … 8 t + 7 of 32. These are the columns of one draw and, in this order, the operands of two MMAs. A thread copies
+// its elements into shared memory of its own, a few steps ahead, so that nothing but its own copies makes it wait.
 template <typename T, int kRankTiles, bool kDropout>
 __global__ void __launch_bounds__(kThreads, kRankTiles > 4 ? 1 : 2)
     quantize_lora_down_kernel(const __grid_constant__ QuantizeLoraDownParams params,
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, kRankTiles > 4 ? 1 : 2)
   const uint32_t cols = static_cast<uint32_t>(params.cols), rows = static_cast<uint32_t>(params.rows);
   const uint32_t slice = static_cast<uint32_t>(plan.slice), slice_start = blockIdx.x * slice;
   const uint32_t slice_end = min(slice_start + slice, cols), row_step = gridDim.y * kWarps * 16;
-  const uint32_t pitch = slice / 8 + 4;  // of A's rows in shared memory, in 16 bytes: two rows are half the banks apart
+  const uint32_t pitch =
+      slice / 8 + 4;  // between A's rows in shared memory, in units of 16 bytes; two rows are half the banks apart
   uint4* const lora_A = shared;
   uint4* const ring = lora_A + kRank * pitch + threadIdx.x;
 
@@ -145,8 +146,7 @@ __global__ void __launch_bounds__(kThreads, kRankTiles > 4 ? 1 : 2)
   quantizer.leave(params, reinterpret_cast<uint32_t*>(shared));
 }
 
-// s from the slices' sums, first to last, and x8 if its scale has to come from the blocks' amaxes. On Hopper it is
-// launched while the kernel before still runs.
+// Adds up s from the slices' sums, first to last. Makes x8 if its scale has to come from the blocks' amaxes.
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ QuantizeLoraDownParams params, const __grid_constant__ Plan plan) {
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kFinishThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFinishThreads;
   const int64_t count = params.rows * plan.rank_columns;
-  const int bits = __ffsll(plan.rank_columns) - 1;  // a power of two
+  const int bits = __ffsll(plan.rank_columns) - 1;  // log2: rank_columns is a power of two
   const float factor = dropout_survivor_scale(params.dropout.threshold);
   for (int64_t i = first; i < count; i += step) {
     const int64_t row = i >> bits, r = i & (plan.rank_columns - 1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// out [cols, rows] = in [rows, cols] transposed, bytes.
+// out [cols, rows] = inᵀ, in [rows, cols], of bytes.
 #pragma once
 
 #include <cstdint>

@@ -7,12 +7,12 @@ namespace lorakernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTile = 128;           // rows, and columns, of a block
+constexpr int kTile = 128;           // rows and columns of a block
 constexpr int kChunks = kTile / 16;  // 16-byte pieces of a tile's row
 constexpr uint32_t kBand = 32;       // tiles
 static_assert(kTile * kChunks == 4 * kThreads, "a thread has one piece of each of four neighbouring rows");
 
-// 16 bytes of which `count` exist; the others are zeros, and are not written.
+// load and store move 16 bytes, of which the first `count` exist. load gives zeros for the others.
 template <bool kVector>
 __device__ uint4 load(const uint8_t* from, int64_t count) {
   uint4 chunk{0, 0, 0, 0};
@@ -42,7 +42,7 @@ __device__ void store(uint8_t* to, const uint4& chunk, int64_t count) {
   }
 }
 
-// Four words of four rows as four words of four columns.
+// Turns four words, each of four bytes of a row, into four words of a column each.
 __device__ void transpose_4x4(uint32_t (&word)[4]) {
   const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
   const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);
@@ -50,14 +50,16 @@ __device__ void transpose_4x4(uint32_t (&word)[4]) {
   word[2] = __byte_perm(high01, high23, 0x5410), word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A tile's columns lie in shared memory as rows of 32 words, four bytes each. Word w of column c is at w ^ 4 (c / 16):
-// the 32 stores of a warp, 8 columns 16 apart × 4 words, then fall into 32 banks, and 16 bytes stay 16 bytes.
+// Shared memory holds each column of a tile as 32 words of four bytes. Word w of column c is at w ^ 4 (c / 16). The 32
+// stores of a warp, 4 words of 8 columns that are 16 apart, then go to 32 banks, and 16 bytes of a column stay
+// together.
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads) transpose_fp8_kernel(const TransposeFp8Params params) {
   __shared__ __align__(16) uint32_t column[kTile][kTile / 4];
   begin_after_previous_kernel();
   const int chunk = threadIdx.x % kChunks, quad = threadIdx.x / kChunks;
-  // Down a band of kBand tiles, then on to the right: blocks that run together read and write long stretches of rows.
+  // Blocks go down a band of kBand tiles, then one tile to the right. Those that run together then read and write long
+  // pieces of rows.
   const auto tiles_of_row = static_cast<uint32_t>((params.cols + kTile - 1) / kTile);
   const auto tiles_of_col = static_cast<uint32_t>((params.rows + kTile - 1) / kTile);
   const uint32_t band = blockIdx.x / (tiles_of_row * kBand) * kBand, in_band = blockIdx.x % (tiles_of_row * kBand);
