@@ -3,7 +3,7 @@
 
 x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N], slot int64 [2]. Forward reads x and
 residual once and writes out: 6MN bytes in bf16. Backward draws the mask again and reads dout, writes dx: 4MN bytes;
-dbias is summed on the way in an order that depends on the shape alone. fp32 arithmetic, one rounding at the store.
+dbias is summed on the way in an order that depends on shape and GPU alone. fp32 arithmetic, one rounding at the store.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes
 of x8, 2MK of a plain x; the mask is drawn on the way or comes as bits (MK / 8 bytes), the product runs on the tensor
-cores in ds's dtype, in which e4m3 is exact, with fp32 sums in an order that depends on the shape alone, and scale_inv
-and the dropout factor are applied to the sums before their one rounding. What it does not take
+cores in ds's dtype, in which e4m3 is exact, with fp32 sums in an order that depends on shape and GPU alone, and
+scale_inv and the dropout factor are applied to the sums before their one rounding. What it does not take
 (`ladder.why_not_lora_grad_a`) goes through PyTorch's kernels. There fp16, whose range ends at 65504 and whose unscaled
 sum could overflow, runs in fp32.
 """

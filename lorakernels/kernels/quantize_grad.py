@@ -3,7 +3,7 @@
 
 dy [M, N], B [N, R], s [M, R], ds [M, R], dB [N, R]; projections side by side have B and dB one below the other and s
 and ds side by side (`reference.quantize_grad`). csrc/ops/quantize_grad reads dy once and writes dy8: 3MN bytes;
-the sums are kept in registers and shared memory and added up in an order that depends on the shape alone. While it
+the sums are kept in registers and shared memory and added up in an order that depends on shape and GPU alone. While it
 waits for memory it draws the mask that lora_grad_a and fp8_grad_input will read. What it does
 not take (`ladder.why_not_one_pass`) goes through PyTorch's kernels. Both products have dy's dtype, fp32 accumulation
 and one rounding; in PyTorch's form dB is rounded to dy's dtype first, and fp16, whose range ends at 65504, sums
