@@ -7,7 +7,6 @@ from .manager import GraphManager
 from .order import Direction, Order, OrderError, ReplayOrderError, Step
 from .recorder import OrderRecorder
 from .report import GraphReport, Report
-from .schedule import gpipe, interleaved_one_forward_one_backward, one_forward_one_backward
 
 __all__ = [
     "GraphManager",
@@ -23,7 +22,4 @@ __all__ = [
     "OrderRecorder",
     "ReplayOrderError",
     "Step",
-    "gpipe",
-    "interleaved_one_forward_one_backward",
-    "one_forward_one_backward",
 ]

@@ -131,14 +131,6 @@ class Order:
         except KeyError:
             raise ValueError(f"{describe(step, self.layers)} is not in the order") from None
 
-    def max_in_flight(self) -> tuple[int, ...]:
-        """For each layer, the most microbatches that are at any time forward-done, backward-not."""
-        alive, most = [0] * len(self.layers), [0] * len(self.layers)
-        for step in self.steps:
-            alive[step.layer] += 1 if step.direction is Direction.FORWARD else -1
-            most[step.layer] = max(most[step.layer], alive[step.layer])
-        return tuple(most)
-
     @cached_property
     def _positions(self) -> dict[Step, int]:
         return {step: position for position, step in enumerate(self.steps)}

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import Direction, Order, Step, gpipe, one_forward_one_backward
+from lorakernels.graphs import Direction, Order, Step
 from lorakernels.graphs.plan import CallTrace, FromOutput, FromOutside, make_plan
+
+from tests.graphs.schedules import gpipe, one_forward_one_backward
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 
