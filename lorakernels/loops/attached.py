@@ -32,7 +32,7 @@ IN_EVAL = (
     "stepped after forwards in eval mode: scales, dropout and graphs stand still. Call model.train(), as "
     "from_pretrained returns models in eval mode"
 )
-OPTIONS = {"max_shapes", "grads", "eval", "mode", "backend", "on_new_shape"}
+OPTIONS = {"max_shapes", "grads", "mode", "backend", "on_new_shape"}
 
 
 class _BeginHook(Hook):
@@ -231,7 +231,7 @@ def attach(
         warmup_steps: how often a shape comes, eagerly, before it is captured; at least 1.
         layers: modules of the model to replay, where they are not the list that holds the adapters.
         rng_state: given to the adapters that have none, in place of a new one.
-        options: for GraphManager: max_shapes (4 here), grads, eval, mode, backend.
+        options: for GraphManager: max_shapes (4 here), grads, mode, backend.
 
     Raises:
         ValueError: no adapter, attached already, an optimizer without a trained parameter of the model, layers that

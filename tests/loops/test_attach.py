@@ -732,7 +732,12 @@ def test_refused_before_anything_is_changed() -> None:
         ((model, 3), {}, TypeError, "optimizer must be a torch.optim.Optimizer, found int"),
         ((model, optimizer), {"warmup_steps": 0}, ValueError, "warmup_steps must be .* found 0"),
         ((model, optimizer), {"rng_state": 3}, TypeError, "rng_state must be a PhiloxState"),
-        ((model, optimizer), {"backend": FakeBackend, "eval": "x"}, ValueError, "eval must be one"),
+        (
+            (model, optimizer),
+            {"backend": FakeBackend, "grads": "x"},
+            ValueError,
+            "grads must be one",
+        ),
         ((model, optimizer), {"x": 1}, TypeError, "as options, found {'x'}"),
         ((model, optimizer), {"layers": [3]}, TypeError, r"layers\[0\] must be a module"),
         ((model, optimizer), {"layers": "model"}, TypeError, "layers must be a list"),
