@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .backend import Backend, CudaBackend, check_device
 from .errors import explain
-from .evaluate import EvalGraphs
 from .graphset import Progress
 from .order import OrderError, check_count, layer_names
 from .recorder import Hook, OrderRecorder
@@ -21,14 +20,12 @@ from .recording import Recording
 from .report import Report
 from .sets import Loop, Sets
 from .slot import Slot
-from .states import named_states
 from .tracer import Tracer
 from .turns import Turns
 from .watch import plain_attributes
 
 _CHOICES = {
     "on_new_shape": ("error", "eager", "capture"),
-    "eval": ("eager", "capture"),
     "grads": ("auto", "add", "autograd"),
     "mode": ("relaxed", "thread_local"),
 }
@@ -63,7 +60,6 @@ class GraphManager:
             or "capture" another set of graphs, with a pool of its own: the block of steps that begins with the call
             runs eagerly, and `end_iteration` captures it. A set is chosen by the first call of a block, so that blocks
             that differ only later are refused.
-        eval: whether calls without grad or in eval mode run "eager" or on graphs of their own ("capture").
         max_shapes: how many sets of graphs `on_new_shape="capture"` makes; further shapes run eagerly, saying so once.
         mode: capture mode on CUDA, see `CudaBackend`.
         backend: makes the backend for a capture; CUDA graphs on the device of the parameters when None.
@@ -93,11 +89,10 @@ class GraphManager:
         grads: str = "auto",
         on_new_shape: str = "error",
         max_shapes: int = 8,
-        eval: str = "eager",
         mode: str = "relaxed",
         backend: Callable[[], Backend] | None = None,
     ) -> None:
-        chosen = {"on_new_shape": on_new_shape, "eval": eval, "grads": grads, "mode": mode}
+        chosen = {"on_new_shape": on_new_shape, "grads": grads, "mode": mode}
         for name, value in chosen.items():
             if value not in _CHOICES[name]:
                 raise ValueError(f"{name} must be one of {_CHOICES[name]}, got {value!r}")
@@ -108,7 +103,7 @@ class GraphManager:
         self.num_microbatches = check_count("num_microbatches", num_microbatches)
         self.max_shapes = check_count("max_shapes", max_shapes)
         self.fp8_state, self.rng_states = fp8_state, list(rng_states)
-        self.on_new_shape, self.eval, self._mode = on_new_shape, eval, mode
+        self.on_new_shape, self._mode = on_new_shape, mode
         self.device = _device_of(self.modules)
         if backend is None:
             check_device(self.device)
@@ -118,7 +113,6 @@ class GraphManager:
         )
         self._sets = Sets(self._loop, Progress(self.num_microbatches))
         self.turns = Turns(self._sets, self.max_shapes, self.device.type, self.warn_once)
-        self._evals: EvalGraphs | None = None
         self._slots: list[Slot] = []
         self._warned: set[str] = set()
         self.suspended = False
@@ -282,9 +276,6 @@ class GraphManager:
         for slot in self._slots:
             slot.remove()
         self._slots.clear()
-        if self._evals is not None:
-            self._evals.destroy()
-            self._evals = None
         self.turns.stop()
         return self._sets.drop(keep_graphs)
 
@@ -326,7 +317,6 @@ class GraphManager:
             [s.report for s in sets],
             copied=tuple(copied),
             grad_bytes=self._sets.targets.bytes if self._sets.targets else 0,
-            eval_graphs=len(self._evals) if self._evals else 0,
         )
 
     def explain(self, error: BaseException) -> str:
@@ -351,12 +341,6 @@ class GraphManager:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-    def evaluate(self, slot: Slot, args: Any, kwargs: Any) -> Any:
-        if self._evals is None:
-            states = named_states(self.fp8_state, self.rng_states)
-            self._evals = EvalGraphs(self._make_backend(), self.fp8_state, states)
-        return self._evals.run(slot.layer, args, kwargs)
 
 
 def _numbered(layers: Any) -> Iterator[tuple[str, nn.Module]]:

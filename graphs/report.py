@@ -29,8 +29,8 @@ class Report:
     """`pool_bytes`: what the graphs' pool holds, activations included; `driver_bytes`: what the driver took for the
     graphs beside it; `grad_bytes`: the slabs for gradients. `buffers` and `buffer_bytes` are the inputs, outputs and
     gradients that layers hand on, `unshared_*` what they were if every call had its own. All of it together for all
-    sets of graphs, whose first call's inputs are in `shapes`; `microbatches_captured` is of the longest block.
-    `eval_graphs`: those of `eval="capture"`, whose memory is not counted."""
+    sets of graphs, whose first call's inputs are in `shapes`; `microbatches_captured` is of the longest
+    block."""
 
     phase: str
     graphs: tuple[GraphReport, ...] = ()
@@ -45,7 +45,6 @@ class Report:
     grad_bytes: int = 0
     capture_s: float = 0.0
     shapes: tuple[str, ...] = ()
-    eval_graphs: int = 0
 
     @classmethod
     def of_sets(cls, reports: Sequence[Report], **more: Any) -> Report:
@@ -81,7 +80,6 @@ class Report:
             lines += [f"shape {i}: {shape}" for i, shape in enumerate(self.shapes)]
         if updated := sum(g.made == "updated" for g in self.graphs):
             lines.append(f"recaptured: {updated} of {len(self.graphs)} graphs by an update")
-        lines += [f"{self.eval_graphs} graphs for eval()"] if self.eval_graphs else []
         lines += [f"handed out as copies: {', '.join(self.copied)}"] if self.copied else []
         for g in self.graphs:
             nodes = ", ".join(f"{count} {kind}" for kind, count in sorted(g.nodes.items()))

@@ -46,7 +46,7 @@ class Slot:
         if self.manager.suspended:
             return self.eager(*args, **kwargs)
         if not (self.module.training and torch.is_grad_enabled()):
-            return self._without_grad(args, kwargs)
+            return self.eager(*args, **kwargs)
         graphs = self.turns.graphs
         call = graphs.forwards[graphs.position]
         in_turn = call is not None and call.layer == self.index
@@ -95,15 +95,6 @@ class Slot:
         if autocast != call.autocast:
             return ReplayError(name, "autocast", call.autocast, autocast)
         return None
-
-    def _without_grad(self, args: Any, kwargs: Any) -> Any:
-        if (
-            self.manager.eval == "capture"
-            and not self.module.training
-            and not torch.is_grad_enabled()
-        ):
-            return self.manager.evaluate(self, args, kwargs)
-        return self.eager(*args, **kwargs)
 
 
 def _first_call(graphs: GraphSet, layer: int) -> Any:

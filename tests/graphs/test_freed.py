@@ -62,7 +62,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grads by autograd": {"grads": "autograd"},
     "two microbatches": {"num_microbatches": 2},
     "several sets": {"on_new_shape": "capture"},
-    "eval": {"eval": "capture"},
 }
 
 
@@ -74,10 +73,6 @@ def test_a_manager_that_is_dropped_goes_with_its_layers(options: dict[str, Any])
         run(layers, torch.randn(5, 8)).sum().backward()
         manager.end_iteration()
         assert len(backends) == 2
-    if "eval" in options:
-        with torch.no_grad():
-            run(layers.eval(), torch.randn(3, 8))
-        assert manager.report().eval_graphs == 3
     calls = [call for one in manager._sets.captured for call in one.graphs.calls]
     gone = refs_to(manager, manager.graphs, *layers, *layers.parameters(), *calls)
     gone += [ref for backend in backends for ref in backend.graphs]

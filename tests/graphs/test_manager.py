@@ -157,28 +157,26 @@ def test_branches_and_skips_between_layers(device: torch.device) -> None:
 
 def test_eval_is_never_the_training_graph(device: torch.device) -> None:
     """F35."""
-    for choice in ("eager", "capture"):
-        state = State(device)
-        layers = [Drop(state), Block().to(device)]
-        manager = managed(layers, device, eval=choice, rng_states=[state])
-        x = next(batches(device, 1))
-        run(layers, x.requires_grad_()).sum().backward()
-        manager.end_iteration()
-        for layer in layers:
-            layer.eval()
-        with torch.no_grad():
-            for rows in (3, 5, 3):
-                x = torch.randn(rows, WIDTH, device=device)
-                first, second = run(layers, x), run(layers, x)
-                with manager.disabled():
-                    expected = run(layers, x)
-                assert torch.equal(first, expected) and torch.equal(second, expected)
-        assert manager._evals is None or len(manager._evals) == 4
-        for layer in layers:
-            layer.train()
-        x = next(batches(device, 1)).requires_grad_()
-        assert not torch.equal(layers[0](x), x)
-        manager.close()
+    state = State(device)
+    layers = [Drop(state), Block().to(device)]
+    manager = managed(layers, device, rng_states=[state])
+    x = next(batches(device, 1))
+    run(layers, x.requires_grad_()).sum().backward()
+    manager.end_iteration()
+    for layer in layers:
+        layer.eval()
+    with torch.no_grad():
+        for rows in (3, 5, 3):
+            x = torch.randn(rows, WIDTH, device=device)
+            first, second = run(layers, x), run(layers, x)
+            with manager.disabled():
+                expected = run(layers, x)
+            assert torch.equal(first, expected) and torch.equal(second, expected)
+    for layer in layers:
+        layer.train()
+    x = next(batches(device, 1)).requires_grad_()
+    assert not torch.equal(layers[0](x), x)
+    manager.close()
 
 
 def test_disabled_and_close_are_the_eager_layers(device: torch.device) -> None:
