@@ -3,13 +3,17 @@
 
 from .backend import CudaBackend
 from .errors import CaptureError, GraphError, ReplayError
+from .iteration import StepGraph
 from .manager import GraphManager
+from .options import GraphOptions
 from .order import Direction, Order, OrderError, ReplayOrderError, Step
 from .recorder import OrderRecorder
 from .report import GraphReport, Report
 
 __all__ = [
     "GraphManager",
+    "StepGraph",
+    "GraphOptions",
     "CudaBackend",
     "Report",
     "GraphReport",

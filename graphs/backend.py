@@ -119,7 +119,7 @@ def check_device(device: torch.device) -> None:
     """ValueError if there are no CUDA graphs on it."""
     if device.type != "cuda":
         raise ValueError(
-            f"the layers must be on a CUDA device before GraphManager is made, found {device}"
+            f"the modules must be on a CUDA device before their graphs are made, found {device}"
         )
 
 

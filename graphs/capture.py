@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .backend import Backend, Captured, Graph
+from .backend import Captured, Graph
 from .errors import CaptureError, hint_for
 from .grads import GradTargets, LayerGrads
-from .graphset import GraphSet, Progress
+from .graphset import GraphSet
 from .handed import Group, Handed, Input
 from .layer import InputGrads, Layer, enter
 from .order import Direction, Step
@@ -56,17 +56,14 @@ class Capturer:
         layers: Sequence[Layer],
         recorded: Recorded,
         plan: Plan,
-        backend: Backend,
+        graphs: GraphSet,
         grads: GradTargets | None,
-        progress: Progress,
         states: Sequence[Any] = (),
         replaced: Mapping[Step, Graph] | None = None,
     ) -> None:
         self.layers, self.recorded, self.plan = layers, recorded, plan
-        self.backend, self.grads, self._states = backend, grads, states
-        device = backend.device
-        anchor = torch.zeros((), device=device, requires_grad=True)
-        self.graphs = GraphSet(plan.order, progress, backend, anchor)
+        self.backend, self.grads, self._states = graphs.backend, grads, states
+        self.graphs = graphs
         self.calls: dict[Key, Call] = {}
         self.seconds: dict[Step, float] = {}
         self.made: dict[Step, str] = {}

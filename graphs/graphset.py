@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
 
 from .backend import Backend
 from .errors import ReplayError
@@ -41,8 +41,9 @@ class Idle:
 class GraphSet:
     """One set of graphs. The microbatches of `order` are those of one block."""
 
-    def __init__(self, order: Order, progress: Progress, backend: Backend, anchor: Tensor) -> None:
-        self.order, self.progress, self.backend, self.anchor = order, progress, backend, anchor
+    def __init__(self, order: Order, progress: Progress, backend: Backend) -> None:
+        self.order, self.progress, self.backend = order, progress, backend
+        self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self.microbatches = order.num_microbatches
         self.repeats = max(1, progress.num_microbatches // self.microbatches)
         self.position = self.blocks = 0

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend, CudaBackend, check_device
+from .backend import Backend
 from .errors import CaptureError, ReplayError, explain
+from .options import GraphOptions
 from .order import check_count
 from .report import GraphReport, Report
 from .signature import Signature, flatten
 from .states import Pins, Snapshot, named_states
-from .stepgraph import NAME, StepGraph, key_of
+from .stepgraph import NAME, CapturedStep, key_of
 from .watch import Attributes, plain_attributes
 
 
-class IterationGraph:
-    """Calls `step(*args, **kwargs)`, first eagerly, then as one graph. `GraphManager(step, scope="iteration")`.
+class StepGraph:
+    """Runs `step(*args, **kwargs)`, a whole step of training: first eagerly, then as one graph.
 
         def step(tokens):                                   # any number of microbatches
             optimizer.zero_grad(set_to_none=True)
@@ -34,7 +35,7 @@ class IterationGraph:
             fp8_state.reduce_and_update()
             return loss.detach()
 
-        run = GraphManager(step, scope="iteration", modules=[model], optimizers=[optimizer])
+        run = StepGraph(step, modules=[model], optimizers=[optimizer])
         for tokens in batches:
             loss = run(tokens)
 
@@ -44,52 +45,46 @@ class IterationGraph:
     Args:
         step: the function; it keeps no autograd graph alive and does not wait for the device.
         warmup_steps: calls that run eagerly, on the capture's stream, before the one that captures.
-        fp8_state, rng_states: as for layers. The end of the graph advances the random states.
+        fp8_state: state of the FP8 scales that the step uses; the step updates it.
+        rng_states: random states in device memory; the end of the graph advances them.
         modules: whose parameters, buffers, gradients and attributes are watched. All that the step uses.
         optimizers: checked for what would be frozen: a learning rate that is a number, `capturable=False`; and watched.
-        on_new_shape: what a call does that is not like a captured one: "error"; run "eager", saying so once; or
-            "capture": the first such call runs eagerly, the second captures another graph, with a pool of its own.
-        max_shapes: how many graphs that makes; calls beyond run eagerly, saying so once.
-        mode, backend: as for layers.
+        options: what new shapes do, and how graphs are captured. With `on_new_shape="capture"` the first call of a new
+            shape runs eagerly, and the second captures another graph.
+
+    Raises:
+        ValueError, TypeError: an argument is not one of the above, or the modules are not on a GPU.
     """
 
     def __init__(
         self,
         step: Callable[..., Any],
         warmup_steps: int = 3,
-        num_microbatches: int = 1,
         fp8_state: Any = None,
         rng_states: Iterable[Any] = (),
         *,
         modules: Sequence[nn.Module] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        on_new_shape: str = "error",
-        max_shapes: int = 8,
-        mode: str = "relaxed",
-        backend: Callable[[], Backend] | None = None,
+        options: GraphOptions = GraphOptions(),  # noqa: B008  (frozen)
     ) -> None:
         if not callable(step):
             raise TypeError(f"step must be callable, got {type(step).__name__}")
-        if on_new_shape not in ("error", "eager", "capture"):
-            choices = "'error', 'eager' or 'capture'"
-            raise ValueError(f"on_new_shape must be {choices}, got {on_new_shape!r}")
-        check_count("num_microbatches", num_microbatches)
         self.step, self.warmup_steps = step, check_count("warmup_steps", warmup_steps)
         self.modules, self.optimizers = list(modules), list(optimizers)
-        self.fp8_state, self.rng_states = fp8_state, list(rng_states)
-        self.on_new_shape, self.max_shapes = on_new_shape, check_count("max_shapes", max_shapes)
-        if backend is None:
-            check_device(self._device())
-        self._make_backend = backend or (lambda: CudaBackend(self._device(), mode))
+        self.fp8_state, self.rng_states, self.options = fp8_state, list(rng_states), options
+        options.check(self._device())
         self._aside: Backend | None = None  # for eager calls on the capture's stream
         self._replaced: dict[Any, Any] = {}  # executable graphs that recapture() has kept
         self._suspended = False
         self._warned: set[str] = set()
         self._start()
 
+    def _make_backend(self) -> Backend:
+        return self.options.make_backend(self._device())
+
     def _start(self) -> None:
         self.phase, self.calls = "recording", 0
-        self._steps: list[StepGraph] = []  # the one that ran last comes first
+        self._steps: list[CapturedStep] = []  # the one that ran last comes first
         self._reports: list[Report] = []
         self._pins: list[Pins] = []
         self._left: list[tuple[nn.Parameter, Tensor]] = []  # gradients that an eager call has left
@@ -132,7 +127,7 @@ class IterationGraph:
         assert error is not None
         return self._new(error, tensors, spec, args, kwargs)
 
-    def _replay(self, one: StepGraph, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, one: CapturedStep, tensors: Sequence[Tensor]) -> Any:
         for parameter, grad in self._left:
             if parameter.grad is grad:
                 parameter.grad = None  # the step's own zero_grad, which a replay does not run
@@ -149,14 +144,14 @@ class IterationGraph:
         self, error: ReplayError, tensors: Sequence[Tensor], spec: list[Any], args: Any, kwargs: Any
     ) -> Any:
         """A call that no graph is for."""
-        if self.on_new_shape == "error":
+        if self.options.on_new_shape == "error":
             raise error
         key = key_of(tensors, spec, self._steps[0].backend)
-        if self.on_new_shape == "eager" or key in self._failed:
+        if self.options.on_new_shape == "eager" or key in self._failed:
             self._warn_once("new shape", f"{error}: this call runs eagerly")
             return self._eagerly(args, kwargs)
-        if len(self._steps) >= self.max_shapes:
-            text = f"max_shapes={self.max_shapes} graphs are captured: further shapes run eagerly"
+        if len(self._steps) >= (limit := self.options.max_shapes):
+            text = f"max_shapes={limit} graphs are captured: further shapes run eagerly"
             self._warn_once("max_shapes", text)
             return self._eagerly(args, kwargs)
         if key not in self._seen:
@@ -219,9 +214,9 @@ class IterationGraph:
         pins = Pins(self.fp8_state)
         before = [(p, p.grad) for m in self.modules for p in m.parameters()]
         replaced = self._replaced.pop(key_of(signature.tensors, signature.spec, backend), None)
-        one: StepGraph | None = None
+        one: CapturedStep | None = None
         try:
-            one = StepGraph(self.step, signature, backend, list(states.values()), replaced)
+            one = CapturedStep(self.step, signature, backend, list(states.values()), replaced)
             snapshot.restore()
             one.watch(self.modules, self.optimizers, states, attributes)
             one.note_zeroed(before, self.optimizers)
@@ -241,7 +236,7 @@ class IterationGraph:
         self._steps.insert(0, one)
         self._reports.append(report)
 
-    def _report_of(self, one: StepGraph, free: int, seconds: float) -> Report:
+    def _report_of(self, one: CapturedStep, free: int, seconds: float) -> Report:
         shape, pool = len(self._reports), one.backend.reserved_bytes()
         graph = GraphReport(
             NAME, 0, "step", one.graph.nodes, one.graph.kernels, seconds, one.made, shape

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend, CudaBackend, check_device
+from .backend import Backend
 from .errors import explain
 from .graphset import Progress
+from .options import GraphOptions, check_choice
 from .order import OrderError, check_count, layer_names
 from .recorder import Hook, OrderRecorder
 from .recording import Recording
@@ -23,12 +24,6 @@ from .slot import Slot
 from .tracer import Tracer
 from .turns import Turns
 from .watch import plain_attributes
-
-_CHOICES = {
-    "on_new_shape": ("error", "eager", "capture"),
-    "grads": ("auto", "add", "autograd"),
-    "mode": ("relaxed", "thread_local"),
-}
 
 
 class GraphManager:
@@ -47,7 +42,6 @@ class GraphManager:
     Args:
         layers: modules, none inside another, or {name: module}. Their forwards take and return tensors in any nesting
             of tuples, lists and dicts; everything else in a call is a constant that must stay equal.
-        scope: "layer", two graphs per layer; for "iteration", which takes a step function, see `IterationGraph`.
         warmup_steps: eager iterations before the capture; at least 1.
         num_microbatches: forwards of each layer in one iteration.
         fp8_state: state of the layers' FP8 scales (lorakernels' `FP8State`); it must be updated explicitly, outside.
@@ -56,70 +50,46 @@ class GraphManager:
         grads: "add" adds parameter gradients inside the backward graphs, so that hooks on parameters do not fire;
             "autograd" gives them to autograd, which costs a copy and an addition for each, and is what DDP needs;
             "auto" takes "autograd" if the recorded iterations ran inside a DDP forward, or a parameter has a hook.
-        on_new_shape: what a training call does that is not like a captured one: "error"; run "eager", saying so once;
-            or "capture" another set of graphs, with a pool of its own: the block of steps that begins with the call
-            runs eagerly, and `end_iteration` captures it. A set is chosen by the first call of a block, so that blocks
-            that differ only later are refused.
-        max_shapes: how many sets of graphs `on_new_shape="capture"` makes; further shapes run eagerly, saying so once.
-        mode: capture mode on CUDA, see `CudaBackend`.
-        backend: makes the backend for a capture; CUDA graphs on the device of the parameters when None.
+        options: what new shapes do, and how graphs are captured. With `on_new_shape="capture"` the block of steps that
+            begins with a new call runs eagerly, and `end_iteration` captures it. The first call of a block chooses its
+            graphs, so that blocks that differ only later are refused.
 
     Raises:
         ValueError, TypeError: an argument is not one of the above, or the layers are not on a GPU.
     """
 
-    def __new__(cls, layers: Any, scope: str = "layer", *args: Any, **kwargs: Any) -> Any:
-        if scope == "iteration":
-            from .iteration import IterationGraph
-
-            return IterationGraph(layers, *args, **kwargs)
-        if scope != "layer":
-            raise ValueError(f'scope must be "layer" or "iteration", got {scope!r}')
-        return super().__new__(cls)
-
     def __init__(
         self,
         layers: Sequence[nn.Module] | Mapping[str, nn.Module],
-        scope: str = "layer",
         warmup_steps: int = 3,
         num_microbatches: int = 1,
         fp8_state: Any = None,
         rng_states: Iterable[Any] = (),
         *,
         grads: str = "auto",
-        on_new_shape: str = "error",
-        max_shapes: int = 8,
-        mode: str = "relaxed",
-        backend: Callable[[], Backend] | None = None,
+        options: GraphOptions = GraphOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        chosen = {"on_new_shape": on_new_shape, "grads": grads, "mode": mode}
-        for name, value in chosen.items():
-            if value not in _CHOICES[name]:
-                raise ValueError(f"{name} must be one of {_CHOICES[name]}, got {value!r}")
+        check_choice("grads", grads, ("auto", "add", "autograd"))
         named = dict(layers) if isinstance(layers, Mapping) else dict(_numbered(layers))
         self.names = layer_names(named)
         self.modules = list(named.values())
         self.warmup_steps = check_count("warmup_steps", warmup_steps)
         self.num_microbatches = check_count("num_microbatches", num_microbatches)
-        self.max_shapes = check_count("max_shapes", max_shapes)
         self.fp8_state, self.rng_states = fp8_state, list(rng_states)
-        self.on_new_shape, self._mode = on_new_shape, mode
-        self.device = _device_of(self.modules)
-        if backend is None:
-            check_device(self.device)
-        self._make_backend = backend or self._cuda_backend
+        self.options, self.device = options, _device_of(self.modules)
+        options.check(self.device)
         self._loop = Loop(
             self.names, self.modules, fp8_state, self.rng_states, grads, self._make_backend
         )
         self._sets = Sets(self._loop, Progress(self.num_microbatches))
-        self.turns = Turns(self._sets, self.max_shapes, self.device.type, self.warn_once)
+        self.turns = Turns(self._sets, options.max_shapes, self.device.type, self.warn_once)
         self._slots: list[Slot] = []
         self._warned: set[str] = set()
         self.suspended = False
         self._record()
 
-    def _cuda_backend(self) -> Backend:
-        return CudaBackend(self.device, self._mode)
+    def _make_backend(self) -> Backend:
+        return self.options.make_backend(self.device)
 
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:
@@ -230,7 +200,7 @@ class GraphManager:
             raise RuntimeError("nothing recorded yet: run an iteration and call end_iteration()")
         if self.phase == "recording":
             self._stop_recording()
-            if self.on_new_shape == "capture":
+            if self.options.on_new_shape == "capture":
                 self.turns.recordings = self.turns.recordings[0].blocks()
             self._capture_all({})
         else:
@@ -346,6 +316,9 @@ class GraphManager:
 def _numbered(layers: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
         raise TypeError(f"layers must be a sequence of modules, got one {type(layers).__name__}")
+    if not isinstance(layers, Iterable):
+        reason = f"layers must be a sequence of modules, got a {type(layers).__name__}"
+        raise TypeError(f"{reason}; StepGraph captures a step function")
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {index} must be an nn.Module, got {type(layer).__name__}")

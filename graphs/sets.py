@@ -114,16 +114,9 @@ class Sets:
                 targets.prepare([named for layer in layers for named in layer.trained])
             backend = loop.make_backend()
             free = backend.free_bytes()
-            capturer = Capturer(
-                layers,
-                recorded,
-                plan,
-                backend,
-                targets,
-                self.progress,
-                list(states.values()),
-                replaced,
-            )
+            attempt = GraphSet(plan.order, self.progress, backend)
+            drawn = list(states.values())
+            capturer = Capturer(layers, recorded, plan, attempt, targets, drawn, replaced)
             graphs = capturer.run(snapshot.restore, advance_all(states.values()))
             snapshot.restore()
             self._seal(graphs, layers, recording, states)

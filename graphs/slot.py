@@ -69,11 +69,11 @@ class Slot:
         in_turn = call is not None and call.layer == self.index
         call = call if in_turn else _first_call(graphs, self.index)
         error = self._mismatch(call, tensors, spec)
-        if manager.on_new_shape == "eager" and error is not None:
+        if manager.options.on_new_shape == "eager" and error is not None:
             manager.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
             graphs.progress.eager = True
             return self.eager(*args, **kwargs)
-        if manager.on_new_shape == "capture" and between and in_turn:
+        if manager.options.on_new_shape == "capture" and between and in_turn:
             what = error or f"replay of layer {self.layer.name!r}: other arguments are one object"
             text = f"{what}: its block runs eagerly, and end_iteration() captures graphs for it"
             manager.warn_once("new shape", text)

@@ -17,10 +17,10 @@ from .states import advance_all, no_device_rng_in_checkpoints, repeats_nothing
 from .tracer import autocast_state
 from .watch import Attributes, LayerWatch, OptimizerWatch, Watch, plain_attributes, steady
 
-NAME = "iteration"  # the layer in errors
+NAME = "step"  # the layer in errors
 
 
-class StepGraph:
+class CapturedStep:
     """Captured when made. `key`: what calls it is for.
 
     Raises:

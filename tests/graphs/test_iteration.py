@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scope="iteration": a whole training step in one graph, beside an eager twin, bit for bit."""
+"""StepGraph: a whole training step in one graph, beside an eager twin, bit for bit."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_failed_capture_trains_nothing_and_goes_on_eagerly(device: torch.devic
     for _ in range(2):
         run(x)
     before = [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
-    with pytest.raises(CaptureError, match=r"layer 'iteration', capture: .*waits for the device"):
+    with pytest.raises(CaptureError, match=r"layer 'step', capture: .*waits for the device"):
         run(x)
     assert all(map(torch.equal, before, [t for p in model.parameters() for t in (p, p.grad)]))
     run(x)

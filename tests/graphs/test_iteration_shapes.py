@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scope="iteration": calls of other shapes and constants, and eager calls between replays."""
+"""StepGraph: calls of other shapes and constants, and eager calls between replays."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_graph_for_each_new_shape(device: torch.device, to_none: bool) -
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(p, q) and torch.equal(p.grad, q.grad), step
     said = [
-        str(w.message) for w in found if "iteration" in str(w.message) or "max" in str(w.message)
+        str(w.message) for w in found if "layer 'step'" in str(w.message) or "max" in str(w.message)
     ]
     assert len(said) == 2 and "captures another graph" in said[0] and "max_shapes=3" in said[1]
     report = run.report()

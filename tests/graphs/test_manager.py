@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from lorakernels.graphs import (
     GraphManager,
+    GraphOptions,
     OrderError,
     ReplayOrderError,
+    StepGraph,
 )
 from torch import nn
 
@@ -228,9 +232,7 @@ def test_reset_frees_everything_and_records_again(device: torch.device) -> None:
 def test_bad_arguments_name_the_value() -> None:
     layers = stack(CPU, 2)
     for options, message in [
-        ({"scope": "model"}, 'scope must be "layer" or "iteration", got \'model\''),
         ({"grads": "sum"}, r"grads must be one of \('auto', 'add', 'autograd'\), got 'sum'"),
-        ({"on_new_shape": "pad"}, "on_new_shape must be one of"),
         ({"warmup_steps": 0}, "warmup_steps must be an int >= 1, got 0"),
         ({"num_microbatches": 1.5}, "num_microbatches must be an int >= 1, got 1.5"),
     ]:
@@ -238,16 +240,41 @@ def test_bad_arguments_name_the_value() -> None:
             GraphManager(layers, **options)
     with pytest.raises(TypeError, match="layers must be a sequence of modules, got one Block"):
         GraphManager(layers[0])
+    with pytest.raises(TypeError, match="got a function; StepGraph captures a step function"):
+        GraphManager(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_new_shape": "pad"}, r"on_new_shape must be one of .*, got 'pad'"),
+        ({"mode": "global"}, r"mode must be one of \('relaxed', 'thread_local'\), got 'global'"),
+        ({"max_shapes": 0}, "max_shapes must be an int >= 1, got 0"),
+    ],
+    ids=["on_new_shape", "mode", "max_shapes"],
+)
+def test_bad_options_name_the_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraphOptions(**options)
+
+
+@pytest.mark.parametrize("kind", [GraphManager, StepGraph, GraphOptions])
+def test_signatures_are_readable(kind: type) -> None:
+    """Every parameter by name, at most eight, with its type: what `help` and editors show."""
+    parameters = inspect.signature(kind).parameters.values()
+    assert len(parameters) <= 8
+    assert all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    assert all(p.annotation is not p.empty for p in parameters)
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_layers_that_have_no_graphs_are_refused_before_anything_is_attached(where: str) -> None:
     layers = stack(torch.device(where), 2)
-    message = f"the layers must be on a CUDA device before GraphManager is made, found {where}"
+    message = f"the modules must be on a CUDA device before their graphs are made, found {where}"
     with pytest.raises(ValueError, match=message):
         GraphManager(layers)
     with pytest.raises(ValueError, match=message):
-        GraphManager(lambda x: x, scope="iteration", modules=[layers])
+        StepGraph(lambda x: x, modules=[layers])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
     assert not any("forward" in vars(m) for m in layers)
 
