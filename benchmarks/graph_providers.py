@@ -158,7 +158,7 @@ def eager(stack: Stack) -> Iterator[Run]:
 
 @contextmanager
 def graph_manager(stack: Stack, grads: str = "add", backend: Any = None) -> Iterator[Run]:
-    from lorakernels.graphs import GraphManager
+    from lorakernels.graphs import GraphManager, GraphOptions
 
     manager = GraphManager(
         stack.layers,
@@ -166,7 +166,7 @@ def graph_manager(stack: Stack, grads: str = "add", backend: Any = None) -> Iter
         fp8_state=stack.fp8_state,
         rng_states=[stack.rng_state],
         grads=grads,
-        backend=backend,
+        options=GraphOptions(backend=backend),
     )
     try:
         stack.run(stack.layers)

@@ -198,7 +198,7 @@ class HfTe(Training):
 
 
 class Ours(Training):
-    """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" or "iteration" by GraphManager.
+    """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" by GraphManager or "iteration" by StepGraph.
 
     `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device. `weight_layout` is LoRAConfig's,
     `fp8_head` linear_cross_entropy's `fp8`.
@@ -306,13 +306,13 @@ class Ours(Training):
     def _make_run(self) -> Callable[[Tensor], Tensor]:
         if self.graphs is None:
             return self._eager_and_advance
-        from lorakernels.graphs import GraphManager
+        from lorakernels.graphs import GraphManager, StepGraph
 
         states = {"fp8_state": self.state, "rng_states": [self.rng]}
         states["warmup_steps"] = self.warmup_steps - 1
         if self.graphs == "iteration":
             options = {"modules": [self.model], "optimizers": [self.optimizer], **states}
-            self.manager = GraphManager(self._eager, scope="iteration", **options)
+            self.manager = StepGraph(self._eager, **options)
             return self.manager
         self.manager = GraphManager(self.model.model.layers, **states)
         return self._replay_layers

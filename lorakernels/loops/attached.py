@@ -231,7 +231,7 @@ def attach(
         warmup_steps: how often a shape comes, eagerly, before it is captured; at least 1.
         layers: modules of the model to replay, where they are not the list that holds the adapters.
         rng_state: given to the adapters that have none, in place of a new one.
-        options: for GraphManager: max_shapes (4 here), grads, mode, backend.
+        options: for GraphManager and its GraphOptions: max_shapes (4 here), grads, mode, backend.
 
     Raises:
         ValueError: no adapter, attached already, an optimizer without a trained parameter of the model, layers that

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.graphs import CaptureError, GraphManager, OrderError
+from lorakernels.graphs import CaptureError, GraphManager, GraphOptions, OrderError
 from lorakernels.graphs.signature import TensorSpec, flatten
 
 _TRIES = 8  # steps that may be recorded in vain; recaptures
@@ -25,14 +25,18 @@ Shape = tuple[Any, ...]
 
 
 class LayerGraphs:
-    """Args: the layers, how often a shape comes before its capture, and GraphManager's `options`.
+    """Args: the layers, how often a shape comes before its capture, and the options of
+    GraphManager and GraphOptions.
 
     Attributes: `why_not`, why nothing is replayed (yet); `failed`, whether that is for good; `notes`, what was said.
     """
 
     def __init__(self, layers: Sequence[nn.Module], warmup_steps: int, options: Any) -> None:
         self.layers, self.warmup_steps = list(layers), warmup_steps
-        self.options = {"on_new_shape": "capture", "max_shapes": 4, **options}
+        chosen = {"on_new_shape": "capture", "max_shapes": 4, **options}
+        of_layers = chosen.keys() & {"fp8_state", "rng_states", "grads"}
+        self._of_layers = {name: chosen.pop(name) for name in of_layers}
+        self.options = GraphOptions(**chosen)
         self.manager: Any = None
         self.failed = False
         self.notes: list[str] = []
@@ -91,8 +95,8 @@ class LayerGraphs:
             return None
         if self._counts[shape] < self.warmup_steps:
             return f"its shape {_text(shape)} is new; it is captured when it has come {self.warmup_steps} times"
-        if len(self._captured) >= self.options["max_shapes"]:
-            return f"max_shapes={self.options['max_shapes']} are captured, its shape {_text(shape)} is another"
+        if len(self._captured) >= self.options.max_shapes:
+            return f"max_shapes={self.options.max_shapes} are captured, its shape {_text(shape)} is another"
         self._captured.add(shape)
         return None
 
@@ -161,7 +165,11 @@ class LayerGraphs:
 
     def _make_manager(self, num_microbatches: int) -> None:
         self.manager = GraphManager(
-            self.layers, warmup_steps=1, num_microbatches=num_microbatches, **self.options
+            self.layers,
+            warmup_steps=1,
+            num_microbatches=num_microbatches,
+            options=self.options,
+            **self._of_layers,
         )
 
     def _note(self, text: str) -> None:

@@ -28,7 +28,14 @@ from lorakernels import (
     fuse,
     model_parallel_states,
 )
-from lorakernels.graphs import CaptureError, GraphManager, OrderError, ReplayError
+from lorakernels.graphs import (
+    CaptureError,
+    GraphManager,
+    GraphOptions,
+    OrderError,
+    ReplayError,
+    StepGraph,
+)
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
@@ -145,7 +152,7 @@ class Runtime:
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
             "rng_states": [] if random is None else [random],
-            "backend": backend,
+            "options": GraphOptions(backend=backend),
         }
         self.device = next(model.parameters()).device
         self.why_not = _why_not(model, options, self.device, random, backend)
@@ -178,8 +185,8 @@ class Runtime:
         statistics. What else the layers' refused attempt did stays: a buffer that a module writes in forward has it
         twice, and torch's CUDA generator is not put back."""
         if self.scope == "step" and self.manager is None:
-            self.manager = GraphManager(
-                compute, "iteration", modules=[self.model], optimizers=[optimizer], **self._shared
+            self.manager = StepGraph(
+                compute, modules=[self.model], optimizers=[optimizer], **self._shared
             )
         if self.scope == "step":
             try:
