@@ -20,23 +20,23 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .backend import Captured, Graph
 from .errors import CaptureError, hint_for
-from .grads import GradTargets, LayerGrads
-from .graphset import GraphSet
-from .handed import Group, Handed, Input
+from .grads import GradMemory, LayerGrads
+from .graphset import BlockGraphs
+from .handed import CallInput, ExposedBuffer, SharedInput
 from .layer import InputGrads, Layer, enter
 from .order import Direction, Step
 from .plan import Buffer, CallPlan, Key, Plan
-from .replay import Call
+from .replay import GraphedCall
 from .signature import Signature, distinct
 from .states import no_device_rng_in_checkpoints, repeats_nothing
-from .tracer import Recorded, Seen
+from .tracer import RecordedCall, Trace
 
 # Elements: torch's foreach kernels give 65536 of one tensor to one block, and few blocks are slow
 PIECE = 1 << 14
 
 
 @dataclass(eq=False)
-class _Running:
+class _OpenCall:
     """A call between the captures of its forward and of its backward. It holds none of the call's tensors."""
 
     outputs: list[GradientEdge | None]
@@ -54,27 +54,27 @@ class Capturer:
     def __init__(
         self,
         layers: Sequence[Layer],
-        recorded: Recorded,
+        trace: Trace,
         plan: Plan,
-        graphs: GraphSet,
-        grads: GradTargets | None,
+        graphs: BlockGraphs,
+        grads: GradMemory | None,
         states: Sequence[Any] = (),
         replaced: Mapping[Step, Graph] | None = None,
     ) -> None:
-        self.layers, self.recorded, self.plan = layers, recorded, plan
+        self.layers, self.trace, self.plan = layers, trace, plan
         self.backend, self.grads, self._states = graphs.backend, grads, states
         self.graphs = graphs
-        self.calls: dict[Key, Call] = {}
+        self.calls: dict[Key, GraphedCall] = {}
         self.seconds: dict[Step, float] = {}
         self.made: dict[Step, str] = {}
         self._replaced = dict(replaced or {})
-        self._real: dict[int, Tensor] = {}  # by the buffer's index
-        self._handed: dict[int, Handed] = {}
-        self._groups: dict[int, Group] = {}
-        self._running: dict[Key, _Running] = {}
+        self._memory: dict[int, Tensor] = {}  # by the buffer's index
+        self._exposed: dict[int, ExposedBuffer] = {}
+        self._groups: dict[int, SharedInput] = {}
+        self._running: dict[Key, _OpenCall] = {}
         self._phase = ("", "start")
 
-    def run(self, restore: Callable[[], None], advance: Callable[[], None]) -> GraphSet:
+    def run(self, restore: Callable[[], None], advance: Callable[[], None]) -> BlockGraphs:
         """Warm up, `restore`, capture. `advance` is captured at the end of the block.
 
         Raises:
@@ -93,7 +93,7 @@ class Capturer:
                     else:
                         self._backward(step, advance if last else None)
                     for buffer in self.plan.dying(position):
-                        self._real.pop(buffer.index, None)
+                        self._memory.pop(buffer.index, None)
                     self.seconds[step] = time.perf_counter() - started
         except CaptureError:
             self._give_up()
@@ -127,10 +127,10 @@ class Capturer:
             ):
                 if graph is not None:
                     graph.destroy()
-        for held in (self._real, self._handed, self._groups, self._running, self.calls):
+        for held in (self._memory, self._exposed, self._groups, self._running, self.calls):
             held.clear()
         self.graphs.calls.clear()
-        self.graphs.handed.clear()
+        self.graphs.exposed.clear()
         self.backend.release()
 
     def _layer(self, key: Key) -> Layer:
@@ -148,29 +148,31 @@ class Capturer:
                 values.pop(buffer.index, None)
 
     def _warm_up_layer(self, key: Key, values: dict[int, Tensor]) -> None:
-        layer, seen, plan = self._layer(key), self.recorded.seen[key], self.plan.calls[key]
+        layer, recorded, plan = self._layer(key), self.trace.calls[key], self.plan.calls[key]
         self._phase = (layer.name, "warm-up")
         inputs = []
-        for buffer, sample in zip(plan.inputs, seen.samples, strict=True):
+        for buffer, sample in zip(plan.inputs, recorded.samples, strict=True):
             value = values[buffer.index] if sample is None else sample
             inputs.append(value.detach().requires_grad_(buffer.spec.requires_grad))
         leaves = layer.leaves()
-        outputs = layer.run(seen, inputs, leaves)
-        self._check_outputs(layer.name, outputs, seen)
+        outputs = layer.run(recorded, inputs, leaves)
+        self._check_outputs(layer.name, outputs, recorded)
         tensors = [x for x in outputs.tensors if x.requires_grad]
         self._check_leaves(layer.name, tensors, [*inputs, *leaves.values()])
         layer.backward(tensors, [torch.zeros_like(x) for x in tensors], leaves)
         for buffer, x in zip(plan.outputs, outputs.tensors, strict=True):
             values[buffer.index] = x.detach()
 
-    def _check_outputs(self, name: str, outputs: Signature, seen: Seen) -> None:
-        if outputs.spec != seen.outputs.spec:
+    def _check_outputs(self, name: str, outputs: Signature, recorded: RecordedCall) -> None:
+        if outputs.spec != recorded.outputs.spec:
             raise CaptureError(
                 name,
                 "check",
                 "its forward returns another structure than was recorded: a hook changes the output",
             )
-        for path, x, spec in zip(outputs.paths, outputs.tensors, seen.output_specs, strict=True):
+        for path, x, spec in zip(
+            outputs.paths, outputs.tensors, recorded.output_specs, strict=True
+        ):
             if x.requires_grad != spec.requires_grad:
                 reason = f"output {path} requires grad: recorded {spec.requires_grad}, now {x.requires_grad}"
                 raise CaptureError(name, "check", reason)
@@ -179,7 +181,7 @@ class Capturer:
         """CaptureError if a gradient would go to a tensor that is neither the layer's parameter nor its argument."""
         allowed = {id(x) for x in known}
         todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
-        seen = set(todo)
+        visited = set(todo)
         while todo:
             node = todo.pop()
             leaf = getattr(node, "variable", None)
@@ -190,61 +192,67 @@ class Capturer:
                     f"it trains a tensor {list(leaf.shape)} that is neither its parameter nor its argument",
                     "Register it as a parameter of the layer, or pass it to forward",
                 )
-            following = [n for n, _ in node.next_functions if n is not None and n not in seen]
-            seen.update(following)
+            following = [n for n, _ in node.next_functions if n is not None and n not in visited]
+            visited.update(following)
             todo += following
 
     # forward
 
     def _forward(self, step: Step) -> None:
         key = (step.layer, step.microbatch)
-        layer, seen, plan = self._layer(key), self.recorded.seen[key], self.plan.calls[key]
+        layer, recorded, plan = self._layer(key), self.trace.calls[key], self.plan.calls[key]
         self._phase = (layer.name, "forward")
-        call = Call(self.graphs, layer.name, step, Step(*key, Direction.BACKWARD))
+        call = GraphedCall(self.graphs, layer.name, step, Step(*key, Direction.BACKWARD))
         self.calls[key] = call
         self.graphs.forwards[call.forward_at] = call
-        call.spec, call.autocast = seen.inputs.spec, seen.autocast
-        grads, leaves = InputGrads(seen.input_specs), layer.leaves()
-        inputs = [self._input(call, key, plan, seen, grads, i) for i in range(len(plan.inputs))]
+        call.spec, call.autocast = recorded.inputs.spec, recorded.autocast
+        grads, leaves = InputGrads(recorded.input_specs), layer.leaves()
+        inputs = [self._input(call, key, plan, recorded, grads, i) for i in range(len(plan.inputs))]
         with repeats_nothing(layer.name, self._states), self._capture(step) as captured:
-            outputs = layer.run(seen, inputs, leaves)
+            outputs = layer.run(recorded, inputs, leaves)
         call.forward_graph = captured.graph
-        self._check_outputs(layer.name, outputs, seen)
-        call.rebuild = seen.outputs.rebuild
+        self._check_outputs(layer.name, outputs, recorded)
+        call.rebuild = recorded.outputs.rebuild
         for k, (buffer, x) in enumerate(zip(plan.outputs, outputs.tensors, strict=True)):
-            self._real[buffer.index] = x.detach()
-            call.outputs.append(self._hand(buffer, x.detach(), layer.name))
+            self._memory[buffer.index] = x.detach()
+            call.outputs.append(self._expose(buffer, x.detach(), layer.name))
             if not x.requires_grad:
                 call.constants.append(k)
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs.tensors]
-        self._running[key] = _Running(edges, leaves, grads)
+        self._running[key] = _OpenCall(edges, leaves, grads)
 
-    def _hand(self, buffer: Buffer, x: Tensor, layer: str) -> Handed:
-        handed = Handed(buffer.name, layer, self.backend.alias(x), buffer.chained)
-        self._handed[buffer.index] = handed
+    def _expose(self, buffer: Buffer, x: Tensor, layer: str) -> ExposedBuffer:
+        exposed = ExposedBuffer(buffer.name, layer, self.backend.alias(x), buffer.chained)
+        self._exposed[buffer.index] = exposed
         if buffer.chained:
-            self.graphs.handed.append((buffer.death, handed))
-        return handed
+            self.graphs.exposed.append((buffer.death, exposed))
+        return exposed
 
     def _input(
-        self, call: Call, key: Key, plan: CallPlan, seen: Seen, grads: InputGrads, i: int
+        self,
+        call: GraphedCall,
+        key: Key,
+        plan: CallPlan,
+        recorded: RecordedCall,
+        grads: InputGrads,
+        i: int,
     ) -> Tensor:
         """What the layer is captured on, and how a replay fills it."""
         buffer = plan.inputs[i]
-        way = Input(seen.inputs.paths[i], seen.input_specs[i])
+        way = CallInput(recorded.inputs.paths[i], recorded.input_specs[i])
         call.inputs.append(way)
         if way.spec.requires_grad:
             call.differentiable.append(i)
-        sample = seen.samples[i]
+        sample = recorded.samples[i]
         if plan.copies[i]:
             assert sample is not None
             real = self.backend.allocate(way.spec)
             distinct(real).copy_(distinct(sample))
-            self._real[buffer.index] = real
+            self._memory[buffer.index] = real
             way.static = distinct(self.backend.alias(real))
             way.repeats = way.static.shape != real.shape
             first = f"input {way.path} of layer {call.name!r}"
-            group = self._groups[buffer.index] = Group(first)
+            group = self._groups[buffer.index] = SharedInput(first)
             if (
                 sum(buffer in p.inputs for p in self.plan.calls.values()) > 1
                 or plan.inputs.count(buffer) > 1
@@ -254,10 +262,10 @@ class Capturer:
             way.group = self._groups[buffer.index]
             k = plan.inputs.index(buffer)
             way.same_as = k if k < i and plan.copies[k] else -1
-            way.given = way.group if way.same_as < 0 else None
+            way.expected = way.group if way.same_as < 0 else None
         else:
-            way.origin = way.given = self._handed[buffer.index]
-        real = self._real[buffer.index]
+            way.origin = way.expected = self._exposed[buffer.index]
+        real = self._memory[buffer.index]
         if not way.spec.requires_grad:
             return real.detach()
         return enter(real, grads, i)
@@ -289,13 +297,13 @@ class Capturer:
         self._collect_grads(call, plan, running)
         self._collect_parameters(call, layer, found)
 
-    def _grad_output(self, call: Call, k: int, buffer: Buffer) -> Tensor:
-        real = self._real.get(buffer.index)
+    def _grad_output(self, call: GraphedCall, k: int, buffer: Buffer) -> Tensor:
+        real = self._memory.get(buffer.index)
         if real is None:  # not what a later layer's backward wrote: eager code's is copied in
             real = self.backend.allocate(buffer.spec)
             real.zero_()
-        handed = self._handed.get(buffer.index)
-        alias = self.backend.alias(real) if handed is None else handed.alias
+        exposed = self._exposed.get(buffer.index)
+        alias = self.backend.alias(real) if exposed is None else exposed.alias
         call.grad_outputs.append((k, alias))
         return real
 
@@ -306,18 +314,20 @@ class Capturer:
             targets = self.grads.of([p for p, _ in reached])
             _add_all([(t.grad, g) for t, (_, g) in zip(targets, reached, strict=True)])
 
-    def _collect_grads(self, call: Call, plan: CallPlan, running: _Running) -> None:
+    def _collect_grads(self, call: GraphedCall, plan: CallPlan, running: _OpenCall) -> None:
         for i in call.differentiable:
             buffer, grad = plan.grad_inputs[i], running.grads.found.get(i)
             if grad is None or buffer is None:
                 call.grad_inputs.append(None)
                 continue
-            self._real[buffer.index] = grad
-            call.grad_inputs.append(self._hand(buffer, grad, call.name))
+            self._memory[buffer.index] = grad
+            call.grad_inputs.append(self._expose(buffer, grad, call.name))
         if not call.differentiable:
             call.grad_inputs.append(None)
 
-    def _collect_parameters(self, call: Call, layer: Layer, found: Sequence[Tensor | None]) -> None:
+    def _collect_parameters(
+        self, call: GraphedCall, layer: Layer, found: Sequence[Tensor | None]
+    ) -> None:
         reached = [
             (n, p, g) for (n, p), g in zip(layer.trained, found, strict=True) if g is not None
         ]

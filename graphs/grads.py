@@ -26,7 +26,7 @@ INSTALLED, FREE = 0, 1  # `GradSlots.state`
 
 
 @dataclass(eq=False)
-class Target:
+class GradTarget:
     """One parameter's gradient memory. Its `kind`: "main" (`parameter.main_grad`), "given" (a `.grad` that others hold
     as well) or "own" (a piece of a slab)."""
 
@@ -57,7 +57,7 @@ def _uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
-class Slab:
+class GradSlab:
     """The memory of several "own" targets."""
 
     def __init__(self, memory: Tensor, parameters: Sequence[nn.Parameter]) -> None:
@@ -66,7 +66,7 @@ class Slab:
         pieces = memory.split([p.numel() for p in parameters])
         for parameter, flat in zip(parameters, pieces, strict=True):
             grad = flat.view(parameter.shape).detach()
-            self.targets.append(Target(parameter, grad, "own"))
+            self.targets.append(GradTarget(parameter, grad, "own"))
         self._slots = extension().GradSlots(self.targets)
         self._held = memory.untyped_storage()
         self._cdata = self._held._cdata
@@ -115,12 +115,12 @@ def _pieces(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     return Counter(p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None)
 
 
-class GradTargets:
+class GradMemory:
     """Gradient memory of all trained parameters; parameters that layers share have one target."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Target] = {}
-        self._slabs: list[Slab] = []
+        self._by_id: dict[int, GradTarget] = {}
+        self._slabs: list[GradSlab] = []
         self._before: dict[int, tuple[int, int]] = {}
         self.bytes = 0
 
@@ -138,16 +138,16 @@ class GradTargets:
         for parameter in new:
             main, grad = getattr(parameter, "main_grad", None), parameter.grad
             if main is not None:
-                self._by_id[id(parameter)] = Target(parameter, main, "main")
+                self._by_id[id(parameter)] = GradTarget(parameter, main, "main")
                 continue
             if grad is not None and not _alone(parameter, pieces[grad.untyped_storage()._cdata], 1):
-                self._by_id[id(parameter)] = Target(parameter, grad, "given")
+                self._by_id[id(parameter)] = GradTarget(parameter, grad, "given")
         new = [p for p in new if id(p) not in self._by_id]
         for dtype, device in dict.fromkeys((p.dtype, p.device) for p in new):
             group = [p for p in new if (p.dtype, p.device) == (dtype, device)]
             memory = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=device)
             self.bytes += memory.nbytes
-            self._slabs.append(Slab(memory, group))
+            self._slabs.append(GradSlab(memory, group))
             self._by_id |= {id(t.parameter): t for t in self._slabs[-1].targets}
 
     def adopt(self) -> None:
@@ -164,11 +164,11 @@ class GradTargets:
                 target.grad.copy_(grad)
                 target.parameter.grad, target.zeroed = target.grad, False
 
-    def of(self, parameters: Sequence[nn.Parameter]) -> list[Target]:
+    def of(self, parameters: Sequence[nn.Parameter]) -> list[GradTarget]:
         """The targets of parameters that a backward reaches."""
         return [self._by_id[id(p)] for p in parameters]
 
-    def slabs_of(self, targets: Sequence[Target]) -> list[Slab]:
+    def slabs_of(self, targets: Sequence[GradTarget]) -> list[GradSlab]:
         """The slabs that some of the targets are in."""
         return [slab for slab in self._slabs if any(t in slab.targets for t in targets)]
 
@@ -183,7 +183,11 @@ class LayerGrads:
     """The targets of the parameters that one layer's backward reaches, and the slabs that those are in."""
 
     def __init__(
-        self, layer: str, names: Sequence[str], targets: Sequence[Target], slabs: Sequence[Slab]
+        self,
+        layer: str,
+        names: Sequence[str],
+        targets: Sequence[GradTarget],
+        slabs: Sequence[GradSlab],
     ) -> None:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
         self._slabs = list(slabs)
@@ -191,7 +195,7 @@ class LayerGrads:
         self._slots = extension().GradSlots(self._installed)
         self._state = self._slots.state
         self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
-        self._detour: list[tuple[Target, Tensor]] = []
+        self._detour: list[tuple[GradTarget, Tensor]] = []
         named = zip(self.names, self.targets, strict=True)
         self._watch = GradWatch(layer, [(name, t.parameter, t.grad) for name, t in named])
         self._changed = self._watch.check

@@ -9,12 +9,12 @@ import torch
 
 from .backend import Backend
 from .errors import ReplayError
-from .handed import Handed, uses
+from .handed import ExposedBuffer, storage_uses
 from .order import Direction, Order, ReplayOrderError, Step
-from .replay import Call
+from .replay import GraphedCall
 
 
-class Progress:
+class IterationProgress:
     """An iteration's, over all sets of graphs that replay in it."""
 
     def __init__(self, num_microbatches: int) -> None:
@@ -31,34 +31,34 @@ class Progress:
         return bool(self.done % self.num_microbatches) and not self.eager
 
 
-class Idle:
+class NoGraphs:
     """In place of a set while a block is recorded: it takes no call."""
 
     position = 0
     forwards = (None,)
 
 
-class GraphSet:
+class BlockGraphs:
     """One set of graphs. The microbatches of `order` are those of one block."""
 
-    def __init__(self, order: Order, progress: Progress, backend: Backend) -> None:
+    def __init__(self, order: Order, progress: IterationProgress, backend: Backend) -> None:
         self.order, self.progress, self.backend = order, progress, backend
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self.microbatches = order.num_microbatches
         self.repeats = max(1, progress.num_microbatches // self.microbatches)
         self.position = self.blocks = 0
-        self.calls: list[Call] = []
-        self.forwards: list[Call | None] = [None] * len(order)
-        self.handed: list[
-            tuple[int, Handed]
+        self.calls: list[GraphedCall] = []
+        self.forwards: list[GraphedCall | None] = [None] * len(order)
+        self.exposed: list[
+            tuple[int, ExposedBuffer]
         ] = []  # chained; the step after which nobody may have it
-        self.checks: list[list[Handed]] = [[] for _ in order]
+        self.checks: list[list[ExposedBuffer]] = [[] for _ in order]
         self.trial = True
 
     def start(self) -> None:
         """The first iteration hands out copies only, and finds out who keeps them."""
-        for death, handed in self.handed:
-            self.checks[(death + 1) % len(self.order)].append(handed)
+        for death, exposed in self.exposed:
+            self.checks[(death + 1) % len(self.order)].append(exposed)
 
     def stream(self) -> int:
         found, progress = self.backend.stream(), self.progress
@@ -71,7 +71,7 @@ class GraphSet:
             progress.stream = found
         return found
 
-    def passed(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         self.position = position + 1
         if self.position == len(self.checks):
             self.position = 0
@@ -83,31 +83,31 @@ class GraphSet:
     def end_trial(self) -> None:
         """From now on, what nobody kept is handed out without a copy."""
         self.trial = False
-        for _, handed in self.handed:
-            handed.copy, handed.version = handed.kept, -1
-        self.checks = [[h for h in handed if not h.copy] for handed in self.checks]
+        for _, exposed in self.exposed:
+            exposed.copy, exposed.version = exposed.kept, -1
+        self.checks = [[h for h in exposed if not h.copy] for exposed in self.checks]
 
-    def check_dead(self, checks: list[Handed]) -> None:
+    def check_released(self, checks: list[ExposedBuffer]) -> None:
         """Refuse to launch while somebody has what this launch may overwrite."""
-        for handed in checks:
-            if handed.copy:
+        for exposed in checks:
+            if exposed.copy:
                 if self.trial:
-                    handed.probe()
-            elif uses(handed.cdata) > handed.base:
-                self._refuse_kept(handed)
-            elif handed.version >= 0 and handed.alias._version != handed.version:
+                    exposed.probe()
+            elif storage_uses(exposed.cdata) > exposed.base:
+                self._refuse_held(exposed)
+            elif exposed.version >= 0 and exposed.alias._version != exposed.version:
                 raise ReplayError(
-                    handed.layer,
-                    handed.name,
+                    exposed.layer,
+                    exposed.name,
                     "the values that its graph wrote, which a backward may need",
                     "modified in place since (README, rule 6): discard_iteration()",
                 )
 
-    def _refuse_kept(self, handed: Handed) -> NoReturn:
-        handed.copy = True
+    def _refuse_held(self, exposed: ExposedBuffer) -> NoReturn:
+        exposed.copy = True
         raise ReplayError(
-            handed.layer,
-            handed.name,
+            exposed.layer,
+            exposed.name,
             "nobody to hold it once the next layer has read it, as in the iteration after capture",
             "something that does (a variable, a list, an autograd graph of eager code); it is handed out as a copy "
             "from now on: discard_iteration() and repeat this one",
@@ -159,6 +159,6 @@ class GraphSet:
             call.drop(graphs)
         self.calls.clear()
         self.forwards.clear()
-        self.handed.clear()
+        self.exposed.clear()
         self.checks.clear()
         self.backend.release()

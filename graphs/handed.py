@@ -12,14 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .signature import TensorSpec
 
-uses = torch._C._storage_Use_Count
+storage_uses = torch._C._storage_Use_Count
 
 
 def _nothing() -> None:
     return None
 
 
-class Handed:
+class ExposedBuffer:
     """A buffer that eager code gets to see: an output, or the gradient of an input.
 
     `chained`: the next layer's graph reads the same memory. Such a buffer is handed out as an alias, which must be gone
@@ -35,12 +35,12 @@ class Handed:
         self._storage: StorageWeakRef | None = None
         self._held = alias.untyped_storage()
         self.cdata = self._held._cdata
-        self.base = uses(self.cdata)
+        self.base = storage_uses(self.cdata)
 
-    def hand(self) -> Tensor:
+    def expose(self) -> Tensor:
         return self.alias.clone() if self.copy else self.alias.detach()
 
-    def given(self, x: Tensor) -> None:
+    def remember(self, x: Tensor) -> None:
         """Note what the caller got, to know it again."""
         self.ref, self.version = weakref.ref(x), x._version
         if self.copy:
@@ -52,7 +52,7 @@ class Handed:
             self.kept = True
 
 
-class Group:
+class SharedInput:
     """Inputs of several calls that are one object."""
 
     def __init__(self, first: str) -> None:
@@ -61,7 +61,7 @@ class Group:
         self.first = first
 
 
-class Input:
+class CallInput:
     """How one tensor of a call reaches its buffer: copied by this call, copied by an earlier call of its group, or
     there already as the output of another call."""
 
@@ -69,10 +69,10 @@ class Input:
         self.path, self.spec = path, spec
         self.static: Tensor | None = None  # set: this call copies
         self.repeats = False  # it has expanded dimensions, which `static` lacks
-        self.group: Group | None = None
+        self.group: SharedInput | None = None
         self.same_as = -1  # an earlier input of this call that is the same object
-        self.origin: Handed | None = None
-        self.given: Handed | Group | None = None  # whose object it has to be
+        self.origin: ExposedBuffer | None = None
+        self.expected: ExposedBuffer | SharedInput | None = None  # whose object it has to be
 
     def like(self, x: Tensor) -> bool:
         spec = self.spec

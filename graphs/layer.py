@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .signature import Signature, TensorSpec
-from .tracer import Seen
+from .tracer import RecordedCall
 
 
 @dataclass(eq=False)
@@ -59,11 +59,13 @@ class Layer:
             found[id(parameter)] = leaf
         return found
 
-    def run(self, seen: Seen, inputs: Sequence[Tensor], leaves: dict[int, Tensor]) -> Signature:
+    def run(
+        self, recorded: RecordedCall, inputs: Sequence[Tensor], leaves: dict[int, Tensor]
+    ) -> Signature:
         """The layer's output for `inputs`, with grad and under the recorded autocast."""
-        args, kwargs = seen.inputs.rebuild(inputs)
+        args, kwargs = recorded.inputs.rebuild(inputs)
         device = inputs[0].device.type if inputs else "cpu"
-        enabled, dtype = seen.autocast
+        enabled, dtype = recorded.autocast
         cast = (
             torch.autocast(device, dtype, enabled, cache_enabled=False)
             if enabled

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from .backend import Backend
 from .errors import explain
-from .graphset import Progress
+from .graphset import IterationProgress
 from .options import GraphOptions, check_choice
 from .order import OrderError, check_count, layer_names
 from .recorder import Hook, OrderRecorder
-from .recording import Recording
+from .recording import RecordedBlock
 from .report import Report
-from .sets import Loop, Sets
-from .slot import Slot
+from .sets import CapturedBlocks, ManagedLayers
+from .slot import LayerForward
 from .tracer import Tracer
-from .turns import Turns
+from .turns import BlockRunner
 from .watch import plain_attributes
 
 
@@ -78,12 +78,14 @@ class GraphManager:
         self.fp8_state, self.rng_states = fp8_state, list(rng_states)
         self.options, self.device = options, _device_of(self.modules)
         options.check(self.device)
-        self._loop = Loop(
+        self._managed = ManagedLayers(
             self.names, self.modules, fp8_state, self.rng_states, grads, self._make_backend
         )
-        self._sets = Sets(self._loop, Progress(self.num_microbatches))
-        self.turns = Turns(self._sets, options.max_shapes, self.device.type, self.warn_once)
-        self._slots: list[Slot] = []
+        self._blocks = CapturedBlocks(self._managed, IterationProgress(self.num_microbatches))
+        self.runner = BlockRunner(
+            self._blocks, options.max_shapes, self.device.type, self.warn_once
+        )
+        self._forwards: list[LayerForward] = []
         self._warned: set[str] = set()
         self.suspended = False
         self._record()
@@ -94,13 +96,13 @@ class GraphManager:
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:
         """State of the CPU generator from which the set whose turn it is was captured."""
-        found = (s.cpu_rng for s in self._sets.captured if s.graphs is self.turns.current)
+        found = (s.cpu_rng for s in self._blocks.captured if s.graphs is self.runner.current)
         return next(found, None)
 
     @property
     def graphs(self) -> Any:
         """The set of graphs whose turn it is; None if nothing is captured."""
-        return self.turns.graphs
+        return self.runner.graphs
 
     # recording
 
@@ -109,8 +111,8 @@ class GraphManager:
         self._recorder = OrderRecorder(self.names, self.num_microbatches, self._tracer)
         self._recorder.attach(self.modules)
         self._attributes = [plain_attributes(m) for m in self.modules]
-        self._ddp_hook = self.modules[0].register_forward_pre_hook(Hook(self._loop.look_for_ddp))
-        self._loop.ddp = False
+        self._ddp_hook = self.modules[0].register_forward_pre_hook(Hook(self._managed.look_for_ddp))
+        self._managed.ddp = False
         self.phase = "recording"
 
     def _stop_recording(self) -> None:
@@ -130,7 +132,7 @@ class GraphManager:
         if self.suspended:
             return
         if self.phase == "replaying":
-            self.turns.end_iteration()
+            self.runner.end_iteration()
         elif self.phase == "recording":
             try:
                 order = self._recorder.end_iteration()
@@ -139,14 +141,14 @@ class GraphManager:
                 raise
             recorder = self._recorder
             layers = {call: call.layer for call in recorder.microbatches}
-            recorded = self._tracer.finish(recorder.microbatches, layers)
-            self.turns.recordings = [Recording(order, recorded, self._attributes)]
+            trace = self._tracer.finish(recorder.microbatches, layers)
+            self.runner.recordings = [RecordedBlock(order, trace, self._attributes)]
             if recorder.num_iterations >= self.warmup_steps:
                 self.capture()
 
     def discard_iteration(self) -> None:
         """Forget the iteration that is running, after an error or a skipped step; the next one starts anew."""
-        self.turns.discard_iteration()
+        self.runner.discard_iteration()
         if self.phase == "recording":
             self._recorder.discard_iteration()
             self._tracer.discard()
@@ -161,22 +163,22 @@ class GraphManager:
     @property
     def replayed(self) -> int:
         """Microbatches that the present graphs have replayed."""
-        return sum(s.graphs.blocks * s.graphs.microbatches for s in self._sets.captured)
+        return sum(s.graphs.blocks * s.graphs.microbatches for s in self._blocks.captured)
 
     @property
     def between_blocks(self) -> bool:
         """Whether all that has begun has run its backward, so that graphs of any shape may come next."""
         if self.phase == "recording":
             return self._recorder.begins_anew(0)
-        return self.graphs is None or self.turns.between_blocks
+        return self.graphs is None or self.runner.between_blocks
 
     def goes_on(self, layer: int) -> bool:
         """Whether a training forward of `layer`, coming now, is in turn; if not, a backward before it did not come."""
-        return self.graphs is None or self.turns.goes_on(layer)
+        return self.graphs is None or self.runner.goes_on(layer)
 
     def changed(self) -> str | None:
         """What of the captured layers is not as it was at capture; None if nothing is."""
-        current = self.turns.current
+        current = self.runner.current
         for call in current.calls if current is not None else ():
             if (index := call.watch.check()) >= 0:
                 return call.watch.describe(index)
@@ -192,40 +194,40 @@ class GraphManager:
             RuntimeError: nothing was recorded yet, or graphs are there already, and no shape failed.
         """
         if self.graphs is not None:
-            if not self.turns.failed:
+            if not self.runner.failed:
                 raise RuntimeError("the layers are captured already: call recapture() or reset()")
-            self.turns.retry()
+            self.runner.retry()
             return
-        if not self.turns.recordings:
+        if not self.runner.recordings:
             raise RuntimeError("nothing recorded yet: run an iteration and call end_iteration()")
         if self.phase == "recording":
             self._stop_recording()
             if self.options.on_new_shape == "capture":
-                self.turns.recordings = self.turns.recordings[0].blocks()
-            self._capture_all({})
+                self.runner.recordings = self.runner.recordings[0].blocks()
+            self._capture_blocks({})
         else:
             self._capture_anew({})
 
-    def _capture_anew(self, replaced: Mapping[Recording, Any]) -> None:
-        for recording in self.turns.recordings:  # what was repaired since then counts as it is now
+    def _capture_anew(self, replaced: Mapping[RecordedBlock, Any]) -> None:
+        for recording in self.runner.recordings:  # what was repaired since then counts as it is now
             recording.attributes = [plain_attributes(m) for m in self.modules]
-        self._capture_all(replaced)
+        self._capture_blocks(replaced)
 
-    def _capture_all(self, replaced: Mapping[Recording, Any]) -> None:
+    def _capture_blocks(self, replaced: Mapping[RecordedBlock, Any]) -> None:
         """All recordings, or none."""
         self.phase = "failed"
         try:
-            for recording in self.turns.recordings:
-                self._sets.capture(recording, replaced.get(recording))
+            for recording in self.runner.recordings:
+                self._blocks.capture(recording, replaced.get(recording))
         except BaseException:
-            self._sets.drop()
+            self._blocks.drop()
             for graph in [g for graphs in replaced.values() for g in graphs.values()]:
                 graph.destroy()
             raise
-        self.turns.begin()
-        for index, layer in enumerate(self._sets.layers):
-            self._slots.append(Slot(self, index, layer))
-            self._slots[-1].install()
+        self.runner.begin()
+        for index, layer in enumerate(self._blocks.layers):
+            self._forwards.append(LayerForward(self, index, layer))
+            self._forwards[-1].install()
         self.phase = "replaying"
 
     def recapture(self) -> None:
@@ -242,19 +244,19 @@ class GraphManager:
             raise RuntimeError(f"nothing was captured yet: the manager is {self.phase}")
         self._capture_anew(self._drop(keep_graphs=True))
 
-    def _drop(self, keep_graphs: bool = False) -> dict[Recording, Any]:
-        for slot in self._slots:
+    def _drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, Any]:
+        for slot in self._forwards:
             slot.remove()
-        self._slots.clear()
-        self.turns.stop()
-        return self._sets.drop(keep_graphs)
+        self._forwards.clear()
+        self.runner.stop()
+        return self._blocks.drop(keep_graphs)
 
     def reset(self) -> None:
         """Drop all graphs and their memory, and record anew from the next iteration on."""
         if self.phase == "recording":
             self._stop_recording()
         self._drop()
-        self.turns.recordings = []
+        self.runner.recordings = []
         self._record()
 
     def close(self) -> None:
@@ -268,7 +270,7 @@ class GraphManager:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Inside, the layers run eagerly; enter and leave it between iterations."""
-        if self.graphs is not None and self.turns.between_iterations:
+        if self.graphs is not None and self.runner.between_iterations:
             self.graphs.end_iteration()
         before, self.suspended = self.suspended, True
         self._recorder.paused = True
@@ -279,14 +281,16 @@ class GraphManager:
 
     def report(self) -> Report:
         """What is captured, and what it takes."""
-        sets = self._sets.captured
+        sets = self._blocks.captured
         if not sets:
             return Report(self.phase)
-        copied = [h.name for s in sets for _, h in s.graphs.handed if h.copy and not s.graphs.trial]
+        copied = [
+            h.name for s in sets for _, h in s.graphs.exposed if h.copy and not s.graphs.trial
+        ]
         return Report.of_sets(
             [s.report for s in sets],
             copied=tuple(copied),
-            grad_bytes=self._sets.targets.bytes if self._sets.targets else 0,
+            grad_bytes=self._blocks.targets.bytes if self._blocks.targets else 0,
         )
 
     def explain(self, error: BaseException) -> str:
@@ -298,7 +302,7 @@ class GraphManager:
         if self.graphs is None:
             raise RuntimeError("write_dot needs captured graphs")
         paths = []
-        for index, one in enumerate(self._sets.captured):
+        for index, one in enumerate(self._blocks.captured):
             for call in one.graphs.calls:
                 for direction in ("forward", "backward"):
                     name = f"{call.name}.{call.forward_step.microbatch}.{direction}.dot"

@@ -35,7 +35,7 @@ class FromOutside:
 
 
 @dataclass(frozen=True)
-class CallTrace:
+class CallSpec:
     """What was seen of one training forward. Specs are `signature.TensorSpec`s or anything with `nbytes` and
     `requires_grad`; `constants` is what else is in the call, compared with ==."""
 
@@ -44,7 +44,7 @@ class CallTrace:
     outputs: tuple[Any, ...]
     constants: Any = None
 
-    def like(self, other: CallTrace, microbatch: int, other_microbatch: int) -> bool:
+    def like(self, other: CallSpec, microbatch: int, other_microbatch: int) -> bool:
         """Whether both calls could be replays of one graph."""
         return (
             self.inputs == other.inputs
@@ -61,7 +61,7 @@ def _relative(source: FromOutput | FromOutside, microbatch: int) -> Any:
     return None
 
 
-def block_length(order: Order, calls: Mapping[Key, CallTrace]) -> int:
+def block_length(order: Order, calls: Mapping[Key, CallSpec]) -> int:
     """How many microbatches are captured: 1 where each runs alone and all look alike, else all of them.
 
     With one microbatch at a time, the iteration is one block of steps over and over: one set of graphs serves all
@@ -85,7 +85,7 @@ def block_length(order: Order, calls: Mapping[Key, CallTrace]) -> int:
     return 1 if alike else count
 
 
-def same_groups(calls: Sequence[tuple[CallTrace, CallTrace]]) -> bool:
+def same_groups(calls: Sequence[tuple[CallSpec, CallSpec]]) -> bool:
     """Whether the inputs from outside are shared among the first of each pair as among the second."""
     pairs = [
         (a.group, b.group)
@@ -145,7 +145,7 @@ class Plan:
         return buffer
 
 
-def make_plan(order: Order, calls: Mapping[Key, CallTrace]) -> Plan:
+def make_plan(order: Order, calls: Mapping[Key, CallSpec]) -> Plan:
     """The plan for an order and what was seen of its calls."""
     count = block_length(order, calls)
     size = len(order) * count // order.num_microbatches
@@ -164,7 +164,7 @@ def make_plan(order: Order, calls: Mapping[Key, CallTrace]) -> Plan:
 
 
 def _readers(
-    calls: Mapping[Key, CallTrace], count: int
+    calls: Mapping[Key, CallSpec], count: int
 ) -> dict[tuple[Key, int], list[tuple[Key, int]]]:
     """For each output, the (call, input) places that read it."""
     readers: dict[tuple[Key, int], list[tuple[Key, int]]] = {}
@@ -182,7 +182,7 @@ def _at(plan: Plan, key: Key, direction: Direction) -> int:
 def _plan_forward(
     plan: Plan,
     key: Key,
-    call: CallTrace,
+    call: CallSpec,
     readers: Mapping[tuple[Key, int], Sequence[tuple[Key, int]]],
     groups: dict[tuple[int, int], Buffer],
 ) -> CallPlan:
@@ -213,7 +213,7 @@ def _plan_forward(
 def _plan_backward(
     plan: Plan,
     key: Key,
-    calls: Mapping[Key, CallTrace],
+    calls: Mapping[Key, CallSpec],
     readers: Mapping[tuple[Key, int], Sequence[tuple[Key, int]]],
 ) -> None:
     here, name = _at(plan, key, Direction.BACKWARD), plan.order.layers[key[0]]

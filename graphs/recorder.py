@@ -30,7 +30,7 @@ from .order import Direction, Order, OrderError, Step, check_count, layer_names
 
 
 @dataclass(eq=False)
-class _Call:
+class _Run:
     """One run of a layer. `trains` is False while all that was seen of it is a run without grad."""
 
     layer: int
@@ -56,13 +56,13 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class _Iteration:
-    events: list[tuple[_Call, Direction]] = field(default_factory=list)
-    regions: dict[BackwardCFunction, list[_Call]] = field(default_factory=dict)
+    events: list[tuple[_Run, Direction]] = field(default_factory=list)
+    regions: dict[BackwardCFunction, list[_Run]] = field(default_factory=dict)
     ended: bool = False
 
-    def numbered(self) -> tuple[list[Step], dict[_Call, int]]:
+    def numbered(self) -> tuple[list[Step], dict[_Run, int]]:
         """The steps, and which microbatch each call is."""
-        microbatches: dict[_Call, int] = {}
+        microbatches: dict[_Run, int] = {}
         forwards: dict[int, int] = {}
         steps = []
         for call, direction in self.events:
@@ -241,7 +241,7 @@ class OrderRecorder:
             self._observer.forward(layer, call, marked)
         return marked
 
-    def _identify(self, layer: int) -> _Call | None:
+    def _identify(self, layer: int) -> _Run | None:
         """The call this forward is, or recomputes; None for one that is not recorded."""
         regions, grad = self._iteration.regions, torch.is_grad_enabled()
         if not _in_backward():
@@ -260,14 +260,14 @@ class OrderRecorder:
                 regions.setdefault(context, []).append(call)
         return call
 
-    def _begin(self, layer: int, contexts: list[BackwardCFunction]) -> _Call:
-        call = _Call(layer, self._iteration, trains=not contexts)
+    def _begin(self, layer: int, contexts: list[BackwardCFunction]) -> _Run:
+        call = _Run(layer, self._iteration, trains=not contexts)
         self._iteration.events.append((call, Direction.FORWARD))
         for context in contexts:
             self._iteration.regions.setdefault(context, []).append(call)
         return call
 
-    def _on_backward(self, call: _Call) -> None:
+    def _on_backward(self, call: _Run) -> None:
         if call.iteration.ended and self._handles:
             raise RuntimeError(
                 f"backward of layer {self.layers[call.layer]!r} belongs to an iteration that has "

@@ -16,26 +16,26 @@ from torch import nn
 from .order import Order, Step
 from .plan import FromOutput, FromOutside, same_groups
 from .recorder import OrderRecorder
-from .tracer import Recorded, Tracer
+from .tracer import Trace, Tracer
 from .watch import Attributes, plain_attributes
 
 
 @dataclass(eq=False)
-class Recording:
+class RecordedBlock:
     """`attributes`: the layers', before it ran."""
 
     order: Order
-    recorded: Recorded
+    trace: Trace
     attributes: Sequence[Attributes]
 
-    def blocks(self) -> list[Recording]:
+    def blocks(self) -> list[RecordedBlock]:
         """Its microbatches, if each runs alone: one of each kind, as every one of them could come in any turn. Else
         itself, whole."""
         count, size = self.order.num_microbatches, len(self.order) // self.order.num_microbatches
         parts = [self.order.steps[m * size : (m + 1) * size] for m in range(count)]
         if any(step.microbatch != m for m, part in enumerate(parts) for step in part):
             return [self]
-        found: list[Recording] = []
+        found: list[RecordedBlock] = []
         for m, part in enumerate(parts):
             one = self._alone(m, part)
             if one is None:
@@ -44,27 +44,27 @@ class Recording:
                 found.append(one)
         return found
 
-    def _alone(self, m: int, steps: Sequence[Step]) -> Recording | None:
+    def _alone(self, m: int, steps: Sequence[Step]) -> RecordedBlock | None:
         """Microbatch `m` as the only one; None if it reads another's outputs."""
-        calls = {}
+        specs = {}
         for layer in range(len(self.order.layers)):
-            call = self.recorded.calls[layer, m]
+            spec = self.trace.specs[layer, m]
             sources: list[FromOutput | FromOutside] = []
-            for source in call.sources:
+            for source in spec.sources:
                 if isinstance(source, FromOutput):
                     if source.call[1] != m:
                         return None
                     source = FromOutput((source.call[0], 0), source.index)
                 sources.append(source)
-            calls[layer, 0] = replace(call, sources=tuple(sources))
+            specs[layer, 0] = replace(spec, sources=tuple(sources))
         order = Order([replace(s, microbatch=0) for s in steps], self.order.layers, 1)
-        seen = {(layer, 0): self.recorded.seen[layer, m] for layer, _ in calls}
-        recorded = Recorded(calls, seen, self.recorded.recomputed, self.recorded.reentrant)
-        return Recording(order, recorded, self.attributes)
+        calls = {(layer, 0): self.trace.calls[layer, m] for layer, _ in specs}
+        trace = Trace(specs, calls, self.trace.recomputed, self.trace.reentrant)
+        return RecordedBlock(order, trace, self.attributes)
 
-    def like(self, other: Recording) -> bool:
+    def like(self, other: RecordedBlock) -> bool:
         """Whether both could be replays of one set of graphs."""
-        mine, theirs = self.recorded.calls, other.recorded.calls
+        mine, theirs = self.trace.specs, other.trace.specs
         return (
             self.order == other.order
             and all(call.like(theirs[key], key[1], key[1]) for key, call in mine.items())
@@ -110,7 +110,7 @@ class BlockRecorder:
         """Of the block that is being recorded."""
         return 0 if self._recorder is None else self._recorder.forwards_seen(layer)
 
-    def end(self) -> Recording | None:
+    def end(self) -> RecordedBlock | None:
         """What was recorded, if it was traced.
 
         Raises:
@@ -125,8 +125,8 @@ class BlockRecorder:
         if self._tracer is None:
             return None
         layers = {call: call.layer for call in recorder.microbatches}
-        recorded = self._tracer.finish(recorder.microbatches, layers)
-        return Recording(order, recorded, self._attributes)
+        trace = self._tracer.finish(recorder.microbatches, layers)
+        return RecordedBlock(order, trace, self._attributes)
 
     def discard(self) -> None:
         if self._recorder is not None:

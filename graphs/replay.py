@@ -17,59 +17,62 @@ from torch.autograd import Function
 
 from .errors import ReplayError
 from .grads import LayerGrads
-from .handed import Group, Handed, Input
+from .handed import CallInput, ExposedBuffer, SharedInput
 from .order import Step
 from .signature import distinct, extension, number_types
 from .watch import LayerWatch
 
 if TYPE_CHECKING:
-    from .graphset import GraphSet
+    from .graphset import BlockGraphs
 
 
 def _no_match(args: Any, kwargs: Any) -> None:
     return None
 
 
-class Call:
-    """One captured (layer, microbatch): its two graphs and the ways in and out of them. `seal` it before a replay."""
+class GraphedCall:
+    """The two graphs of one layer for one microbatch, and how tensors get into them and out.
+
+    `prepare` it before the first replay.
+    """
 
     forward_graph: Any
     backward_graph: Any
     watch: LayerWatch
 
-    def __init__(self, graphs: GraphSet, name: str, forward: Step, backward: Step) -> None:
+    def __init__(self, graphs: BlockGraphs, name: str, forward: Step, backward: Step) -> None:
         self.graphs, self.name, self.layer = graphs, name, forward.layer
         self.forward_step, self.backward_step = forward, backward
         self.forward_at = graphs.order.index(forward)
         self.backward_at = graphs.order.index(backward)
         self.spec: list[Any] = []
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
-        self.inputs: list[Input] = []
-        self.outputs: list[Handed] = []
+        self.inputs: list[CallInput] = []
+        self.outputs: list[ExposedBuffer] = []
         self.rebuild: Callable[[Sequence[Tensor]], Any] = tuple
         self.constants: list[int] = []  # outputs without gradient
         self.grad_outputs: list[tuple[int, Tensor]] = []  # output, buffer
-        self.grad_inputs: list[Handed | None] = []  # of the inputs that require grad
+        self.grad_inputs: list[ExposedBuffer | None] = []  # of the inputs that require grad
         self.differentiable: list[int] = []
         self.parameters: list[nn.Parameter] = []  # whose gradients go back through autograd
         self.parameter_grads: list[Tensor] = []
         self.grads: LayerGrads | None = None
         self.generation = 0
         self.match: Callable[[Any, Any], list[Tensor] | None] = _no_match
-        self._given: list[Any] = []
+        self._known: list[Any] = []
         self._same: list[Any] = []
         self._like: list[Any] = []
         self._copies: list[Any] = []
         self._chained: list[Any] = []
 
-    def seal(self, watch: LayerWatch, device_type: str) -> None:
+    def prepare(self, watch: LayerWatch, device_type: str) -> None:
         """Sort out, once, what each replay asks of which tensor."""
         self.watch = watch
         self._numbers = number_types(self.spec)
         places = list(enumerate(self.inputs))
-        self._given = [(i, x.given) for i, x in places if x.given is not None]
-        self._same = [(i, x.same_as) for i, x in places if x.given is None and x.same_as >= 0]
-        self._like = [(i, x.like) for i, x in places if x.given is None and x.same_as < 0]
+        self._known = [(i, x.expected) for i, x in places if x.expected is not None]
+        self._same = [(i, x.same_as) for i, x in places if x.expected is None and x.same_as >= 0]
+        self._like = [(i, x.like) for i, x in places if x.expected is None and x.same_as < 0]
         self._copies = [
             (i, x.static, x.repeats, x.group) for i, x in places if x.static is not None
         ]
@@ -77,7 +80,7 @@ class Call:
         enabled, dtype = self.autocast
         cast = (torch.is_autocast_enabled, device_type, enabled, torch.get_autocast_dtype, dtype)
         self.match = extension().matcher(
-            self.spec, Tensor, self._given, self._same, self._like, cast, watch.compared
+            self.spec, Tensor, self._known, self._same, self._like, cast, watch.compared
         )
 
     # forward
@@ -92,23 +95,23 @@ class Call:
         for i, kind in self._numbers:  # 1 == 1.0 == True
             if type(spec[i]) is not kind:
                 return False
-        for i, given in self._given:
+        for i, remember in self._known:
             x = tensors[i]
-            if given.ref() is not x or x._version != given.version:
+            if remember.ref() is not x or x._version != remember.version:
                 return False
         for i, j in self._same:
             if tensors[i] is not tensors[j]:
                 return False
         return all([like(tensors[i]) for i, like in self._like])
 
-    def differing(self, tensors: Sequence[Tensor]) -> int:
+    def first_unlike(self, tensors: Sequence[Tensor]) -> int:
         """The first tensor that is not like the captured one; -1 if all are."""
         for i, x in enumerate(tensors):
             if not self.inputs[i].like(x):
                 return i
         return -1
 
-    def refuse_stranger(self, tensors: Sequence[Tensor]) -> NoReturn:
+    def refuse_other_object(self, tensors: Sequence[Tensor]) -> NoReturn:
         """All tensors are like the captured ones, but one is not the object it has to be."""
         for x, expected in zip(tensors, self.inputs, strict=True):
             if expected.origin is not None:
@@ -123,7 +126,7 @@ class Call:
                     group.version if expected.same_as < 0 else x._version
                 ):
                     self._refuse_group(expected, group)
-        raise AssertionError("refuse_stranger without a stranger")
+        raise AssertionError("every tensor is the object it has to be")
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's output for `tensors`, which it `takes`."""
@@ -135,14 +138,14 @@ class Call:
         """The layer's output for what `match` found."""
         edges = [tensors[i] for i in self.differentiable] or [self.graphs.anchor]
         outputs = _apply(self, tensors, *edges, *self.parameters)
-        for k, handed in self._chained:
-            handed.given(outputs[k])
+        for k, exposed in self._chained:
+            exposed.remember(outputs[k])
         return self.rebuild(outputs)
 
     def launch_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         graphs, at = self.graphs, self.forward_at
         if checks := graphs.checks[at]:
-            graphs.check_dead(checks)
+            graphs.check_released(checks)
         for i, static, repeats, group in self._copies:
             x = tensors[i]
             static.copy_(distinct(x) if repeats else x)
@@ -150,7 +153,7 @@ class Call:
                 group.ref, group.version = weakref.ref(x), x._version
         self.forward_graph.launch(graphs.stream())
         self.generation += 1
-        graphs.passed(at)
+        graphs.advance(at)
         return tuple([x.alias.clone() if x.copy else x.alias.detach() for x in self.outputs])
 
     # backward
@@ -162,7 +165,7 @@ class Call:
         if graphs.position != at or generation != self.generation:
             graphs.refuse_order(self.backward_step, generation != self.generation)
         if checks := graphs.checks[at]:
-            graphs.check_dead(checks)
+            graphs.check_released(checks)
         for k, buffer in self.grad_outputs:
             grad = grads[k]
             if grad is None:
@@ -175,15 +178,15 @@ class Call:
         self.backward_graph.launch(graphs.stream())
         if self.grads is not None:
             self.grads.after_launch()
-        graphs.passed(at)
+        graphs.advance(at)
         found: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
-        for handed in self.grad_inputs:
-            if handed is None:
+        for exposed in self.grad_inputs:
+            if exposed is None:
                 found.append(None)
                 continue
-            grad = handed.hand()
-            if handed.copy and handed.chained:
-                handed.given(grad)
+            grad = exposed.expose()
+            if exposed.copy and exposed.chained:
+                exposed.remember(grad)
             found.append(grad)
         if self.parameter_grads:
             found += torch._foreach_mul(self.parameter_grads, 1)  # in one launch, unlike clones
@@ -198,13 +201,13 @@ class Call:
         self.generation, self.grads, self.match = -1, None, _no_match
         for held in (self.inputs, self.outputs, self.grad_outputs, self.grad_inputs):
             held.clear()
-        for sealed in (self._given, self._same, self._like, self._copies, self._chained):
+        for sealed in (self._known, self._same, self._like, self._copies, self._chained):
             sealed.clear()
         self.parameters, self.parameter_grads = [], []
 
     # refusals
 
-    def _refuse_origin(self, expected: Input, x: Tensor) -> NoReturn:
+    def _refuse_origin(self, expected: CallInput, x: Tensor) -> NoReturn:
         origin = expected.origin
         assert origin is not None
         found = f"another tensor, at {x.data_ptr():#x}"
@@ -214,7 +217,7 @@ class Call:
             self.name, f"input {expected.path}", f"the tensor handed out as {origin.name}", found
         )
 
-    def _refuse_group(self, expected: Input, group: Group) -> NoReturn:
+    def _refuse_group(self, expected: CallInput, group: SharedInput) -> NoReturn:
         raise ReplayError(
             self.name,
             f"input {expected.path}",
@@ -228,7 +231,7 @@ class _Replay(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, tensors: Sequence[Tensor], *edges: Tensor
+        ctx: Any, call: GraphedCall, tensors: Sequence[Tensor], *edges: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = call.launch_forward(tensors)
         ctx.call, ctx.generation = call, call.generation

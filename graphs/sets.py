@@ -16,30 +16,30 @@ from . import watch as watch_module
 from .backend import Backend, Graph
 from .capture import Capturer
 from .errors import CaptureError
-from .grads import GradTargets
-from .graphset import GraphSet, Progress
+from .grads import GradMemory
+from .graphset import BlockGraphs, IterationProgress
 from .layer import Layer
 from .order import Step
 from .plan import Plan, make_plan
-from .recording import Recording
+from .recording import RecordedBlock
 from .report import GraphReport, Report
 from .states import Pins, Snapshot, advance_all, named_states
 from .watch import LayerWatch
 
 
 @dataclass(eq=False)
-class CapturedSet:
+class CapturedBlock:
     """`cpu_rng`: the CPU generator's state from which its captures drew."""
 
-    recording: Recording
-    graphs: GraphSet
+    block: RecordedBlock
+    graphs: BlockGraphs
     plan: Plan
     report: Report
     cpu_rng: Tensor
 
 
 @dataclass(eq=False)
-class Loop:
+class ManagedLayers:
     """What is captured: a training loop's layers, and what else a capture has to know of the loop."""
 
     names: Sequence[str]
@@ -82,44 +82,44 @@ class Loop:
         return grads == "add" or (grads == "auto" and hooked is None and not self.ddp)
 
 
-class Sets:
+class CapturedBlocks:
     """All that is captured of a loop. Each set has a pool of its own; gradients' memory and pins are common."""
 
-    def __init__(self, loop: Loop, progress: Progress) -> None:
-        self.loop, self.progress = loop, progress
-        self.captured: list[CapturedSet] = []
+    def __init__(self, managed: ManagedLayers, progress: IterationProgress) -> None:
+        self.managed, self.progress = managed, progress
+        self.captured: list[CapturedBlock] = []
         self.forwards: list[Callable[..., Any]] = []
         self.layers: list[Layer] = []
-        self.targets: GradTargets | None = None
+        self.targets: GradMemory | None = None
         self._pins: list[Pins] = []
-        self._grads = loop.grads
+        self._grads = managed.grads
 
     def capture(
-        self, recording: Recording, replaced: Mapping[Step, Graph] | None = None
-    ) -> CapturedSet:
+        self, block: RecordedBlock, replaced: Mapping[Step, Graph] | None = None
+    ) -> CapturedBlock:
         """One more set; on an error everything is as before."""
-        started, loop, recorded = time.perf_counter(), self.loop, recording.recorded
+        started, managed, trace = time.perf_counter(), self.managed, block.trace
         if not self.captured:
-            self.forwards = [module.forward for module in loop.modules]
-        layers = self._layers(recorded.recomputed)
-        adds = loop.check(layers, recorded.reentrant, self._grads)
-        plan = make_plan(recording.order, recorded.calls)
-        recorded.keep(plan.calls)
-        states = named_states(loop.fp8_state, loop.rng_states)
-        snapshot = Snapshot(loop.modules, loop.fp8_state, states.values())
-        pins, graphs = Pins(loop.fp8_state), None
-        targets = (self.targets or GradTargets()) if adds else None
+            self.forwards = [module.forward for module in managed.modules]
+        layers = self._layers(trace.recomputed)
+        adds = managed.check(layers, trace.reentrant, self._grads)
+        plan = make_plan(block.order, trace.specs)
+        trace.keep(plan.calls)
+        states = named_states(managed.fp8_state, managed.rng_states)
+        snapshot = Snapshot(managed.modules, managed.fp8_state, states.values())
+        pins, graphs = Pins(managed.fp8_state), None
+        targets = (self.targets or GradMemory()) if adds else None
         try:
             if targets is not None:
                 targets.prepare([named for layer in layers for named in layer.trained])
-            backend = loop.make_backend()
+            backend = managed.make_backend()
             free = backend.free_bytes()
-            attempt = GraphSet(plan.order, self.progress, backend)
+            attempt = BlockGraphs(plan.order, self.progress, backend)
             drawn = list(states.values())
-            capturer = Capturer(layers, recorded, plan, attempt, targets, drawn, replaced)
+            capturer = Capturer(layers, trace, plan, attempt, targets, drawn, replaced)
             graphs = capturer.run(snapshot.restore, advance_all(states.values()))
             snapshot.restore()
-            self._seal(graphs, layers, recording, states)
+            self._seal(graphs, layers, block, states)
             pins.add()
             report = _report(capturer, len(self.captured), free, time.perf_counter() - started)
         except BaseException as error:
@@ -127,19 +127,19 @@ class Sets:
             if graphs is None or not isinstance(error, Exception):
                 raise
             reason = f"{type(error).__name__}: {error}"
-            raise CaptureError(loop.names[0], "install", reason) from error
+            raise CaptureError(managed.names[0], "install", reason) from error
         if targets is not None:
             targets.adopt()
         self.targets, self._grads = targets, "add" if adds else "autograd"
         self.layers = self.layers or layers
         self._pins.append(pins)
         graphs.start()
-        found = CapturedSet(recording, graphs, plan, report, snapshot.cpu_rng)
+        found = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
         self.captured.append(found)
         return found
 
     def _layers(self, recomputed: set[int]) -> list[Layer]:
-        named = zip(self.loop.names, self.loop.modules, self.forwards, strict=True)
+        named = zip(self.managed.names, self.managed.modules, self.forwards, strict=True)
         return [
             Layer(name, module, forward, index in recomputed)
             for index, (name, module, forward) in enumerate(named)
@@ -147,20 +147,20 @@ class Sets:
 
     def _seal(
         self,
-        graphs: GraphSet,
+        graphs: BlockGraphs,
         layers: Sequence[Layer],
-        recording: Recording,
+        block: RecordedBlock,
         states: Mapping[str, Any],
     ) -> None:
         for index, layer in enumerate(layers):
             now = watch_module.plain_attributes(layer.module)
-            attributes = watch_module.steady(recording.attributes[index], now)
+            attributes = watch_module.steady(block.attributes[index], now)
             watch = LayerWatch(layer.name, layer.module, attributes, states)
             for call in graphs.calls:
                 if call.layer == index:
-                    call.seal(watch, graphs.backend.device.type)
+                    call.prepare(watch, graphs.backend.device.type)
 
-    def _roll_back(self, graphs: GraphSet | None, pins: Pins, snapshot: Snapshot) -> None:
+    def _roll_back(self, graphs: BlockGraphs | None, pins: Pins, snapshot: Snapshot) -> None:
         if graphs is not None:
             graphs.destroy()
         pins.remove()
@@ -168,7 +168,7 @@ class Sets:
 
     def choose(
         self, layer: int, spec: list[Any], tensors: Sequence[Tensor], autocast: Any
-    ) -> GraphSet | None:
+    ) -> BlockGraphs | None:
         """The set whose block begins with this call and fits into the iteration."""
         left = self.progress.num_microbatches - self.progress.done % self.progress.num_microbatches
         for one in self.captured:
@@ -187,12 +187,12 @@ class Sets:
         for one in self.captured:
             one.graphs.rewind()
 
-    def drop(self, keep_graphs: bool = False) -> dict[Recording, dict[Step, Graph]]:
+    def drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, dict[Step, Graph]]:
         """Free everything but, if asked, the executable graphs, which it returns."""
         found = {}
         for one in self.captured:
             if keep_graphs:
-                found[one.recording] = one.graphs.take_graphs()
+                found[one.block] = one.graphs.take_graphs()
             else:
                 one.graphs.destroy()
         for pins in reversed(self._pins):
@@ -200,7 +200,7 @@ class Sets:
         if self.targets is not None:
             self.targets.release()
         self.captured, self.layers, self._pins = [], [], []
-        self.targets, self._grads = None, self.loop.grads
+        self.targets, self._grads = None, self.managed.grads
         return found
 
 

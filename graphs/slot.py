@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .errors import ReplayError
-from .graphset import GraphSet
+from .graphset import BlockGraphs
 from .layer import Layer
 from .signature import TensorSpec, difference, flatten
 from .tracer import autocast_state
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from .manager import GraphManager
 
 
-class Slot:
+class LayerForward:
     """A layer's forward while graphs exist."""
 
     def __init__(self, manager: GraphManager, index: int, layer: Layer) -> None:
         self.manager, self.index, self.layer, self.module = manager, index, layer, layer.module
-        self.turns = manager.turns
+        self.runner = manager.runner
         self.eager = self.__wrapped__ = layer.forward
         self._device = manager.device.type
         self._had = vars(self.module).get("forward")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or unpickled layer is an eager one: it has other parameters than the graphs."""
-        return Eager, (self.module, self._had)
+        return EagerForward, (self.module, self._had)
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self
@@ -47,7 +47,7 @@ class Slot:
             return self.eager(*args, **kwargs)
         if not (self.module.training and torch.is_grad_enabled()):
             return self.eager(*args, **kwargs)
-        graphs = self.turns.graphs
+        graphs = self.runner.graphs
         call = graphs.forwards[graphs.position]
         in_turn = call is not None and call.layer == self.index
         if in_turn and (tensors := call.match(args, kwargs)) is not None:
@@ -59,11 +59,11 @@ class Slot:
 
     def _unlike(self, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
         """Find another set of graphs for the call, refuse it, or run it eagerly where it is a new one."""
-        manager, turns = self.manager, self.turns
-        if turns.recording_goes_on(self.index):
-            return turns.record(self.index, self.eager, args, kwargs)
-        graphs, between = turns.graphs, turns.graphs.position == 0
-        if between and (other := turns.switch(self.index, spec, tensors)) is not None:
+        manager, runner = self.manager, self.runner
+        if runner.recording_goes_on(self.index):
+            return runner.record(self.index, self.eager, args, kwargs)
+        graphs, between = runner.graphs, runner.graphs.position == 0
+        if between and (other := runner.switch(self.index, spec, tensors)) is not None:
             return other.run(tensors)
         call = graphs.forwards[graphs.position]
         in_turn = call is not None and call.layer == self.index
@@ -77,19 +77,19 @@ class Slot:
             what = error or f"replay of layer {self.layer.name!r}: other arguments are one object"
             text = f"{what}: its block runs eagerly, and end_iteration() captures graphs for it"
             manager.warn_once("new shape", text)
-            turns.begin_block(self.index, spec, tensors)
-            return turns.record(self.index, self.eager, args, kwargs)
+            runner.begin_block(self.index, spec, tensors)
+            return runner.record(self.index, self.eager, args, kwargs)
         if not in_turn:
             graphs.refuse_forward(self.index)
         if error is not None:
             raise error
-        call.refuse_stranger(tensors)
+        call.refuse_other_object(tensors)
 
     def _mismatch(self, call: Any, tensors: Any, spec: Any) -> ReplayError | None:
         name, autocast = self.layer.name, autocast_state(self._device)
         if found := difference(call.spec, spec):
             return ReplayError(name, "arguments", *found)
-        if (index := call.differing(tensors)) >= 0:
+        if (index := call.first_unlike(tensors)) >= 0:
             path, expected = call.inputs[index].path, call.inputs[index].spec
             return ReplayError(name, f"input {path}", expected, TensorSpec.of(tensors[index]))
         if autocast != call.autocast:
@@ -97,11 +97,11 @@ class Slot:
         return None
 
 
-def _first_call(graphs: GraphSet, layer: int) -> Any:
+def _first_call(graphs: BlockGraphs, layer: int) -> Any:
     return next(call for call in graphs.calls if call.layer == layer)
 
 
-class Eager:
+class EagerForward:
     """What a copy of a captured layer runs."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:

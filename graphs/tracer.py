@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from .errors import CaptureError
-from .plan import CallTrace, FromOutput, FromOutside, Key
+from .plan import CallSpec, FromOutput, FromOutside, Key
 from .signature import Signature, TensorSpec, typed
 
 
 @dataclass(eq=False)
-class Seen:
+class RecordedCall:
     """One recorded forward. `samples`: the inputs from outside, detached; a capture warms up on their values."""
 
     inputs: Signature
@@ -30,24 +30,24 @@ class Seen:
 
 
 @dataclass
-class Recorded:
+class Trace:
     """An iteration's calls: what the plan needs, and what the capture needs besides."""
 
-    calls: dict[Key, CallTrace]
-    seen: dict[Key, Seen]
+    specs: dict[Key, CallSpec]
+    calls: dict[Key, RecordedCall]
     recomputed: set[int]  # layers that something outside of them checkpoints
     reentrant: set[int]  # those among them where it is a reentrant checkpoint
 
     def keep(self, keys: Collection[Key]) -> None:
         """Drop the samples of all calls but these: their block is another one's replay."""
-        for key, seen in self.seen.items():
+        for key, call in self.calls.items():
             if key not in keys:
-                seen.samples = []
+                call.samples = []
 
 
 @dataclass
 class _Iteration:
-    seen: dict[object, Seen] = field(default_factory=dict)
+    calls: dict[object, RecordedCall] = field(default_factory=dict)
     origins: dict[int, tuple[weakref.ref[Tensor], int, object, int]] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
     entered: dict[int, tuple[Signature, list[int]]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Tracer:
         outputs = Signature(output)
         sources = [self._source(x) for x in inputs.tensors]
         outside = zip(inputs.tensors, sources, strict=True)
-        seen = Seen(
+        recorded = RecordedCall(
             inputs,
             outputs,
             sources,
@@ -102,7 +102,7 @@ class Tracer:
             tuple(map(TensorSpec.of, inputs.tensors)),
             tuple(map(TensorSpec.of, outputs.tensors)),
         )
-        now.seen[call] = seen
+        now.calls[call] = recorded
         for k, x in enumerate(outputs.tensors):
             now.origins[id(x)] = weakref.ref(x), x._version, call, k
         inputs.tensors, outputs.tensors = [], []
@@ -117,33 +117,39 @@ class Tracer:
     def discard(self) -> None:
         self._now = _Iteration()
 
-    def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Recorded:
+    def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Trace:
         """What the iteration that ends had, its calls numbered as the recorder says."""
         now, self._now = self._now, _Iteration()
         key_of = {call: (layers[call], m) for call, m in microbatches.items()}
-        calls, kept = {}, {}
-        for call, seen in now.seen.items():
+        specs, calls = {}, {}
+        for call, recorded in now.calls.items():
             if call not in key_of:
                 continue
-            self._check(key_of[call], seen)
+            self._check(key_of[call], recorded)
             sources = tuple(
                 FromOutside(s) if isinstance(s, int) else FromOutput(key_of[s[0]], s[1])
-                for s in seen.sources
+                for s in recorded.sources
             )
-            constants = (typed(seen.inputs.spec), typed(seen.outputs.spec), seen.autocast)
-            calls[key_of[call]] = CallTrace(seen.input_specs, sources, seen.output_specs, constants)
-            kept[key_of[call]] = seen
-        return Recorded(calls, kept, set(self._recomputed), set(self._reentrant))
+            constants = (
+                typed(recorded.inputs.spec),
+                typed(recorded.outputs.spec),
+                recorded.autocast,
+            )
+            specs[key_of[call]] = CallSpec(
+                recorded.input_specs, sources, recorded.output_specs, constants
+            )
+            calls[key_of[call]] = recorded
+        return Trace(specs, calls, set(self._recomputed), set(self._reentrant))
 
-    def _check(self, key: Key, seen: Seen) -> None:
+    def _check(self, key: Key, recorded: RecordedCall) -> None:
         name = self.names[key[0]]
-        if (found := seen.inputs.unsupported()) is not None:
+        if (found := recorded.inputs.unsupported()) is not None:
             reason = f"argument {_argument(found)}, whose changes a replay could not see"
             hint = (
                 "Pass tensors and plain constants; for a KV cache of transformers: use_cache=False"
             )
             raise CaptureError(name, "check", reason, hint)
-        if (found := seen.outputs.unsupported()) is not None:
+        if (found := recorded.outputs.unsupported()) is not None:
             raise CaptureError(name, "check", f"its output {found}, which a replay cannot renew")
 
 

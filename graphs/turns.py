@@ -9,42 +9,48 @@ from typing import Any
 from torch import Tensor
 
 from .errors import CaptureError
-from .graphset import GraphSet, Idle
-from .recording import BlockRecorder, Recording
-from .replay import Call
-from .sets import Sets
+from .graphset import BlockGraphs, NoGraphs
+from .recording import BlockRecorder, RecordedBlock
+from .replay import GraphedCall
+from .sets import CapturedBlocks
 from .signature import PLAIN, TensorSpec
 from .tracer import autocast_state
 
 
-class Turns:
+class BlockRunner:
     """Args: the sets, how many there may be, the layers' device type, and how to warn once (key, text)."""
 
     def __init__(
-        self, sets: Sets, max_shapes: int, device: str, warn_once: Callable[[str, str], None]
+        self,
+        blocks: CapturedBlocks,
+        max_shapes: int,
+        device: str,
+        warn_once: Callable[[str, str], None],
     ) -> None:
-        self.sets, self.max_shapes = sets, max_shapes
+        self.blocks, self.max_shapes = blocks, max_shapes
         self._device, self._warn_once = device, warn_once
-        self.graphs: Any = None  # the set whose turn it is; `Idle` while a block is recorded
-        self._before: GraphSet | None = None  # whose turn it was then
-        self._blocks = BlockRecorder(sets.loop.names, sets.loop.modules, device)
-        self.recordings: list[Recording] = []  # of the captured sets, or of those to capture first
-        self._waiting: list[Recording] = []  # recorded among replays, to be captured
-        self.failed: list[Recording] = []  # of those, the ones that could not be
+        self.graphs: Any = None  # the set whose turn it is; `NoGraphs` while a block is recorded
+        self._before: BlockGraphs | None = None  # whose turn it was then
+        self._recorder = BlockRecorder(blocks.managed.names, blocks.managed.modules, device)
+        self.recordings: list[
+            RecordedBlock
+        ] = []  # of the captured sets, or of those to capture first
+        self._waiting: list[RecordedBlock] = []  # recorded among replays, to be captured
+        self.failed: list[RecordedBlock] = []  # of those, the ones that could not be
         self._first: Any = None  # the call that the block began with
         self._refused: list[Any] = []  # such calls, of blocks that cannot be recorded
         self._error: CaptureError | None = None  # why, to be said once
 
     @property
-    def current(self) -> GraphSet | None:
+    def current(self) -> BlockGraphs | None:
         """The set whose turn it is, or was before the block that is recorded."""
         return self._before or self.graphs
 
     # the layers' slots call these
 
-    def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> Call | None:
+    def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> GraphedCall | None:
         """Between blocks: the first call of a set that takes this one; it is that set's turn then."""
-        found = self.sets.choose(layer, spec, tensors, autocast_state(self._device))
+        found = self.blocks.choose(layer, spec, tensors, autocast_state(self._device))
         if found is None:
             return None
         self.graphs = found
@@ -52,22 +58,22 @@ class Turns:
 
     def begin_block(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> None:
         """Record the block that begins with this call, unless it is known that it cannot be captured."""
-        self._before, self.graphs = self.graphs, Idle
+        self._before, self.graphs = self.graphs, NoGraphs
         specs, autocast = tuple(map(TensorSpec.of, tensors)), autocast_state(self._device)
         self._first = layer, _kinds(spec), specs, autocast
-        self._blocks.begin(traced=self._first not in self._refused)
+        self._recorder.begin(traced=self._first not in self._refused)
 
     def recording_goes_on(self, layer: int) -> bool:
         """Whether a call of `layer` that comes now belongs to a block that is being recorded; one that is over ends."""
-        if self._blocks.active and self._blocks.complete(layer):
+        if self._recorder.active and self._recorder.complete(layer):
             self._end_block()
-        return self._blocks.active
+        return self._recorder.active
 
     def record(self, layer: int, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The eager output of a call in a block that is being recorded."""
-        self.sets.loop.look_for_ddp()
+        self.blocks.managed.look_for_ddp()
         try:
-            return self._blocks.run(layer, eager, args, kwargs)
+            return self._recorder.run(layer, eager, args, kwargs)
         except CaptureError:
             self._refused.append(self._first)
             raise
@@ -76,20 +82,20 @@ class Turns:
 
     @property
     def between_iterations(self) -> bool:
-        return not self._blocks.active
+        return not self._recorder.active
 
     @property
     def between_blocks(self) -> bool:
-        if self._blocks.active:
-            return self._blocks.complete(0)
+        if self._recorder.active:
+            return self._recorder.complete(0)
         return bool(self.graphs.position == 0)
 
     def goes_on(self, layer: int) -> bool:
         """Whether a forward of `layer` belongs to the block that is running, or begins one."""
         if self.between_blocks:
             return True
-        if self._blocks.active:
-            return self._blocks.forwards_seen(layer) < self.sets.progress.num_microbatches
+        if self._recorder.active:
+            return self._recorder.forwards_seen(layer) < self.blocks.progress.num_microbatches
         call = self.graphs.forwards[self.graphs.position]
         return call is not None and call.layer == layer
 
@@ -97,11 +103,11 @@ class Turns:
         self.graphs, self._before = self._before, None
         recording = None
         try:
-            recording = self._blocks.end()
+            recording = self._recorder.end()
         except CaptureError as error:
             self._refused.append(self._first)
             self._error = self._error or error
-        self.sets.progress.done += self._blocks.microbatches
+        self.blocks.progress.done += self._recorder.microbatches
         for block in recording.blocks() if recording else ():
             if any(block.like(o) for o in (*self.recordings, *self._waiting, *self.failed)):
                 continue
@@ -113,7 +119,7 @@ class Turns:
 
     def end_iteration(self) -> None:
         """Check that the iteration is complete, and capture what it recorded."""
-        if self._blocks.active:
+        if self._recorder.active:
             self._end_block()
         self.graphs.end_iteration()
         error, self._error = self._error, None
@@ -125,7 +131,7 @@ class Turns:
         while self._waiting:
             recording = self._waiting.pop(0)
             try:
-                self.sets.capture(recording)
+                self.blocks.capture(recording)
             except Exception:
                 self.failed.append(recording)
                 raise
@@ -138,19 +144,19 @@ class Turns:
 
     def discard_iteration(self) -> None:
         self._error = None
-        self._blocks.discard()
+        self._recorder.discard()
         if self._before is not None:
             self.graphs, self._before = self._before, None
-        self.sets.rewind()
+        self.blocks.rewind()
 
     def begin(self) -> None:
         """The sets are captured: it is the first one's turn."""
-        self.graphs = self.sets.captured[0].graphs
-        self.sets.progress.restart()
+        self.graphs = self.blocks.captured[0].graphs
+        self.blocks.progress.restart()
 
     def stop(self) -> None:
         """The sets are dropped."""
-        self._blocks.discard()
+        self._recorder.discard()
         self._waiting, self.failed, self._refused = [], [], []
         self.graphs = self._before = None
 

@@ -108,8 +108,8 @@ def test_an_iteration_without_gradients_zeroes_their_memory_once(
     manager = managed(ours, device, num_microbatches=2)
     warm(manager, ours, device)
     zeroed = []
-    zero = grads.Slab.zero
-    monkeypatch.setattr(grads.Slab, "zero", lambda self: zeroed.append(self) or zero(self))
+    zero = grads.GradSlab.zero
+    monkeypatch.setattr(grads.GradSlab, "zero", lambda self: zeroed.append(self) or zero(self))
     monkeypatch.delattr(grads.LayerGrads, "_install_one_by_one")
     monkeypatch.setattr(torch, "_foreach_zero_", None)
     for step in range(3):

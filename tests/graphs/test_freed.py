@@ -73,7 +73,7 @@ def test_a_manager_that_is_dropped_goes_with_its_layers(options: dict[str, Any])
         run(layers, torch.randn(5, 8)).sum().backward()
         manager.end_iteration()
         assert len(backends) == 2
-    calls = [call for one in manager._sets.captured for call in one.graphs.calls]
+    calls = [call for one in manager._blocks.captured for call in one.graphs.calls]
     gone = refs_to(manager, manager.graphs, *layers, *layers.parameters(), *calls)
     gone += [ref for backend in backends for ref in backend.graphs]
     gone += refs_to(*[p.grad for p in layers.parameters()])

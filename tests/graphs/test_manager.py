@@ -82,7 +82,7 @@ def test_called_as_transformers_calls_its_layers(device: torch.device) -> None:
             a.sum().backward(), b.sum().backward()
         same(ours, theirs, step)
         manager.end_iteration()
-    kinds = [b.kind for b in manager._sets.captured[0].plan.buffers]
+    kinds = [b.kind for b in manager._blocks.captured[0].plan.buffers]
     assert kinds.count("input") == 3, "x, cos, mask; sin is the same object as cos"
 
 

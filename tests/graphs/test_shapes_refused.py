@@ -94,7 +94,7 @@ def test_a_new_shape_that_cannot_be_captured_leaves_the_others() -> None:
         for rows in (3, 5, 3):
             both(rows)
             manager.end_iteration()
-        assert [s.graphs.blocks for s in manager._sets.captured] == [4, 1]
+        assert [s.graphs.blocks for s in manager._blocks.captured] == [4, 1]
         with pytest.raises(RuntimeError, match="the layers are captured already"):
             manager.capture()
         manager.close()
@@ -136,7 +136,7 @@ def test_a_new_shape_that_the_tracer_refuses_runs_eagerly_from_then_on(
     for rows, odd in ((3, False), (3, True), (4, False), (3, True), (4, False), (4, False)):
         iteration(rows, odd)
     assert sets(manager) == 2
-    assert [s.graphs.blocks for s in manager._sets.captured] == [microbatches, 2 * microbatches]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [microbatches, 2 * microbatches]
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
