@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .backend import Captured, Graph
+from .block_graphs import BlockGraphs
 from .errors import CaptureError, hint_for
 from .grads import GradMemory, LayerGrads
-from .graphset import BlockGraphs
 from .handed import CallInput, ExposedBuffer, SharedInput
 from .layer import InputGrads, Layer, enter
 from .order import Direction, Step

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from .backend import Backend
 from .errors import CaptureError, ReplayError, explain
-from .options import GraphOptions
+from .options import GraphOptions, WarnOnce
 from .order import check_count
 from .report import GraphReport, Report
 from .signature import Signature, flatten
@@ -76,7 +75,7 @@ class StepGraph:
         self._aside: Backend | None = None  # for eager calls on the capture's stream
         self._replaced: dict[Any, Any] = {}  # executable graphs that recapture() has kept
         self._suspended = False
-        self._warned: set[str] = set()
+        self._warn_once = WarnOnce()
         self._start()
 
     def _make_backend(self) -> Backend:
@@ -165,11 +164,6 @@ class StepGraph:
             self._failed.add(key)
             raise
         return self._replay(self._steps[0], tensors)
-
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _eagerly(self, args: Any, kwargs: Any) -> Any:
         """The step itself; new gradients move to where the graph that ran last has them."""

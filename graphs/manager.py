@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .backend import Backend
+from .cursor import IterationProgress
 from .errors import explain
-from .graphset import IterationProgress
 from .options import GraphOptions, check_choice
 from .order import OrderError, check_count, layer_names
 from .recorder import Hook, OrderRecorder
@@ -82,12 +81,8 @@ class GraphManager:
             self.names, self.modules, fp8_state, self.rng_states, grads, self._make_backend
         )
         self._blocks = CapturedBlocks(self._managed, IterationProgress(self.num_microbatches))
-        self.runner = BlockRunner(
-            self._blocks, options.max_shapes, self.device.type, self.warn_once
-        )
+        self.runner = BlockRunner(self._blocks, options, self.device.type)
         self._forwards: list[LayerForward] = []
-        self._warned: set[str] = set()
-        self.suspended = False
         self._record()
 
     def _make_backend(self) -> Backend:
@@ -129,7 +124,7 @@ class GraphManager:
             CaptureError: it was the last one to record, and the capture failed. Training goes on eagerly;
                 `capture()` tries again. Or it had a new shape whose capture failed: that shape goes on eagerly.
         """
-        if self.suspended:
+        if self.runner.suspended:
             return
         if self.phase == "replaying":
             self.runner.end_iteration()
@@ -226,7 +221,7 @@ class GraphManager:
             raise
         self.runner.begin()
         for index, layer in enumerate(self._blocks.layers):
-            self._forwards.append(LayerForward(self, index, layer))
+            self._forwards.append(LayerForward(self.runner, index, layer))
             self._forwards[-1].install()
         self.phase = "replaying"
 
@@ -272,12 +267,12 @@ class GraphManager:
         """Inside, the layers run eagerly; enter and leave it between iterations."""
         if self.graphs is not None and self.runner.between_iterations:
             self.graphs.end_iteration()
-        before, self.suspended = self.suspended, True
+        before, self.runner.suspended = self.runner.suspended, True
         self._recorder.paused = True
         try:
             yield
         finally:
-            self.suspended = self._recorder.paused = before
+            self.runner.suspended = self._recorder.paused = before
 
     def report(self) -> Report:
         """What is captured, and what it takes."""
@@ -310,11 +305,6 @@ class GraphManager:
                     getattr(call, f"{direction}_graph").write_dot(path)
                     paths.append(path)
         return paths
-
-    def warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _numbered(layers: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,18 @@ class GraphOptions:
 
     def make_backend(self, device: torch.device) -> Backend:
         return CudaBackend(device, self.mode) if self.backend is None else self.backend()
+
+
+class WarnOnce:
+    """Warns about each `key` once, as the caller of its caller's caller: the user's call of a layer or a step."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

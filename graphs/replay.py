@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from .cursor import ReplayCursor
 from .errors import ReplayError
 from .grads import LayerGrads
 from .handed import CallInput, ExposedBuffer, SharedInput
 from .order import Step
 from .signature import distinct, extension, number_types
 from .watch import LayerWatch
-
-if TYPE_CHECKING:
-    from .graphset import BlockGraphs
 
 
 def _no_match(args: Any, kwargs: Any) -> None:
@@ -40,11 +38,11 @@ class GraphedCall:
     backward_graph: Any
     watch: LayerWatch
 
-    def __init__(self, graphs: BlockGraphs, name: str, forward: Step, backward: Step) -> None:
-        self.graphs, self.name, self.layer = graphs, name, forward.layer
+    def __init__(self, cursor: ReplayCursor, name: str, forward: Step, backward: Step) -> None:
+        self.cursor, self.name, self.layer = cursor, name, forward.layer
         self.forward_step, self.backward_step = forward, backward
-        self.forward_at = graphs.order.index(forward)
-        self.backward_at = graphs.order.index(backward)
+        self.forward_at = cursor.order.index(forward)
+        self.backward_at = cursor.order.index(backward)
         self.spec: list[Any] = []
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.inputs: list[CallInput] = []
@@ -136,24 +134,24 @@ class GraphedCall:
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's output for what `match` found."""
-        edges = [tensors[i] for i in self.differentiable] or [self.graphs.anchor]
+        edges = [tensors[i] for i in self.differentiable] or [self.cursor.anchor]
         outputs = _apply(self, tensors, *edges, *self.parameters)
         for k, exposed in self._chained:
             exposed.remember(outputs[k])
         return self.rebuild(outputs)
 
     def launch_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        graphs, at = self.graphs, self.forward_at
-        if checks := graphs.checks[at]:
-            graphs.check_released(checks)
+        cursor, at = self.cursor, self.forward_at
+        if checks := cursor.checks[at]:
+            cursor.check_released(checks)
         for i, static, repeats, group in self._copies:
             x = tensors[i]
             static.copy_(distinct(x) if repeats else x)
             if group is not None:
                 group.ref, group.version = weakref.ref(x), x._version
-        self.forward_graph.launch(graphs.stream())
+        self.forward_graph.launch(cursor.stream())
         self.generation += 1
-        graphs.advance(at)
+        cursor.advance(at)
         return tuple([x.alias.clone() if x.copy else x.alias.detach() for x in self.outputs])
 
     # backward
@@ -161,11 +159,11 @@ class GraphedCall:
     def launch_backward(
         self, generation: int, grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        graphs, at = self.graphs, self.backward_at
-        if graphs.position != at or generation != self.generation:
-            graphs.refuse_order(self.backward_step, generation != self.generation)
-        if checks := graphs.checks[at]:
-            graphs.check_released(checks)
+        cursor, at = self.cursor, self.backward_at
+        if cursor.position != at or generation != self.generation:
+            cursor.refuse_order(self.backward_step, generation != self.generation)
+        if checks := cursor.checks[at]:
+            cursor.check_released(checks)
         for k, buffer in self.grad_outputs:
             grad = grads[k]
             if grad is None:
@@ -175,10 +173,10 @@ class GraphedCall:
                 buffer.copy_(grad.clone() if shares else grad)
         if self.grads is not None:
             self.grads.before_launch()
-        self.backward_graph.launch(graphs.stream())
+        self.backward_graph.launch(cursor.stream())
         if self.grads is not None:
             self.grads.after_launch()
-        graphs.advance(at)
+        cursor.advance(at)
         found: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
         for exposed in self.grad_inputs:
             if exposed is None:

@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from . import grads as grads_module
 from . import watch as watch_module
 from .backend import Backend, Graph
+from .block_graphs import BlockGraphs
 from .capture import Capturer
+from .cursor import IterationProgress
 from .errors import CaptureError
 from .grads import GradMemory
-from .graphset import BlockGraphs, IterationProgress
 from .layer import Layer
 from .order import Step
 from .plan import Plan, make_plan

@@ -4,29 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from .block_graphs import BlockGraphs
 from .errors import ReplayError
-from .graphset import BlockGraphs
 from .layer import Layer
 from .signature import TensorSpec, difference, flatten
 from .tracer import autocast_state
-
-if TYPE_CHECKING:
-    from .manager import GraphManager
+from .turns import BlockRunner
 
 
 class LayerForward:
     """A layer's forward while graphs exist."""
 
-    def __init__(self, manager: GraphManager, index: int, layer: Layer) -> None:
-        self.manager, self.index, self.layer, self.module = manager, index, layer, layer.module
-        self.runner = manager.runner
+    def __init__(self, runner: BlockRunner, index: int, layer: Layer) -> None:
+        self.runner, self.index, self.layer, self.module = runner, index, layer, layer.module
         self.eager = self.__wrapped__ = layer.forward
-        self._device = manager.device.type
+        self._device = runner.device
         self._had = vars(self.module).get("forward")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,7 +40,7 @@ class LayerForward:
             self.module.__dict__["forward"] = self._had
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.manager.suspended:
+        if self.runner.suspended:
             return self.eager(*args, **kwargs)
         if not (self.module.training and torch.is_grad_enabled()):
             return self.eager(*args, **kwargs)
@@ -58,8 +55,8 @@ class LayerForward:
         return self._unlike(tensors, spec, args, kwargs)
 
     def _unlike(self, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
-        """Find another set of graphs for the call, refuse it, or run it eagerly where it is a new one."""
-        manager, runner = self.manager, self.runner
+        """Find another block whose graphs take the call, refuse it, or run it eagerly if it is new."""
+        runner = self.runner
         if runner.recording_goes_on(self.index):
             return runner.record(self.index, self.eager, args, kwargs)
         graphs, between = runner.graphs, runner.graphs.position == 0
@@ -69,14 +66,14 @@ class LayerForward:
         in_turn = call is not None and call.layer == self.index
         call = call if in_turn else _first_call(graphs, self.index)
         error = self._mismatch(call, tensors, spec)
-        if manager.options.on_new_shape == "eager" and error is not None:
-            manager.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
+        if runner.options.on_new_shape == "eager" and error is not None:
+            runner.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
             graphs.progress.eager = True
             return self.eager(*args, **kwargs)
-        if manager.options.on_new_shape == "capture" and between and in_turn:
+        if runner.options.on_new_shape == "capture" and between and in_turn:
             what = error or f"replay of layer {self.layer.name!r}: other arguments are one object"
             text = f"{what}: its block runs eagerly, and end_iteration() captures graphs for it"
-            manager.warn_once("new shape", text)
+            runner.warn_once("new shape", text)
             runner.begin_block(self.index, spec, tensors)
             return runner.record(self.index, self.eager, args, kwargs)
         if not in_turn:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .block_graphs import BlockGraphs, NoGraphs
 from .errors import CaptureError
-from .graphset import BlockGraphs, NoGraphs
+from .options import GraphOptions, WarnOnce
 from .recording import BlockRecorder, RecordedBlock
 from .replay import GraphedCall
 from .sets import CapturedBlocks
@@ -18,17 +19,18 @@ from .tracer import autocast_state
 
 
 class BlockRunner:
-    """Args: the sets, how many there may be, the layers' device type, and how to warn once (key, text)."""
+    """Replays the captured block that a call begins, and records a block that no graphs are for.
 
-    def __init__(
-        self,
-        blocks: CapturedBlocks,
-        max_shapes: int,
-        device: str,
-        warn_once: Callable[[str, str], None],
-    ) -> None:
-        self.blocks, self.max_shapes = blocks, max_shapes
-        self._device, self._warn_once = device, warn_once
+    Args:
+        blocks: what is captured.
+        options: what new shapes do, and how many are captured.
+        device: the layers' device type.
+    """
+
+    def __init__(self, blocks: CapturedBlocks, options: GraphOptions, device: str) -> None:
+        self.blocks, self.options, self.device = blocks, options, device
+        self.suspended = False  # the layers run eagerly meanwhile
+        self.warn_once = WarnOnce()
         self.graphs: Any = None  # the set whose turn it is; `NoGraphs` while a block is recorded
         self._before: BlockGraphs | None = None  # whose turn it was then
         self._recorder = BlockRecorder(blocks.managed.names, blocks.managed.modules, device)
@@ -50,7 +52,7 @@ class BlockRunner:
 
     def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> GraphedCall | None:
         """Between blocks: the first call of a set that takes this one; it is that set's turn then."""
-        found = self.blocks.choose(layer, spec, tensors, autocast_state(self._device))
+        found = self.blocks.choose(layer, spec, tensors, autocast_state(self.device))
         if found is None:
             return None
         self.graphs = found
@@ -59,7 +61,7 @@ class BlockRunner:
     def begin_block(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> None:
         """Record the block that begins with this call, unless it is known that it cannot be captured."""
         self._before, self.graphs = self.graphs, NoGraphs
-        specs, autocast = tuple(map(TensorSpec.of, tensors)), autocast_state(self._device)
+        specs, autocast = tuple(map(TensorSpec.of, tensors)), autocast_state(self.device)
         self._first = layer, _kinds(spec), specs, autocast
         self._recorder.begin(traced=self._first not in self._refused)
 
@@ -111,9 +113,9 @@ class BlockRunner:
         for block in recording.blocks() if recording else ():
             if any(block.like(o) for o in (*self.recordings, *self._waiting, *self.failed)):
                 continue
-            if len(self.recordings) + len(self._waiting) >= self.max_shapes:
-                text = f"max_shapes={self.max_shapes} sets of graphs are captured: further shapes run eagerly"
-                self._warn_once("max_shapes", text)
+            if len(self.recordings) + len(self._waiting) >= (limit := self.options.max_shapes):
+                text = f"max_shapes={limit} sets of graphs are captured: further shapes run eagerly"
+                self.warn_once("max_shapes", text)
                 continue
             self._waiting.append(block)
 
