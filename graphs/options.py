@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .backend import Backend, CudaBackend, check_device
+from .device.backend import Backend, CudaBackend, check_device
 from .order import check_count
 
 

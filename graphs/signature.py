@@ -96,6 +96,12 @@ def typed(spec: list[Any]) -> tuple[tuple[type, Any], ...]:
     return tuple((type(value), value) for value in spec)
 
 
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is on for the device, and to which dtype if it is."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return enabled, torch.get_autocast_dtype(device_type) if enabled else None
+
+
 class Signature:
     """A nesting of tuples, lists and dicts, taken apart: `spec` has everything but the tensors.
 

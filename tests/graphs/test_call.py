@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import grads
+from lorakernels.graphs.replay import grads
 from lorakernels.graphs.signature import Signature, difference, extension, flatten, typed
 from torch import Tensor
 

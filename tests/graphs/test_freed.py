@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from lorakernels.graphs import GraphManager
-from lorakernels.graphs.pool import Pool
+from lorakernels.graphs.capture.states import PINNED_BY
+from lorakernels.graphs.device.pool import Pool
 from lorakernels.graphs.signature import extension, flatten
-from lorakernels.graphs.states import PINNED_BY
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State

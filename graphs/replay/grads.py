@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .errors import CaptureError, ReplayError
-from .signature import extension
-from .watch import PARAMETER_HOOKS, GradWatch
+from ..errors import ReplayError
+from ..signature import extension
+from .watch import GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 INSTALLED, FREE = 0, 1  # `GradSlots.state`
@@ -259,14 +259,3 @@ class LayerGrads:
         found = "none" if main is None else f"another tensor at {main.data_ptr():#x}"
         expected = f"the tensor at {self.targets[index].grad.data_ptr():#x}"
         raise ReplayError(self.layer, f"main_grad of {self.names[index]!r}", expected, found, True)
-
-
-def check_hooks(layer: str, parameters: NamedParameters) -> None:
-    """CaptureError for hooks on parameters, which do not fire when gradients are added inside the graph."""
-    for name, parameter in parameters:
-        for attribute in PARAMETER_HOOKS:
-            if getattr(parameter, attribute, None):
-                reason = f"parameter {name!r} has a hook ({attribute}) that would not fire"
-                raise CaptureError(
-                    layer, "check", reason, "Use grads='autograd', or remove the hook"
-                )

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend, Graph
-from .errors import CaptureError, ReplayError, hint_for
-from .signature import Signature, TensorSpec, difference, distinct, typed
-from .states import advance_all, no_device_rng_in_checkpoints, repeats_nothing
-from .tracer import autocast_state
-from .watch import Attributes, LayerWatch, OptimizerWatch, Watch, plain_attributes, steady
+from ..capture.states import advance_all, no_device_rng_in_checkpoints, repeats_nothing
+from ..device.backend import Backend, Graph
+from ..errors import CaptureError, ReplayError, hint_for
+from ..record.attributes import Attributes, plain_attributes, unchanged_attributes
+from ..replay.watch import LayerWatch, OptimizerWatch, Watch
+from ..signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 
 NAME = "step"  # the layer in errors
 
@@ -88,7 +88,7 @@ class CapturedStep:
     ) -> None:
         """Take the present state of what the step uses as the expected one."""
         for index, module in enumerate(modules):
-            attributes = steady(before[index], plain_attributes(module))
+            attributes = unchanged_attributes(before[index], plain_attributes(module))
             name = f"modules[{index}]"
             self._watches.append(LayerWatch(name, module, attributes, states if not index else {}))
             self.grads += [(f"{name}.{n}", p, p.grad) for n, p in module.named_parameters()]

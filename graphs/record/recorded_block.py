@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from .order import Order, Step
-from .plan import FromOutput, FromOutside, same_groups
-from .recorder import OrderRecorder
+from ..order import Order, Step
+from ..plan.call_spec import FromOutput, FromOutside, same_groups
+from .attributes import Attributes, plain_attributes
+from .order_recorder import OrderRecorder
 from .tracer import Trace, Tracer
-from .watch import Attributes, plain_attributes
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..signature import TensorSpec, extension
 from .pool import Pool
-from .signature import TensorSpec, extension
 
 
 class Graph(Protocol):

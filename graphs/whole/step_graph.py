@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend
-from .errors import CaptureError, ReplayError, explain
-from .options import GraphOptions, WarnOnce
-from .order import check_count
-from .report import GraphReport, Report
-from .signature import Signature, flatten
-from .states import Pins, Snapshot, named_states
-from .stepgraph import NAME, CapturedStep, key_of
-from .watch import Attributes, plain_attributes
+from ..capture.states import Pins, Snapshot, named_states
+from ..device.backend import Backend
+from ..errors import CaptureError, ReplayError, explain
+from ..options import GraphOptions, WarnOnce
+from ..order import check_count
+from ..record.attributes import Attributes, plain_attributes
+from ..report import GraphReport, Report
+from ..signature import Signature, flatten
+from .captured_step import NAME, CapturedStep, key_of
 
 
 class StepGraph:

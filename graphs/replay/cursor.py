@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import torch
 
-from .backend import Backend
-from .errors import ReplayError
-from .handed import ExposedBuffer, storage_uses
-from .order import Order, ReplayOrderError, Step
+from ..device.backend import Backend
+from ..errors import ReplayError
+from ..order import Order, ReplayOrderError, Step
+from .buffers import ExposedBuffer, storage_uses
 
 
 class IterationProgress:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from .backend import Backend
+from ..device.backend import Backend
+from ..order import Direction, Order, ReplayOrderError, Step
 from .cursor import IterationProgress, ReplayCursor
-from .order import Direction, Order, ReplayOrderError, Step
-from .replay import GraphedCall
+from .graphed_call import GraphedCall
 
 
 class NoGraphs:

@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .backend import Captured, Graph
-from .block_graphs import BlockGraphs
-from .errors import CaptureError, hint_for
-from .grads import GradMemory, LayerGrads
-from .handed import CallInput, ExposedBuffer, SharedInput
+from ..device.backend import Captured, Graph
+from ..errors import CaptureError, hint_for
+from ..order import Direction, Step
+from ..plan.call_spec import Key
+from ..plan.plan import Buffer, CallPlan, Plan
+from ..record.tracer import RecordedCall, Trace
+from ..replay.block_graphs import BlockGraphs
+from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
+from ..replay.grads import GradMemory, LayerGrads
+from ..replay.graphed_call import GraphedCall
+from ..signature import Signature, distinct
 from .layer import InputGrads, Layer, enter
-from .order import Direction, Step
-from .plan import Buffer, CallPlan, Key, Plan
-from .replay import GraphedCall
-from .signature import Signature, distinct
 from .states import no_device_rng_in_checkpoints, repeats_nothing
-from .tracer import RecordedCall, Trace
 
 # Elements: torch's foreach kernels give 65536 of one tensor to one block, and few blocks are slow
 PIECE = 1 << 14

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .block_graphs import BlockGraphs, NoGraphs
-from .errors import CaptureError
-from .options import GraphOptions, WarnOnce
-from .recording import BlockRecorder, RecordedBlock
-from .replay import GraphedCall
-from .sets import CapturedBlocks
-from .signature import PLAIN, TensorSpec
-from .tracer import autocast_state
+from ..capture.captured_blocks import CapturedBlocks
+from ..errors import CaptureError
+from ..options import GraphOptions, WarnOnce
+from ..record.recorded_block import BlockRecorder, RecordedBlock
+from ..replay.block_graphs import BlockGraphs, NoGraphs
+from ..replay.graphed_call import GraphedCall
+from ..signature import PLAIN, TensorSpec, autocast_state
 
 
 class BlockRunner:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .block_graphs import BlockGraphs
-from .errors import ReplayError
-from .layer import Layer
-from .signature import TensorSpec, difference, flatten
-from .tracer import autocast_state
-from .turns import BlockRunner
+from ..capture.layer import Layer
+from ..errors import ReplayError
+from ..replay.block_graphs import BlockGraphs
+from ..signature import TensorSpec, autocast_state, difference, flatten
+from .block_runner import BlockRunner
 
 
 class LayerForward:

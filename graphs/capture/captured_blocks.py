@@ -8,24 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from . import grads as grads_module
-from . import watch as watch_module
-from .backend import Backend, Graph
-from .block_graphs import BlockGraphs
-from .capture import Capturer
-from .cursor import IterationProgress
-from .errors import CaptureError
-from .grads import GradMemory
+from ..device.backend import Graph
+from ..errors import CaptureError
+from ..order import Step
+from ..plan.plan import Plan, make_plan
+from ..record.attributes import plain_attributes, unchanged_attributes
+from ..record.recorded_block import RecordedBlock
+from ..replay.block_graphs import BlockGraphs
+from ..replay.cursor import IterationProgress
+from ..replay.grads import GradMemory
+from ..replay.watch import LayerWatch
+from ..report import GraphReport, Report
+from .capturer import Capturer
 from .layer import Layer
-from .order import Step
-from .plan import Plan, make_plan
-from .recording import RecordedBlock
-from .report import GraphReport, Report
+from .managed_layers import ManagedLayers
 from .states import Pins, Snapshot, advance_all, named_states
-from .watch import LayerWatch
 
 
 @dataclass(eq=False)
@@ -37,50 +36,6 @@ class CapturedBlock:
     plan: Plan
     report: Report
     cpu_rng: Tensor
-
-
-@dataclass(eq=False)
-class ManagedLayers:
-    """What is captured: a training loop's layers, and what else a capture has to know of the loop."""
-
-    names: Sequence[str]
-    modules: Sequence[nn.Module]
-    fp8_state: Any
-    rng_states: Sequence[Any]
-    grads: str
-    make_backend: Callable[[], Backend]
-    ddp: bool = False  # seen to run inside DistributedDataParallel
-
-    def look_for_ddp(self, *_: Any) -> None:
-        self.ddp = self.ddp or DistributedDataParallel._active_ddp_module is not None
-
-    def check(self, layers: Sequence[Layer], reentrant: set[int], grads: str) -> bool:
-        """Whether gradients are added inside the graphs. CaptureError for what cannot be captured."""
-        for index in reentrant:
-            reason = (
-                "a reentrant checkpoint around it runs its forward twice, without and with grad"
-            )
-            raise CaptureError(self.names[index], "check", reason, "Use use_reentrant=False")
-        hooked = None
-        for layer in layers:
-            watch_module.check_hooks(layer.name, layer.module)
-            try:
-                grads_module.check_hooks(layer.name, layer.trained)
-            except CaptureError as error:
-                hooked = hooked or error
-        if grads == "add" and hooked is not None:
-            raise hooked
-        if grads == "add" and self.ddp:
-            reason = (
-                "the layers run inside DistributedDataParallel, whose hooks on parameters would not "
-                "fire"
-            )
-            raise CaptureError(self.names[0], "check", reason, "Use grads='autograd'")
-        if getattr(self.fp8_state, "in_charge", None) == "auto":
-            reason = "fp8_state updates itself inside the layers (in_charge='auto')"
-            hint = "Call fp8_state.reduce_and_update() once per iteration, from the first one on"
-            raise CaptureError(self.names[0], "check", reason, hint)
-        return grads == "add" or (grads == "auto" and hooked is None and not self.ddp)
 
 
 class CapturedBlocks:
@@ -154,8 +109,8 @@ class CapturedBlocks:
         states: Mapping[str, Any],
     ) -> None:
         for index, layer in enumerate(layers):
-            now = watch_module.plain_attributes(layer.module)
-            attributes = watch_module.steady(block.attributes[index], now)
+            now = plain_attributes(layer.module)
+            attributes = unchanged_attributes(block.attributes[index], now)
             watch = LayerWatch(layer.name, layer.module, attributes, states)
             for call in graphs.calls:
                 if call.layer == index:

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import Backend
-from .cursor import IterationProgress
-from .errors import explain
-from .options import GraphOptions, check_choice
-from .order import OrderError, check_count, layer_names
-from .recorder import Hook, OrderRecorder
-from .recording import RecordedBlock
-from .report import Report
-from .sets import CapturedBlocks, ManagedLayers
-from .slot import LayerForward
-from .tracer import Tracer
-from .turns import BlockRunner
-from .watch import plain_attributes
+from ..capture.captured_blocks import CapturedBlocks
+from ..capture.managed_layers import ManagedLayers
+from ..device.backend import Backend
+from ..errors import explain
+from ..options import GraphOptions, check_choice
+from ..order import OrderError, check_count, layer_names
+from ..record.attributes import plain_attributes
+from ..record.hooks import Hook
+from ..record.order_recorder import OrderRecorder
+from ..record.recorded_block import RecordedBlock
+from ..record.tracer import Tracer
+from ..replay.cursor import IterationProgress
+from ..report import Report
+from .block_runner import BlockRunner
+from .layer_forward import LayerForward
 
 
 class GraphManager:

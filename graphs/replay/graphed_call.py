@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ..errors import ReplayError
+from ..order import Step
+from ..signature import distinct, extension, number_types
+from .buffers import CallInput, ExposedBuffer, SharedInput
 from .cursor import ReplayCursor
-from .errors import ReplayError
 from .grads import LayerGrads
-from .handed import CallInput, ExposedBuffer, SharedInput
-from .order import Step
-from .signature import distinct, extension, number_types
 from .watch import LayerWatch
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CaptureError
-from .plan import CallSpec, FromOutput, FromOutside, Key
-from .signature import Signature, TensorSpec, typed
+from ..errors import CaptureError
+from ..plan.call_spec import CallSpec, FromOutput, FromOutside, Key
+from ..signature import Signature, TensorSpec, autocast_state, typed
 
 
 @dataclass(eq=False)
@@ -51,12 +51,6 @@ class _Iteration:
     origins: dict[int, tuple[weakref.ref[Tensor], int, object, int]] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
     entered: dict[int, tuple[Signature, list[int]]] = field(default_factory=dict)
-
-
-def autocast_state(device_type: str) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is on for the device, and to which dtype if it is."""
-    enabled = torch.is_autocast_enabled(device_type)
-    return enabled, torch.get_autocast_dtype(device_type) if enabled else None
 
 
 class Tracer:

@@ -16,52 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CaptureError, ReplayError
-from .signature import extension
+from ..errors import ReplayError
+from ..record.attributes import PLAIN, Attributes, is_unchanged
+from ..signature import extension
 
-_PLAIN = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-Attributes = dict[nn.Module, dict[str, Any]]
-
-
-def plain_attributes(module: nn.Module) -> Attributes:
-    """The attributes of `module` and of what is in it that a graph relies on: plain ones, tensors, random states."""
-    return {m: {k: v for k, v in vars(m).items() if _counts(v)} for m in module.modules()}
-
-
-def _counts(value: object) -> bool:
-    return type(value) in _PLAIN or isinstance(value, Tensor) or hasattr(type(value), "advance")
-
-
-def _unchanged(before: object, now: object) -> bool:
-    return before is now or (type(before) is type(now) and type(before) in _PLAIN and before == now)
-
-
-def steady(before: Attributes, now: Attributes) -> Attributes:
-    """The entries of `now` that have not changed since `before`: others are the module's own bookkeeping."""
-    return {
-        m: {
-            k: v
-            for k, v in entries.items()
-            if k in before.get(m, {}) and _unchanged(before[m][k], v)
-        }
-        for m, entries in now.items()
-    }
-
-
-def check_hooks(layer: str, module: nn.Module) -> None:
-    """CaptureError for a hook inside of `module`: it would run at capture and never again."""
-    for path, inner in module.named_modules():
-        for kind in _HOOKS:
-            if inner is not module and (hooks := getattr(inner, kind)):
-                hook = next(iter(hooks.values()))
-                found = getattr(hook, "__qualname__", type(hook).__qualname__)
-                reason = (
-                    f"submodule {path!r} has a hook ({kind}: {found}) that would not fire at replay"
-                )
-                hint = "Remove it, or hook the layer itself: those hooks run outside of its graphs"
-                raise CaptureError(layer, "check", reason, hint)
 
 
 class Watch:
@@ -136,7 +96,7 @@ class LayerWatch(Watch):
     ) -> None:
         prefix = f"{path}." if path else ""
         self._add_dict(f"attributes of {path or 'the layer'}", vars(module), list(attributes))
-        kinds = ("_parameters", "_buffers", "_modules", *(() if is_layer else _HOOKS))
+        kinds = ("_parameters", "_buffers", "_modules", *(() if is_layer else MODULE_HOOKS))
         for kind in kinds:
             self._add_dict(f"{kind[1:]} of {path or 'the layer'}", getattr(module, kind), None)
         for name, tensor in [
@@ -202,7 +162,7 @@ def _change(
     for key, value in before.items():
         if key not in now:
             return f"{key}={_short(value)}", f"no {key}"
-        if not _unchanged(value, now[key]):
+        if not is_unchanged(value, now[key]):
             return f"{key}={_short(value)}", f"{key}={_short(now[key])}"
     extra = [] if keys is not None else [key for key in now if key not in before]
     return f"only {list(before)}", f"also {extra}"
@@ -211,4 +171,4 @@ def _change(
 def _short(value: object) -> str:
     if isinstance(value, Tensor):
         return f"the tensor at {value.data_ptr():#x}"
-    return repr(value) if type(value) in _PLAIN else f"a {type(value).__name__} at {id(value):#x}"
+    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__} at {id(value):#x}"

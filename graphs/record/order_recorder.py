@@ -13,20 +13,19 @@ context, which both find on the Python stack. What was never recomputed was no t
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .order import Direction, Order, OrderError, Step, check_count, layer_names
+from ..order import Direction, Order, OrderError, Step, check_count, layer_names
+from .backward_marks import enclosing_contexts, in_backward, mark_outputs
+from .hooks import Hook
 
 
 @dataclass(eq=False)
@@ -78,24 +77,6 @@ class _Iteration:
         """Let go of the contexts: they hold the graph, whose nodes hold this iteration."""
         self.ended = ended
         self.regions.clear()
-
-
-class _NoHook:
-    def __call__(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-class Hook:
-    """A hook that copies and pickles of its module do not have: they are nobody's layers."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHook, ()
 
 
 class OrderRecorder:
@@ -193,7 +174,7 @@ class OrderRecorder:
         """Whether `layer` is the one that ran first in this iteration, all layers have run as often, and as many
         backwards as forwards: a forward of it, coming now, begins as the iteration began."""
         events = self._iteration.events
-        if not events or events[0][0].layer != layer or _in_backward():
+        if not events or events[0][0].layer != layer or in_backward():
             return False
         counts = {self.forwards_seen(index) for index in range(len(self.layers))}
         return len(counts) == 1 and len(events) == 2 * len(self.layers) * counts.pop()
@@ -219,7 +200,7 @@ class OrderRecorder:
 
     def before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and self._observer is not None and not self.paused:
-            if _in_backward():  # here, as a recomputation may stop before the layer returns
+            if in_backward():  # here, as a recomputation may stop before the layer returns
                 self._observer.recomputation(layer)
             self._observer.before(layer, args, kwargs)
 
@@ -231,7 +212,7 @@ class OrderRecorder:
             self._observer.reentrant(layer)
         if call is None or not torch.is_grad_enabled():
             return None
-        marked = _mark_outputs(output, partial(self._on_backward, call))
+        marked = mark_outputs(output, partial(self._on_backward, call))
         if marked is None:
             raise RuntimeError(
                 f"layer {self.layers[layer]!r} returned no tensor that requires grad, so it has no "
@@ -244,10 +225,10 @@ class OrderRecorder:
     def _identify(self, layer: int) -> _Run | None:
         """The call this forward is, or recomputes; None for one that is not recorded."""
         regions, grad = self._iteration.regions, torch.is_grad_enabled()
-        if not _in_backward():
-            contexts = [] if grad else _enclosing_contexts()
+        if not in_backward():
+            contexts = [] if grad else enclosing_contexts()
             return self._begin(layer, contexts) if grad or contexts else None
-        contexts = _enclosing_contexts()
+        contexts = enclosing_contexts()
         depth = next((i for i, context in enumerate(contexts) if context in regions), None)
         if depth is None:
             return None
@@ -274,46 +255,3 @@ class OrderRecorder:
                 "ended: call end_iteration() after the last backward"
             )
         call.iteration.events.append((call, Direction.BACKWARD))
-
-
-def _mark_outputs(output: Any, reached: Callable[[], None]) -> Any:
-    """`output` with every tensor that requires grad behind one node; None if there is none."""
-    leaves, spec = pytree.tree_flatten(output)
-    tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
-    if not tensors:
-        return None
-    marks = dict(zip(tensors, _BackwardMark.apply(reached, *tensors.values()), strict=True))
-    return pytree.tree_unflatten([marks.get(id(x), x) for x in leaves], spec)
-
-
-class _BackwardMark(torch.autograd.Function):
-    """Passes tensors and gradients through, and calls `reached` when autograd arrives."""
-
-    @staticmethod
-    def forward(ctx: Any, reached: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.reached = reached
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.reached()
-        return None, *grads
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _enclosing_contexts() -> list[BackwardCFunction]:
-    """Contexts of the autograd Functions whose forward or backward is running, innermost first."""
-    contexts: dict[BackwardCFunction, None] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, BackwardCFunction):
-                contexts[first] = None
-        frame = frame.f_back
-    return list(contexts)
