@@ -6,8 +6,10 @@ from .errors import CaptureError, GraphError, ReplayError
 from .layers.manager import GraphManager
 from .options import GraphOptions
 from .order import Direction, Order, OrderError, ReplayOrderError, Step
+from .record.hooks import Hook
 from .record.order_recorder import OrderRecorder
 from .report import GraphReport, Report
+from .signature import TensorSpec, flatten
 from .whole.step_graph import StepGraph
 
 __all__ = [
@@ -26,4 +28,8 @@ __all__ = [
     "OrderRecorder",
     "ReplayOrderError",
     "Step",
+    # for who drives a manager from outside of the loop
+    "Hook",
+    "TensorSpec",
+    "flatten",
 ]
