@@ -17,8 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.graphs import CaptureError, GraphManager, GraphOptions, OrderError
-from lorakernels.graphs.signature import TensorSpec, flatten
+from lorakernels.graphs import (
+    CaptureError,
+    GraphManager,
+    GraphOptions,
+    OrderError,
+    TensorSpec,
+    flatten,
+)
 
 _TRIES = 8  # steps that may be recorded in vain; recaptures
 Shape = tuple[Any, ...]

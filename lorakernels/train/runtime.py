@@ -145,10 +145,10 @@ class Runtime:
         check_scope(options, ranks)
         self.model, self.options, self.random, self._say = model, options, random, say
         self.ranks, self.replayed, self.warmup = ranks, False, warmup
-        self.manager: Any = None
+        self.manager: GraphManager | StepGraph | None = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
-        self._shared = {
+        self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
             "rng_states": [] if random is None else [random],
@@ -188,7 +188,7 @@ class Runtime:
             self.manager = StepGraph(
                 compute, modules=[self.model], optimizers=[optimizer], **self._shared
             )
-        if self.scope == "step":
+        if isinstance(self.manager, StepGraph):
             try:
                 result = self.manager(*inputs)
             except CaptureError as error:
@@ -233,7 +233,7 @@ class Runtime:
             return
         if self.random is not None:
             torch.set_rng_state(self._block_rng)  # a capture's nonces are those of every microbatch
-        if self.scope == "layer":
+        if isinstance(self.manager, GraphManager):
             try:
                 self.manager.end_iteration()
             except (CaptureError, OrderError) as error:
@@ -277,7 +277,7 @@ class Runtime:
 
     def close(self) -> None:
         if self.manager is not None:
-            self.manager.reset() if self.scope == "step" else self.manager.close()
+            self.manager.reset() if isinstance(self.manager, StepGraph) else self.manager.close()
             self.manager = None
 
 
