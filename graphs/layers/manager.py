@@ -61,7 +61,7 @@ class GraphManager:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module] | Mapping[str, nn.Module],
+        layers: Iterable[nn.Module] | Mapping[str, nn.Module],
         warmup_steps: int = 3,
         num_microbatches: int = 1,
         fp8_state: Any = None,
