@@ -48,7 +48,7 @@ class GraphOptions:
 
 
 class WarnOnce:
-    """Warns about each `key` once, as the caller of its caller's caller: the user's call of a layer or a step."""
+    """Warns about each `key` once. The warning points three frames up, at the user's call of a layer or a step."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sets of graphs of a manager, one for each kind of block that was recorded, and the attempts to capture them."""
+"""The captured blocks of a training loop, one for each shape that was recorded, and how a block is captured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .states import Pins, Snapshot, advance_all, named_states
 
 @dataclass(eq=False)
 class CapturedBlock:
-    """`cpu_rng`: the CPU generator's state from which its captures drew."""
+    """A recorded block and its graphs. `cpu_rng`: the CPU generator's state when the capture began."""
 
     block: RecordedBlock
     graphs: BlockGraphs
@@ -39,7 +39,10 @@ class CapturedBlock:
 
 
 class CapturedBlocks:
-    """All that is captured of a loop. Each set has a pool of its own; gradients' memory and pins are common."""
+    """All blocks that are captured of a loop.
+
+    Each block has a pool of its own. The memory for the parameters' gradients is common to all of them.
+    """
 
     def __init__(self, managed: ManagedLayers, progress: IterationProgress) -> None:
         self.managed, self.progress = managed, progress
@@ -53,7 +56,15 @@ class CapturedBlocks:
     def capture(
         self, block: RecordedBlock, replaced: Mapping[Step, Graph] | None = None
     ) -> CapturedBlock:
-        """One more set; on an error everything is as before."""
+        """Capture one more block.
+
+        Args:
+            block: what was recorded.
+            replaced: executable graphs of an earlier capture of this block, to be updated where CUDA can do that.
+
+        Raises:
+            CaptureError: the block cannot be captured; everything is as before.
+        """
         started, managed, trace = time.perf_counter(), self.managed, block.trace
         if not self.captured:
             self.forwards = [module.forward for module in managed.modules]
@@ -75,7 +86,7 @@ class CapturedBlocks:
             capturer = Capturer(layers, trace, plan, attempt, targets, drawn, replaced)
             graphs = capturer.run(snapshot.restore, advance_all(states.values()))
             snapshot.restore()
-            self._seal(graphs, layers, block, states)
+            self._prepare_calls(graphs, layers, block, states)
             pins.add()
             report = _report(capturer, len(self.captured), free, time.perf_counter() - started)
         except BaseException as error:
@@ -101,7 +112,7 @@ class CapturedBlocks:
             for index, (name, module, forward) in enumerate(named)
         ]
 
-    def _seal(
+    def _prepare_calls(
         self,
         graphs: BlockGraphs,
         layers: Sequence[Layer],
@@ -125,7 +136,7 @@ class CapturedBlocks:
     def choose(
         self, layer: int, spec: list[Any], tensors: Sequence[Tensor], autocast: Any
     ) -> BlockGraphs | None:
-        """The set whose block begins with this call and fits into the iteration."""
+        """The captured block that begins with this call, and that the rest of the iteration has room for."""
         left = self.progress.num_microbatches - self.progress.done % self.progress.num_microbatches
         for one in self.captured:
             call = one.graphs.forwards[0]
@@ -140,11 +151,12 @@ class CapturedBlocks:
         return None
 
     def rewind(self) -> None:
+        """Give up the iteration that is running."""
         for one in self.captured:
             one.graphs.rewind()
 
     def drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, dict[Step, Graph]]:
-        """Free everything but, if asked, the executable graphs, which it returns."""
+        """Free everything. With `keep_graphs` the executable graphs stay, and are returned by block and step."""
         found = {}
         for one in self.captured:
             if keep_graphs:

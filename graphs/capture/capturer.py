@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures the steps of a plan, in its order, into one pool.
+"""Captures the steps of a plan, in the plan's order, into one pool.
 
-While a step is captured its inputs, saved tensors and outputs are ordinary tensors in the pool. The capture drops each
-of them after the step that the plan says is its last reader, so that later steps may have its memory; what a replay
-needs to reach is kept as an alias, which holds nothing.
+While a step is captured, its inputs, saved tensors and outputs are ordinary tensors in the pool. The capturer drops a
+tensor after the step that is its last reader by the plan, so that later steps may reuse its memory. A replay reaches
+that memory through an alias, a tensor that does not keep the memory allocated.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from ..replay.block_graphs import BlockGraphs
 from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
 from ..replay.grads import GradMemory, LayerGrads
 from ..replay.graphed_call import GraphedCall
-from ..signature import Signature, distinct
+from ..signature import distinct
+from .checks import check_outputs, check_trained
 from .layer import InputGrads, Layer, enter
 from .states import no_device_rng_in_checkpoints, repeats_nothing
 
-# Elements: torch's foreach kernels give 65536 of one tensor to one block, and few blocks are slow
+# Elements. One block of torch's foreach kernels takes 65536 elements of one tensor: pieces keep more blocks busy.
 PIECE = 1 << 14
 
 
 @dataclass(eq=False)
 class _OpenCall:
-    """A call between the captures of its forward and of its backward. It holds none of the call's tensors."""
+    """A call whose forward is captured and whose backward is not. It holds none of the call's tensors."""
 
     outputs: list[GradientEdge | None]
     leaves: dict[int, Tensor]
@@ -48,8 +49,15 @@ class _OpenCall:
 class Capturer:
     """One attempt at capturing a plan. On an error everything is destroyed, the pool's memory included.
 
-    `replaced`: executable graphs of an earlier capture of the same steps, which take over the new addresses where CUDA
-    can do that; the others are destroyed. `made` says for each step which it was.
+    Args:
+        layers: by their index in the plan.
+        trace: the recorded calls; the warm-up runs on their inputs.
+        plan: the steps and their buffers.
+        graphs: filled with the captured calls. Its backend captures.
+        grads: memory for the gradients of parameters; None gives them to autograd.
+        states: random states of the layers.
+        replaced: executable graphs of an earlier capture of the same steps. They take over the new addresses where
+            CUDA can update them; the others are destroyed. `made` says for each step what happened.
     """
 
     def __init__(
@@ -140,7 +148,10 @@ class Capturer:
     # warm-up
 
     def _warm_up(self) -> None:
-        """Each layer once, forward and backward, on the capture's stream: libraries take their workspaces there."""
+        """Run each layer once, forward and backward, on the capture's stream.
+
+        Libraries such as cuBLAS allocate their workspaces on the first call on a stream, outside the pool.
+        """
         values: dict[int, Tensor] = {}
         for position, step in enumerate(self.plan.order):
             if step.direction is Direction.FORWARD and step.microbatch == 0:
@@ -157,45 +168,12 @@ class Capturer:
             inputs.append(value.detach().requires_grad_(buffer.spec.requires_grad))
         leaves = layer.leaves()
         outputs = layer.run(recorded, inputs, leaves)
-        self._check_outputs(layer.name, outputs, recorded)
+        check_outputs(layer.name, outputs, recorded)
         tensors = [x for x in outputs.tensors if x.requires_grad]
-        self._check_leaves(layer.name, tensors, [*inputs, *leaves.values()])
+        check_trained(layer.name, tensors, [*inputs, *leaves.values()])
         layer.backward(tensors, [torch.zeros_like(x) for x in tensors], leaves)
         for buffer, x in zip(plan.outputs, outputs.tensors, strict=True):
             values[buffer.index] = x.detach()
-
-    def _check_outputs(self, name: str, outputs: Signature, recorded: RecordedCall) -> None:
-        if outputs.spec != recorded.outputs.spec:
-            raise CaptureError(
-                name,
-                "check",
-                "its forward returns another structure than was recorded: a hook changes the output",
-            )
-        for path, x, spec in zip(
-            outputs.paths, outputs.tensors, recorded.output_specs, strict=True
-        ):
-            if x.requires_grad != spec.requires_grad:
-                reason = f"output {path} requires grad: recorded {spec.requires_grad}, now {x.requires_grad}"
-                raise CaptureError(name, "check", reason)
-
-    def _check_leaves(self, name: str, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """CaptureError if a gradient would go to a tensor that is neither the layer's parameter nor its argument."""
-        allowed = {id(x) for x in known}
-        todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
-        visited = set(todo)
-        while todo:
-            node = todo.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in allowed:
-                raise CaptureError(
-                    name,
-                    "check",
-                    f"it trains a tensor {list(leaf.shape)} that is neither its parameter nor its argument",
-                    "Register it as a parameter of the layer, or pass it to forward",
-                )
-            following = [n for n, _ in node.next_functions if n is not None and n not in visited]
-            visited.update(following)
-            todo += following
 
     # forward
 
@@ -208,11 +186,11 @@ class Capturer:
         self.graphs.forwards[call.forward_at] = call
         call.spec, call.autocast = recorded.inputs.spec, recorded.autocast
         grads, leaves = InputGrads(recorded.input_specs), layer.leaves()
-        inputs = [self._input(call, key, plan, recorded, grads, i) for i in range(len(plan.inputs))]
+        inputs = [self._input(call, recorded, grads, i) for i in range(len(plan.inputs))]
         with repeats_nothing(layer.name, self._states), self._capture(step) as captured:
             outputs = layer.run(recorded, inputs, leaves)
         call.forward_graph = captured.graph
-        self._check_outputs(layer.name, outputs, recorded)
+        check_outputs(layer.name, outputs, recorded)
         call.rebuild = recorded.outputs.rebuild
         for k, (buffer, x) in enumerate(zip(plan.outputs, outputs.tensors, strict=True)):
             self._memory[buffer.index] = x.detach()
@@ -230,46 +208,40 @@ class Capturer:
         return exposed
 
     def _input(
-        self,
-        call: GraphedCall,
-        key: Key,
-        plan: CallPlan,
-        recorded: RecordedCall,
-        grads: InputGrads,
-        i: int,
+        self, call: GraphedCall, recorded: RecordedCall, grads: InputGrads, i: int
     ) -> Tensor:
-        """What the layer is captured on, and how a replay fills it."""
-        buffer = plan.inputs[i]
+        """The tensor that the layer is captured on as its input `i`; `call` learns how a replay fills it."""
+        plan = self.plan.calls[call.layer, call.forward_step.microbatch]
+        buffer, sample = plan.inputs[i], recorded.samples[i]
         way = CallInput(recorded.inputs.paths[i], recorded.input_specs[i])
         call.inputs.append(way)
         if way.spec.requires_grad:
             call.differentiable.append(i)
-        sample = recorded.samples[i]
         if plan.copies[i]:
             assert sample is not None
-            real = self.backend.allocate(way.spec)
-            distinct(real).copy_(distinct(sample))
-            self._memory[buffer.index] = real
-            way.static = distinct(self.backend.alias(real))
-            way.repeats = way.static.shape != real.shape
-            first = f"input {way.path} of layer {call.name!r}"
-            group = self._groups[buffer.index] = SharedInput(first)
-            if (
-                sum(buffer in p.inputs for p in self.plan.calls.values()) > 1
-                or plan.inputs.count(buffer) > 1
-            ):
-                way.group = group
-        elif sample is not None:
+            self._copy_in(way, buffer, sample, call.name)
+        elif sample is not None:  # another input, of this call or an earlier one, copies it
             way.group = self._groups[buffer.index]
             k = plan.inputs.index(buffer)
             way.same_as = k if k < i and plan.copies[k] else -1
             way.expected = way.group if way.same_as < 0 else None
         else:
             way.origin = way.expected = self._exposed[buffer.index]
-        real = self._memory[buffer.index]
+        memory = self._memory[buffer.index]
         if not way.spec.requires_grad:
-            return real.detach()
-        return enter(real, grads, i)
+            return memory.detach()
+        return enter(memory, grads, i)
+
+    def _copy_in(self, way: CallInput, buffer: Buffer, sample: Tensor, layer: str) -> None:
+        """Memory for an input from outside, with the recorded tensor's content."""
+        memory = self.backend.allocate(way.spec)
+        distinct(memory).copy_(distinct(sample))
+        self._memory[buffer.index] = memory
+        way.static = distinct(self.backend.alias(memory))
+        way.repeats = way.static.shape != memory.shape
+        group = self._groups[buffer.index] = SharedInput(f"input {way.path} of layer {layer!r}")
+        if sum(p.inputs.count(buffer) for p in self.plan.calls.values()) > 1:
+            way.group = group
 
     # backward
 
@@ -299,14 +271,14 @@ class Capturer:
         self._collect_parameters(call, layer, found)
 
     def _grad_output(self, call: GraphedCall, k: int, buffer: Buffer) -> Tensor:
-        real = self._memory.get(buffer.index)
-        if real is None:  # not what a later layer's backward wrote: eager code's is copied in
-            real = self.backend.allocate(buffer.spec)
-            real.zero_()
+        memory = self._memory.get(buffer.index)
+        if memory is None:  # the gradient comes from eager code, and each replay copies it in
+            memory = self.backend.allocate(buffer.spec)
+            memory.zero_()
         exposed = self._exposed.get(buffer.index)
-        alias = self.backend.alias(real) if exposed is None else exposed.alias
+        alias = self.backend.alias(memory) if exposed is None else exposed.alias
         call.grad_outputs.append((k, alias))
-        return real
+        return memory
 
     def _add(self, layer: Layer, found: Sequence[Tensor | None]) -> None:
         assert self.grads is not None
@@ -343,7 +315,7 @@ class Capturer:
 
 
 def _add_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """To the first of each pair the second; large ones in pieces, where the two lie alike."""
+    """Add to the first tensor of each pair the second, in pieces where both are contiguous and of one dtype."""
     sums: list[Tensor] = []
     terms: list[Tensor] = []
     for total, grad in pairs:

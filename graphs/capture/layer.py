@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer as it is run while it is captured: on stand-ins for its parameters, with inputs that it alone keeps.
+"""How a layer runs while it is captured: with stand-ins for its parameters, and inputs that nothing else keeps.
 
-The stand-ins are new leaves at the parameters' addresses. Autograd's own nodes for the parameters remember the stream
-they were made on, and would pull work there that a capture forbids.
+A stand-in is a new leaf tensor at the parameter's address. Autograd's node of the parameter itself belongs to the
+stream on which it was made. A backward through that node would put work on that stream, which breaks a capture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..signature import Signature, TensorSpec
 
 @dataclass(eq=False)
 class Layer:
-    """A module and how to run it eagerly."""
+    """A module and its eager forward. `trained`: names and parameters that require grad."""
 
     name: str
     module: nn.Module
@@ -52,6 +52,7 @@ class Layer:
                 parameters[name] = parameter
 
     def leaves(self) -> dict[int, Tensor]:
+        """A stand-in for each trained parameter, by the parameter's id."""
         found = {}
         for _, parameter in self.trained:
             leaf = parameter.detach().requires_grad_()
@@ -86,13 +87,16 @@ class Layer:
         grads: Sequence[Tensor],
         leaves: dict[int, Tensor],
     ) -> None:
-        """In this thread: each has cuBLAS handles of its own, with a workspace for each stream."""
+        """Run the backward in this thread, because each thread has cuBLAS handles and workspaces of its own."""
         with self.standing_in(leaves), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(list(outputs), list(grads))
 
 
 class InputGrads:
-    """What a backward has found for the inputs, in memory of its own, laid out as for a leaf."""
+    """The gradients that a backward finds for a layer's inputs.
+
+    Each has memory of its own, in the layout that autograd gives to the gradient of a leaf.
+    """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
@@ -100,6 +104,7 @@ class InputGrads:
         self.found: dict[int, Tensor] = {}
 
     def take(self, i: int, grad: Tensor) -> None:
+        """Keep `grad` as the gradient of input `i`; a copy of it if its memory or layout cannot stay."""
         layout = self._specs[i].dense_stride()
         strides = zip(grad.shape, grad.stride(), layout, strict=True)
         laid_out = all(size < 2 or stride == expected for size, stride, expected in strides)
@@ -110,7 +115,8 @@ class InputGrads:
 
 
 class _Enter(Function):
-    """Where an input comes in: a node, for a leaf would keep its memory until the backward. Only who saves it does."""
+    """Makes an input the output of a node. As a leaf, it would keep its memory until the backward even if nothing
+    saves it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, grads: InputGrads, i: int, real: list[Tensor]) -> Tensor:

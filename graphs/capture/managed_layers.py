@@ -12,14 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..device.backend import Backend
 from ..errors import CaptureError
-from ..replay.grads import NamedParameters
-from ..replay.watch import MODULE_HOOKS, PARAMETER_HOOKS
+from .checks import check_module_hooks, check_parameter_hooks
 from .layer import Layer
 
 
 @dataclass(eq=False)
 class ManagedLayers:
-    """What is captured: a training loop's layers, and what else a capture has to know of the loop."""
+    """The layers of a training loop, and what a capture has to know of the loop besides.
+
+    `grads` is GraphManager's argument. `ddp`: the layers were seen to run inside DistributedDataParallel.
+    """
 
     names: Sequence[str]
     modules: Sequence[nn.Module]
@@ -27,25 +29,29 @@ class ManagedLayers:
     rng_states: Sequence[Any]
     grads: str
     make_backend: Callable[[], Backend]
-    ddp: bool = False  # seen to run inside DistributedDataParallel
+    ddp: bool = False
 
     def look_for_ddp(self, *_: Any) -> None:
+        """Note whether a DistributedDataParallel forward is running now."""
         self.ddp = self.ddp or DistributedDataParallel._active_ddp_module is not None
 
     def check(self, layers: Sequence[Layer], reentrant: set[int], grads: str) -> bool:
-        """Whether gradients are added inside the graphs. CaptureError for what cannot be captured."""
+        """Whether gradients of parameters are added inside the graphs.
+
+        Args:
+            layers: as they would be captured.
+            reentrant: indices of layers that a reentrant checkpoint recomputes.
+            grads: "auto", "add" or "autograd".
+
+        Raises:
+            CaptureError: something that a graph could not do at replay, by the layer's name.
+        """
         for index in reentrant:
             reason = (
                 "a reentrant checkpoint around it runs its forward twice, without and with grad"
             )
             raise CaptureError(self.names[index], "check", reason, "Use use_reentrant=False")
-        hooked = None
-        for layer in layers:
-            check_module_hooks(layer.name, layer.module)
-            try:
-                check_parameter_hooks(layer.name, layer.trained)
-            except CaptureError as error:
-                hooked = hooked or error
+        hooked = _hooked(layers)
         if grads == "add" and hooked is not None:
             raise hooked
         if grads == "add" and self.ddp:
@@ -61,26 +67,13 @@ class ManagedLayers:
         return grads == "add" or (grads == "auto" and hooked is None and not self.ddp)
 
 
-def check_module_hooks(layer: str, module: nn.Module) -> None:
-    """CaptureError for a hook inside of `module`: it would run at capture and never again."""
-    for path, inner in module.named_modules():
-        for kind in MODULE_HOOKS:
-            if inner is not module and (hooks := getattr(inner, kind)):
-                hook = next(iter(hooks.values()))
-                found = getattr(hook, "__qualname__", type(hook).__qualname__)
-                reason = (
-                    f"submodule {path!r} has a hook ({kind}: {found}) that would not fire at replay"
-                )
-                hint = "Remove it, or hook the layer itself: those hooks run outside of its graphs"
-                raise CaptureError(layer, "check", reason, hint)
-
-
-def check_parameter_hooks(layer: str, parameters: NamedParameters) -> None:
-    """CaptureError for hooks on parameters, which do not fire when gradients are added inside the graph."""
-    for name, parameter in parameters:
-        for attribute in PARAMETER_HOOKS:
-            if getattr(parameter, attribute, None):
-                reason = f"parameter {name!r} has a hook ({attribute}) that would not fire"
-                raise CaptureError(
-                    layer, "check", reason, "Use grads='autograd', or remove the hook"
-                )
+def _hooked(layers: Sequence[Layer]) -> CaptureError | None:
+    """Why gradients cannot be added inside the graphs; hooks on submodules are refused in any case."""
+    hooked = None
+    for layer in layers:
+        check_module_hooks(layer.name, layer.module)
+        try:
+            check_parameter_hooks(layer.name, layer.trained)
+        except CaptureError as error:
+            hooked = hooked or error
+    return hooked

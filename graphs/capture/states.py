@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What warm-up and capture must leave as it was: module buffers, FP8 state, random states, torch's generators.
 
-FP8 and random states are known by what they offer: tensors as attributes; `save`, `restore`, `pin`, `unpin` and
-`in_charge` (FP8); `advance` (random); `get_states` (several random states by name).
+This package does not import the states' classes. It relies on their tensors, which are attributes, and on methods:
+an FP8 state has `save`, `restore`, `pin`, `unpin` and `in_charge`; a random state has `advance`; a tracker of several
+random states has `get_states`, which gives them by name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def tensors_of(state: Any) -> list[Tensor]:
 
 
 class Snapshot:
-    """Takes the state when made; `restore` puts it back in place: no address changes."""
+    """A copy of all such state, taken when it is made; `restore` writes it back in place: no address changes."""
 
     def __init__(self, modules: Sequence[nn.Module], fp8_state: Any, states: Iterable[Any]) -> None:
         tensors: dict[int, Tensor] = {}
@@ -65,7 +66,7 @@ class Snapshot:
 
 
 class _Pinned:
-    """What graphs have pinned of one FP8 state, common to all of its `Pins`: a state knows each pin once."""
+    """The pins that captures have put on one FP8 state, which counts each name once. All its `Pins` share this."""
 
     def __init__(self, fp8_state: Any) -> None:
         self.state, self.by, self.holders = fp8_state, set[str](), 0
@@ -79,11 +80,11 @@ _PINNED: WeakValueDictionary[int, _Pinned] = WeakValueDictionary()  # by the sta
 
 
 class Pins:
-    """The pins on an FP8 state's addresses that a capture adds, its own and the state's: taken off by `remove`, or when
-    this goes, with the last of those that live on the state. What others have pinned stays.
+    """Keeps an FP8 state's tensors from moving while graphs hold their addresses.
 
-    Make it before the capture, and `add` after: what is new then is the capture's. One that was made before another
-    goes keeps the other's pins.
+    Make it before a capture and call `add` after it: pins that appeared in between belong to the capture. `remove`, or
+    garbage collection, drops this holder. The captures' pins go with the last holder of that state; pins that other
+    code has put on it stay.
     """
 
     _pinned: _Pinned | None = None
@@ -104,17 +105,17 @@ class Pins:
             self._take_charge(self._pinned)
 
     def _take_charge(self, pinned: _Pinned) -> None:
-        """Of what has been pinned since this was made; once."""
+        """Count what was pinned since this was made as the captures' pins; the second call does nothing."""
         if self._before is not None:
             pinned.by |= pinned.now() - self._before
             self._before = None
 
     def remove(self) -> None:
-        """Once: what is pinned later is others' pin."""
+        """Stop holding the state; the second call does nothing."""
         pinned, self._pinned = self._pinned, None
         if pinned is None:
             return
-        self._take_charge(pinned)  # of a capture that failed
+        self._take_charge(pinned)  # `add` was not called: the capture failed
         pinned.holders -= 1
         if not pinned.holders:
             for pin in pinned.by & pinned.now():
@@ -124,8 +125,10 @@ class Pins:
 
 @contextmanager
 def no_device_rng_in_checkpoints() -> Iterator[None]:
-    """torch.utils.checkpoint saves the CUDA generator, which a stream under capture cannot read. Nor can anything draw
-    from it there, so that there is nothing to restore; the CPU generator is saved and restored as ever."""
+    """Inside, torch.utils.checkpoint does not save CUDA's generator, which cannot be read while a stream is captured.
+
+    Nothing can draw from it in a capture, so there is nothing to restore. The CPU's generator is saved as ever.
+    """
     original = torch_checkpoint.get_device_states
     torch_checkpoint.get_device_states = lambda *args: ([], [])
     try:
@@ -136,8 +139,11 @@ def no_device_rng_in_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def repeats_nothing(name: str, states: Iterable[Any]) -> Iterator[None]:
-    """Around a capture: CaptureError if it draws from the CPU generator, as device states do for their nonces, and no
-    random state moves between replays, which would all draw the same numbers."""
+    """Around a capture: CaptureError if every replay would draw the same random numbers.
+
+    Device states take a nonce from the CPU generator when a layer draws. A capture that moves that generator therefore
+    draws, and then one of `states` must be able to advance between replays.
+    """
     before = torch.get_rng_state()
     yield
     moves = any(hasattr(state, "advance") for state in states)

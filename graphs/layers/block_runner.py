@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is among the sets of graphs, and the blocks that none of them has: recorded, then captured."""
+"""Which captured block replays, and what becomes of blocks that none of them takes."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class BlockRunner:
         self.blocks, self.options, self.device = blocks, options, device
         self.suspended = False  # the layers run eagerly meanwhile
         self.warn_once = WarnOnce()
-        self.graphs: Any = None  # the set whose turn it is; `NoGraphs` while a block is recorded
-        self._before: BlockGraphs | None = None  # whose turn it was then
+        self.graphs: Any = None  # of the block that replays; `NoGraphs` while a block is recorded
+        self._before: BlockGraphs | None = None  # the graphs before the block that is recorded
         self._recorder = BlockRecorder(blocks.managed.names, blocks.managed.modules, device)
         self.recordings: list[
             RecordedBlock
-        ] = []  # of the captured sets, or of those to capture first
+        ] = []  # of the captured blocks, or of those to capture first
         self._waiting: list[RecordedBlock] = []  # recorded among replays, to be captured
-        self.failed: list[RecordedBlock] = []  # of those, the ones that could not be
+        self.failed: list[RecordedBlock] = []  # those whose capture failed
         self._first: Any = None  # the call that the block began with
-        self._refused: list[Any] = []  # such calls, of blocks that cannot be recorded
-        self._error: CaptureError | None = None  # why, to be said once
+        self._refused: list[Any] = []  # first calls of blocks that cannot be captured
+        self._error: CaptureError | None = None  # why; `end_iteration` raises it once
 
     @property
     def current(self) -> BlockGraphs | None:
-        """The set whose turn it is, or was before the block that is recorded."""
+        """The graphs that replay, or that did before the block that is being recorded."""
         return self._before or self.graphs
 
-    # the layers' slots call these
+    # called by LayerForward
 
     def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> GraphedCall | None:
-        """Between blocks: the first call of a set that takes this one; it is that set's turn then."""
+        """Between blocks: turn to the captured block that begins with this call. Its first call, or None."""
         found = self.blocks.choose(layer, spec, tensors, autocast_state(self.device))
         if found is None:
             return None
@@ -58,20 +58,23 @@ class BlockRunner:
         return found.forwards[0]
 
     def begin_block(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> None:
-        """Record the block that begins with this call, unless it is known that it cannot be captured."""
+        """Begin a block with this call. It is recorded, unless it is known that it cannot be captured."""
         self._before, self.graphs = self.graphs, NoGraphs
         specs, autocast = tuple(map(TensorSpec.of, tensors)), autocast_state(self.device)
         self._first = layer, _kinds(spec), specs, autocast
         self._recorder.begin(traced=self._first not in self._refused)
 
     def recording_goes_on(self, layer: int) -> bool:
-        """Whether a call of `layer` that comes now belongs to a block that is being recorded; one that is over ends."""
+        """Whether a call of `layer`, coming now, belongs to the block that is being recorded, if there is one.
+
+        A block that is over ends here.
+        """
         if self._recorder.active and self._recorder.complete(layer):
             self._end_block()
         return self._recorder.active
 
     def record(self, layer: int, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The eager output of a call in a block that is being recorded."""
+        """Run a call of the block that is being recorded; its eager output."""
         self.blocks.managed.look_for_ddp()
         try:
             return self._recorder.run(layer, eager, args, kwargs)
@@ -79,14 +82,16 @@ class BlockRunner:
             self._refused.append(self._first)
             raise
 
-    # and the manager these
+    # called by GraphManager
 
     @property
     def between_iterations(self) -> bool:
+        """Whether no block is being recorded."""
         return not self._recorder.active
 
     @property
     def between_blocks(self) -> bool:
+        """Whether all that has begun has run its backward."""
         if self._recorder.active:
             return self._recorder.complete(0)
         return bool(self.graphs.position == 0)
@@ -139,11 +144,12 @@ class BlockRunner:
             self.recordings.append(recording)
 
     def retry(self) -> None:
-        """Capture what failed."""
+        """Try again to capture the blocks whose capture failed."""
         self._waiting, self.failed = self.failed + self._waiting, []
         self._capture_waiting()
 
     def discard_iteration(self) -> None:
+        """Forget the iteration that is running."""
         self._error = None
         self._recorder.discard()
         if self._before is not None:
@@ -151,17 +157,17 @@ class BlockRunner:
         self.blocks.rewind()
 
     def begin(self) -> None:
-        """The sets are captured: it is the first one's turn."""
+        """Captures are complete: the first block's graphs are the ones to replay."""
         self.graphs = self.blocks.captured[0].graphs
         self.blocks.progress.restart()
 
     def stop(self) -> None:
-        """The sets are dropped."""
+        """All graphs are dropped."""
         self._recorder.discard()
         self._waiting, self.failed, self._refused = [], [], []
         self.graphs = self._before = None
 
 
 def _kinds(spec: Sequence[Any]) -> list[tuple[type, Any]]:
-    """`typed`, but an object that cannot be a constant counts by its type alone: each call has its own."""
+    """As `typed`, but objects that cannot be constants count by their type alone: each call may have another one."""
     return [(type(x), x if x is None or isinstance(x, PLAIN) else None) for x in spec]

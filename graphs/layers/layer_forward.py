@@ -17,7 +17,7 @@ from .block_runner import BlockRunner
 
 
 class LayerForward:
-    """A layer's forward while graphs exist."""
+    """A layer's forward while graphs exist; `eager` is the layer's own."""
 
     def __init__(self, runner: BlockRunner, index: int, layer: Layer) -> None:
         self.runner, self.index, self.layer, self.module = runner, index, layer, layer.module
@@ -26,7 +26,7 @@ class LayerForward:
         self._had = vars(self.module).get("forward")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or unpickled layer is an eager one: it has other parameters than the graphs."""
+        """Copies of the layer run eagerly, as the graphs do not know their parameters."""
         return EagerForward, (self.module, self._had)
 
     def install(self) -> None:
@@ -50,7 +50,7 @@ class LayerForward:
             return call.replay(tensors)
         tensors, spec = flatten((args, kwargs))
         if in_turn and call.takes(spec, tensors) and autocast_state(self._device) == call.autocast:
-            return call.run(tensors)  # or says what of the layer has changed
+            return call.run(tensors)  # raises an error if the layer has changed
         return self._unlike(tensors, spec, args, kwargs)
 
     def _unlike(self, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _first_call(graphs: BlockGraphs, layer: int) -> Any:
 
 
 class EagerForward:
-    """What a copy of a captured layer runs."""
+    """The forward of a copy of a captured layer."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:
         self.module, self.forward = module, forward

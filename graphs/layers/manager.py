@@ -92,13 +92,13 @@ class GraphManager:
 
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:
-        """State of the CPU generator from which the set whose turn it is was captured."""
+        """State of the CPU generator when the capture of the present graphs began."""
         found = (s.cpu_rng for s in self._blocks.captured if s.graphs is self.runner.current)
         return next(found, None)
 
     @property
     def graphs(self) -> Any:
-        """The set of graphs whose turn it is; None if nothing is captured."""
+        """The graphs that replay (`BlockGraphs`); None if nothing is captured."""
         return self.runner.graphs
 
     # recording
@@ -150,7 +150,7 @@ class GraphManager:
             self._recorder.discard_iteration()
             self._tracer.discard()
 
-    # where the loop stands, for who drives the manager
+    # where the loop stands: for code that drives the manager of a loop that is not its own
 
     @property
     def microbatches_seen(self) -> int:
@@ -159,22 +159,22 @@ class GraphManager:
 
     @property
     def replayed(self) -> int:
-        """Microbatches that the present graphs have replayed."""
+        """Microbatches that were replayed, by all graphs that exist now."""
         return sum(s.graphs.blocks * s.graphs.microbatches for s in self._blocks.captured)
 
     @property
     def between_blocks(self) -> bool:
-        """Whether all that has begun has run its backward, so that graphs of any shape may come next."""
+        """Whether every microbatch that has begun has run its backward, so that one of any shape may come next."""
         if self.phase == "recording":
             return self._recorder.begins_anew(0)
         return self.graphs is None or self.runner.between_blocks
 
     def goes_on(self, layer: int) -> bool:
-        """Whether a training forward of `layer`, coming now, is in turn; if not, a backward before it did not come."""
+        """Whether a training forward of `layer`, coming now, is the next step; else a backward is missing before it."""
         return self.graphs is None or self.runner.goes_on(layer)
 
     def changed(self) -> str | None:
-        """What of the captured layers is not as it was at capture; None if nothing is."""
+        """The first thing about the captured layers that has changed since the capture; None if nothing has."""
         current = self.runner.current
         for call in current.calls if current is not None else ():
             if (index := call.watch.check()) >= 0:
@@ -206,12 +206,14 @@ class GraphManager:
             self._capture_anew({})
 
     def _capture_anew(self, replaced: Mapping[RecordedBlock, Any]) -> None:
-        for recording in self.runner.recordings:  # what was repaired since then counts as it is now
+        for (
+            recording
+        ) in self.runner.recordings:  # the attributes as they are now, which may have been repaired
             recording.attributes = [plain_attributes(m) for m in self.modules]
         self._capture_blocks(replaced)
 
     def _capture_blocks(self, replaced: Mapping[RecordedBlock, Any]) -> None:
-        """All recordings, or none."""
+        """Capture all recorded blocks, or none."""
         self.phase = "failed"
         try:
             for recording in self.runner.recordings:
@@ -284,7 +286,7 @@ class GraphManager:
         copied = [
             h.name for s in sets for _, h in s.graphs.exposed if h.copy and not s.graphs.trial
         ]
-        return Report.of_sets(
+        return Report.of_shapes(
             [s.report for s in sets],
             copied=tuple(copied),
             grad_bytes=self._blocks.targets.bytes if self._blocks.targets else 0,

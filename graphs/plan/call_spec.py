@@ -29,8 +29,13 @@ class FromOutside:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What was seen of one training forward. Specs are `signature.TensorSpec`s or anything with `nbytes` and
-    `requires_grad`; `constants` is what else is in the call, compared with ==."""
+    """One recorded forward, as far as a plan needs it.
+
+    Attributes:
+        inputs, outputs: `TensorSpec`s, or anything that has `nbytes` and `requires_grad`.
+        sources: where each input comes from.
+        constants: everything else in the call, compared with ==.
+    """
 
     inputs: tuple[Any, ...]
     sources: tuple[FromOutput | FromOutside, ...]
@@ -38,7 +43,7 @@ class CallSpec:
     constants: Any = None
 
     def like(self, other: CallSpec, microbatch: int, other_microbatch: int) -> bool:
-        """Whether both calls could be replays of one graph."""
+        """Whether both calls could replay the same graphs."""
         return (
             self.inputs == other.inputs
             and self.outputs == other.outputs
@@ -55,10 +60,10 @@ def _relative(source: FromOutput | FromOutside, microbatch: int) -> Any:
 
 
 def block_length(order: Order, calls: Mapping[Key, CallSpec]) -> int:
-    """How many microbatches are captured: 1 where each runs alone and all look alike, else all of them.
+    """How many microbatches are captured: 1 if each runs alone and all look alike, else all of them.
 
-    With one microbatch at a time, the iteration is one block of steps over and over: one set of graphs serves all
-    microbatches, and what one of them saved is dead when the next begins.
+    With one microbatch at a time, the iteration repeats one block of steps. The same graphs serve all microbatches, as
+    nothing that one of them saved is needed when the next one begins.
     """
     count, layers = order.num_microbatches, range(len(order.layers))
     size = len(order) // count

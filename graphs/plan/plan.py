@@ -4,8 +4,8 @@
     forward   … F(i) ──out──▶ F(i+1) …       one buffer: what layer i writes is what layer i+1 reads
     backward  … B(i) ◀─grad── B(i+1) …       one buffer, the other way round
 
-A buffer lives from the step that writes it to its last reader; from then on, steps captured later may have its memory.
-So a replay is right only in the captured order, and whoever else still holds a buffer at its end must have a copy.
+A buffer lives from the step that writes it to its last reader. Steps that are captured later may reuse its memory.
+Therefore a replay is right only in the captured order, and eager code that keeps a buffer longer must have a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Buffer:
 
 @dataclass
 class CallPlan:
-    """The buffers of one captured call; gradients are None where there is none to hand on."""
+    """The buffers of one captured call. An entry is None where an input or output has no gradient."""
 
     inputs: list[Buffer]
     copies: list[bool]  # whether this call copies the caller's tensor into the buffer
@@ -54,7 +54,7 @@ class Plan:
     unshared_bytes: int = 0
 
     def dying(self, position: int) -> list[Buffer]:
-        """Buffers that nobody needs after the step at `position`."""
+        """Buffers whose last reader is the step at `position`."""
         return [b for b in self.buffers if b.death == position]
 
     @property

@@ -12,7 +12,7 @@ Attributes = dict[nn.Module, dict[str, Any]]
 
 
 def plain_attributes(module: nn.Module) -> Attributes:
-    """The attributes of `module` and of what is in it that a graph relies on: plain ones, tensors, random states."""
+    """The attributes that a graph relies on, of `module` and its submodules: plain values, tensors, random states."""
     return {m: {k: v for k, v in vars(m).items() if _is_watched(v)} for m in module.modules()}
 
 
@@ -25,7 +25,7 @@ def is_unchanged(before: object, now: object) -> bool:
 
 
 def unchanged_attributes(before: Attributes, now: Attributes) -> Attributes:
-    """The entries of `now` that have not changed since `before`: others are the module's own bookkeeping."""
+    """The entries of `now` that are as they were `before`. Layers change the others themselves as they run."""
     return {
         m: {
             k: v

@@ -15,7 +15,10 @@ from torch.utils import _pytree as pytree
 
 
 def mark_outputs(output: Any, reached: Callable[[], None]) -> Any:
-    """`output` with every tensor that requires grad behind one node; None if there is none."""
+    """`output`, with all tensors that require grad as outputs of one new node; None if no tensor requires grad.
+
+    `reached` is called when a backward comes to that node.
+    """
     leaves, spec = pytree.tree_flatten(output)
     tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
     if not tensors:

@@ -13,7 +13,7 @@ class _NoHook:
 
 
 class Hook:
-    """A hook that copies and pickles of its module do not have: they are nobody's layers."""
+    """A hook that becomes one without effect in copies and pickles of its module, which no recorder watches."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches a training loop and writes down the order in which its layers really run.
 
-A forward is seen by a forward hook, when the layer returns. A backward is seen by a node that does
-nothing, put on the layer's outputs: autograd reaches it when it starts the layer's backward, so the
-order is the engine's own, whatever pipeline schedule drives it.
+A forward is seen by a forward hook, when the layer returns. A backward is seen by a node without effect on the
+layer's outputs. Autograd reaches that node when it starts the layer's backward, so the order is the engine's own,
+whatever pipeline schedule drives it.
 
-Recomputation is not a forward. A non-reentrant checkpoint recomputes while a backward runs, and
-that is how it is told apart. A reentrant one runs its first forward without grad, inside an
-autograd Function, and its recomputation carries the graph: the two are joined by the Function's
-context, which both find on the Python stack. What was never recomputed was no training step.
+A recomputation is not a forward. A non-reentrant checkpoint recomputes while a backward runs, and is recognized by
+that. A reentrant checkpoint runs its first forward without grad, inside an autograd Function; only its recomputation
+carries the autograd graph. Both find the Function's context on the Python stack, which joins the two. A forward
+without grad that is never recomputed was no training step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .hooks import Hook
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a layer. `trains` is False while all that was seen of it is a run without grad."""
+    """One run of a layer. `trains` is False until a run with grad is seen, which a recomputation may be."""
 
     layer: int
     iteration: _Iteration
@@ -38,10 +38,10 @@ class _Run:
 
 
 class Observer(Protocol):
-    """Told of every training forward; `call` is the same object for a forward and its backward."""
+    """Told of every training forward. `call` is one object for a forward and its backward."""
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
-        """A forward of `layer` in training mode begins, perhaps one that is not recorded."""
+        """A forward of `layer` in training mode begins; it may turn out not to be recorded."""
 
     def forward(self, layer: int, call: object, output: Any) -> None:
         """The forward that began last was recorded as `call` and returns `output`."""
@@ -50,7 +50,7 @@ class Observer(Protocol):
         """A forward of `layer` begins inside a backward: something checkpoints the layer from outside."""
 
     def reentrant(self, layer: int) -> None:
-        """That something is a reentrant checkpoint, which runs the layer without grad first."""
+        """A reentrant checkpoint runs the layer without grad, and recomputes it later."""
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class _Iteration:
         return steps, microbatches
 
     def close(self, ended: bool) -> None:
-        """Let go of the contexts: they hold the graph, whose nodes hold this iteration."""
+        """Drop the contexts, which hold the autograd graph, whose nodes hold this iteration: a cycle."""
         self.ended = ended
         self.regions.clear()
 
@@ -171,8 +171,10 @@ class OrderRecorder:
         )
 
     def begins_anew(self, layer: int) -> bool:
-        """Whether `layer` is the one that ran first in this iteration, all layers have run as often, and as many
-        backwards as forwards: a forward of it, coming now, begins as the iteration began."""
+        """Whether a forward of `layer`, coming now, would begin a microbatch as the iteration began.
+
+        True if `layer` ran first in this iteration, all layers have run equally often, and every backward has run.
+        """
         events = self._iteration.events
         if not events or events[0][0].layer != layer or in_backward():
             return False
@@ -200,7 +202,9 @@ class OrderRecorder:
 
     def before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and self._observer is not None and not self.paused:
-            if in_backward():  # here, as a recomputation may stop before the layer returns
+            if (
+                in_backward()
+            ):  # asked here, because a recomputation may stop before the layer returns
                 self._observer.recomputation(layer)
             self._observer.before(layer, args, kwargs)
 
@@ -223,7 +227,7 @@ class OrderRecorder:
         return marked
 
     def _identify(self, layer: int) -> _Run | None:
-        """The call this forward is, or recomputes; None for one that is not recorded."""
+        """The run that this forward is, or recomputes; None if it is not recorded."""
         regions, grad = self._iteration.regions, torch.is_grad_enabled()
         if not in_backward():
             contexts = [] if grad else enclosing_contexts()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a set of graphs is captured from: a block of steps as it was recorded, taken apart where shapes may differ.
+"""A block of steps as it was recorded, from which graphs are captured.
 
-`BlockRecorder` records a block among replayed ones, while graphs exist: a call that no set has begins it, the first
-call after its last backward ends it.
+`BlockRecorder` records one block while the graphs of other blocks replay. A call that no captured block takes begins
+the block. The first call after its last backward ends it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from .tracer import Trace, Tracer
 
 @dataclass(eq=False)
 class RecordedBlock:
-    """`attributes`: the layers', before it ran."""
+    """Steps in their order, and the trace of their calls. `attributes`: those of the layers before the block ran."""
 
     order: Order
     trace: Trace
     attributes: Sequence[Attributes]
 
     def blocks(self) -> list[RecordedBlock]:
-        """Its microbatches, if each runs alone: one of each kind, as every one of them could come in any turn. Else
-        itself, whole."""
+        """The blocks to capture for this one.
+
+        If each microbatch runs forward and backward before the next, these are its microbatches, one of each shape:
+        later they may come in any order. Otherwise it is the block itself.
+        """
         count, size = self.order.num_microbatches, len(self.order) // self.order.num_microbatches
         parts = [self.order.steps[m * size : (m + 1) * size] for m in range(count)]
         if any(step.microbatch != m for m, part in enumerate(parts) for step in part):
@@ -45,7 +48,7 @@ class RecordedBlock:
         return found
 
     def _alone(self, m: int, steps: Sequence[Step]) -> RecordedBlock | None:
-        """Microbatch `m` as the only one; None if it reads another's outputs."""
+        """Microbatch `m` as a block of its own; None if it reads outputs of another microbatch."""
         specs = {}
         for layer in range(len(self.order.layers)):
             spec = self.trace.specs[layer, m]
@@ -63,7 +66,7 @@ class RecordedBlock:
         return RecordedBlock(order, trace, self.attributes)
 
     def like(self, other: RecordedBlock) -> bool:
-        """Whether both could be replays of one set of graphs."""
+        """Whether both could replay the same graphs."""
         mine, theirs = self.trace.specs, other.trace.specs
         return (
             self.order == other.order
@@ -73,7 +76,7 @@ class RecordedBlock:
 
 
 class BlockRecorder:
-    """Records one block at a time; the layers' slots tell it of every call, in place of hooks."""
+    """Records one block at a time. `LayerForward` tells it of every call, in place of hooks."""
 
     def __init__(self, names: Sequence[str], modules: Sequence[nn.Module], device: str) -> None:
         self._names, self._modules, self._device = tuple(names), list(modules), device
@@ -87,7 +90,7 @@ class BlockRecorder:
         return self._recorder is not None
 
     def begin(self, traced: bool = True) -> None:
-        """`traced`: to be captured; else only the block's end is looked for."""
+        """Begin a block. Without `traced` it will not be captured, and only its end is looked for."""
         self._tracer = Tracer(self._names, self._device) if traced else None
         self._recorder = OrderRecorder(self._names, 1, self._tracer)
         self._attributes = [plain_attributes(m) for m in self._modules]
@@ -102,16 +105,16 @@ class BlockRecorder:
         return output if marked is None else marked
 
     def complete(self, layer: int) -> bool:
-        """Whether a call of `layer`, coming now, does not belong to the block: it is over, every backward has run."""
+        """Whether the block is over: every backward has run, and a call of `layer` would begin another block."""
         recorder = self._recorder
         return recorder is not None and recorder.begins_anew(layer)
 
     def forwards_seen(self, layer: int) -> int:
-        """Of the block that is being recorded."""
+        """How often `layer` has run forward in the block that is being recorded."""
         return 0 if self._recorder is None else self._recorder.forwards_seen(layer)
 
     def end(self) -> RecordedBlock | None:
-        """What was recorded, if it was traced.
+        """The recorded block; None if it was not traced.
 
         Raises:
             OrderError: the block is incomplete; it is forgotten then.
@@ -129,6 +132,7 @@ class BlockRecorder:
         return RecordedBlock(order, trace, self._attributes)
 
     def discard(self) -> None:
+        """Forget the block that is being recorded."""
         if self._recorder is not None:
             self._recorder.discard_iteration()
         self._recorder = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches what goes into the layers and comes out of them while `OrderRecorder` watches their order."""
+"""Records what goes into the layers and what comes out of them, while `OrderRecorder` records their order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,20 @@ from ..signature import Signature, TensorSpec, autocast_state, typed
 
 @dataclass(eq=False)
 class RecordedCall:
-    """One recorded forward. `samples`: the inputs from outside, detached; a capture warms up on their values."""
+    """One recorded forward.
+
+    Attributes:
+        inputs, outputs: the call and its result, without their tensors.
+        sources: for each input tensor, (the call, the output) that it is; or the number of its group, if it comes from
+            outside of the layers.
+        samples: the input tensors from outside, detached; None for the others. A capture warms up on their values.
+        autocast: whether autocast was on, and to which dtype.
+        input_specs, output_specs: of the tensors.
+    """
 
     inputs: Signature
     outputs: Signature
-    sources: list[tuple[object, int] | int]  # (recorder's call, output), or a group
+    sources: list[tuple[object, int] | int]
     samples: list[Tensor | None]
     autocast: tuple[bool, torch.dtype | None]
     input_specs: tuple[TensorSpec, ...]
@@ -31,7 +40,7 @@ class RecordedCall:
 
 @dataclass
 class Trace:
-    """An iteration's calls: what the plan needs, and what the capture needs besides."""
+    """The calls of one iteration: `specs` are what the plan needs, `calls` what the capture needs besides."""
 
     specs: dict[Key, CallSpec]
     calls: dict[Key, RecordedCall]
@@ -39,7 +48,7 @@ class Trace:
     reentrant: set[int]  # those among them where it is a reentrant checkpoint
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Drop the samples of all calls but these: their block is another one's replay."""
+        """Drop the sample inputs of other calls: their blocks are replays of the block that is captured."""
         for key, call in self.calls.items():
             if key not in keys:
                 call.samples = []
@@ -54,10 +63,10 @@ class _Iteration:
 
 
 class Tracer:
-    """`recorder.Observer`. Remembers the iteration that is running; `finish` gives it away.
+    """The recorder's `Observer`. It holds the iteration that is running, until `finish` returns it.
 
     An input comes from a layer only if it is that layer's output object, unmodified. Every other tensor comes from
-    outside, and one object, as yet unmodified, seen by several calls is one group.
+    outside. Inputs from outside that are one object, unmodified in between, form one group.
     """
 
     def __init__(self, names: Sequence[str], device_type: str) -> None:
@@ -106,13 +115,14 @@ class Tracer:
         if found is not None and found[0]() is x and found[1] == x._version:
             return found[2], found[3]
         group = self._now.groups.setdefault((id(x), x._version), (x, len(self._now.groups)))
-        return group[1]  # the tensor is held, so that its id stays its own
+        return group[1]  # `groups` holds the tensor, so that no other tensor gets its id
 
     def discard(self) -> None:
+        """Forget the iteration that is running."""
         self._now = _Iteration()
 
     def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Trace:
-        """What the iteration that ends had, its calls numbered as the recorder says."""
+        """The trace of the iteration that ends. `microbatches` and `layers` number its calls."""
         now, self._now = self._now, _Iteration()
         key_of = {call: (layers[call], m) for call, m in microbatches.items()}
         specs, calls = {}, {}

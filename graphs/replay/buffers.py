@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into a captured call and comes out of it: buffers of the graphs' memory as eager code gets to see them."""
+"""How tensors get into a captured call and out of it, through buffers in the graphs' memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _nothing() -> None:
 class ExposedBuffer:
     """A buffer that eager code gets to see: an output, or the gradient of an input.
 
-    `chained`: the next layer's graph reads the same memory. Such a buffer is handed out as an alias, which must be gone
-    when the memory is used again, or, if somebody was seen to keep it longer, as a copy.
+    `chained`: another layer's graph reads the same memory. Such a buffer is handed out as an alias, which eager code
+    must have dropped before the memory is used again. If eager code was seen to keep it longer, it gets copies.
     """
 
     def __init__(self, name: str, layer: str, alias: Tensor, chained: bool) -> None:
@@ -31,29 +31,32 @@ class ExposedBuffer:
         self.copy = True
         self.kept = False
         self.ref: Callable[[], Tensor | None] = _nothing
-        self.version = -1  # of what the caller got; gradients may be changed in place
+        self.version = (
+            -1
+        )  # of the tensor handed out; -1 for gradients, which may be changed in place
         self._storage: StorageWeakRef | None = None
         self._held = alias.untyped_storage()
         self.cdata = self._held._cdata
         self.base = storage_uses(self.cdata)
 
     def expose(self) -> Tensor:
+        """The tensor that eager code gets: an alias or a copy."""
         return self.alias.clone() if self.copy else self.alias.detach()
 
     def remember(self, x: Tensor) -> None:
-        """Note what the caller got, to know it again."""
+        """Note the tensor that eager code got, to recognize it as an input of another call."""
         self.ref, self.version = weakref.ref(x), x._version
         if self.copy:
             self._storage = StorageWeakRef(x.untyped_storage())
 
     def probe(self) -> None:
-        """In a trial, at the end of the buffer's life: does anybody still have it?"""
+        """During the trial, when the memory would be used again: note whether anybody still has the copy."""
         if self._storage is not None and not self._storage.expired():
             self.kept = True
 
 
 class SharedInput:
-    """Inputs of several calls that are one object."""
+    """Inputs of several calls that are one object: the first call copies it, and the others must get the same one."""
 
     def __init__(self, first: str) -> None:
         self.ref: Callable[[], Tensor | None] = _nothing
@@ -62,19 +65,23 @@ class SharedInput:
 
 
 class CallInput:
-    """How one tensor of a call reaches its buffer: copied by this call, copied by an earlier call of its group, or
-    there already as the output of another call."""
+    """How one tensor of a call reaches its buffer.
+
+    Either this call copies it, or an earlier call has copied the same object, or it is another call's output and lies
+    in the graphs' memory already.
+    """
 
     def __init__(self, path: str, spec: TensorSpec) -> None:
         self.path, self.spec = path, spec
-        self.static: Tensor | None = None  # set: this call copies
-        self.repeats = False  # it has expanded dimensions, which `static` lacks
+        self.static: Tensor | None = None  # where this call copies it to
+        self.repeats = False  # the caller's tensor has expanded dimensions, which `static` lacks
         self.group: SharedInput | None = None
         self.same_as = -1  # an earlier input of this call that is the same object
         self.origin: ExposedBuffer | None = None
         self.expected: ExposedBuffer | SharedInput | None = None  # whose object it has to be
 
     def like(self, x: Tensor) -> bool:
+        """Whether `x` has the captured shape, strides, dtype, device and requires_grad."""
         spec = self.spec
         return (
             x.shape == spec.shape

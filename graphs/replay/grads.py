@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a captured backward puts the parameters' gradients: added, inside the graph, to memory that stays in place.
+"""Memory for the gradients of parameters, to which captured backwards add.
 
-The memory is `main_grad` where a parameter has one, a `.grad` that somebody else holds too, or a slab of the manager's.
-The graph always adds, so the sum over microbatches is right if the memory starts at zero: whenever `.grad` is None at a
-launch (`zero_grad`), it is zeroed and installed first. What somebody else still holds is never overwritten: if an old
-gradient has been kept, or `.grad` replaced by another tensor, that launch takes the long way, with copies.
+The memory stays in place. It is `main_grad` where a parameter has one, a `.grad` that other code holds too, or a piece
+of a slab that the manager has allocated. A graph always adds, so the memory must start at zero: if `.grad` is None at a
+launch, as after `zero_grad`, the memory is zeroed and installed as `.grad` first.
+
+A gradient that other code still holds is never overwritten. Whether it does is seen from reference counts: of the
+tensor object, and of the storage, which views hold. If an old gradient is held, or `.grad` was replaced by another
+tensor, the launch makes a detour: it adds to zeroed memory, copies the sum to `.grad`, and puts the old content back.
 """
 
 from __future__ import annotations
@@ -27,25 +30,33 @@ INSTALLED, FREE = 0, 1  # `GradSlots.state`
 
 @dataclass(eq=False)
 class GradTarget:
-    """One parameter's gradient memory. Its `kind`: "main" (`parameter.main_grad`), "given" (a `.grad` that others hold
-    as well) or "own" (a piece of a slab)."""
+    """The gradient memory of one parameter.
+
+    Attributes:
+        kind: "main" (`parameter.main_grad`), "given" (`.grad`, which other code holds too) or "own" (in a slab).
+        references, uses: how many references to the tensor and to its storage are our own.
+        zeroed: the memory is zero already, and `.grad` is None.
+    """
 
     parameter: nn.Parameter
     grad: Tensor
     kind: str
     references: int = 0
     uses: int = 0
-    zeroed: bool = False  # its content, ahead of time; `.grad` is None
+    zeroed: bool = False
 
     def calibrate(self, before: tuple[int, int] | None) -> None:
-        """Note how many hold the tensor and its memory while nobody outside does: now, if it is new; else with those
-        that have come since `before`, when somebody outside perhaps did."""
+        """Record the reference counts that our own code accounts for, so that `held` can detect others.
+
+        For a new tensor these are the counts now. Otherwise `before` has the counts before the capture, and only what
+        the capture has added is added here, because other code may have held the gradient already.
+        """
         references, uses = before or (self.references, self.uses)
         self.references += sys.getrefcount(self.grad) - references
         self.uses += _uses(self.grad) - uses
 
     def held(self) -> bool:
-        """Whether somebody outside has this gradient, as an object or as a view, while `.grad` is None."""
+        """Whether other code holds this gradient, as an object or through a view. Asked while `.grad` is None."""
         return (
             self.kind == "given"
             or sys.getrefcount(self.grad) > self.references
@@ -58,7 +69,7 @@ def _uses(x: Tensor) -> int:
 
 
 class GradSlab:
-    """The memory of several "own" targets."""
+    """One piece of memory with the gradients of several parameters, all of one dtype and device."""
 
     def __init__(self, memory: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         self.memory = memory
@@ -76,19 +87,19 @@ class GradSlab:
         return torch._C._storage_Use_Count(self._cdata)
 
     def note(self) -> None:
-        """Before a capture: who has it."""
+        """Before a capture: count who holds the storage."""
         self._before = self._count() if self._uses else 0
 
     def calibrate(self) -> None:
-        """After it: the graphs have come to that."""
+        """After a capture: the holders that it has added are our own."""
         self._uses += self._count() - self._before
 
     def alone(self) -> bool:
-        """Whether nobody outside has a view of it."""
+        """Whether no other code has a view of it."""
         return self._count() <= self._uses
 
     def zero(self) -> bool:
-        """Zero all of it at once, if no `.grad` is in it and nobody has one that was."""
+        """Zero all of it at once. False, and nothing is done, if a piece is a `.grad` or other code holds one."""
         if self._slots.state() != FREE or not self.alone():
             return False
         self.memory.zero_()
@@ -98,8 +109,11 @@ class GradSlab:
 
 
 def _alone(parameter: nn.Parameter, pieces: int, callers: int) -> bool:
-    """Whether `.grad` is held by the parameter and the `callers` alone, its memory by as many gradients as it has
-    `pieces`."""
+    """Whether only the parameter, and `callers` references of ours, hold its `.grad`.
+
+    `pieces`: how many gradients lie in the same storage, each of which holds it once. A probe that nothing else holds
+    gives the counts to compare with.
+    """
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
     counts = []
@@ -111,12 +125,12 @@ def _alone(parameter: nn.Parameter, pieces: int, callers: int) -> bool:
 
 
 def _pieces(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """How many gradients lie in one storage, by its address: in a slab of a manager that is gone, several."""
+    """How many gradients lie in each storage: several in a slab that an earlier manager has left behind."""
     return Counter(p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None)
 
 
 class GradMemory:
-    """Gradient memory of all trained parameters; parameters that layers share have one target."""
+    """The gradient memory of all trained parameters. A parameter that several layers share has one target."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, GradTarget] = {}
@@ -125,8 +139,8 @@ class GradMemory:
         self.bytes = 0
 
     def prepare(self, parameters: NamedParameters) -> None:
-        """Before a capture: targets for all parameters, what they have, else a slab for each dtype."""
-        self._before = {  # who holds what the sets of graphs before this one add to
+        """Before a capture: a target for each parameter; those without gradients of their own share a slab a dtype."""
+        self._before = {  # counts of the targets that earlier captures have made
             key: (sys.getrefcount(target.grad), _uses(target.grad))
             for key, target in self._by_id.items()
             if target.references
@@ -151,7 +165,7 @@ class GradMemory:
             self._by_id |= {id(t.parameter): t for t in self._slabs[-1].targets}
 
     def adopt(self) -> None:
-        """The capture has succeeded: from now on the slabs are the gradients."""
+        """After a capture that succeeded: gradients that exist move into the slabs."""
         for key, target in self._by_id.items():
             if target.kind == "own":
                 target.calibrate(self._before.get(key))
@@ -180,7 +194,7 @@ class GradMemory:
 
 
 class LayerGrads:
-    """The targets of the parameters that one layer's backward reaches, and the slabs that those are in."""
+    """The gradient memory that one layer's backward adds to."""
 
     def __init__(
         self,
@@ -216,6 +230,7 @@ class LayerGrads:
             self._install(state)
 
     def after_launch(self) -> None:
+        """Complete a detour, if `before_launch` has begun one."""
         if self._detour:
             self._finish_detour()
 
@@ -244,7 +259,7 @@ class LayerGrads:
             target.parameter.grad = target.grad
 
     def _finish_detour(self) -> None:
-        """The graph has added to zeros: give the sum to `.grad`, and the memory back its content."""
+        """The graph has added to zeros: add the sum to `.grad`, and restore the memory's content."""
         for target, content in self._detour:
             if target.parameter.grad is None:
                 target.parameter.grad = target.grad.clone()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays captured calls. Everything in a `launch_` method runs at every step: it is kept short.
+"""Replays captured calls. The `launch_` methods run at every step, so they are short.
 
-A forward checks the call, copies what comes from outside, launches, and hands its outputs on as aliases of the graph's
-memory, or as copies where they leave the layers. Autograd then calls the backward, which does the same for gradients.
+A forward checks the call, copies inputs from outside, launches, and returns its outputs: aliases of the graph's memory
+for the next layer, copies where they leave the layers. Autograd then calls the backward, which does the same with
+gradients.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class GraphedCall:
         self._chained: list[Any] = []
 
     def prepare(self, watch: LayerWatch, device_type: str) -> None:
-        """Sort out, once, what each replay asks of which tensor."""
+        """Sort, once, which check or copy each replay makes of which tensor."""
         self.watch = watch
         self._numbers = number_types(self.spec)
         places = list(enumerate(self.inputs))
@@ -84,10 +85,13 @@ class GraphedCall:
     # forward
 
     def takes(self, spec: list[Any], tensors: Sequence[Tensor]) -> bool:
-        """Whether this is the captured call: equal constants of the same types, and of the tensors each an object that
-        was handed out or copied before, unmodified, or like the captured one where this call copies. `match` asks the
-        same of (args, kwargs), and for autocast and the fingerprint; in a training loop that goes on as it began it is
-        all that is ever asked."""
+        """Whether replaying the graphs is valid for this call.
+
+        Constants must be equal in value and type. A tensor must be the very object that was handed out or copied
+        before, unmodified; or, where this call copies, have the captured shape, strides and dtype. `match` checks the
+        same of (args, kwargs) in one call of the extension, and autocast and the fingerprint besides. A training loop
+        that goes on as it began needs `match` alone.
+        """
         if spec != self.spec:
             return False
         for i, kind in self._numbers:  # 1 == 1.0 == True
@@ -103,14 +107,14 @@ class GraphedCall:
         return all([like(tensors[i]) for i, like in self._like])
 
     def first_unlike(self, tensors: Sequence[Tensor]) -> int:
-        """The first tensor that is not like the captured one; -1 if all are."""
+        """Index of the first tensor of another shape, strides or dtype than the captured one; -1 if none."""
         for i, x in enumerate(tensors):
             if not self.inputs[i].like(x):
                 return i
         return -1
 
     def refuse_other_object(self, tensors: Sequence[Tensor]) -> NoReturn:
-        """All tensors are like the captured ones, but one is not the object it has to be."""
+        """ReplayError for a tensor that is of the captured shape, but not the object that it has to be."""
         for x, expected in zip(tensors, self.inputs, strict=True):
             if expected.origin is not None:
                 origin = expected.origin
@@ -127,13 +131,13 @@ class GraphedCall:
         raise AssertionError("every tensor is the object it has to be")
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        """The layer's output for `tensors`, which it `takes`."""
+        """The layer's output for `tensors`, which `takes` has accepted; ReplayError if the layer has changed."""
         if (changed := self.watch.check()) >= 0:
             self.watch.refuse(changed)
         return self.replay(tensors)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """The layer's output for what `match` found."""
+        """The layer's output for tensors that `match` has found."""
         edges = [tensors[i] for i in self.differentiable] or [self.cursor.anchor]
         outputs = _apply(self, tensors, *edges, *self.parameters)
         for k, exposed in self._chained:
@@ -168,7 +172,9 @@ class GraphedCall:
             grad = grads[k]
             if grad is None:
                 buffer.zero_()
-            elif not grad.is_set_to(buffer):  # by eager code, or a hook: perhaps a view of it
+            elif not grad.is_set_to(
+                buffer
+            ):  # from eager code or a hook; it may be a view of the buffer
                 shares = grad.untyped_storage()._cdata == buffer.untyped_storage()._cdata
                 buffer.copy_(grad.clone() if shares else grad)
         if self.grads is not None:
@@ -246,13 +252,13 @@ class _Replay(Function):
         return call.launch_backward(ctx.generation, grads)
 
 
-# What `Function.apply` and `BackwardCFunction.apply` do in Python before they come to these is for functions that
-# functorch may transform: 5 of a replay's microseconds.
+# `Function.apply` and `BackwardCFunction.apply` first ask in Python whether functorch transforms the function. Calling
+# the underlying methods saves 5 µs a replay; `_apply` still asks about functorch.
 _bare_apply = super(Function, _Replay).apply
 _Replay._backward_cls.apply = _Replay.backward  # type: ignore[attr-defined]
 
 
 def _apply(*args: Any) -> tuple[Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
-        return _Replay.apply(*args)  # which says that it cannot
+        return _Replay.apply(*args)  # raises the error that says so
     return _bare_apply(*args)

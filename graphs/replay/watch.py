@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints: what a captured layer relies on outside of its arguments, compared before each of its launches.
+"""Fingerprints: what a captured layer relies on besides its arguments, compared before each of its launches.
 
-Parameters and buffers (which objects, at which address, trained or not), plain attributes of every submodule (a
-dropout probability, a scaling, `training`, an adapter that is merged or switched off) and those that are tensors or
-random states, submodules and hooks that come or go, and the tensors of the FP8 and random states. For a whole step
-also what optimizers hold. The comparison itself is csrc/graphs/watch.cpp.
+A fingerprint holds parameters and buffers (which objects, at which address, trained or not) and the submodules and
+hooks that are there. It holds plain attributes of every submodule, such as a dropout probability, a scaling, `training`
+or whether an adapter is merged. It also holds attributes that are tensors or random states, and the tensors of the FP8
+and random states; for a whole step, the numbers and state of the optimizers too. csrc/graphs/watch.cpp compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Watch:
-    """What is watched under one name. Adding something takes its present state as the expected one."""
+    """One fingerprint. Whatever is added is expected to stay as it is at that moment.
+
+    `check()` returns the index of the first difference, or -1.
+    """
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
@@ -120,7 +123,7 @@ class LayerWatch(Watch):
 
 
 class GradWatch(Watch):
-    """Of gradients that are added inside a graph: their addresses, and that no hook has come to the parameters."""
+    """The fingerprint of gradients that a graph adds to: their addresses, and the hooks of their parameters."""
 
     def __init__(self, layer: str, grads: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
         super().__init__(layer)
@@ -135,7 +138,7 @@ class GradWatch(Watch):
 
 
 class OptimizerWatch(Watch):
-    """An optimizer's numbers, and where its state is."""
+    """The fingerprint of an optimizer: its numbers, and the addresses of its state."""
 
     def __init__(self, layer: str, name: str, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(layer)

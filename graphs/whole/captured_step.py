@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One graph of a whole step, for one kind of call."""
+"""The graph of a whole step, for calls of one shape."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from ..record.attributes import Attributes, plain_attributes, unchanged_attribut
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
 from ..signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 
-NAME = "step"  # the layer in errors
+NAME = "step"  # in place of a layer's name in errors
 
 
 class CapturedStep:
-    """Captured when made. `key`: what calls it is for.
+    """Captured when it is made: inputs are copied in, the graph is launched, outputs are copied out.
+
+    `key`: equal for calls that this graph can replay.
 
     Raises:
-        CaptureError: with everything freed; gradients and states are the caller's to put back.
+        CaptureError: the step cannot be captured. All memory is freed; the caller restores gradients and states.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class CapturedStep:
         before: Sequence[tuple[nn.Parameter, Tensor | None]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Which parameters' gradients the step sets to None itself: those of an optimizer all of whose gradients, of
-        `before` the capture, are other tensors after it."""
+        """Note the parameters whose gradients the step itself sets to None.
+
+        These are the parameters of an optimizer if all its gradients from `before` the capture are other tensors now.
+        """
         kept = {id(p) for p, grad in before if grad is not None and p.grad is grad}
         renewed = {id(p) for p, grad in before if grad is not None} - kept
         for optimizer in optimizers:
@@ -138,17 +142,19 @@ class CapturedStep:
                 raise ReplayError(NAME, what, expected, found, True)
 
     def install_grads(self) -> None:
+        """Make the gradients in this graph's memory the parameters' gradients."""
         for _, parameter, grad in self.grads:
             parameter.grad = grad
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
+        """The step's output for `tensors`, as new tensors."""
         for static, x in zip(self._inputs, tensors, strict=True):
             distinct(static).copy_(distinct(x))
         self.graph.launch(self.backend.stream())
         return self._rebuild([x.clone() for x in self._outputs])
 
     def drop(self, keep_graph: bool = False) -> Any:
-        """Free the memory; the graph, unless it is to be kept."""
+        """Free the memory, and destroy the graph unless it is to be kept; the graph."""
         graph, self.graph = getattr(self, "graph", None), None
         if graph is not None and not keep_graph:
             graph.destroy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One graph for a whole training step: forward, loss, backward, clipping, optimizer, update of the FP8 scales."""
+"""StepGraph: forward, loss, backward, clipping, optimizer and the update of the FP8 scales in one graph."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class StepGraph:
     def _new(
         self, error: ReplayError, tensors: Sequence[Tensor], spec: list[Any], args: Any, kwargs: Any
     ) -> Any:
-        """A call that no graph is for."""
+        """Run a call that no graph can replay, as `on_new_shape` says; `error` is how it differs."""
         if self.options.on_new_shape == "error":
             raise error
         key = key_of(tensors, spec, self._steps[0].backend)
@@ -166,7 +166,7 @@ class StepGraph:
         return self._replay(self._steps[0], tensors)
 
     def _eagerly(self, args: Any, kwargs: Any) -> Any:
-        """The step itself; new gradients move to where the graph that ran last has them."""
+        """Run the step. Gradients that it makes move to where the graph that ran last expects them."""
         output = self.step(*args, **kwargs)
         with torch.no_grad():
             for _, parameter, grad in self._steps[0].grads if self._steps else ():
@@ -180,7 +180,7 @@ class StepGraph:
         return output
 
     def _eagerly_aside(self, args: Any, kwargs: Any) -> Any:
-        """On the stream of the capture, where autograd's nodes for the parameters then belong."""
+        """Run the step on the capture's stream, so that autograd's nodes of the parameters belong to that stream."""
         if self._aside is None:
             self._aside = self._make_backend()
         with self._aside.aside():
@@ -189,13 +189,13 @@ class StepGraph:
     # capture
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture the step for calls like this one, without training."""
+        """Capture the step for calls like this one. Nothing is trained."""
         self.phase = "failed"
         self._capture(Signature((args, kwargs)), self._attributes)
         self.phase = "replaying"
 
     def _capture(self, signature: Signature, attributes: Sequence[Attributes]) -> None:
-        """One more graph; on an error everything is as before."""
+        """Capture one more graph. On an error everything is as before."""
         if (found := signature.unsupported()) is not None:
             reason = f"argument {found}, a constant that cannot be watched"
             raise CaptureError(NAME, "check", reason)
@@ -290,7 +290,7 @@ class StepGraph:
 
     def report(self) -> Report:
         """What is captured, and what it takes."""
-        return Report.of_sets(self._reports) if self._reports else Report(self.phase)
+        return Report.of_shapes(self._reports) if self._reports else Report(self.phase)
 
     def explain(self, error: BaseException) -> str:
         """What an error of this package means here and what to do about it."""
