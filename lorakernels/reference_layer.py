@@ -24,12 +24,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import checks, checks_layer
+from lorakernels import checks_layer
 from lorakernels.reference import (
     E4M3,
     FP8_MAX,
-    dropout_threshold,
-    masked,
     quantize,
     quantize_fp8,
     scale_of,
@@ -206,86 +204,3 @@ def _gate_up(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]
     gate, up = gate_up.view(E4M3).float().chunk(2, 1)
     factor = scale_inv.repeat_interleave(checks_layer.PACKED_COLUMNS, 1)[:, : gate.shape[1]]
     return gate * factor, up * factor
-
-
-def bias_dropout_add(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    row0: int = 0,
-    col0: int = 0,
-) -> Tensor:
-    """residual + mask ⊙ (x + bias) / (1 − p) over [M, N], in x's dtype; residual has x's dtype, bias [N] any.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape or device does not fit.
-    """
-    checks.bias_dropout_add(x, bias, residual, p)
-    checks.slot(slot, x.device)
-    xb = x.float() if bias is None else x.float() + bias.float()
-    dropped, factor = masked(xb, slot, p, site, row0, col0)
-    out = dropped * factor
-    return (out if residual is None else out + residual.float()).to(x.dtype)
-
-
-def bias_dropout_add_(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    row0: int = 0,
-    col0: int = 0,
-) -> None:
-    """`bias_dropout_add`, written over `residual`."""
-    residual.copy_(bias_dropout_add(x, bias, residual, slot, p, site, row0, col0))
-
-
-def bias_dropout_add_backward(
-    dout: Tensor,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    bias_dtype: torch.dtype | None,
-    row0: int = 0,
-    col0: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """dx = mask ⊙ dout / (1 − p) and dbias = Σ_rows dx.
-
-    dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
-    """
-    dropped, factor = masked(dout.float(), slot, p, site, row0, col0)
-    dx = dropped * factor
-    dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
-    if slot is None or dropout_threshold(p) == 0:
-        return dout.new_empty(0), dbias
-    return dx.to(dout.dtype), dbias
-
-
-def cross_entropy_(
-    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
-) -> Tensor:
-    """Losses [M] = log Σ_v exp z_v − z_label, fp32 (fp64 of fp64), 0 where the label is `ignore_index`.
-
-    `gradient`: logits become dz = factor · (softmax(z) − onehot(label)), 0 in ignored rows, whatever they held. A label
-    outside of [0, V) makes loss and gradient of its row NaN.
-    """
-    checks.cross_entropy(logits, labels, factor)
-    ignored = labels == ignore_index
-    known = (labels >= 0) & (labels < logits.shape[1])
-    target = torch.where(known, labels, 0)[:, None]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_p = logits.to(wide).log_softmax(-1)
-    losses = torch.where(known, -log_p.gather(1, target)[:, 0], torch.nan)
-    if gradient:
-        dz = log_p.exp_()
-        dz.scatter_add_(1, target, torch.full_like(dz[:, :1], -1.0))
-        if factor is not None:
-            dz *= factor
-        dz.masked_fill_(~known[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
-        logits.copy_(dz)
-    return losses.masked_fill(ignored, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel behind cross_entropy.py, one program per row of z:
+"""The kernel of ops/cross_entropy.py, one program per row of z:
 
     m = max_v z_v       l = Σ_v exp(z_v − m)       loss = m + log l − z_label       dz_v = factor · (exp(z_v − m) / l −
     [v = label])
@@ -74,7 +74,7 @@ def launch(
     block: int,
     warps: int,
 ) -> None:
-    """Write `losses` and, with `gradient`, dz over `logits`. `checks.cross_entropy` has nothing against them."""
+    """Write `losses` and, with `gradient`, dz over `logits`, which are contiguous and not empty."""
     rows, vocabulary = logits.shape
     _cross_entropy_kernel[(rows,)](
         losses,
