@@ -111,6 +111,8 @@ def by_csrc(
     most_recent: bool,
 ) -> None:
     """The reference bit for bit, on the current stream."""
+    if forward.shape[1] == 0:  # an empty `current` has no address, which a gated launch asks for
+        return
     if gated and current is None:  # every block asks the whole row 0, which others already roll
         current = torch.cat((forward[0], backward[0]))
     extension().amax_and_scale_update(
