@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops
+from lorakernels import ops
 from lorakernels.numerics.dropout import dropout_threshold, drops
+from lorakernels.ops.bias_dropout_add import check_operands
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Dropout
 
@@ -172,7 +173,7 @@ def _check(
     where: tuple[int, int, int],
     inplace: bool,
 ) -> None:
-    checks.bias_dropout_add(x, bias, residual, p)
+    check_operands(x, bias, residual, p)
     for name, value in zip(("site", "row0", "col0"), where, strict=True):
         if not 0 <= value < 2**32:
             raise ValueError(f"{name} must be in [0, 2**32), found {value}")
