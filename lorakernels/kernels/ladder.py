@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.tune_layer import MAX_NORM_COLUMNS
 from lorakernels.kernels.tuning import MAX_RANK
-from lorakernels.kernels.tuning_layer import MAX_NORM_COLUMNS
 
 OPS = (
     "quantize_lora_down",

@@ -2,7 +2,7 @@
 """dx = dresidual + rstd · (g − h · mean(g ⊙ h)), g = dnormed ⊙ weight, h = x · rstd; dweight = Σ dnormed ⊙ h on CUDA.
 
 dnormed, x, dresidual, dx [M, K] of one dtype, weight [K], rstd fp32 [M], dweight fp32 [K]. One kernel
-(rms_norm_triton.py) reads dnormed, x and dresidual once and writes dx: 8MK bytes in bf16. dweight, where the norm is
+(triton/rms_norm.py) reads dnormed, x and dresidual once and writes dx: 8MK bytes in bf16. dweight, where the norm is
 trained, takes two more and another 4MK; its order of summation depends on the shape and the GPU alone.
 """
 
@@ -30,7 +30,7 @@ def rms_norm_backward(
     others = {"dnormed": dnormed, "weight": weight, "rstd": rstd, "dresidual": dresidual}
     if why_not_norm_kernel(x, **others):
         return reference_layer.rms_norm_backward(*arguments)
-    from lorakernels.kernels import rms_norm_triton
+    from lorakernels.kernels.triton import rms_norm
 
     with torch.cuda.device(x.device):
-        return rms_norm_triton.rms_norm_backward(*arguments)
+        return rms_norm.rms_norm_backward(*arguments)

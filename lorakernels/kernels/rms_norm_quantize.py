@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """rstd = 1 / √(mean(x²) + ε), normed = weight ⊙ (x · rstd), x8 = sat(normed · scale) on CUDA.
 
-x, normed [M, K], weight [K], rstd fp32 [M], x8 [M, K] e4m3 bytes. One kernel (rms_norm_triton.py) reads x once and
+x, normed [M, K], weight [K], rstd fp32 [M], x8 [M, K] e4m3 bytes. One kernel (triton/rms_norm.py) reads x once and
 writes what is asked for: 3MK bytes for x8 alone in bf16, 5MK with normed, where a norm and a quantization after it move
 7MK. A second kernel in front takes the amax where the state has no scale yet, and in eval.
 """
@@ -30,7 +30,7 @@ def rms_norm_quantize(
     arguments = (x, weight, eps, state, column, delayed, keep)
     if why_not_norm_kernel(x, weight=weight):
         return reference_layer.rms_norm_quantize(*arguments)
-    from lorakernels.kernels import rms_norm_triton
+    from lorakernels.kernels.triton import rms_norm
 
     with torch.cuda.device(x.device):
-        return rms_norm_triton.rms_norm_quantize(*arguments)
+        return rms_norm.rms_norm_quantize(*arguments)

@@ -2,7 +2,7 @@
 """out₁ = x₁ cos₁ − x₂ sin₁, out₂ = x₂ cos₂ + x₁ sin₂ of q's and k's heads, and the way back, on CUDA.
 
 qkv, dqkv [M, (H + 2 Hk) D], cos, sin [T, D]; dq [B, H, T, D], dk and dv [B, Hk, T, D] of any strides but the last. One
-kernel each (rope_qkv_triton.py): forward in place over q and k, 4M(H + Hk)D bytes in bf16; backward gathers what
+kernel each (triton/rope_qkv.py): forward in place over q and k, 4M(H + Hk)D bytes in bf16; backward gathers what
 attention's backward left, turns q and k back and folds the weights' scale ratios in: 4M(H + 2 Hk)D bytes, where a
 transposition, a rotation, a concatenation and a product apart move four times that.
 """
@@ -23,10 +23,10 @@ def rope_qkv_(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_head
     arguments = (qkv, cos, sin, num_heads, num_kv_heads)
     if why_not_layer_kernel(qkv=qkv, cos=cos, sin=sin):
         return reference_layer.rope_qkv_(*arguments)
-    from lorakernels.kernels import rope_qkv_triton
+    from lorakernels.kernels.triton import rope_qkv
 
     with torch.cuda.device(qkv.device):
-        rope_qkv_triton.rope_qkv_(*arguments)
+        rope_qkv.rope_qkv_(*arguments)
 
 
 def rope_qkv_backward(
@@ -37,7 +37,7 @@ def rope_qkv_backward(
     arguments = (dq, dk, dv, cos, sin, multiplier)
     if dq.numel() == 0 or why_not_layer_kernel(cos=cos, sin=sin, multiplier=multiplier):
         return reference_layer.rope_qkv_backward(*arguments)
-    from lorakernels.kernels import rope_qkv_triton
+    from lorakernels.kernels.triton import rope_qkv
 
     with torch.cuda.device(dq.device):
-        return rope_qkv_triton.rope_qkv_backward(*arguments)
+        return rope_qkv.rope_qkv_backward(*arguments)

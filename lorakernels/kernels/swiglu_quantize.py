@@ -2,7 +2,7 @@
 """act = silu(gate) ⊙ up, a8 = sat(act · scale) on CUDA.
 
 gate_up [M, 2F] in bf16, fp16 or fp32, or as e4m3 bytes with a scale_inv for every 256 columns of a row; act [M, F], a8
-[M, F] e4m3 bytes. One kernel (swiglu_triton.py) reads gate_up once and writes what is asked for: 5MF bytes for a8 alone
+[M, F] e4m3 bytes. One kernel (triton/swiglu.py) reads gate_up once and writes what is asked for: 5MF bytes for a8 alone
 in bf16, 7MF with gate_up's own bytes beside it, 3MF from bytes, where an activation, a product and a quantization apart
 move 13MF. A second kernel in front takes the amax where the state has no scale yet, and in eval.
 """
@@ -31,10 +31,10 @@ def swiglu_quantize(
     arguments = (gate_up, gate_up_scale_inv, state, column, delayed, keep, dtype)
     if why_not_layer_kernel(gate_up=gate_up, gate_up_scale_inv=gate_up_scale_inv):
         return reference_layer.swiglu_quantize(*arguments)
-    from lorakernels.kernels import swiglu_triton
+    from lorakernels.kernels.triton import swiglu
 
     with torch.cuda.device(gate_up.device):
-        return swiglu_triton.swiglu_quantize(*arguments)
+        return swiglu.swiglu_quantize(*arguments)
 
 
 def swiglu_quantize_and_pack(
@@ -45,7 +45,7 @@ def swiglu_quantize_and_pack(
     arguments = (gate_up, state, column, delayed, keep)
     if why_not_layer_kernel(gate_up=gate_up):
         return reference_layer.swiglu_quantize_and_pack(*arguments)
-    from lorakernels.kernels import swiglu_triton
+    from lorakernels.kernels.triton import swiglu
 
     with torch.cuda.device(gate_up.device):
-        return swiglu_triton.swiglu_quantize_and_pack(*arguments)
+        return swiglu.swiglu_quantize_and_pack(*arguments)

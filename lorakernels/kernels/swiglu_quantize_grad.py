@@ -2,7 +2,7 @@
 """dup = dact ⊙ silu(gate), dgate = dact ⊙ up ⊙ σ (1 + gate (1 − σ)), d8 = sat((dgate · m₀ | dup · m₁) · scale) on CUDA.
 
 dact [M, F], gate_up [M, 2F] as it was or as e4m3 bytes, multiplier m fp32 [2], dgate_up [M, 2F] in dact's dtype, d8
-[M, 2F] bytes. One kernel (swiglu_triton.py) reads both once and writes what is asked for: 8MF bytes for d8 alone in
+[M, 2F] bytes. One kernel (triton/swiglu.py) reads both once and writes what is asked for: 8MF bytes for d8 alone in
 bf16, 6MF from bytes. A second kernel in front takes the amax where the state has no scale yet.
 """
 
@@ -42,10 +42,10 @@ def swiglu_quantize_grad(
             fp8_dtype,
             keep,
         )
-    from lorakernels.kernels import swiglu_triton
+    from lorakernels.kernels.triton import swiglu
 
     with torch.cuda.device(dact.device):
-        return swiglu_triton.swiglu_quantize_grad(
+        return swiglu.swiglu_quantize_grad(
             dact,
             gate_up,
             gate_up_scale_inv,

@@ -78,7 +78,7 @@ def test_interpreted_kernel_equals_reference() -> None:
 )
 def test_hopper_s_code(split, compact, tmp_path) -> None:
     """It starts early (by_triton.sm90); nothing spilled."""
-    kernel = importlib.import_module("lorakernels.kernels.block_diagonal")
+    kernel = importlib.import_module("lorakernels.kernels.triton.block_diagonal")
     types = dict.fromkeys(("out", "out2", "b0", "b1", "b2", "b3", "factors"), "*fp32")
     types |= dict.fromkeys(("n1", "n2", "n3", "n4", "r1", "r2", "r3", "r4", "compact_rank"), "i32")
     constants = {"COUNT": 3, "COLUMNS": 64, "TILE": kernel.TILE, "SPLIT": split}
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 if __name__ == "__main__":
-    kernel = importlib.import_module("lorakernels.kernels.block_diagonal")
+    kernel = importlib.import_module("lorakernels.kernels.triton.block_diagonal")
     for rows, ranks in CASES[:-1]:
         for dtype in (FP32, FP16):
             check(kernel.stacked, kernel.parted, rows, ranks, dtype, "cpu")

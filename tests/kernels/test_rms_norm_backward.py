@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lorakernels import ops
-from lorakernels.kernels import rms_norm_triton, tuning_layer
+from lorakernels.kernels import tune_layer
+from lorakernels.kernels.triton import rms_norm
 from tests.exact import EPS as ULP
 from tests.kernels.by_triton import interpret, sm90, spills
 
@@ -67,7 +68,7 @@ def test_is_the_derivative(m, k, dtype, weight_dtype, has_residual, device):
 
 def run_interpreted(m, k, dtype, has_residual):
     arguments = inputs(m, k, dtype, dtype, has_residual, "cpu")
-    return rms_norm_triton.rms_norm_backward(*arguments, True)
+    return rms_norm.rms_norm_backward(*arguments, True)
 
 
 def test_interpreted(tmp_path):
@@ -78,7 +79,7 @@ def test_interpreted(tmp_path):
 
 
 def test_what_no_kernel_takes_is_right_all_the_same(device):
-    for m, k in ((0, 8), (2, tuning_layer.MAX_NORM_COLUMNS + 1)):
+    for m, k in ((0, 8), (2, tune_layer.MAX_NORM_COLUMNS + 1)):
         arguments = inputs(m, k, FP32, FP32, True, device)
         assert_right(*arguments, *ops.rms_norm_backward(*arguments, True))
     dnormed, x, *others = inputs(6, 40, FP32, FP32, False, device)
@@ -108,11 +109,11 @@ def test_refuses(change, error, message, device):
 @pytest.mark.parametrize("k", [2048, 4096, 8192, 16384])
 def test_hopper_s_code(k, tmp_path):
     """16 bytes a load, nothing spilled."""
-    config = tuning_layer.norm_backward_config(k)
+    config = tune_layer.norm_backward_config(k)
     constants = {"HAS_RESIDUAL": True, "BLOCK": k, "PREFETCH": config.prefetch}
     types = dict.fromkeys(("dx", "dnormed", "x", "weight", "dresidual"), "*bf16")
     types |= {"rstd": "*fp32", "M": "i32", "K": "i32"}
-    kernel = rms_norm_triton._rms_norm_backward_kernel
+    kernel = rms_norm._rms_norm_backward_kernel
     found = sm90(kernel, types, constants, config.num_warps, tmp_path)
     assert not spills(found)
     assert found["LDG.E.128"] * 8 * 32 * config.num_warps >= 4 * k

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lorakernels import ops, reference
-from lorakernels.kernels import quantizing, rms_norm_triton, tuning_layer
+from lorakernels.kernels import tune_layer
+from lorakernels.kernels.triton import quantize, rms_norm
 from tests.kernels.by_triton import STATES, interpret, same_bytes, sm90, spills, state_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,7 +62,7 @@ def test_equals_its_definition(m, k, dtype, weight_dtype, kind, device):
 def run_interpreted(m, k, dtype, kind):
     x, weight = inputs(m, k, dtype, dtype, "cpu")
     state, delayed = state_of(kind, "cpu")
-    return rms_norm_triton.rms_norm_quantize(x, weight, EPS, state, 1, delayed, True), state
+    return rms_norm.rms_norm_quantize(x, weight, EPS, state, 1, delayed, True), state
 
 
 def test_interpreted(tmp_path):
@@ -92,7 +93,7 @@ def test_what_no_kernel_takes_is_right_all_the_same(device):
     for x in (
         torch.randn(6, 40, device=device).t(),
         torch.randn(0, 8, device=device),
-        torch.randn(2, tuning_layer.MAX_NORM_COLUMNS + 1, device=device),
+        torch.randn(2, tune_layer.MAX_NORM_COLUMNS + 1, device=device),
     ):
         weight = torch.rand(x.shape[1], device=device)
         before, _ = state_of("unset", device)
@@ -160,7 +161,7 @@ def test_refuses(change, error, message, device):
 @pytest.mark.parametrize("keep", [True, False])
 def test_hopper_s_code(k, keep, tmp_path):
     """16 bytes a load, FP8 by instructions, one reduction to the amax, no spills, no detour over shared memory."""
-    config, found = tuning_layer.norm_config(k), hopper_s_code(k, keep, False, tmp_path)
+    config, found = tune_layer.norm_config(k), hopper_s_code(k, keep, False, tmp_path)
     assert not spills(found)
     assert found["LDG.E.128"] * 8 * 32 * config.num_warps >= 2 * k  # x's and the weight's, 8 each
     assert found["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"] * 2 * 32 * config.num_warps == k
@@ -177,9 +178,9 @@ def test_hopper_s_code_that_measures(tmp_path):
 
 
 def hopper_s_code(k, keep, measure, tmp_path):
-    config = tuning_layer.norm_config(k)
+    config = tune_layer.norm_config(k)
     constants = {
-        **quantizing.quantized(
+        **quantize.quantized(
             (1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, reference.E4M3
         ).constants,
         "NATIVE": True,
@@ -191,7 +192,7 @@ def hopper_s_code(k, keep, measure, tmp_path):
     types = dict.fromkeys(("normed", "x", "weight"), "*bf16") | {"x8": "*u8", "partials": "*i32"}
     types |= dict.fromkeys(("scale_inv", "rstd", "state"), "*fp32") | {"eps": "fp32"}
     types |= dict.fromkeys(("M", "K", "amax_at", "kept_at", "measured"), "i32")
-    kernel = rms_norm_triton._rms_norm_quantize_kernel
+    kernel = rms_norm._rms_norm_quantize_kernel
     return sm90(kernel, types, constants, config.num_warps, tmp_path)
 
 

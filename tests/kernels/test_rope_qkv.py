@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lorakernels import ops
-from lorakernels.kernels import rope_qkv_triton, tuning_layer
+from lorakernels.kernels import tune_layer
+from lorakernels.kernels.triton import rope_qkv
 from tests.exact import EPS as ULP
 from tests.kernels.by_triton import interpret, sm90, spills
 
@@ -173,10 +174,8 @@ def test_is_transformers_rotation():
 
 def run_interpreted(case, dtype):
     qkv, cos, sin = forward_inputs(case, dtype, "cpu")
-    rope_qkv_triton.rope_qkv_(qkv, cos, sin, case.heads, case.kv_heads)
-    return qkv, rope_qkv_triton.rope_qkv_backward(
-        *backward_inputs(case, dtype, "tokens outside", "cpu")
-    )
+    rope_qkv.rope_qkv_(qkv, cos, sin, case.heads, case.kv_heads)
+    return qkv, rope_qkv.rope_qkv_backward(*backward_inputs(case, dtype, "tokens outside", "cpu"))
 
 
 def test_interpreted(tmp_path):
@@ -241,10 +240,10 @@ def test_backward_refuses_strides_it_would_misread(device):
 @pytest.mark.parametrize("half", [32, 64, 128])
 def test_hopper_s_code(half, tmp_path):
     """16 bytes a load and a store, nothing spilled."""
-    config = tuning_layer.rope_config(half, 64)
+    config = tune_layer.rope_config(half, 64)
     constants = {"TURNED": 72, "HALF": half, "BLOCK": half, "HEADS": config.heads}
     types = dict.fromkeys(("qkv", "cos", "sin"), "*bf16") | {"stride": "i32", "T": "i32"}
-    found = sm90(rope_qkv_triton._rope_kernel, types, constants, config.num_warps, tmp_path)
+    found = sm90(rope_qkv._rope_kernel, types, constants, config.num_warps, tmp_path)
     assert not spills(found)
     assert found["STG.E.128"] * 8 * 32 * config.num_warps == config.heads * 2 * half
 

@@ -10,7 +10,8 @@ import torch
 
 from lorakernels import ops, reference, reference_layer
 from lorakernels.checks_layer import PACKED_COLUMNS
-from lorakernels.kernels import quantizing, swiglu_triton, tuning_layer
+from lorakernels.kernels import tune_layer
+from lorakernels.kernels.triton import quantize, swiglu
 from tests.exact import EPS as ULP
 from tests.kernels.by_triton import STATES, interpret, same_bytes, sm90, spills, state_of
 
@@ -118,13 +119,11 @@ def test_a_block_that_is_not_finite_keeps_its_bytes(device):
 def run_interpreted(m, f, dtype, kind, as_bytes):
     gate_up, scale_inv, _ = inputs(m, f, dtype, as_bytes, "cpu")
     state, delayed = state_of(kind, "cpu")
-    results = swiglu_triton.swiglu_quantize(gate_up, scale_inv, state, 1, delayed, True, dtype)
+    results = swiglu.swiglu_quantize(gate_up, scale_inv, state, 1, delayed, True, dtype)
     if as_bytes:
         return results, state, None
     again = state_of(kind, "cpu")[0]
-    *same, packed, packed_inv = swiglu_triton.swiglu_quantize_and_pack(
-        gate_up, again, 1, delayed, True
-    )
+    *same, packed, packed_inv = swiglu.swiglu_quantize_and_pack(gate_up, again, 1, delayed, True)
     assert all(map(torch.equal, results, same)) and (state is None or torch.equal(state, again))
     return results, state, (packed, packed_inv)
 
@@ -237,7 +236,7 @@ def hopper_s_code(grad, as_bytes, config, tmp_path, pack=False):
     import triton.language as tl
 
     fp8_dtype = torch.float8_e5m2 if grad else E4M3
-    target = quantizing.quantized((1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, fp8_dtype)
+    target = quantize.quantized((1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, fp8_dtype)
     constants = {**target.constants, "NATIVE": True, "GRAD": grad, "BYTES": as_bytes}
     constants |= {
         "MEASURE": False,
@@ -252,14 +251,14 @@ def hopper_s_code(grad, as_bytes, config, tmp_path, pack=False):
     types |= dict.fromkeys(scales, "*fp32") | {"packed": "*u8"}
     types |= {"gate_up": "*u8" if as_bytes else "*bf16"}
     types |= dict.fromkeys(("M", "F", "amax_at", "kept_at", "measured"), "i32")
-    return sm90(swiglu_triton._swiglu_kernel, types, constants, config.num_warps, tmp_path)
+    return sm90(swiglu._swiglu_kernel, types, constants, config.num_warps, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
 def test_hopper_s_code(as_bytes, tmp_path):
     """Wide loads, FP8 by instructions, one reduction to the amax, nothing spilled."""
-    config = tuning_layer.SWIGLU_OF_BYTES if as_bytes else tuning_layer.SWIGLU
+    config = tune_layer.SWIGLU_OF_BYTES if as_bytes else tune_layer.SWIGLU
     found = hopper_s_code(False, as_bytes, config, tmp_path)
     threads = 32 * config.num_warps
     assert not spills(found)
@@ -273,7 +272,7 @@ def test_hopper_s_code(as_bytes, tmp_path):
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_hopper_s_code_that_packs(tmp_path):
     """gate_up is read once; a warp finds an amax by itself; nothing spilled."""
-    config = tuning_layer.SWIGLU_PACK
+    config = tune_layer.SWIGLU_PACK
     found = hopper_s_code(False, False, config, tmp_path, pack=True)
     threads = 32 * config.num_warps
     assert not spills(found) and found["LDG.E.128"] * 8 * threads == 2 * config.block

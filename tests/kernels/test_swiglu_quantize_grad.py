@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lorakernels import ops, reference
-from lorakernels.kernels import swiglu_triton, tuning_layer
+from lorakernels.kernels import tune_layer
+from lorakernels.kernels.triton import swiglu
 from tests.exact import EPS as ULP
 from tests.kernels import test_swiglu_quantize as forward
 from tests.kernels.by_triton import STATES, interpret, same_bytes, spills, state_of
@@ -81,7 +82,7 @@ def run_interpreted(m, f, dtype, kind, as_bytes, fmt):
     arguments, _ = inputs(m, f, dtype, as_bytes, "cpu")
     state, delayed = state_of(kind, "cpu")
     quantized_as = (state, 1, delayed, FORMATS[fmt], True)
-    return swiglu_triton.swiglu_quantize_grad(*arguments, *quantized_as), state
+    return swiglu.swiglu_quantize_grad(*arguments, *quantized_as), state
 
 
 def test_interpreted(tmp_path):
@@ -170,7 +171,7 @@ def test_refuses(change, error, message, device):
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
 @pytest.mark.parametrize(
-    "config", [tuning_layer.SWIGLU_GRAD, tuning_layer.SWIGLU_GRAD_KEPT], ids=["d8", "kept"]
+    "config", [tune_layer.SWIGLU_GRAD, tune_layer.SWIGLU_GRAD_KEPT], ids=["d8", "kept"]
 )
 def test_hopper_s_code(as_bytes, config, tmp_path):
     """FP8 by instructions, one reduction to the amax, nothing spilled."""

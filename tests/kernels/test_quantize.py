@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lorakernels import reference
-from lorakernels.kernels.quantizing import PARTIALS, decode_e4m3, encode, scale_to_use
+from lorakernels.kernels.triton.quantize import PARTIALS, decode_e4m3, encode, scale_to_use
 from tests.kernels.by_triton import interpret, same_bytes
 
 AMAXES = [0.0, 2.0**-149, 1e-38, 1e-36, 0.3, 448.0, reference.FLT_MAX, torch.inf, torch.nan]

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels.kernels import quantizing
-from lorakernels.kernels import tuning_layer as tuning
-from lorakernels.kernels.quantizing import begin
+from lorakernels.kernels import tune_layer as tune
+from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.quantize import begin
 
 
 @triton.jit
@@ -62,14 +62,14 @@ def rope_qkv_(
     sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    config: tuning.HeadConfig | None = None,
+    config: tune.HeadConfig | None = None,
 ) -> None:
     """`reference_layer.rope_qkv_` of what the ladder has nothing against; qkv has elements."""
     turned = num_heads + num_kv_heads
     half = cos.shape[1] // 2
     block = triton.next_power_of_2(half)
-    config = config or tuning.rope_config(block, triton.next_power_of_2(turned))
-    early = quantizing.overlaps(qkv.device)
+    config = config or tune.rope_config(block, triton.next_power_of_2(turned))
+    early = quantize.overlaps(qkv.device)
     _rope_kernel[(qkv.shape[0], triton.cdiv(turned, config.heads))](
         qkv,
         cos,
@@ -82,7 +82,7 @@ def rope_qkv_(
         HEADS=config.heads,
         OVERLAP=early,
         num_warps=config.num_warps,
-        **quantizing.launch_options(early),
+        **quantize.launch_options(early),
     )
 
 
@@ -184,13 +184,13 @@ def rope_qkv_backward(
     cos: Tensor,
     sin: Tensor,
     multiplier: Tensor,
-    config: tuning.HeadConfig | None = None,
+    config: tune.HeadConfig | None = None,
 ) -> Tensor:
     """`reference_layer.rope_qkv_backward` of what the ladder has nothing against; dq has elements."""
     (batch, q_heads, tokens, dim), kv_heads = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(batch * tokens, (q_heads + 2 * kv_heads) * dim)
     block = triton.next_power_of_2(dim // 2)
-    config = config or tuning.rope_backward_config(block, triton.next_power_of_2(q_heads))
+    config = config or tune.rope_backward_config(block, triton.next_power_of_2(q_heads))
     blocks = triton.cdiv(q_heads, config.heads) + 2 * triton.cdiv(kv_heads, config.heads)
     _rope_backward_kernel[(dqkv.shape[0], blocks)](
         dqkv,

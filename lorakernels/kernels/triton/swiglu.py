@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels import checks_layer as checks
-from lorakernels.kernels import quantizing
-from lorakernels.kernels import tuning_layer as tuning
-from lorakernels.kernels.quantizing import (
+from lorakernels.kernels import tune_layer as tune
+from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.quantize import (
     Quantized,
     begin,
     decode_e4m3,
@@ -194,13 +194,13 @@ def swiglu_quantize(
     delayed: bool,
     keep: bool,
     dtype: torch.dtype,
-    config: tuning.TileConfig | None = None,
+    config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize` of what the ladder has nothing against; gate_up has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     act = torch.empty(shape if keep else 0, dtype=dtype, device=gate_up.device)
     target = quantized(shape, gate_up.device, state, column, delayed, E4M3)
-    config = config or (tuning.SWIGLU if gate_up_scale_inv is None else tuning.SWIGLU_OF_BYTES)
+    config = config or (tune.SWIGLU if gate_up_scale_inv is None else tune.SWIGLU_OF_BYTES)
     if keep or target.quantizes:
         _launch(act, target, None, gate_up, gate_up_scale_inv, None, dtype, config)
     return act, target.x8, target.scale_inv
@@ -212,7 +212,7 @@ def swiglu_quantize_and_pack(
     column: int,
     delayed: bool,
     keep: bool,
-    config: tuning.TileConfig = tuning.SWIGLU_PACK,
+    config: tune.TileConfig = tune.SWIGLU_PACK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize_and_pack` of what the ladder has nothing against; gate_up has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
@@ -234,7 +234,7 @@ def swiglu_quantize_grad(
     delayed: bool,
     fp8_dtype: torch.dtype,
     keep: bool,
-    config: tuning.TileConfig | None = None,
+    config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference_layer.swiglu_quantize_grad` of what the ladder has nothing against; dact has elements."""
     shape = (gate_up.shape[0], gate_up.shape[1])
@@ -242,7 +242,7 @@ def swiglu_quantize_grad(
     tells = state_dy is not None and dact.dtype == torch.float16
     dgate_up = torch.empty(shape if keep or tells else 0, dtype=dact.dtype, device=dact.device)
     target = quantized(shape, dact.device, state_dy, column, delayed, fp8_dtype)
-    config = config or (tuning.SWIGLU_GRAD_KEPT if keep else tuning.SWIGLU_GRAD)
+    config = config or (tune.SWIGLU_GRAD_KEPT if keep else tune.SWIGLU_GRAD)
     if keep or target.quantizes:
         operands = (dact, gate_up, gate_up_scale_inv, multiplier)
         _launch(dgate_up, target, *operands, dact.dtype, config)
@@ -258,7 +258,7 @@ def _launch(
     gate_up_scale_inv: Tensor | None,
     multiplier: Tensor | None,
     dtype: torch.dtype,
-    config: tuning.TileConfig,
+    config: tune.TileConfig,
     pack: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     if pack is not None or gate_up_scale_inv is not None:
@@ -266,8 +266,8 @@ def _launch(
     packed, packed_scale_inv = (out, out) if pack is None else pack
     rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
     tiles = rows * triton.cdiv(cols, config.block)
-    measured = quantizing.measuring(tiles, gate_up.device)
-    programs = min(tiles, quantizing.multiprocessors(gate_up.device) * config.resident)
+    measured = quantize.measuring(tiles, gate_up.device)
+    programs = min(tiles, quantize.multiprocessors(gate_up.device) * config.resident)
     for measure in (True, False) if target.quantizes else (False,):
         _swiglu_kernel[(measured if measure else programs,)](
             out,

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels.kernels import quantizing
-from lorakernels.kernels import tuning_layer as tuning
-from lorakernels.kernels.quantizing import (
+from lorakernels.kernels import tune_layer as tune
+from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.quantize import (
     begin,
     encode,
     kept_scale,
@@ -112,7 +112,7 @@ def rms_norm_quantize(
     column: int,
     delayed: bool,
     keep: bool,
-    config: tuning.RowConfig | None = None,
+    config: tune.RowConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference_layer.rms_norm_quantize` of what the ladder has nothing against; x has elements."""
     rows, cols = x.shape
@@ -120,9 +120,9 @@ def rms_norm_quantize(
     rstd = torch.empty(rows, device=x.device)
     target = quantized((rows, cols), x.device, state, column, delayed, E4M3)
     block = max(256, triton.next_power_of_2(cols))
-    config = config or tuning.norm_config(block)
-    measured = quantizing.measuring(rows, x.device)
-    programs = min(rows, quantizing.multiprocessors(x.device) * config.resident)
+    config = config or tune.norm_config(block)
+    measured = quantize.measuring(rows, x.device)
+    programs = min(rows, quantize.multiprocessors(x.device) * config.resident)
     for measure in (True, False) if target.quantizes else (False,):
         _rms_norm_quantize_kernel[(measured if measure else programs,)](
             normed,
@@ -232,10 +232,10 @@ def _weight_grad(dnormed: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     rows, cols = x.shape
     block = 256
     blocks = triton.cdiv(cols, block)
-    chunks = max(1, min(triton.cdiv(rows, 16), 4 * quantizing.multiprocessors(x.device) // blocks))
+    chunks = max(1, min(triton.cdiv(rows, 16), 4 * quantize.multiprocessors(x.device) // blocks))
     chunk = triton.cdiv(triton.cdiv(rows, chunks), 16) * 16
     partial = torch.empty(triton.cdiv(rows, chunk), cols, device=x.device)
-    early = quantizing.overlaps(x.device)
+    early = quantize.overlaps(x.device)
     _weight_grad_kernel[(blocks, partial.shape[0])](
         partial,
         dnormed,
@@ -248,7 +248,7 @@ def _weight_grad(dnormed: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
         BLOCK=block,
         OVERLAP=early,
         num_warps=4,
-        **quantizing.launch_options(early),
+        **quantize.launch_options(early),
     )
     return partial.sum(0)
 
@@ -260,15 +260,15 @@ def rms_norm_backward(
     rstd: Tensor,
     dresidual: Tensor | None,
     weight_grad: bool,
-    config: tuning.RowConfig | None = None,
+    config: tune.RowConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference_layer.rms_norm_backward` of what the ladder has nothing against; x has elements."""
     rows, cols = x.shape
     dx = torch.empty_like(x)
     block = max(256, triton.next_power_of_2(cols))
-    config = config or tuning.norm_backward_config(block)
-    programs = min(rows, quantizing.multiprocessors(x.device) * config.resident)
-    early = quantizing.overlaps(x.device)
+    config = config or tune.norm_backward_config(block)
+    programs = min(rows, quantize.multiprocessors(x.device) * config.resident)
+    early = quantize.overlaps(x.device)
     _rms_norm_backward_kernel[(programs,)](
         dx,
         dnormed,
@@ -283,6 +283,6 @@ def rms_norm_backward(
         PREFETCH=config.prefetch,
         OVERLAP=early,
         num_warps=config.num_warps,
-        **quantizing.launch_options(early),
+        **quantize.launch_options(early),
     )
     return dx, _weight_grad(dnormed, x, rstd) if weight_grad else torch.empty(0, device=x.device)

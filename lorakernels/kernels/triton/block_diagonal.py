@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels import reference_blocks
-from lorakernels.kernels import quantizing
 from lorakernels.kernels.ladder import why_not_layer_kernel
-from lorakernels.kernels.quantizing import begin
+from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.quantize import begin
 
 MAX_BLOCKS = 4
 TILE = 16  # rows of a program
@@ -176,7 +176,7 @@ def _launch(
     held = iter(blocks)
     pointers = [next(held) if rank else whole for rank in ranks]  # no rank: nothing is accessed
     pointers += [whole] * (MAX_BLOCKS - len(rows))
-    early = quantizing.overlaps(whole.device)
+    early = quantize.overlaps(whole.device)
     with torch.cuda.device_of(whole):  # does nothing for a CPU tensor of the interpreter
         _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
             whole,
@@ -192,5 +192,5 @@ def _launch(
             SPLIT=split,
             COMPACT=compact,
             OVERLAP=early,
-            **quantizing.launch_options(early),
+            **quantize.launch_options(early),
         )
