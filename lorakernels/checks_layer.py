@@ -30,44 +30,6 @@ def rms_norm_backward(
     _vector("rstd", rstd, x.shape[0], x.device, torch.float32)
 
 
-def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
-    """qkv [M, (H + 2 Hk) D]; cos, sin [T, D] for a T that divides M."""
-    _matrix("qkv", qkv)
-    _floats("qkv", qkv)
-    heads = num_heads + 2 * num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % heads:
-        raise ValueError(
-            f"qkv must have (num_heads + 2 num_kv_heads) D columns, found {qkv.shape[1]} for "
-            f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
-        )
-    _angles(cos, sin, qkv.shape[0], qkv.shape[1] // heads, qkv.device)
-
-
-def rope_qkv_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> None:
-    """dq [B, H, T, D], dk and dv [B, Hk, T, D] of one dtype, last dimension contiguous; multiplier float32 [3]."""
-    for name, tensor in (("dq", dq), ("dk", dk), ("dv", dv)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must be [B, heads, T, D], found {tuple(tensor.shape)}")
-        _floats(name, tensor)
-        if tensor.dtype != dq.dtype or tensor.device != dq.device:
-            raise TypeError(
-                f"{name} must be {dq.dtype} on {dq.device} like dq, found {tensor.dtype} on {tensor.device}"
-            )
-        if tensor.numel() and tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            raise ValueError(
-                f"{name} must have a contiguous last dimension, found strides {tensor.stride()}"
-            )
-    batch, _, tokens, dim = dq.shape
-    expected = (batch, dk.shape[1], tokens, dim)
-    for name, tensor in (("dk", dk), ("dv", dv)):
-        if tensor.shape != expected:
-            raise ValueError(f"{name} must be {expected}, found {tuple(tensor.shape)}")
-    _angles(cos, sin, batch * tokens, dim, dq.device)
-    _vector("multiplier", multiplier, 3, dq.device, torch.float32)
-
-
 def swiglu(
     gate_up: Tensor,
     gate_up_scale_inv: Tensor | None,
@@ -177,21 +139,3 @@ def _state(name: str, state: Tensor | None, device: torch.device) -> None:
             f"{name} must be float32 [history length + 1, tensors] on {device}, "
             f"found {state.dtype} {tuple(state.shape)} on {state.device}"
         )
-
-
-def _angles(cos: Tensor, sin: Tensor, rows: int, dim: int, device: torch.device) -> None:
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        _matrix(name, tensor)
-        _floats(name, tensor)
-        fits = tensor.shape[1] == dim and tensor.shape[0] > 0 and rows % tensor.shape[0] == 0
-        if not fits or tensor.device != device:
-            raise ValueError(
-                f"{name} must be [T, {dim}] on {device} for a T that divides the {rows} tokens, "
-                f"found {list(tensor.shape)} on {tensor.device}"
-            )
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
-        raise ValueError(
-            f"sin must be like cos, {cos.dtype} {tuple(cos.shape)}, found {sin.dtype} {tuple(sin.shape)}"
-        )
-    if dim % 2:
-        raise ValueError(f"D must be even, found {dim}")

@@ -4,12 +4,10 @@
     RMSNorm   rstd = 1 / √(mean(x²) + ε)        normed = weight ⊙ (x · rstd)
               dx = dresidual + rstd · (g − h · mean(g ⊙ h)),   g = dnormed ⊙ weight,   h = x · rstd
               dweight = Σ_rows dnormed ⊙ h
-    RoPE      out₁ = x₁ cos₁ − x₂ sin₁      out₂ = x₂ cos₂ + x₁ sin₂      a head's halves: Transformers' `rotate_half`
-              dx₁ = d₁ cos₁ + d₂ sin₂       dx₂ = d₂ cos₂ − d₁ sin₁
     SwiGLU    act = silu(gate) ⊙ up         silu(g) = g σ(g)
               dup = dact ⊙ silu(gate)       dgate = dact ⊙ up ⊙ σ (1 + gate (1 − σ))
 
-    x, normed [M, K]   qkv [M, (H + 2 Hk) D]   cos, sin [T, D]   gate_up [M, 2F] = gate | up   act [M, F]
+    x, normed [M, K]   gate_up [M, 2F] = gate | up   act [M, F]
 
 fp32 arithmetic, one rounding when a result is stored; RMSNorm rounds h as well before it multiplies by the weight, as
 Transformers' LlamaRMSNorm does. What is quantized is the result as stored: x8 is `reference.quantize` of normed, a8 of
@@ -80,46 +78,6 @@ def rms_norm_backward(
         dx = dx + dresidual.float()
     dweight = (wide * h).sum(0) if weight_grad else torch.empty(0, device=x.device)
     return dx.to(x.dtype), dweight
-
-
-def rope_qkv_(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
-    """q's and k's columns of qkv turned in place; row m by cos and sin of row m mod T.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape or device does not fit.
-    """
-    checks_layer.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
-    turned = num_heads + num_kv_heads
-    heads = qkv.view(qkv.shape[0], turned + num_kv_heads, cos.shape[1])[:, :turned]
-    c1, c2, s1, s2 = _angles(cos, sin, qkv.shape[0])
-    x1, x2 = heads.float().chunk(2, -1)
-    heads.copy_(torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1))
-
-
-def rope_qkv_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> Tensor:
-    """dqkv [M, (H + 2 Hk) D], M = B T, of dq [B, H, T, D], dk and dv [B, Hk, T, D]: turned back, times multiplier [3].
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, stride or device does not fit.
-    """
-    checks_layer.rope_qkv_backward(dq, dk, dv, cos, sin, multiplier)
-    rows, dim = dq.shape[0] * dq.shape[2], dq.shape[3]
-    c1, c2, s1, s2 = _angles(cos, sin, rows)
-    parts = [d.transpose(1, 2).reshape(rows, d.shape[1], dim).float() for d in (dq, dk, dv)]
-    for i in range(2):
-        d1, d2 = parts[i].chunk(2, -1)
-        parts[i] = torch.cat((d1 * c1 + d2 * s2, d2 * c2 - d1 * s1), -1)
-    scaled = [part * factor for part, factor in zip(parts, multiplier, strict=True)]
-    return torch.cat(scaled, 1).flatten(1).to(dq.dtype)
-
-
-def _angles(cos: Tensor, sin: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """cos₁, cos₂, sin₁, sin₂: fp32 [rows, 1, D / 2]."""
-    row = torch.arange(rows, device=cos.device) % cos.shape[0]
-    halves = (*cos.float().chunk(2, -1), *sin.float().chunk(2, -1))
-    return tuple(half[row].unsqueeze(1) for half in halves)
 
 
 def swiglu_quantize(

@@ -8,7 +8,6 @@ from lorakernels.kernels.lora_grad_a import lora_grad_a
 from lorakernels.kernels.quantize_grad import quantize_grad, quantize_grad_and_mask
 from lorakernels.kernels.rms_norm_backward import rms_norm_backward
 from lorakernels.kernels.rms_norm_quantize import rms_norm_quantize
-from lorakernels.kernels.rope_qkv import rope_qkv_, rope_qkv_backward
 from lorakernels.kernels.swiglu_quantize import swiglu_quantize, swiglu_quantize_and_pack
 from lorakernels.kernels.swiglu_quantize_grad import swiglu_quantize_grad
 from lorakernels.kernels.transpose_fp8 import transpose_fp8
@@ -23,8 +22,6 @@ __all__ = [
     "quantize_grad_and_mask",
     "rms_norm_backward",
     "rms_norm_quantize",
-    "rope_qkv_",
-    "rope_qkv_backward",
     "swiglu_quantize",
     "swiglu_quantize_and_pack",
     "swiglu_quantize_grad",

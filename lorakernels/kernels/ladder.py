@@ -21,7 +21,6 @@ OPS = (
     "transpose_fp8",
     "rms_norm_quantize",
     "rms_norm_backward",
-    "rope_qkv",
     "swiglu_quantize",
     "swiglu_quantize_grad",
     "block_diagonal",
@@ -90,7 +89,6 @@ def _layer(capability: tuple[int, int]) -> dict[str, tuple[str, str]]:
     notes = {
         "rms_norm_quantize": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
         "rms_norm_backward": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
-        "rope_qkv": "one pass, forward and backward",
         "swiglu_quantize": "one read",
         "swiglu_quantize_grad": "one read",
         "block_diagonal": "one launch for q, k, v or gate, up, forward and backward",

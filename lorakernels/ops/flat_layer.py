@@ -24,17 +24,6 @@ def rms_norm_backward(dnormed, x, weight, rstd, dresidual, weight_grad):  # type
     return empty(x, *x.shape), empty(x, x.shape[1] if weight_grad else 0, dtype=_FP32)
 
 
-@define("rope_qkv_", mutates=("qkv",))
-def rope_qkv_(qkv, cos, sin, num_heads, num_kv_heads):  # type: ignore[no-untyped-def]
-    return None
-
-
-@define("rope_qkv_backward")
-def rope_qkv_backward(dq, dk, dv, cos, sin, multiplier):  # type: ignore[no-untyped-def]
-    batch, heads, tokens, dim = dq.shape
-    return empty(dq, batch * tokens, (heads + 2 * dk.shape[1]) * dim)
-
-
 def _swiglu_fake(  # type: ignore[no-untyped-def]
     gate_up, gate_up_scale_inv, state, column, delayed, keep, out_dtype=None
 ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels behind rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
+"""The Triton kernels behind ops/rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
 
 The way back starts no kernel early: it runs behind attention's backward, which lets nobody start early either, and its
 many short programs take longer where the next kernel's are there already (docs/measured_facts.md).
@@ -64,7 +64,7 @@ def rope_qkv_(
     num_kv_heads: int,
     config: tune.HeadConfig | None = None,
 ) -> None:
-    """`reference_layer.rope_qkv_` of what the ladder has nothing against; qkv has elements."""
+    """`ops.rope_qkv_` of what its `why_not_triton` has nothing against."""
     turned = num_heads + num_kv_heads
     half = cos.shape[1] // 2
     block = triton.next_power_of_2(half)
@@ -186,7 +186,7 @@ def rope_qkv_backward(
     multiplier: Tensor,
     config: tune.HeadConfig | None = None,
 ) -> Tensor:
-    """`reference_layer.rope_qkv_backward` of what the ladder has nothing against; dq has elements."""
+    """`ops.rope_qkv_backward` of what its `why_not_triton_backward` has nothing against."""
     (batch, q_heads, tokens, dim), kv_heads = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(batch * tokens, (q_heads + 2 * kv_heads) * dim)
     block = triton.next_power_of_2(dim // 2)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation `lorakernels doctor` and the report name."""
+
+from __future__ import annotations
+
+import pytest
+
+from lorakernels.ops.choice import implementations
+from lorakernels.ops.hardware import Place
+
+
+@pytest.mark.parametrize("op", ["rope_qkv"])
+def test_what_the_layer_s_kernels_take(op):
+    old = implementations("cuda", Place((7, 5)))
+    new = implementations("cuda", Place((8, 0), fp8=False))
+    assert old[op] == ("torch", "compute capability (7, 5) has no bf16")
+    assert new[op][0] == "triton"
