@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from lorakernels import kernels, reference, reference_blocks, reference_layer
+from lorakernels import kernels, reference, reference_layer
 
-TRUTHS = (reference, reference_layer, reference_blocks)
+TRUTHS = (reference, reference_layer)
 _LIBRARY = torch.library.Library("lorakernels", "FRAGMENT")
 
 
@@ -34,7 +34,7 @@ def define(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register `lorakernels::name` with the schema of its reference; the decorated function is its fake.
 
-    The reference is reference.`name`, reference_layer.`name` or reference_blocks.`name`.
+    The reference is reference.`name` or reference_layer.`name`.
 
     `guard` wraps both implementations.
     """

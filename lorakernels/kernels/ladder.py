@@ -19,13 +19,15 @@ OPS = (
     "fp8_grad_input",
     "lora_grad_a",
     "transpose_fp8",
+    "bias_dropout_add",
+    "amax_and_scale_update",
     "rms_norm_quantize",
     "rms_norm_backward",
     "swiglu_quantize",
     "swiglu_quantize_grad",
-    "block_diagonal",
+    "cross_entropy",
 )
-AROUND_LINEAR = OPS[6:]  # what a linear layer itself does not run
+AROUND_LINEAR = ("bias_dropout_add", *OPS[8:])  # what a linear layer itself does not run
 FP8_GEMM_CAPABILITY = (8, 9)
 FP8_GEMM_MULTIPLE = 16
 TMA_CAPABILITY = (9, 0)
@@ -71,6 +73,8 @@ def implementations(
     capability = capability or (0, 0)
     csrc_why_not = why_not_csrc(capability)
     csrc = {
+        "bias_dropout_add": "one pass, forward and backward",
+        "amax_and_scale_update": "one launch for all tensors",
         "transpose_fp8": "one pass",
     }
     table = {
@@ -82,6 +86,10 @@ def implementations(
     for op, note in csrc.items():
         table[op] = ("torch", csrc_why_not) if csrc_why_not else ("csrc", note)
     table |= _layer(capability)
+    table["cross_entropy"] = (
+        "triton",
+        "two reads of a chunk's logits, gradient in their place; float64: PyTorch's",
+    )
     return {op: table[op] for op in OPS}
 
 
@@ -91,7 +99,6 @@ def _layer(capability: tuple[int, int]) -> dict[str, tuple[str, str]]:
         "rms_norm_backward": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
         "swiglu_quantize": "one read",
         "swiglu_quantize_grad": "one read",
-        "block_diagonal": "one launch for q, k, v or gate, up, forward and backward",
     }
     if why_not := _why_not_layer_kernel(capability):
         return dict.fromkeys(notes, ("torch", why_not))

@@ -6,16 +6,13 @@ The dispatcher is torch's: `torch.ops.lorakernels.*` has the same ops under flat
 autograd/, which calls these ops; to differentiate through one of them raises torch's "no autograd formula".
 """
 
-from lorakernels.ops.amax_and_scale_update import amax_and_scale_update
-from lorakernels.ops.bias_dropout_add import (
+from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
+from lorakernels.ops.flat import (
+    amax_and_scale_update,
     bias_dropout_add,
     bias_dropout_add_,
     bias_dropout_add_backward,
-)
-from lorakernels.ops.cross_entropy import cross_entropy_
-from lorakernels.ops.flat import (
-    block_diagonal,
-    block_diagonal_parts,
+    cross_entropy_,
     fp8_grad_input,
     fp8_linear_lora,
     lora_grad_a,

@@ -10,6 +10,7 @@ Integers and flags choose code, floats are run-time values; an FP8 state is pass
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from lorakernels.define import define as _define
 from lorakernels.define import empty as _empty
 from lorakernels.define import fake_quantized as _fake_quantized
 from lorakernels.ops.flat_layer import (
-    block_diagonal,
-    block_diagonal_parts,
     rms_norm_backward,
     rms_norm_quantize,
     swiglu_quantize,
@@ -30,8 +29,10 @@ from lorakernels.ops.flat_layer import (
 )
 
 __all__ = [
-    "block_diagonal",
-    "block_diagonal_parts",
+    "amax_and_scale_update",
+    "bias_dropout_add",
+    "bias_dropout_add_",
+    "bias_dropout_add_backward",
     "fp8_grad_input",
     "fp8_linear_lora",
     "lora_grad_a",
@@ -44,6 +45,26 @@ __all__ = [
     "swiglu_quantize_grad",
     "transpose_fp8",
 ]
+
+
+def _not_in_recomputation(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An automatic (gated) update that a checkpoint's recomputation reaches, inside a backward, does nothing.
+
+    Asked when the op runs: a compiled layer's trace does not know where it will be called.
+    """
+
+    def run(
+        forward: Tensor,
+        backward: Tensor,
+        current: Tensor | None,
+        gated: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not gated or torch._C._current_graph_task_id() == -1:
+            fn(forward, backward, current, gated, *args, **kwargs)
+
+    return run
 
 
 @_define("fp8_linear_lora")
@@ -136,3 +157,34 @@ def lora_grad_a(  # type: ignore[no-untyped-def]
 @_define("transpose_fp8")
 def transpose_fp8(weight):  # type: ignore[no-untyped-def]
     return _empty(weight, weight.shape[1], weight.shape[0])
+
+
+@_define("amax_and_scale_update", mutates=("forward", "backward"), guard=_not_in_recomputation)
+def amax_and_scale_update(  # type: ignore[no-untyped-def]
+    forward, backward, current, gated, fp8_max_forward, fp8_max_backward, margin, most_recent
+):
+    return None
+
+
+@_define("bias_dropout_add")
+def bias_dropout_add(x, bias, residual, slot, p, site, row0=0, col0=0):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@_define("bias_dropout_add_", mutates=("residual",))
+def bias_dropout_add_(x, bias, residual, slot, p, site, row0=0, col0=0):  # type: ignore[no-untyped-def]
+    return None
+
+
+@_define("bias_dropout_add_backward")
+def bias_dropout_add_backward(dout, slot, p, site, bias_dtype, row0=0, col0=0):  # type: ignore[no-untyped-def]
+    dbias = _empty(
+        dout, 0 if bias_dtype is None else dout.shape[1], dtype=bias_dtype or torch.float32
+    )
+    drops = slot is not None and reference.dropout_threshold(p) > 0
+    return torch.empty_like(dout) if drops else _empty(dout, 0), dbias
+
+
+@_define("cross_entropy_", mutates=("logits",))
+def cross_entropy_(logits, labels, factor, ignore_index, gradient):  # type: ignore[no-untyped-def]
+    return _empty(labels, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from lorakernels import checks_layer as checks
-from lorakernels import reference_blocks
 from lorakernels.define import define, empty, fake_quantized
 
 _FP32 = torch.float32
@@ -49,15 +48,3 @@ def swiglu_quantize_grad(  # type: ignore[no-untyped-def]
 ):
     dgate_up = empty(dact, *gate_up.shape)
     return dgate_up if keep else empty(dact, 0), *fake_quantized(dgate_up, state_dy)
-
-
-@define("block_diagonal")
-def block_diagonal(blocks, rows, ranks, factors, compact=False):  # type: ignore[no-untyped-def]
-    widths = (reference_blocks.width(ranks, below) for below in (False, compact))
-    first, second = (empty(blocks[0], sum(rows), columns) for columns in widths)
-    return first, second
-
-
-@define("block_diagonal_parts")
-def block_diagonal_parts(matrix, rows, ranks, factors, compact=False):  # type: ignore[no-untyped-def]
-    return [empty(matrix, n, r) for n, r in zip(rows, ranks, strict=True) if r]

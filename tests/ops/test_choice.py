@@ -9,7 +9,7 @@ from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
 
 
-@pytest.mark.parametrize("op", ["rope_qkv"])
+@pytest.mark.parametrize("op", ["block_diagonal", "rope_qkv"])
 def test_what_the_layer_s_kernels_take(op):
     old = implementations("cuda", Place((7, 5)))
     new = implementations("cuda", Place((8, 0), fp8=False))

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diag(f_1 B_1, …, f_n B_n) [ΣN, ΣR] of n adapters B_i [N_i, R_i] for two choices of f, and back.
-
-One launch each, where torch takes one or two per block. B_i and the results are of one floating dtype, f fp32; each
-element is read once, multiplied in fp32 and rounded once at the store. A projection without an adapter has R_i = 0 and
-no block; its rows are zeros. n ≤ 4; more go through PyTorch.
-"""
+"""The Triton kernel behind ops/block_diagonal.py: a program takes 16 rows of the whole matrix."""
 
 from __future__ import annotations
 
@@ -16,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels import reference_blocks
-from lorakernels.kernels.ladder import why_not_layer_kernel
 from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.quantize import begin
+from lorakernels.values import SideBySide
 
 MAX_BLOCKS = 4
 TILE = 16  # rows of a program
@@ -101,76 +95,18 @@ def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
         tl.store(out2 + below, two.to(out.dtype.element_ty), is_below)
 
 
-def block_diagonal(
-    blocks: Sequence[Tensor],
-    rows: Sequence[int],
-    ranks: Sequence[int],
-    factors: Tensor,
-    compact: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`reference_blocks.block_diagonal`."""
-    reference_blocks.check_blocks(blocks, rows, ranks, factors, compact)
-    if _why_not(blocks, rows):
-        return reference_blocks.block_diagonal(blocks, rows, ranks, factors, compact)
-    return stacked(blocks, rows, ranks, factors, compact)
-
-
-def block_diagonal_parts(
-    matrix: Tensor,
-    rows: Sequence[int],
-    ranks: Sequence[int],
-    factors: Tensor,
-    compact: bool = False,
-) -> list[Tensor]:
-    """`reference_blocks.block_diagonal_parts`."""
-    reference_blocks.check_matrix(matrix, rows, ranks, factors, compact)
-    if _why_not([matrix], rows):
-        return reference_blocks.block_diagonal_parts(matrix, rows, ranks, factors, compact)
-    return parted(matrix, rows, ranks, factors, compact)
-
-
-def _why_not(tensors: Sequence[Tensor], rows: Sequence[int]) -> str | None:
-    if len(rows) > MAX_BLOCKS:
-        return f"{len(rows)} projections are more than {MAX_BLOCKS}"
-    return why_not_layer_kernel(**{f"block {i}": tensor for i, tensor in enumerate(tensors)})
-
-
-def stacked(
-    blocks: Sequence[Tensor],
-    rows: Sequence[int],
-    ranks: Sequence[int],
-    factors: Tensor,
-    compact: bool = False,
-) -> tuple[Tensor, Tensor]:
-    widths = (reference_blocks.width(ranks, below) for below in (False, compact))
-    first, second = (blocks[0].new_empty(sum(rows), columns) for columns in widths)
-    _launch(first, second, blocks, rows, ranks, factors, compact, split=False)
-    return first, second
-
-
-def parted(
-    matrix: Tensor,
-    rows: Sequence[int],
-    ranks: Sequence[int],
-    factors: Tensor,
-    compact: bool = False,
-) -> list[Tensor]:
-    blocks = [matrix.new_empty(n, r) for n, r in zip(rows, ranks, strict=True) if r]
-    _launch(matrix, matrix, blocks, rows, ranks, factors, compact, split=True)
-    return blocks
-
-
-def _launch(
+def launch(
     whole: Tensor,
     second: Tensor,
     blocks: Sequence[Tensor],
-    rows: Sequence[int],
-    ranks: Sequence[int],
+    side: SideBySide,
     factors: Tensor,
     compact: bool,
     *,
     split: bool,
 ) -> None:
+    """Write `whole` and `second` from the blocks, or, with `split`, the blocks from `whole`."""
+    rows, ranks = side
     n, r = ([*accumulate(sizes)] for sizes in (rows, ranks))
     ends = [sizes + sizes[-1:] * (MAX_BLOCKS - len(rows)) for sizes in (n, r)]
     held = iter(blocks)

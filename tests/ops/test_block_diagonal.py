@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -13,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorakernels import ops, reference_blocks
+from lorakernels import ops
+from lorakernels.kernels.triton.block_diagonal import TILE, _block_diagonal_kernel
+from lorakernels.ops import SideBySide
+from lorakernels.ops.block_diagonal import by_triton, by_triton_parts
 from tests.kernels.by_triton import sm90, spills
 
 ROOT = Path(__file__).parents[2]
@@ -41,17 +43,18 @@ def blocks_of(rows, ranks, dtype, device="cpu"):
 
 def check(stack, part, rows, ranks, dtype, device) -> None:
     blocks, factors = blocks_of(rows, ranks, dtype, device)
+    side = SideBySide(rows, ranks)
     for compact in [False, True] if len({*ranks} - {0}) == 1 else [False]:
-        expected = reference_blocks.block_diagonal(blocks, rows, ranks, factors, compact)
-        found = stack(blocks, rows, ranks, factors, compact)
+        expected = ops.block_diagonal.reference(blocks, side, factors, compact)
+        found = stack(blocks, side, factors, compact)
         assert all(map(torch.equal, found, expected)) and not torch.equal(*found)
-        parts = part(found[compact], rows, ranks, factors[1], compact)
-        check_parts(parts, blocks, rows, ranks, factors, compact)
+        parts = part(found[compact], side, factors[1], compact)
+        check_parts(parts, blocks, side, factors, compact)
 
 
-def check_parts(parts, blocks, rows, ranks, factors, compact) -> None:
-    second = reference_blocks.block_diagonal(blocks, rows, ranks, factors, compact)[compact]
-    theirs = reference_blocks.block_diagonal_parts(second, rows, ranks, factors[1], compact)
+def check_parts(parts, blocks, side, factors, compact) -> None:
+    second = ops.block_diagonal.reference(blocks, side, factors, compact)[compact]
+    theirs = ops.block_diagonal_parts.reference(second, side, factors[1], compact)
     assert len(parts) == len(blocks)
     for part, other in zip(parts, theirs, strict=True):
         assert part.is_contiguous() and torch.equal(part, other)
@@ -78,47 +81,46 @@ def test_interpreted_kernel_equals_reference() -> None:
 )
 def test_hopper_s_code(split, compact, tmp_path) -> None:
     """It starts early (by_triton.sm90); nothing spilled."""
-    kernel = importlib.import_module("lorakernels.kernels.triton.block_diagonal")
     types = dict.fromkeys(("out", "out2", "b0", "b1", "b2", "b3", "factors"), "*fp32")
     types |= dict.fromkeys(("n1", "n2", "n3", "n4", "r1", "r2", "r3", "r4", "compact_rank"), "i32")
-    constants = {"COUNT": 3, "COLUMNS": 64, "TILE": kernel.TILE, "SPLIT": split}
+    constants = {"COUNT": 3, "COLUMNS": 64, "TILE": TILE, "SPLIT": split}
     constants["COMPACT"] = compact
-    assert not spills(sm90(kernel._block_diagonal_kernel, types, constants, 4, tmp_path))
+    assert not spills(sm90(_block_diagonal_kernel, types, constants, 4, tmp_path))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     blocks, factors = blocks_of([4, 4], [2, 2], FP32)
+    side = SideBySide([4, 4], [2, 2])
     with pytest.raises(ValueError, match=r"blocks must be \[\(4, 2\), \(5, 2\)\]"):
-        ops.block_diagonal(blocks, [4, 5], [2, 2], factors)
+        ops.block_diagonal(blocks, SideBySide([4, 5], [2, 2]), factors)
     with pytest.raises(TypeError, match="one dtype"):
-        ops.block_diagonal([blocks[0], blocks[1].half()], [4, 4], [2, 2], factors)
+        ops.block_diagonal([blocks[0], blocks[1].half()], side, factors)
     with pytest.raises(ValueError, match=r"factors must be float32 \[2, 2\]"):
-        ops.block_diagonal(blocks, [4, 4], [2, 2], factors[:1])
+        ops.block_diagonal(blocks, side, factors[:1])
     with pytest.raises(ValueError, match=r"one rank R, or 0, to be compact, found \[2, 1\]"):
-        ops.block_diagonal([blocks[0], blocks[1][:, :1]], [4, 4], [2, 1], factors, True)
-    matrix, sizes = torch.ones(8, 4), ([4, 4], [2, 2])
+        ops.block_diagonal([blocks[0], blocks[1][:, :1]], SideBySide([4, 4], [2, 1]), factors, True)
+    matrix = torch.ones(8, 4)
     with pytest.raises(ValueError, match=r"matrix \(8, 5\) does not fit rows \[4, 4\]"):
-        ops.block_diagonal_parts(torch.ones(8, 5), *sizes, factors[0])
+        ops.block_diagonal_parts(torch.ones(8, 5), side, factors[0])
     for wrong in (factors, factors[0].half(), factors[0].double()):
         with pytest.raises(ValueError, match=r"factors must be float32 \[2\], found torch\.float"):
-            ops.block_diagonal_parts(matrix, *sizes, wrong)
+            ops.block_diagonal_parts(matrix, side, wrong)
     for wrong in (([8], [2, 2]), ([4, 4], [4]), ([9, -1], [2, 2]), ([4, 4], [5, -1])):
         match = re.escape(f"none negative, found {wrong[0]} and {wrong[1]}")
         with pytest.raises(ValueError, match=match):
-            ops.block_diagonal_parts(matrix, *wrong, factors[0])
+            ops.block_diagonal_parts(matrix, SideBySide(*wrong), factors[0])
         with pytest.raises(ValueError, match=match):
-            ops.block_diagonal(blocks, *wrong, factors)
+            ops.block_diagonal(blocks, SideBySide(*wrong), factors)
     elsewhere = factors.to("meta")
     with pytest.raises(ValueError, match="factors must be on cpu, found meta"):
-        reference_blocks.block_diagonal(blocks, *sizes, elsewhere)
+        ops.block_diagonal.reference(blocks, side, elsewhere)
     with pytest.raises(ValueError, match="factors must be on cpu, found meta"):
-        reference_blocks.block_diagonal_parts(matrix, *sizes, elsewhere[0])
+        ops.block_diagonal_parts.reference(matrix, side, elsewhere[0])
     with pytest.raises(TypeError, match=r"floating dtype, found torch\.int32"):
-        ops.block_diagonal_parts(matrix.int(), *sizes, factors[0])
+        ops.block_diagonal_parts(matrix.int(), side, factors[0])
 
 
 if __name__ == "__main__":
-    kernel = importlib.import_module("lorakernels.kernels.triton.block_diagonal")
     for rows, ranks in CASES[:-1]:
         for dtype in (FP32, FP16):
-            check(kernel.stacked, kernel.parted, rows, ranks, dtype, "cpu")
+            check(by_triton, by_triton_parts, rows, ranks, dtype, "cpu")
