@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.checks_layer import packed_scales
 from lorakernels.fusion.layer import DOWN, GATE_UP, OUTPUT, QKV
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
+from lorakernels.numerics.gate_up import packed_scales
 
 SAVE = ("full", "recompute", "fp8", "checkpoint")  # each is slower than the one before
 
