@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.tune_layer import MAX_NORM_COLUMNS
 from lorakernels.kernels.tuning import MAX_RANK
 
 OPS = (
@@ -21,10 +20,6 @@ OPS = (
     "transpose_fp8",
     "bias_dropout_add",
     "amax_and_scale_update",
-    "rms_norm_quantize",
-    "rms_norm_backward",
-    "swiglu_quantize",
-    "swiglu_quantize_grad",
     "cross_entropy",
 )
 AROUND_LINEAR = ("bias_dropout_add", *OPS[8:])  # what a linear layer itself does not run
@@ -42,7 +37,6 @@ GRAD_PROJECTIONS = 4  # side by side, for quantize_grad in one pass
 GRAD_PROJECTION_MULTIPLE = 128  # of the columns of each but the last
 GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
 GRAD_A_RANK = 128
-LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
 TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 
 
@@ -85,51 +79,11 @@ def implementations(
     }
     for op, note in csrc.items():
         table[op] = ("torch", csrc_why_not) if csrc_why_not else ("csrc", note)
-    table |= _layer(capability)
     table["cross_entropy"] = (
         "triton",
         "two reads of a chunk's logits, gradient in their place; float64: PyTorch's",
     )
     return {op: table[op] for op in OPS}
-
-
-def _layer(capability: tuple[int, int]) -> dict[str, tuple[str, str]]:
-    notes = {
-        "rms_norm_quantize": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
-        "rms_norm_backward": f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's",
-        "swiglu_quantize": "one read",
-        "swiglu_quantize_grad": "one read",
-    }
-    if why_not := _why_not_layer_kernel(capability):
-        return dict.fromkeys(notes, ("torch", why_not))
-    return {op: ("triton", note) for op, note in notes.items()}
-
-
-def _why_not_layer_kernel(capability: tuple[int, int]) -> str | None:
-    if capability < LAYER_CAPABILITY:
-        return f"compute capability {capability} has no bf16"
-    return None
-
-
-def why_not_layer_kernel(**tensors: Tensor | None) -> str | None:
-    """None if Triton's kernels between a decoder layer's GEMMs take these tensors; otherwise the reason why not."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if why_not := _why_not_layer_kernel(capability_of(tensor.device)):
-            return why_not
-        if tensor.numel() == 0:
-            return f"{name} has no elements"
-        if not tensor.is_contiguous():
-            return f"{name} must be contiguous, found strides {tensor.stride()}"
-    return None
-
-
-def why_not_norm_kernel(x: Tensor, **others: Tensor | None) -> str | None:
-    """None if Triton's RMSNorm kernels take these tensors; otherwise the reason why not."""
-    if x.shape[1] > MAX_NORM_COLUMNS:
-        return f"K = {x.shape[1]} is above {MAX_NORM_COLUMNS}"
-    return why_not_layer_kernel(x=x, **others)
 
 
 def _gemms(

@@ -18,15 +18,16 @@ from lorakernels.ops.flat import (
     lora_grad_a,
     quantize_grad,
     quantize_grad_and_mask,
-    rms_norm_backward,
-    rms_norm_quantize,
-    swiglu_quantize,
-    swiglu_quantize_and_pack,
-    swiglu_quantize_grad,
     transpose_fp8,
 )
 from lorakernels.ops.quantize_lora_down import quantize_lora_down
+from lorakernels.ops.rms_norm import rms_norm_backward, rms_norm_quantize
 from lorakernels.ops.rope_qkv import rope_qkv_, rope_qkv_backward
+from lorakernels.ops.swiglu import (
+    swiglu_quantize,
+    swiglu_quantize_and_pack,
+    swiglu_quantize_grad,
+)
 from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
 
 __all__ = [

@@ -20,13 +20,6 @@ from lorakernels import reference
 from lorakernels.define import define as _define
 from lorakernels.define import empty as _empty
 from lorakernels.define import fake_quantized as _fake_quantized
-from lorakernels.ops.flat_layer import (
-    rms_norm_backward,
-    rms_norm_quantize,
-    swiglu_quantize,
-    swiglu_quantize_and_pack,
-    swiglu_quantize_grad,
-)
 
 __all__ = [
     "amax_and_scale_update",
@@ -38,11 +31,6 @@ __all__ = [
     "lora_grad_a",
     "quantize_grad",
     "quantize_grad_and_mask",
-    "rms_norm_backward",
-    "rms_norm_quantize",
-    "swiglu_quantize",
-    "swiglu_quantize_and_pack",
-    "swiglu_quantize_grad",
     "transpose_fp8",
 ]
 

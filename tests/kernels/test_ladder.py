@@ -22,15 +22,6 @@ def test_every_op_is_named(device, capability):
     assert (table["fp8_linear_lora"][0] in ("cublaslt", "csrc", "triton")) == fp8_cores
 
 
-def test_what_the_layer_s_kernels_take():
-    ops = ("rms_norm_quantize", "rms_norm_backward", "swiglu_quantize")
-    old = ladder.implementations("cuda", (7, 5))
-    new = ladder.implementations("cuda", (8, 0), fp8=False)
-    for op in (*ops, "swiglu_quantize_grad"):
-        assert old[op] == ("torch", "compute capability (7, 5) has no bf16")
-        assert new[op][0] == "triton"
-
-
 def test_a_split_forward_gemm_is_not_triton_s(monkeypatch):
     """Asked for by the recipe's fp8_gemm_fprop; `why_not_triton_gemm` refuses it too."""
     monkeypatch.setattr(ladder, "why_not_csrc", lambda _: "built without nvcc")

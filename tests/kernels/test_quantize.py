@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 bytes inside Triton kernels against reference.py, bit for bit: interpreted, and by the GPU's instructions."""
+"""FP8 bytes inside Triton kernels against numerics/fp8.py, bit for bit: interpreted, and by the GPU's instructions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lorakernels import reference
 from lorakernels.kernels.triton.quantize import PARTIALS, decode_e4m3, encode, scale_to_use
+from lorakernels.numerics.fp8 import E4M3, FLT_MAX, quantize_fp8, scale_of
 from tests.kernels.by_triton import interpret, same_bytes
 
-AMAXES = [0.0, 2.0**-149, 1e-38, 1e-36, 0.3, 448.0, reference.FLT_MAX, torch.inf, torch.nan]
+AMAXES = [0.0, 2.0**-149, 1e-38, 1e-36, 0.3, 448.0, FLT_MAX, torch.inf, torch.nan]
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}
 
 
@@ -77,11 +77,11 @@ def assert_like_reference(
     device = str(floats.device)
     one = torch.ones(1, device=device)
     for e5m2, dtype in FORMATS.items():
-        expected = reference.quantize_fp8(values(device), one, dtype).view(torch.uint8)
+        expected = quantize_fp8(values(device), one, dtype).view(torch.uint8)
         assert same_bytes(bytes_[e5m2], expected)
-    every = torch.arange(256, dtype=torch.uint8, device=device).view(reference.E4M3).float()
+    every = torch.arange(256, dtype=torch.uint8, device=device).view(E4M3).float()
     assert torch.equal(floats.nan_to_num(-1.0), every.nan_to_num(-1.0))
-    expected = reference.scale_of(torch.tensor(AMAXES, device=device), 448.0)
+    expected = scale_of(torch.tensor(AMAXES, device=device), 448.0)
     assert torch.equal(found, torch.cat((expected, torch.tensor([3.0], device=device))))
 
 

@@ -8,8 +8,17 @@ import pytest
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
 
+OPS = (
+    "block_diagonal",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "rope_qkv",
+    "swiglu_quantize",
+    "swiglu_quantize_grad",
+)
 
-@pytest.mark.parametrize("op", ["block_diagonal", "rope_qkv"])
+
+@pytest.mark.parametrize("op", OPS)
 def test_what_the_layer_s_kernels_take(op):
     old = implementations("cuda", Place((7, 5)))
     new = implementations("cuda", Place((8, 0), fp8=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing inside Triton kernels: `reference.quantize`'s rules, bit for bit.
+"""Quantizing inside Triton kernels: the rules of `numerics.fp8.quantize`, bit for bit.
 
 The scale is the state's. Where that is still 0, and in eval, it comes from the amax of what the kernel itself computes:
 the same kernel is launched twice, first with MEASURE, which stores nothing but each program's amax, or returns at once
@@ -28,14 +28,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels import reference
 from lorakernels.device import capability_of, multiprocessors_of
+from lorakernels.numerics.fp8 import E4M3, FLT_MAX, FP8_MAX
+from lorakernels.values import Scaling
 
 PARTIALS = 512  # programs that measure, at most; a power of two
 NATIVE_FP8 = (8, 9)  # first compute capability whose instructions convert to e4m3
 PROGRAMMATIC_LAUNCH = (9, 0)
 _INF = tl.constexpr(0x7F800000)
-_FLT_MAX = tl.constexpr(reference.FLT_MAX)
+_FLT_MAX = tl.constexpr(FLT_MAX)
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def begin(MEASURE: tl.constexpr, QUANTIZE: tl.constexpr, OVERLAP: tl.constexpr) 
 
 @triton.jit
 def scale_of_bits(bits: tl.tensor, FP8_MAX: tl.constexpr) -> tl.tensor:
-    """`reference.scale_of` an amax's bits."""
+    """`numerics.fp8.scale_of` an amax's bits."""
     usable = (bits > 0) & (bits < _INF)
     amax = tl.where(usable, bits, 1 << 23).to(tl.float32, bitcast=True)
     fresh = tl.minimum(tl.div_rn(tl.full((), FP8_MAX, tl.float32), amax), _FLT_MAX)
@@ -78,7 +79,7 @@ def scale_to_use(
     PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> tl.tensor:
-    """`kept` if it is > 0; otherwise `reference.scale_of` the amax whose parts `measured` programs left."""
+    """`kept` if it is > 0; otherwise `numerics.fp8.scale_of` the amax whose parts `measured` programs left."""
     scale = kept
     if not kept > 0.0:
         if OVERLAP:
@@ -193,7 +194,7 @@ class Quantized:
             "DELAYED": self.delayed,
             "E5M2": self.e5m2,
             "NATIVE": self.native,
-            "FP8_MAX": reference.FP8_MAX[torch.float8_e5m2 if self.e5m2 else reference.E4M3],
+            "FP8_MAX": FP8_MAX[torch.float8_e5m2 if self.e5m2 else E4M3],
             "PARTIALS": PARTIALS,
             "OVERLAP": self.overlaps,
         }
@@ -202,24 +203,22 @@ class Quantized:
 def quantized(
     shape: tuple[int, int],
     device: torch.device,
-    state: Tensor | None,
-    column: int,
-    delayed: bool,
+    scaling: Scaling | None,
     fp8_dtype: torch.dtype,
 ) -> Quantized:
-    """Memory for what `reference.quantize` returns."""
-    quantizes = state is not None
+    """Memory for what `numerics.fp8.quantize` returns."""
+    quantizes = scaling is not None
     scale_inv = torch.empty(1 if quantizes else 0, device=device)
-    kept_at = 0 if state is None else (state.shape[0] - 1) * state.stride(0) + column
+    state, column, delayed = scaling or (scale_inv, 0, False)
     return Quantized(
         torch.empty(shape if quantizes else 0, dtype=torch.uint8, device=device),
         scale_inv,
-        scale_inv if state is None else state,
+        state,
         torch.empty(PARTIALS if quantizes else 0, dtype=torch.int32, device=device),
         column,
-        kept_at,
+        (state.shape[0] - 1) * state.stride(0) + column if quantizes else 0,
         quantizes,
-        quantizes and delayed,
+        delayed,
         fp8_dtype == torch.float8_e5m2,
         is_native(device),
         overlaps(device),

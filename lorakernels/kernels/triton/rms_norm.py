@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels behind rms_norm_quantize.py and rms_norm_backward.py: a row of K in registers, one read of it.
+"""The Triton kernels behind ops/rms_norm.py: a row of K in registers, one read of it.
 
 A program takes every so many-th row and keeps its amax until the end, so that few atomics meet at one address. The
 weight is read again for every row, from L1, which frees registers; the next row is loaded while this one is summed.
@@ -24,7 +24,8 @@ from lorakernels.kernels.triton.quantize import (
     raise_amax,
     scale_to_use,
 )
-from lorakernels.reference import E4M3
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.values import Scaling
 
 
 @triton.jit(do_not_specialize=["M", "amax_at", "kept_at", "measured"])
@@ -108,17 +109,15 @@ def rms_norm_quantize(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    state: Tensor | None,
-    column: int,
-    delayed: bool,
+    scaling: Scaling | None,
     keep: bool,
     config: tune.RowConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference_layer.rms_norm_quantize` of what the ladder has nothing against; x has elements."""
+    """`ops.rms_norm_quantize` of what its `why_not_triton` has nothing against."""
     rows, cols = x.shape
     normed = torch.empty_like(x) if keep else x.new_empty(0)
     rstd = torch.empty(rows, device=x.device)
-    target = quantized((rows, cols), x.device, state, column, delayed, E4M3)
+    target = quantized((rows, cols), x.device, scaling, E4M3)
     block = max(256, triton.next_power_of_2(cols))
     config = config or tune.norm_config(block)
     measured = quantize.measuring(rows, x.device)
@@ -262,7 +261,7 @@ def rms_norm_backward(
     weight_grad: bool,
     config: tune.RowConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference_layer.rms_norm_backward` of what the ladder has nothing against; x has elements."""
+    """`ops.rms_norm_backward` of what its `why_not_triton_backward` has nothing against."""
     rows, cols = x.shape
     dx = torch.empty_like(x)
     block = max(256, triton.next_power_of_2(cols))

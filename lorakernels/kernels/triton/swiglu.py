@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels behind swiglu_quantize.py and swiglu_quantize_grad.py: one read, one write, element by element.
+"""The Triton kernels behind ops/swiglu.py: one read, one write, element by element.
 
 A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of those that share a scale. A
 program takes every so many-th tile and keeps its amax until the end, so that few atomics meet at one address.
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels import checks_layer as checks
 from lorakernels.kernels import tune_layer as tune
 from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.quantize import (
@@ -29,7 +28,9 @@ from lorakernels.kernels.triton.quantize import (
     scale_of_bits,
     scale_to_use,
 )
-from lorakernels.reference import E4M3, scale_that_tells
+from lorakernels.numerics.fp8 import E4M3, scale_that_tells
+from lorakernels.numerics.gate_up import PACKED_COLUMNS, packed_scales
+from lorakernels.values import Scaled, Scaling
 
 _TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
@@ -187,65 +188,58 @@ def _swiglu_kernel(
 
 
 def swiglu_quantize(
-    gate_up: Tensor,
-    gate_up_scale_inv: Tensor | None,
-    state: Tensor | None,
-    column: int,
-    delayed: bool,
+    gate_up: Scaled,
+    scaling: Scaling | None,
     keep: bool,
     dtype: torch.dtype,
     config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference_layer.swiglu_quantize` of what the ladder has nothing against; gate_up has elements."""
-    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
-    act = torch.empty(shape if keep else 0, dtype=dtype, device=gate_up.device)
-    target = quantized(shape, gate_up.device, state, column, delayed, E4M3)
-    config = config or (tune.SWIGLU if gate_up_scale_inv is None else tune.SWIGLU_OF_BYTES)
+    """`ops.swiglu_quantize` of what its `why_not_triton` has nothing against."""
+    (rows, cols), device = gate_up.data.shape, gate_up.data.device
+    shape = (rows, cols // 2)
+    act = torch.empty(shape if keep else 0, dtype=dtype, device=device)
+    target = quantized(shape, device, scaling, E4M3)
+    config = config or (tune.SWIGLU if gate_up.scale_inv is None else tune.SWIGLU_OF_BYTES)
     if keep or target.quantizes:
-        _launch(act, target, None, gate_up, gate_up_scale_inv, None, dtype, config)
+        _launch(act, target, None, gate_up, None, dtype, config)
     return act, target.x8, target.scale_inv
 
 
 def swiglu_quantize_and_pack(
     gate_up: Tensor,
-    state: Tensor | None,
-    column: int,
-    delayed: bool,
+    scaling: Scaling | None,
     keep: bool,
     config: tune.TileConfig = tune.SWIGLU_PACK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`reference_layer.swiglu_quantize_and_pack` of what the ladder has nothing against; gate_up has elements."""
+    """`ops.swiglu_quantize_and_pack` of what its `why_not_triton_and_pack` has nothing against."""
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     act = torch.empty(shape if keep else 0, dtype=gate_up.dtype, device=gate_up.device)
-    target = quantized(shape, gate_up.device, state, column, delayed, E4M3)
+    target = quantized(shape, gate_up.device, scaling, E4M3)
     packed = torch.empty_like(gate_up, dtype=torch.uint8)
-    scale_inv = torch.empty(checks.packed_scales(*gate_up.shape), device=gate_up.device)
-    _launch(act, target, None, gate_up, None, None, gate_up.dtype, config, (packed, scale_inv))
+    scale_inv = torch.empty(packed_scales(*gate_up.shape), device=gate_up.device)
+    pack = Scaled(packed, scale_inv)
+    _launch(act, target, None, Scaled(gate_up), None, gate_up.dtype, config, pack)
     return act, target.x8, target.scale_inv, packed, scale_inv
 
 
 def swiglu_quantize_grad(
     dact: Tensor,
-    gate_up: Tensor,
-    gate_up_scale_inv: Tensor | None,
+    gate_up: Scaled,
     multiplier: Tensor,
-    state_dy: Tensor | None,
-    column: int,
-    delayed: bool,
+    scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
     config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference_layer.swiglu_quantize_grad` of what the ladder has nothing against; dact has elements."""
-    shape = (gate_up.shape[0], gate_up.shape[1])
+    """`ops.swiglu_quantize_grad` of what its `why_not_triton_grad` has nothing against."""
+    shape = (gate_up.data.shape[0], gate_up.data.shape[1])
     # dgate_up itself may overflow here
-    tells = state_dy is not None and dact.dtype == torch.float16
+    tells = scaling is not None and dact.dtype == torch.float16
     dgate_up = torch.empty(shape if keep or tells else 0, dtype=dact.dtype, device=dact.device)
-    target = quantized(shape, dact.device, state_dy, column, delayed, fp8_dtype)
+    target = quantized(shape, dact.device, scaling, fp8_dtype)
     config = config or (tune.SWIGLU_GRAD_KEPT if keep else tune.SWIGLU_GRAD)
     if keep or target.quantizes:
-        operands = (dact, gate_up, gate_up_scale_inv, multiplier)
-        _launch(dgate_up, target, *operands, dact.dtype, config)
+        _launch(dgate_up, target, dact, gate_up, multiplier, dact.dtype, config)
     scale_inv = scale_that_tells(dgate_up, target.scale_inv)
     return dgate_up if keep else dact.new_empty(0), target.x8, scale_inv
 
@@ -254,20 +248,21 @@ def _launch(
     out: Tensor,
     target: Quantized,
     dact: Tensor | None,
-    gate_up: Tensor,
-    gate_up_scale_inv: Tensor | None,
+    gate_up: Scaled,
     multiplier: Tensor | None,
     dtype: torch.dtype,
     config: tune.TileConfig,
-    pack: tuple[Tensor, Tensor] | None = None,
+    pack: Scaled | None = None,
 ) -> None:
+    """`out`: act or dgate_up. `pack`: where gate_up's bytes and their scale_inv go."""
+    data, gate_up_scale_inv = gate_up
     if pack is not None or gate_up_scale_inv is not None:
-        assert config.block % checks.PACKED_COLUMNS == 0
+        assert config.block % PACKED_COLUMNS == 0
     packed, packed_scale_inv = (out, out) if pack is None else pack
-    rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, cols = data.shape[0], data.shape[1] // 2
     tiles = rows * triton.cdiv(cols, config.block)
-    measured = quantize.measuring(tiles, gate_up.device)
-    programs = min(tiles, quantize.multiprocessors(gate_up.device) * config.resident)
+    measured = quantize.measuring(tiles, data.device)
+    programs = min(tiles, quantize.multiprocessors(data.device) * config.resident)
     for measure in (True, False) if target.quantizes else (False,):
         _swiglu_kernel[(measured if measure else programs,)](
             out,
@@ -276,7 +271,7 @@ def _launch(
             target.state,
             target.partials,
             out if dact is None else dact,
-            gate_up,
+            data,
             out if gate_up_scale_inv is None else gate_up_scale_inv,
             out if multiplier is None else multiplier,
             packed,
@@ -293,7 +288,7 @@ def _launch(
             KEEP=out.numel() > 0 and not measure,
             DTYPE=_TRITON_DTYPE[dtype],
             BLOCK=config.block,
-            PACKED=checks.PACKED_COLUMNS,
+            PACKED=PACKED_COLUMNS,
             num_warps=config.num_warps,
             **target.constants,
             **target.options,

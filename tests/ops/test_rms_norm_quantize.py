@@ -7,11 +7,15 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from lorakernels import ops, reference
+from lorakernels import ops
 from lorakernels.kernels import tune_layer
-from lorakernels.kernels.triton import quantize, rms_norm
-from tests.kernels.by_triton import STATES, interpret, same_bytes, sm90, spills, state_of
+from lorakernels.kernels.triton import rms_norm
+from lorakernels.kernels.triton.quantize import quantized
+from lorakernels.numerics.fp8 import E4M3, quantize
+from lorakernels.ops import Scaling
+from tests.kernels.by_triton import STATES, interpret, same_bytes, scaling_of, sm90, spills
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-5
@@ -33,7 +37,8 @@ def inputs(m, k, dtype, weight_dtype, device):
     return x.to(device), weight.to(device)
 
 
-def assert_right(x, weight, kind, keep, before, state, results):
+def assert_right(x, weight, keep, before, scaling, results):
+    """`before`: the scaling as it was."""
     normed, x8, scale_inv, rstd = results
     exact = (x.double().square().mean(1) + EPS).rsqrt()
     # an approximate rsqrt (2⁻²²) and fp32 sums of K squares, all positive
@@ -44,34 +49,34 @@ def assert_right(x, weight, kind, keep, before, state, results):
         assert torch.equal(normed, expected)
     else:
         assert normed.numel() == 0 and normed.dtype == x.dtype
-    want8, want_inv = reference.quantize(expected, before, 1, kind != "eval", reference.E4M3)
+    want8, want_inv = quantize(expected, before, E4M3)
     assert same_bytes(x8, want8) and torch.equal(scale_inv, want_inv)
-    assert kind == "none" or torch.equal(state, before), "amax in row 0 of its column, nothing else"
+    same = before is None or torch.equal(scaling.state, before.state)
+    assert same, "amax in row 0 of its column, nothing else"
 
 
 @pytest.mark.parametrize(("m", "k", "dtype", "weight_dtype", "kind"), CASES, ids=str)
 def test_equals_its_definition(m, k, dtype, weight_dtype, kind, device):
     x, weight = inputs(m, k, dtype, weight_dtype, device)
     for keep in (True, False) if k == 2048 else (True,):
-        state, delayed = state_of(kind, device)
-        before = None if state is None else state.clone()
-        results = ops.rms_norm_quantize(x, weight, EPS, state, 1, delayed, keep)
-        assert_right(x, weight, kind, keep, before, state, results)
+        before, scaling = scaling_of(kind, device), scaling_of(kind, device)
+        results = ops.rms_norm_quantize(x, weight, EPS, scaling, keep)
+        assert_right(x, weight, keep, before, scaling, results)
 
 
 def run_interpreted(m, k, dtype, kind):
     x, weight = inputs(m, k, dtype, dtype, "cpu")
-    state, delayed = state_of(kind, "cpu")
-    return rms_norm.rms_norm_quantize(x, weight, EPS, state, 1, delayed, True), state
+    scaling = scaling_of(kind, "cpu")
+    return rms_norm.rms_norm_quantize(x, weight, EPS, scaling, True), scaling
 
 
 def test_interpreted(tmp_path):
     found = interpret(__file__, tmp_path / "normed.pt")
     for case in INTERPRETED:
         m, k, dtype, kind = case
-        results, state = found[str(case)]
+        results, scaling = found[str(case)]
         x, weight = inputs(m, k, dtype, dtype, "cpu")
-        assert_right(x, weight, kind, True, state_of(kind, "cpu")[0], state, results)
+        assert_right(x, weight, True, scaling_of(kind, "cpu"), scaling, results)
 
 
 @pytest.mark.parametrize("kind", ["kept", "unset"])
@@ -80,10 +85,10 @@ def test_nan_and_inf_reach_the_amax(bad, kind, device):
     """An inf makes its row's rstd 0, and itself NaN."""
     x, weight = inputs(200, 264, BF16, BF16, device)
     x[137, 200] = bad
-    state, _ = state_of(kind, device)
-    normed, x8, scale_inv, _ = ops.rms_norm_quantize(x, weight, EPS, state, 1, True, True)
-    assert state[0].isnan().tolist() == [False, True, False]
-    expected = reference.quantize(normed, state_of(kind, device)[0], 1, True, reference.E4M3)
+    scaling = scaling_of(kind, device)
+    normed, x8, scale_inv, _ = ops.rms_norm_quantize(x, weight, EPS, scaling, True)
+    assert scaling.state[0].isnan().tolist() == [False, True, False]
+    expected = quantize(normed, scaling_of(kind, device), E4M3)
     assert same_bytes(x8, expected[0]) and torch.equal(scale_inv, expected[1])
     assert x8[137, 200] & 0x7F == 0x7F and not bool((x8[:137] & 0x7F == 0x7F).any())
 
@@ -96,10 +101,9 @@ def test_what_no_kernel_takes_is_right_all_the_same(device):
         torch.randn(2, tune_layer.MAX_NORM_COLUMNS + 1, device=device),
     ):
         weight = torch.rand(x.shape[1], device=device)
-        before, _ = state_of("unset", device)
-        state = before.clone()
-        results = ops.rms_norm_quantize(x, weight, EPS, state, 1, True, True)
-        assert_right(x, weight, "unset", True, before, state, results)
+        before, scaling = scaling_of("unset", device), scaling_of("unset", device)
+        results = ops.rms_norm_quantize(x, weight, EPS, scaling, True)
+        assert_right(x, weight, True, before, scaling, results)
 
 
 def test_is_transformers_llama_rms_norm():
@@ -107,23 +111,23 @@ def test_is_transformers_llama_rms_norm():
     x, weight = inputs(17, 264, BF16, BF16, "cpu")
     norm = modeling.LlamaRMSNorm(264, eps=EPS).to(BF16)
     norm.weight.data = weight
-    assert torch.equal(ops.rms_norm_quantize(x, weight, EPS, None, 0, False, True)[0], norm(x))
+    assert torch.equal(ops.rms_norm_quantize(x, weight, EPS, None, True)[0], norm(x))
 
 
 @pytest.mark.gpu
 def test_one_graph_serves_an_unset_and_a_set_scale():
     x, weight = inputs(300, 640, BF16, BF16, "cuda")
-    state, _ = state_of("unset", "cuda")
-    ops.rms_norm_quantize(x, weight, EPS, state, 1, True, True)
+    scaling = scaling_of("unset", "cuda")
+    ops.rms_norm_quantize(x, weight, EPS, scaling, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = ops.rms_norm_quantize(x, weight, EPS, state, 1, True, True)
+        results = ops.rms_norm_quantize(x, weight, EPS, scaling, True)
     for scale in (0.0, 30.0, 0.0):
         x.normal_()
-        state[0], state[-1] = 0.0, scale
-        before = state.clone()
+        scaling.state[0], scaling.state[-1] = 0.0, scale
+        before = scaling._replace(state=scaling.state.clone())
         graph.replay()
-        assert_right(x, weight, "kept", True, before, state, results)
+        assert_right(x, weight, True, before, scaling, results)
 
 
 @pytest.mark.gpu
@@ -131,11 +135,11 @@ def test_more_elements_than_32_bits_count():
     x = torch.zeros(2**17 + 1, 2**14, dtype=FP16, device="cuda")
     x[-1] = torch.randn(2**14, device="cuda").half()
     weight = torch.ones(2**14, dtype=FP16, device="cuda")
-    state, _ = state_of("kept", "cuda")
-    _, x8, _, rstd = ops.rms_norm_quantize(x, weight, EPS, state, 1, True, False)
-    normed, few8, _, few = ops.rms_norm_quantize(x[-1:], weight, EPS, state, 1, True, True)
+    scaling = scaling_of("kept", "cuda")
+    _, x8, _, rstd = ops.rms_norm_quantize(x, weight, EPS, scaling, False)
+    normed, few8, _, few = ops.rms_norm_quantize(x[-1:], weight, EPS, scaling, True)
     assert torch.equal(x8[-1:], few8) and torch.equal(rstd[-1:], few)
-    assert state[0, 1] == normed.abs().max().float() and not x8[:-1].any()
+    assert scaling.state[0, 1] == normed.abs().max().float() and not x8[:-1].any()
 
 
 @pytest.mark.parametrize(
@@ -144,14 +148,18 @@ def test_more_elements_than_32_bits_count():
         ({"x": torch.ones(6)}, ValueError, r"x must be a matrix, found \(6,\)"),
         ({"x": torch.ones(4, 6, dtype=torch.int32)}, TypeError, "x must be .* found torch.int32"),
         ({"weight": torch.ones(5)}, ValueError, r"weight must be \[6\] .* found \[5\]"),
-        ({"state": torch.ones(4)}, ValueError, r"state must be float32 \[history length \+ 1"),
+        (
+            {"scaling": Scaling(torch.ones(4), 0, True)},
+            ValueError,
+            r"state must be float32 \[history length \+ 1",
+        ),
     ],
     ids=lambda v: str(v)[:30] if isinstance(v, str) else None,
 )
 def test_refuses(change, error, message, device):
-    arguments = {"x": torch.ones(4, 6), "weight": torch.ones(6), "eps": EPS, "state": None}
-    arguments |= {"column": 0, "delayed": True, "keep": True, **change}
-    arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
+    arguments = {"x": torch.ones(4, 6), "weight": torch.ones(6), "eps": EPS, "scaling": None}
+    arguments |= {"keep": True, **change}
+    arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), arguments)
     with pytest.raises(error, match=message):
         ops.rms_norm_quantize(**arguments)
 
@@ -179,10 +187,9 @@ def test_hopper_s_code_that_measures(tmp_path):
 
 def hopper_s_code(k, keep, measure, tmp_path):
     config = tune_layer.norm_config(k)
+    scaling = Scaling(torch.ones(2, 2), 0, True)
     constants = {
-        **quantize.quantized(
-            (1, 1), torch.device("cpu"), torch.ones(2, 2), 0, True, reference.E4M3
-        ).constants,
+        **quantized((1, 1), torch.device("cpu"), scaling, E4M3).constants,
         "NATIVE": True,
         "MEASURE": measure,
         "KEEP": keep,

@@ -7,16 +7,19 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from lorakernels import ops, reference
+from lorakernels import ops
 from lorakernels.kernels import tune_layer
 from lorakernels.kernels.triton import swiglu
+from lorakernels.numerics.fp8 import E4M3, quantize
+from lorakernels.ops import Scaled
 from tests.exact import EPS as ULP
-from tests.kernels import test_swiglu_quantize as forward
-from tests.kernels.by_triton import STATES, interpret, same_bytes, spills, state_of
+from tests.kernels.by_triton import STATES, interpret, same_bytes, scaling_of, spills
+from tests.ops import test_swiglu_quantize as forward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FORMATS = {"e4m3": reference.E4M3, "e5m2": torch.float8_e5m2}
+FORMATS = {"e4m3": E4M3, "e5m2": torch.float8_e5m2}
 CASES = [  # every shape, dtype, format and state; a combination is compiled for itself
     *((m, f, BF16, b, "e5m2", "unset") for m, f in forward.SHAPES for b in (False, True)),
     *((300, 640, dtype, b, "e4m3", "kept") for dtype in (FP16, FP32) for b in (False, True)),
@@ -36,15 +39,16 @@ INTERPRETED = [  # every state of each shape, and every dtype of the larger
 
 
 def inputs(m, f, dtype, as_bytes, device):
-    """dact, gate_up, its scale_inv, multiplier; and gate_up in float64."""
-    gate_up, scale_inv, wide = forward.inputs(m, f, dtype, as_bytes, device)
+    """dact, gate_up, multiplier; and gate_up in float64."""
+    gate_up, wide = forward.inputs(m, f, dtype, as_bytes, device)
     generator = torch.Generator().manual_seed(f)
     dact = torch.randn(m, f, generator=generator).to(dtype).to(device)
-    return (dact, gate_up, scale_inv, torch.tensor([0.6, 1.9], device=device)), wide
+    return (dact, gate_up, torch.tensor([0.6, 1.9], device=device)), wide
 
 
-def assert_right(arguments, wide, kind, fmt, keep, before, state, results, dgate_up):
-    dact, _, _, multiplier = arguments
+def assert_right(arguments, wide, fmt, keep, before, scaling, results, dgate_up):
+    """`before`: the scaling as it was."""
+    dact, _, multiplier = arguments
     wide = wide.clone().requires_grad_()
     gate, up = wide.chunk(2, 1)
     (torch.nn.functional.silu(gate) * up).backward(dact.double())
@@ -60,9 +64,10 @@ def assert_right(arguments, wide, kind, fmt, keep, before, state, results, dgate
     assert bool(((dgate_up.double() - exact).abs() <= bound).all())
     found, d8, scale_inv = results
     assert torch.equal(found, dgate_up) if keep else found.numel() == 0
-    want8, want_inv = reference.quantize(dgate_up, before, 1, kind != "eval", FORMATS[fmt])
+    want8, want_inv = quantize(dgate_up, before, FORMATS[fmt])
     assert same_bytes(d8, want8) and torch.equal(scale_inv, want_inv)
-    assert kind == "none" or torch.equal(state, before), "amax in row 0 of its column, nothing else"
+    same = before is None or torch.equal(scaling.state, before.state)
+    assert same, "amax in row 0 of its column, nothing else"
 
 
 @pytest.mark.parametrize(("m", "f", "dtype", "as_bytes", "fmt", "kind"), CASES, ids=str)
@@ -70,29 +75,26 @@ def test_is_the_derivative(m, f, dtype, as_bytes, fmt, kind, device):
     arguments, wide = inputs(m, f, dtype, as_bytes, device)
     dgate_up = None
     for keep in (True, False) if f == 2048 else (True,):
-        state, delayed = state_of(kind, device)
-        before = None if state is None else state.clone()
-        quantized_as = (state, 1, delayed, FORMATS[fmt], keep)
-        results = ops.swiglu_quantize_grad(*arguments, *quantized_as)
+        before, scaling = scaling_of(kind, device), scaling_of(kind, device)
+        results = ops.swiglu_quantize_grad(*arguments, scaling, FORMATS[fmt], keep)
         dgate_up = results[0] if keep else dgate_up
-        assert_right(arguments, wide, kind, fmt, keep, before, state, results, dgate_up)
+        assert_right(arguments, wide, fmt, keep, before, scaling, results, dgate_up)
 
 
 def run_interpreted(m, f, dtype, kind, as_bytes, fmt):
     arguments, _ = inputs(m, f, dtype, as_bytes, "cpu")
-    state, delayed = state_of(kind, "cpu")
-    quantized_as = (state, 1, delayed, FORMATS[fmt], True)
-    return swiglu.swiglu_quantize_grad(*arguments, *quantized_as), state
+    scaling = scaling_of(kind, "cpu")
+    return swiglu.swiglu_quantize_grad(*arguments, scaling, FORMATS[fmt], True), scaling
 
 
 def test_interpreted(tmp_path):
     found = interpret(__file__, tmp_path / "dgate_up.pt")
     for case in INTERPRETED:
         m, f, dtype, kind, as_bytes, fmt = case
-        results, state = found[str(case)]
+        results, scaling = found[str(case)]
         arguments, wide = inputs(m, f, dtype, as_bytes, "cpu")
-        before = state_of(kind, "cpu")[0]
-        assert_right(arguments, wide, kind, fmt, True, before, state, results, results[0])
+        before = scaling_of(kind, "cpu")
+        assert_right(arguments, wide, fmt, True, before, scaling, results, results[0])
 
 
 @pytest.mark.parametrize("kind", ["kept", "unset"])
@@ -103,46 +105,44 @@ def test_nan_and_inf_reach_the_amax(half, bad, kind, device):
     gate_up = torch.ones(70, 2 * 2100, dtype=BF16, device=device)
     dact = torch.ones(70, 2100, dtype=BF16, device=device)
     gate_up[60, 2000 + 2100 * half] = bad
-    state, _ = state_of(kind, device)
+    scaling = scaling_of(kind, device)
     multiplier = torch.ones(2, device=device)
     results = ops.swiglu_quantize_grad(
-        dact, gate_up, None, multiplier, state, 1, True, torch.float8_e5m2, True
+        dact, Scaled(gate_up), multiplier, scaling, torch.float8_e5m2, True
     )
-    amax = float(state[0, 1])
+    amax = float(scaling.state[0, 1])
     assert amax == torch.inf if half and bad == torch.inf else amax != amax
-    before = state_of(kind, device)[0]
-    expected = reference.quantize(results[0], before, 1, True, torch.float8_e5m2)
+    expected = quantize(results[0], scaling_of(kind, device), torch.float8_e5m2)
     assert same_bytes(results[1], expected[0]) and torch.equal(results[2], expected[1])
 
 
 def test_what_no_kernel_takes_is_right_all_the_same(device):
-    (dact, gate_up, _, multiplier), wide = inputs(6, 40, FP32, False, device)
+    (dact, gate_up, multiplier), wide = inputs(6, 40, FP32, False, device)
     for rows in (6, 0):
-        turned = gate_up.t().contiguous().t()[:rows]
-        arguments = (dact[:rows], turned, None, multiplier)
-        before, _ = state_of("unset", device)
-        state = before.clone()
-        results = ops.swiglu_quantize_grad(*arguments, state, 1, True, reference.E4M3, True)
-        checked = ("unset", "e4m3", True, before, state, results, results[0])
+        turned = gate_up.data.t().contiguous().t()[:rows]
+        arguments = (dact[:rows], Scaled(turned), multiplier)
+        before, scaling = scaling_of("unset", device), scaling_of("unset", device)
+        results = ops.swiglu_quantize_grad(*arguments, scaling, E4M3, True)
+        checked = ("e4m3", True, before, scaling, results, results[0])
         assert_right(arguments, wide[:rows], *checked)
 
 
 @pytest.mark.gpu
 def test_one_graph_serves_an_unset_and_a_set_scale():
     arguments, _ = inputs(300, 640, BF16, False, "cuda")
-    state, _ = state_of("unset", "cuda")
-    quantized_as = (state, 1, True, torch.float8_e5m2, True)
+    scaling = scaling_of("unset", "cuda")
+    quantized_as = (scaling, torch.float8_e5m2, True)
     ops.swiglu_quantize_grad(*arguments, *quantized_as)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = ops.swiglu_quantize_grad(*arguments, *quantized_as)
     for scale in (0.0, 30.0, 0.0):
         arguments[0].normal_()
-        state[0], state[-1] = 0.0, scale
-        before = state.clone()
+        scaling.state[0], scaling.state[-1] = 0.0, scale
+        before = scaling._replace(state=scaling.state.clone())
         graph.replay()
-        checked = ("kept", "e5m2", True, before, state, results, results[0])
-        assert_right(arguments, arguments[1].double(), *checked)
+        checked = ("e5m2", True, before, scaling, results, results[0])
+        assert_right(arguments, arguments[1].data.double(), *checked)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_one_graph_serves_an_unset_and_a_set_scale():
     ids=lambda v: str(v)[:40] if isinstance(v, str) else None,
 )
 def test_refuses(change, error, message, device):
-    arguments = {"dact": torch.ones(4, 4), "gate_up": torch.ones(4, 8), "gate_up_scale_inv": None}
-    arguments |= {"multiplier": torch.ones(2), "state_dy": None, "column": 0, "delayed": False}
+    arguments = {"dact": torch.ones(4, 4), "gate_up": Scaled(torch.ones(4, 8))}
+    arguments |= {"multiplier": torch.ones(2), "scaling": None}
     arguments |= {"fp8_dtype": torch.float8_e5m2, "keep": True, **change}
-    arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
+    arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), arguments)
     with pytest.raises(error, match=message):
         ops.swiglu_quantize_grad(**arguments)
 
