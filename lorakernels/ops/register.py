@@ -189,9 +189,18 @@ def _together(parameters: list[_Parameter], flat: list[str], names: dict[str, st
             continue
         known = {name: _flat_name(parameter, name, names) for name in kind._fields}
         given = [f"{name}={argument}" for name, argument in known.items() if argument in flat]
-        made, first = f"{kind.__name__}({', '.join(given)})", known[kind._fields[0]]
-        found.append(f"(None if {first} is None else {made})" if optional else made)
+        made = f"{kind.__name__}({', '.join(given)})"
+        found.append(f"(None if {_is_absent(kind, known)} else {made})" if optional else made)
     return found
+
+
+def _is_absent(kind: type, known: dict[str, str]) -> str:
+    """What is true of the flat arguments where an optional value is None: its first field is, or all lists are empty.
+
+    One list without the other makes a SideBySide, so that the op's check can refuse it.
+    """
+    names = [*known.values()]
+    return f"not ({' or '.join(names)})" if kind is SideBySide else f"{names[0]} is None"
 
 
 def define_composed(
