@@ -253,72 +253,6 @@ def fp8_linear_lora(
     return acc.to(out_dtype)
 
 
-def quantize_grad(
-    dy: Tensor,
-    lora_B: Tensor | None,
-    s: Tensor | None,
-    state: Tensor | None,
-    column: int,
-    delayed: bool,
-    scaling: float,
-    fp8_dtype: torch.dtype,
-    rows: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B.
-
-    The scale_inv of an fp16 dy that is not finite is NaN (`scale_that_tells`).
-
-    Of n projections side by side in dy [M, ΣN], with `rows` N_i and `ranks` R_i, 0 or one R:
-
-        ds_i = scaling · dy_i B_i      dB_i = scaling · dy_iᵀ s_i
-
-    lora_B and dB are [ΣN, R], one projection below the other; where R_i = 0 lora_B is not read and dB is 0. s and ds
-    are [M, ΣR], side by side.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
-    checks.side_by_side(dy, lora_B, s, rows, ranks)
-    dy8, scale_inv = quantize(dy, state, column, delayed, fp8_dtype)
-    scale_inv = scale_that_tells(dy, scale_inv)
-    if lora_B is None:
-        return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
-    places = adapter_places(rows, ranks)
-    b = lora_B.to(dy.dtype).float()
-    ds = torch.cat([dy[:, cols].float() @ b[cols] for _, (cols, _) in places], 1)
-    ds = (scaling * ds).to(dy.dtype)
-    if s is None:
-        return dy8, scale_inv, ds, dy.new_empty(0)
-    dB = torch.zeros_like(lora_B)
-    for _, (cols, window) in places:
-        dB[cols] = (scaling * (dy[:, cols].float().t() @ s[:, window].float())).to(dB.dtype)
-    return dy8, scale_inv, ds, dB
-
-
-def quantize_grad_and_mask(
-    dy: Tensor,
-    lora_B: Tensor,
-    s: Tensor | None,
-    state: Tensor | None,
-    column: int,
-    delayed: bool,
-    scaling: float,
-    fp8_dtype: torch.dtype,
-    slot: Tensor,
-    p: float,
-    site: int,
-    cols: int,
-    row0: int = 0,
-    col0: int = 0,
-    rows: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_grad`, and `dropped_bits` of the input's mask [M, cols]: int32 [M, dropped_words(cols)]."""
-    found = quantize_grad(dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows, ranks)
-    return *found, dropped_bits(drawn_mask(slot, p, site, len(dy), cols, row0, col0))
-
-
 def adapter_places(
     rows: Sequence[int] | None, ranks: Sequence[int] | None, compact: bool = False
 ) -> list[tuple[int, tuple[slice, slice]]]:
@@ -364,23 +298,6 @@ def fp8_grad_input(
         branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), slot, p, site, row0, col0)
         acc += branch * factor
     return acc.to(out_dtype)
-
-
-def lora_grad_a(
-    ds: Tensor,
-    x: Tensor,
-    x_scale_inv: Tensor | None,
-    slot: Tensor | None,
-    p: float,
-    site: int,
-    out_dtype: torch.dtype,
-    row0: int = 0,
-    col0: int = 0,
-    dropped: Tensor | None = None,
-) -> Tensor:
-    """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or x. `dropped`: as in `fp8_grad_input`."""
-    xd, factor = masked(_dequantize(x, x_scale_inv), slot, p, site, row0, col0)
-    return ((ds.float().t() @ xd) * factor).to(out_dtype)
 
 
 def transpose_fp8(weight: Tensor) -> Tensor:

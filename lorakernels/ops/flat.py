@@ -19,18 +19,34 @@ from torch import Tensor
 from lorakernels import reference
 from lorakernels.define import define as _define
 from lorakernels.define import empty as _empty
-from lorakernels.define import fake_quantized as _fake_quantized
+from lorakernels.ops.flat_layer import (
+    block_diagonal,
+    block_diagonal_parts,
+    rms_norm_backward,
+    rms_norm_quantize,
+    rope_qkv_,
+    rope_qkv_backward,
+    swiglu_quantize,
+    swiglu_quantize_and_pack,
+    swiglu_quantize_grad,
+)
 
 __all__ = [
     "amax_and_scale_update",
     "bias_dropout_add",
     "bias_dropout_add_",
     "bias_dropout_add_backward",
+    "block_diagonal",
+    "block_diagonal_parts",
     "fp8_grad_input",
     "fp8_linear_lora",
-    "lora_grad_a",
-    "quantize_grad",
-    "quantize_grad_and_mask",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "rope_qkv_",
+    "rope_qkv_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_and_pack",
+    "swiglu_quantize_grad",
     "transpose_fp8",
 ]
 
@@ -72,47 +88,6 @@ def fp8_linear_lora(  # type: ignore[no-untyped-def]
     return _empty(x, x.shape[0], weight.shape[0], dtype=out_dtype)
 
 
-def _fake_quantized_grad(
-    dy: Tensor, lora_B: Tensor | None, s: Tensor | None, state: Tensor | None, rows: Any, ranks: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dy8, scale_inv = _fake_quantized(dy, state)
-    rank = 0 if lora_B is None else sum(ranks) if rows else lora_B.shape[1]
-    ds = _empty(dy, 0) if lora_B is None else _empty(dy, dy.shape[0], rank)
-    dB = _empty(dy, 0) if lora_B is None or s is None else torch.empty_like(lora_B)
-    return dy8, scale_inv, ds, dB
-
-
-@_define("quantize_grad", mutates=("state",))
-def quantize_grad(  # type: ignore[no-untyped-def]
-    dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows=None, ranks=None
-):
-    return _fake_quantized_grad(dy, lora_B, s, state, rows, ranks)
-
-
-@_define("quantize_grad_and_mask", mutates=("state",))
-def quantize_grad_and_mask(  # type: ignore[no-untyped-def]
-    dy,
-    lora_B,
-    s,
-    state,
-    column,
-    delayed,
-    scaling,
-    fp8_dtype,
-    slot,
-    p,
-    site,
-    cols,
-    row0=0,
-    col0=0,
-    rows=None,
-    ranks=None,
-):
-    words = reference.dropped_words(cols)
-    dropped = _empty(dy, dy.shape[0], words, dtype=torch.int32)
-    return *_fake_quantized_grad(dy, lora_B, s, state, rows, ranks), dropped
-
-
 @_define("fp8_grad_input")
 def fp8_grad_input(  # type: ignore[no-untyped-def]
     dy,
@@ -133,13 +108,6 @@ def fp8_grad_input(  # type: ignore[no-untyped-def]
     dropped=None,
 ):
     return _empty(dy, dy.shape[0], weight.shape[1], dtype=out_dtype)
-
-
-@_define("lora_grad_a")
-def lora_grad_a(  # type: ignore[no-untyped-def]
-    ds, x, x_scale_inv, slot, p, site, out_dtype, row0=0, col0=0, dropped=None
-):
-    return _empty(ds, ds.shape[1], x.shape[1], dtype=out_dtype)
 
 
 @_define("transpose_fp8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc's one-pass lora_grad_a against float64, and what its workspace and its ladder promise without a GPU."""
+"""csrc's one-pass lora_grad_a against float64, and what it promises without a GPU: workspace, refusals, choice."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import sys
 import pytest
 import torch
 
-from lorakernels import _C, reference
-from lorakernels.kernels import ladder
-from lorakernels.kernels.lora_grad_a import lora_grad_a
+from lorakernels import _C, ops
+from lorakernels.numerics.dropout import dropout_keep, dropped_bits, dropped_words, keep_scale
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.choice import implementations
+from lorakernels.ops.hardware import Place
+from lorakernels.ops.lora_grad_a import by_csrc, by_torch, why_not_csrc_kernel
+from lorakernels.values import Dropout, Scaled
 from tests.exact import EPS
 
 gpu = pytest.mark.gpu
-E4M3 = reference.E4M3
+run = ops.lora_grad_a.run
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULE = sys.modules[
-    "lorakernels.kernels.lora_grad_a"
-]  # the package has the function under this name
+MODULE = sys.modules["lorakernels.ops.lora_grad_a"]  # the package has the op under this name
 SITE = 3
 SMALLEST = {
     FP32: 1e-30,
@@ -29,29 +31,30 @@ SMALLEST = {
 
 
 def inputs(m, k, r, dtype=BF16, fp8=True):
-    """ds, x (e4m3 bytes if fp8), scale_inv, slot. All 256 bytes but the two NaNs occur, subnormals and −0 included."""
+    """ds, x (e4m3 bytes if fp8), slot. All 256 bytes but the two NaNs occur, subnormals and −0 included."""
     ds = torch.randn(m, r, device="cuda").to(dtype)
     slot = torch.tensor([-5, 0x1_2345_6789], device="cuda")
     if not fp8:
-        return ds, torch.randn(m, k, device="cuda").to(dtype), None, slot
+        return ds, Scaled(torch.randn(m, k, device="cuda").to(dtype)), slot
     bytes_ = torch.randint(0, 254, (m, k), device="cuda")
     x8 = (bytes_ + (bytes_ >= 127).long()).to(torch.uint8)
-    return ds, x8, torch.full((1,), 0.37, device="cuda"), slot
+    return ds, Scaled(x8, torch.full((1,), 0.37, device="cuda")), slot
 
 
-def exact(ds, x, scale_inv, slot, p, site=SITE, row0=0, col0=0):
+def exact(ds, x, dropout):
     """(value, size) in float64, size being the sum of the magnitudes."""
-    x = x.double() if scale_inv is None else x.view(E4M3).double() * scale_inv.double()
-    if slot is not None:
-        keep = reference.dropout_keep(slot, p, site, *x.shape, row0, col0)
-        x = torch.where(keep, x, 0.0) * reference.keep_scale(p)
-    return ds.double().t() @ x, ds.double().abs().t() @ x.abs()
+    data, scale_inv = x
+    data = data.double() if scale_inv is None else data.view(E4M3).double() * scale_inv.double()
+    if dropout is not None:
+        keep = dropout_keep(dropout, *data.shape)
+        data = torch.where(keep, data, 0.0) * keep_scale(dropout.p)
+    return ds.double().t() @ data, ds.double().abs().t() @ data.abs()
 
 
-def assert_right(found, ds, x, scale_inv, slot, p, *where):
+def assert_right(found, ds, x, dropout):
     """One rounding at the store; fp32 sums of M exact products, and of two factors: (M + 2) · 2⁻²⁴ at worst. Tensor
     cores round what they add to fewer bits than that sum's own, hence 2⁻²³."""
-    value, size = exact(ds, x, scale_inv, slot, p, *where)
+    value, size = exact(ds, x, dropout)
     sums = (ds.shape[0] + 2) * 2.0**-23 * size
     bound = 0.5 * EPS[found.dtype] * value.abs() + sums + SMALLEST[found.dtype]
     assert found.shape == value.shape
@@ -81,13 +84,13 @@ SHAPES = [
 def test_against_float64(m, k, r, dtype, fp8, p):
     if not fp8:
         k += 8  # a multiple of 8 is enough there
-    ds, x, scale_inv, slot = inputs(m, k, r, dtype, fp8)
-    slot = slot if p else None
-    assert ladder.why_not_lora_grad_a(ds, x, scale_inv, FP32, 0) is None
-    found = lora_grad_a(ds, x, scale_inv, slot, p, SITE, FP32)
-    assert_right(found, ds, x, scale_inv, slot, p)
+    ds, x, slot = inputs(m, k, r, dtype, fp8)
+    dropout = Dropout(slot, p, SITE) if p else None
+    assert ops.lora_grad_a.takes(ds, x, dropout, FP32).run is by_csrc
+    found = run(ds, x, dropout, FP32)
+    assert_right(found, ds, x, dropout)
     for out_dtype in (BF16, FP16):
-        rounded = lora_grad_a(ds, x, scale_inv, slot, p, SITE, out_dtype)
+        rounded = run(ds, x, dropout, out_dtype)
         assert torch.equal(rounded, found.to(out_dtype)), "the same sums, rounded once"
 
 
@@ -100,15 +103,16 @@ def test_the_mask_is_the_reference_s_bit_for_bit(fp8, p):
     """ds = 1 in one row of each slot of an MMA at a time and x = 1: dA is that row's mask, times one factor."""
     m, k = 64, 544
     ones = torch.ones(m, k, device="cuda")
-    x = ones.to(E4M3).view(torch.uint8) if fp8 else ones.to(BF16)
-    scale_inv = torch.ones(1, device="cuda") if fp8 else None
+    x8 = ones.to(E4M3).view(torch.uint8)
+    x = Scaled(x8, torch.ones(1, device="cuda")) if fp8 else Scaled(ones.to(BF16))
     slot = torch.tensor([0x7EDC_BA98_7654_3210, -1], device="cuda")
-    keep = reference.dropout_keep(slot, p, 7, m, k, 11, 24)
+    dropout = Dropout(slot, p, 7, 11, 24)
+    keep = dropout_keep(dropout, m, k)
     for first in range(0, m, 16):
         ds = torch.zeros(m, 16, device="cuda", dtype=BF16)
         ds[first : first + 16] = torch.eye(16, device="cuda", dtype=BF16)
-        dA = lora_grad_a(ds, x, scale_inv, slot, p, 7, FP32, 11, 24)
-        assert torch.equal(dA, keep[first : first + 16] * reference.keep_scale(p))
+        dA = run(ds, x, dropout, FP32)
+        assert torch.equal(dA, keep[first : first + 16] * keep_scale(p))
 
 
 @gpu
@@ -120,15 +124,16 @@ def test_the_mask_is_the_reference_s_bit_for_bit(fp8, p):
 )
 def test_a_mask_that_is_given_is_read_instead_of_drawn(m, k, r, fp8, p, dtype):
     """Another slot is named beside it; the bits behind the last column are set."""
-    ds, x, scale_inv, slot = inputs(m, k, r, dtype, fp8)
-    keep = reference.dropout_keep(slot, p, SITE, m, k, 7, 40)
-    columns = reference.dropped_bits(torch.zeros_like(keep))  # bits that stand for a column
-    bits, guards = between_guards((m, reference.dropped_words(k)), torch.int32, "cuda", -1)
-    bits.copy_(reference.dropped_bits(keep) | ~columns)
-    arguments = (ds, x, scale_inv, slot + 1, p, SITE, FP32, 7, 40)
-    dA = lora_grad_a(*arguments, bits)
-    assert torch.equal(dA, lora_grad_a(ds, x, scale_inv, slot, p, SITE, FP32, 7, 40))
-    assert not torch.equal(dA, lora_grad_a(*arguments)) or m * k < 64
+    ds, x, slot = inputs(m, k, r, dtype, fp8)
+    dropout = Dropout(slot, p, SITE, 7, 40)
+    keep = dropout_keep(dropout, m, k)
+    columns = dropped_bits(torch.zeros_like(keep))  # bits that stand for a column
+    bits, guards = between_guards((m, dropped_words(k)), torch.int32, "cuda", -1)
+    bits.copy_(dropped_bits(keep) | ~columns)
+    another = dropout._replace(slot=slot + 1)
+    dA = run(ds, x, another._replace(dropped=bits), FP32)
+    assert torch.equal(dA, run(ds, x, dropout, FP32))
+    assert not torch.equal(dA, run(ds, x, another, FP32)) or m * k < 64
     assert all(bool((guard == -1).all()) for guard in guards)
 
 
@@ -137,30 +142,33 @@ def test_a_mask_that_is_given_is_read_instead_of_drawn(m, k, r, fp8, p, dtype):
     ("shape", "dtype"), [((64, 3), torch.int32), ((64, 4), torch.int64)], ids=["shape", "dtype"]
 )
 def test_a_given_mask_that_does_not_fit_is_refused(shape, dtype):
-    ds, x, scale_inv, slot = inputs(64, 128, 4)
+    ds, x, slot = inputs(64, 128, 4)
     bits = torch.zeros(shape, dtype=dtype, device="cuda")
     with pytest.raises(ValueError, match=r"dropped must be contiguous int32 \[64, 4\]"):
-        lora_grad_a(ds, x, scale_inv, slot, 0.1, SITE, FP32, 0, 0, bits)
+        run(ds, x, Dropout(slot, 0.1, SITE, dropped=bits), FP32)
 
 
 @gpu
 def test_p_below_what_16_bits_express_draws_nothing():
-    ds, x, scale_inv, slot = inputs(40, 64, 4)
-    found = lora_grad_a(ds, x, scale_inv, slot, 1e-6, SITE, FP32)
-    assert torch.equal(found, lora_grad_a(ds, x, scale_inv, None, 0.0, SITE, FP32))
+    ds, x, slot = inputs(40, 64, 4)
+    found = run(ds, x, Dropout(slot, 1e-6, SITE), FP32)
+    assert torch.equal(found, run(ds, x, None, FP32))
 
 
 @gpu
 @pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
 def test_shards_draw_one_mask(fp8):
-    ds, x, scale_inv, slot = inputs(200, 512, 16, fp8=fp8)
-    whole = lora_grad_a(ds, x, scale_inv, slot, 0.3, SITE, FP32, 5, 16)
-    right = lora_grad_a(ds, x[:, 256:].contiguous(), scale_inv, slot, 0.3, SITE, FP32, 5, 16 + 256)
+    ds, x, slot = inputs(200, 512, 16, fp8=fp8)
+    data, scale_inv = x
+    whole = run(ds, x, Dropout(slot, 0.3, SITE, 5, 16), FP32)
+    columns = Scaled(data[:, 256:].contiguous(), scale_inv)
+    right = run(ds, columns, Dropout(slot, 0.3, SITE, 5, 16 + 256), FP32)
     assert torch.equal(whole[:, 256:], right)
-    halves = [
-        lora_grad_a(ds[i : i + 100], x[i : i + 100], scale_inv, slot, 0.3, SITE, FP32, 5 + i, 16)
-        for i in (0, 100)
-    ]
+    halves = []
+    for i in (0, 100):
+        rows = slice(i, i + 100)
+        dropout = Dropout(slot, 0.3, SITE, 5 + i, 16)
+        halves.append(run(ds[rows], Scaled(data[rows], scale_inv), dropout, FP32))
     # Another order of the same fp32 sums, which reach 200 · 4 · 166 at most; a rounding there is 2^-24 of it, 0.008.
     torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-4, atol=1e-2)
 
@@ -169,11 +177,12 @@ def test_shards_draw_one_mask(fp8):
 @pytest.mark.parametrize("rank", [16, 40, 128])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 def test_what_is_not_finite_stays_in_its_row_and_column(value, rank):
-    ds, x, scale_inv, slot = inputs(70, 96, rank)
+    ds, x, slot = inputs(70, 96, rank)
     ds[5, 3] = value
-    x[9, 20] = 0x7F
-    keep = reference.dropout_keep(slot, 0.5, SITE, 70, 96)
-    dA = lora_grad_a(ds, x, scale_inv, slot, 0.5, SITE, FP32)
+    x.data[9, 20] = 0x7F
+    dropout = Dropout(slot, 0.5, SITE)
+    keep = dropout_keep(dropout, 70, 96)
+    dA = run(ds, x, dropout, FP32)
     touched = torch.zeros_like(dA, dtype=torch.bool)
     touched[3] = True  # 0 · inf, and NaN times anything
     touched[:, 20] |= bool(keep[9, 20])
@@ -183,31 +192,31 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value, rank):
 
 @gpu
 def test_ds_of_any_layout():
-    _, x, scale_inv, slot = inputs(90, 128, 1)
+    _, x, slot = inputs(90, 128, 1)
+    dropout = Dropout(slot, 0.1, SITE)
     wide = torch.randn(90, 64, device="cuda").to(BF16)
     for ds in (wide[:, 8:24], wide[:, 1:18], wide[:, ::2], wide[:, :16].t().contiguous().t()):
-        found = lora_grad_a(ds, x, scale_inv, slot, 0.1, SITE, FP32)
-        assert torch.equal(
-            found, lora_grad_a(ds.clone().contiguous(), x, scale_inv, slot, 0.1, SITE, FP32)
-        )
-        assert_right(found, ds, x, scale_inv, slot, 0.1)
+        found = run(ds, x, dropout, FP32)
+        assert torch.equal(found, run(ds.clone().contiguous(), x, dropout, FP32))
+        assert_right(found, ds, x, dropout)
 
 
 @gpu
 @pytest.mark.parametrize("r", [1, 16, 100])
 def test_no_rows_give_zeros(r):
-    ds, x, scale_inv, slot = inputs(0, 64, r)
-    dA = lora_grad_a(ds, x, scale_inv, slot, 0.1, SITE, BF16)
+    ds, x, slot = inputs(0, 64, r)
+    dA = run(ds, x, Dropout(slot, 0.1, SITE), BF16)
     assert dA.shape == (r, 64) and dA.dtype == BF16 and not dA.any()
 
 
 @gpu
 @pytest.mark.parametrize(("m", "k", "r"), [(8192, 8192, 16), (1000, 4112, 100), (257, 272, 64)])
 def test_the_same_bits_every_run(m, k, r):
-    arguments = (*inputs(m, k, r), 0.1, SITE, FP32)
-    first = lora_grad_a(*arguments)
-    assert all(torch.equal(first, lora_grad_a(*arguments)) for _ in range(5))
-    assert_right(first, *arguments[:5])
+    ds, x, slot = inputs(m, k, r)
+    arguments = (ds, x, Dropout(slot, 0.1, SITE))
+    first = run(*arguments, FP32)
+    assert all(torch.equal(first, run(*arguments, FP32)) for _ in range(5))
+    assert_right(first, *arguments)
 
 
 def between_guards(shape, dtype, device, fill):
@@ -231,24 +240,25 @@ def test_writes_every_element_and_nothing_else(m, k, r, monkeypatch):
         guards.extend(around)
         return out
 
-    arguments = (*inputs(m, k, r), 0.2, SITE, BF16)
+    ds, x, slot = inputs(m, k, r)
     monkeypatch.setattr(torch, "empty", poisoned)
-    dA = MODULE.in_one_pass(*arguments, 0, 0, None)
+    dA = by_csrc(ds, x, Dropout(slot, 0.2, SITE), BF16)
     assert dA.isfinite().all()
     assert len(guards) == 4 and all(guard.isnan().all() for guard in guards)
 
 
 @gpu
 def test_runs_under_capture():
-    ds, x, scale_inv, slot = inputs(300, 528, 16)
+    ds, x, slot = inputs(300, 528, 16)
+    dropout = Dropout(slot, 0.1, SITE)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        found = lora_grad_a(ds, x, scale_inv, slot, 0.1, SITE, FP32)
+        found = run(ds, x, dropout, FP32)
     for offset in (1, 2):  # what changes between steps lies in device memory
-        slot[1], scale_inv[0] = offset, 0.1 * offset
+        slot[1], x.scale_inv[0] = offset, 0.1 * offset
         graph.replay()
-        assert torch.equal(found, lora_grad_a(ds, x, scale_inv, slot, 0.1, SITE, FP32))
+        assert torch.equal(found, run(ds, x, dropout, FP32))
 
 
 def sweep(count):
@@ -274,12 +284,12 @@ def sweep(count):
     ("m", "k", "r", "dtype", "fp8", "p", "out_dtype", "row0", "col0"), list(sweep(60))
 )
 def test_random_sweep(m, k, r, dtype, fp8, p, out_dtype, row0, col0):
-    ds, x, scale_inv, slot = inputs(m, k, r, dtype, fp8)
-    if scale_inv is not None:
-        scale_inv *= 0.01  # fp16 results stay in range
-    slot = slot if p else None
-    found = lora_grad_a(ds, x, scale_inv, slot, p, SITE, out_dtype, row0, col0)
-    assert_right(found, ds, x, scale_inv, slot, p, SITE, row0, col0)
+    ds, x, slot = inputs(m, k, r, dtype, fp8)
+    if fp8:
+        x.scale_inv.mul_(0.01)  # fp16 results stay in range
+    dropout = Dropout(slot, p, SITE, row0, col0) if p else None
+    found = run(ds, x, dropout, out_dtype)
+    assert_right(found, ds, x, dropout)
 
 
 @gpu
@@ -296,22 +306,23 @@ def test_random_sweep(m, k, r, dtype, fp8, p, out_dtype, row0, col0):
         ("x of another dtype", "x is torch.float16, ds torch.bfloat16"),
     ],
 )
-def test_what_it_does_not_take_goes_through_pytorch(case, reason, monkeypatch):
+def test_what_it_does_not_take_goes_through_pytorch(case, reason):
     rank = int(case.split()[1]) if case.startswith("rank") else 4
-    ds, x, scale_inv, slot = inputs(32, 72 if case == "K % 16" else 64, rank)
+    ds, (data, scale_inv), slot = inputs(32, 72 if case == "K % 16" else 64, rank)
     col0 = 4 if case == "col0 % 8" else 0
     if case == "fp32 ds":
         ds = ds.float()
     if case == "transposed x":
-        x = x.t().contiguous().t()
+        data = data.t().contiguous().t()
     if case == "misaligned x":
-        x = torch.cat((x.flatten()[:1], x.flatten()))[1:].view(32, 64)
+        data = torch.cat((data.flatten()[:1], data.flatten()))[1:].view(32, 64)
     if case == "x of another dtype":
-        x, scale_inv = torch.randn(32, 64, device="cuda").to(FP16), None
-    monkeypatch.setattr(MODULE, "in_one_pass", lambda *_: pytest.fail("went to csrc"))
-    assert reason in ladder.why_not_lora_grad_a(ds, x, scale_inv, FP32, col0)
-    found = lora_grad_a(ds, x, scale_inv, slot, 0.1, SITE, FP32, 0, col0)
-    value, size = exact(ds, x, scale_inv, slot, 0.1, SITE, 0, col0)
+        data, scale_inv = torch.randn(32, 64, device="cuda").to(FP16), None
+    arguments = (ds, Scaled(data, scale_inv), Dropout(slot, 0.1, SITE, 0, col0))
+    assert reason in why_not_csrc_kernel(*arguments, FP32)
+    assert ops.lora_grad_a.takes(*arguments, FP32).run is by_torch
+    found = run(*arguments, FP32)
+    value, size = exact(*arguments)
     assert bool(((found.double() - value).abs() <= 2.0**-6 * size).all())
 
 
@@ -381,16 +392,13 @@ def test_the_binding_refuses(changed, message):
         _C.lora_grad_a(**{**CALL, **changed})
 
 
-def test_the_ladder_names_what_it_needs(monkeypatch):
-    monkeypatch.setattr(ladder, "why_not_csrc", lambda _: None)
-    table = ladder.implementations("cuda", (9, 0))
-    assert table["lora_grad_a"][0] == table["transpose_fp8"][0] == "csrc"
-    assert "K a multiple of 16" in table["lora_grad_a"][1]
-    assert ladder.implementations("cuda", (9, 0), sizes=(64, 72))["lora_grad_a"] == (
-        "torch",
-        "K = 72 must be a multiple of 16",
-    )
-    assert ladder.implementations("cuda", (9, 0), fp8=False, sizes=(64, 72))["lora_grad_a"][0] == (
-        "csrc"
-    )
-    assert ladder.implementations("cuda", (7, 5))["lora_grad_a"][0] == "torch"
+def test_the_choice_names_what_it_needs(monkeypatch):
+    monkeypatch.setattr(MODULE, "why_not_csrc", lambda _: None)
+
+    def chosen(capability=(9, 0), **layer):
+        return implementations("cuda", Place(capability, **layer))["lora_grad_a"]
+
+    assert chosen()[0] == "csrc" and "K a multiple of 16" in chosen()[1]
+    assert chosen(sizes=(64, 72)) == ("torch", "K = 72 must be a multiple of 16")
+    assert chosen(sizes=(64, 72), fp8=False)[0] == "csrc"
+    assert chosen((7, 5))[0] == "torch"

@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels import kernels, ops, reference
+from lorakernels import ops
 from lorakernels.device import extension
-from lorakernels.kernels import ladder
+from lorakernels.numerics.fp8 import quantize
+from lorakernels.ops.quantize_grad import by_csrc, by_torch, why_not_csrc_kernel
+from lorakernels.values import Scaling, SideBySide, Up
 
 E5M2, E4M3 = torch.float8_e5m2, torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALING, COLUMN = 0.7, 1
-# module `quantize_grad`, which the function of that name hides
-MODULE = sys.modules[kernels.quantize_grad.__module__]
+MODULE = sys.modules["lorakernels.ops.quantize_grad"]  # the package has the op under this name
 
 
 @dataclass
@@ -47,11 +48,10 @@ class Case:
         return f"{self.rows}x{cols}-r{self.rank}-{'-'.join(names)}-{mode}"
 
     @property
-    def sizes(self) -> tuple[list[int] | None, list[int] | None]:
-        """The op's `rows` and `ranks`."""
+    def side(self) -> SideBySide | None:
         if not self.each:
-            return None, None
-        return [*map(abs, self.each)], [self.rank if n > 0 else 0 for n in self.each]
+            return None
+        return SideBySide([*map(abs, self.each)], [self.rank if n > 0 else 0 for n in self.each])
 
     def windows(self) -> Iterator[tuple[slice, slice | None]]:
         """Of each projection: its columns of dy, and of s and ds if it has an adapter."""
@@ -66,7 +66,7 @@ class Case:
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dy, B, s and a state whose other entries are NaN: none of them may be read."""
-        columns = sum(self.sizes[1] or [self.rank])
+        columns = sum(self.side.ranks) if self.side else self.rank
         shapes = (self.rows, self.cols), (self.cols, self.rank), (self.rows, columns)
         types = self.dtype, self.b_dtype, self.dtype
         dy, b, s = (
@@ -80,13 +80,18 @@ class Case:
                 b[cols] = torch.nan
         return dy, b, s, state
 
-    def run(
+    def arguments(
         self, dy: Tensor, b: Tensor | None, s: Tensor | None, state: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        assert ladder.why_not_one_pass(dy, b, s, self.sizes[0]) is None
-        arguments = (dy, b, s, state, COLUMN, self.delayed, SCALING, self.fp8)
-        with mock.patch.object(MODULE, "in_torch", side_effect=AssertionError("not in one pass")):
-            return ops.quantize_grad(*arguments, *self.sizes)
+    ) -> tuple[object, ...]:
+        """The op's."""
+        up = None if b is None else Up(b, s, SCALING)
+        scaling = None if state is None else Scaling(state, COLUMN, self.delayed)
+        return dy, up, scaling, self.fp8, self.side
+
+    def run(self, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        arguments = self.arguments(*operands)
+        assert ops.quantize_grad.takes(*arguments).run is by_csrc
+        return ops.quantize_grad(*arguments)
 
 
 def assert_same_bytes(found: Tensor, expected: Tensor, fp8: torch.dtype) -> None:
@@ -107,7 +112,8 @@ def assert_near(found: Tensor, exact: Tensor, size: Tensor, terms: int) -> None:
 def check(case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     dy, b, s, state = inputs
     expected_state = state.clone()
-    dy8, scale_inv = reference.quantize(dy, expected_state, COLUMN, case.delayed, case.fp8)
+    scaling = Scaling(expected_state, COLUMN, case.delayed)
+    dy8, scale_inv = quantize(dy, scaling, case.fp8)
     found8, found_inv, ds, dB = case.run(dy, b, s, state)
     assert_same_bytes(found8, dy8, case.fp8)
     assert torch.equal(found_inv, scale_inv)
@@ -302,7 +308,7 @@ def test_nothing_is_written_beside_the_results(case: Case) -> None:
         mock.patch.object(MODULE.torch, "empty", guarded),
         mock.patch.object(MODULE.torch, "empty_like", lambda t: guarded(*t.shape, dtype=t.dtype)),
     ):
-        found = MODULE.in_one_pass(dy, b, s, state, COLUMN, True, SCALING, E5M2, *case.sizes)
+        found = by_csrc(*case.arguments(dy, b, s, state))
     assert all(map(torch.equal, found, expected))
     assert len(guards) == 5  # dy8, scale_inv, ds, dB, scratch
     for room, count in zip(guards, sizes, strict=True):
@@ -338,11 +344,14 @@ def test_captured_it_reads_the_scale_of_the_replay() -> None:
     ids=["fp32", "odd N", "strides", "rank"],
 )
 def test_what_it_does_not_take_goes_through_torch(change, reason: str) -> None:
-    dy, b, s, state = Case(300, 1032, 16).inputs()
+    case = Case(300, 1032, 16)
+    dy, b, s, state = case.inputs()
     dy, b, s = change(dy, b, s)
-    assert reason in ladder.why_not_one_pass(dy, b, s)
-    expected = reference.quantize_grad(dy, b, s, state.clone(), COLUMN, True, SCALING, E5M2)
-    found = ops.quantize_grad(dy, b, s, state, COLUMN, True, SCALING, E5M2)
+    assert reason in why_not_csrc_kernel(dy, Up(b, s, SCALING))
+    arguments = case.arguments(dy, b, s, state)
+    assert ops.quantize_grad.takes(*arguments).run is by_torch
+    expected = ops.quantize_grad.reference(*case.arguments(dy, b, s, state.clone()))
+    found = ops.quantize_grad(*arguments)
     assert_same_bytes(found[0], expected[0], E5M2)
     for a, e in zip(found[2:], expected[2:], strict=True):
         torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-1)  # two roundings to bf16
@@ -353,32 +362,50 @@ def test_what_it_does_not_take_goes_through_torch(change, reason: str) -> None:
 def test_side_by_side_what_it_does_not_take_goes_through_torch(each: tuple[int, ...]) -> None:
     case = side_by_side(300, 16, *each)
     dy, b, s, state = case.inputs()
-    assert ladder.why_not_one_pass(dy, b, s, case.sizes[0])
-    arguments = (COLUMN, True, SCALING, E5M2, *case.sizes)
-    expected = reference.quantize_grad(dy, b, s, state.clone(), *arguments)
-    found = ops.quantize_grad(dy, b, s, state, *arguments)
+    arguments = case.arguments(dy, b, s, state)
+    assert ops.quantize_grad.takes(*arguments).run is by_torch
+    expected = ops.quantize_grad.reference(*case.arguments(dy, b, s, state.clone()))
+    found = ops.quantize_grad(*arguments)
     assert_same_bytes(found[0], expected[0], E5M2)
     for a, e in zip(found[2:], expected[2:], strict=True):
         torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-1)  # two roundings to bf16
 
 
 def test_why_side_by_side_goes_through_torch() -> None:
-    dy, b = torch.zeros(2, 648, dtype=BF16), torch.zeros(648, 8)
+    dy, up = torch.zeros(2, 648, dtype=BF16), Up(torch.zeros(648, 8), None, 1.0)
     with (
-        mock.patch.object(ladder, "capability_of", return_value=(9, 0)),
-        mock.patch.object(ladder, "why_not_wgmma", return_value=None),
+        mock.patch.object(MODULE, "capability_of", return_value=(9, 0)),
+        mock.patch.object(MODULE, "why_not_wgmma", return_value=None),
     ):
-        for rows in (None, [648], [128, 520], [0, 128, 384, 136], [384, 264], [640, 0, 8]):
-            assert ladder.why_not_one_pass(dy, b, None, rows) is None
+        assert why_not_csrc_kernel(dy, up) is None
+        for rows in ([648], [128, 520], [0, 128, 384, 136], [384, 264], [640, 0, 8]):
+            assert why_not_csrc_kernel(dy, up, SideBySide(rows, [8] * len(rows))) is None
         for rows, reason in (
             ([64, 584], "rows [64, 584] before the last must be multiples of 128"),
             ([128] * 4 + [136], "5 projections are more than 4"),
         ):
-            assert ladder.why_not_one_pass(dy, b, None, rows) == reason
-            assert ladder.why_not_one_pass(dy, None, None, rows) is None
+            side = SideBySide(rows, [8] * len(rows))
+            assert why_not_csrc_kernel(dy, up, side) == reason
+            assert why_not_csrc_kernel(dy, None, side) is None
 
 
-FORMS = {"reference": reference.quantize_grad, "torch": MODULE.in_torch, "op": ops.quantize_grad}
+@pytest.mark.parametrize(
+    ("rows", "ranks", "is_taken"),
+    [
+        ([128, 8], [16, 16], True),
+        ([128, 384, 128, 8], [0, 16, 0, 16], True),
+        ([64, 128], [16, 16], False),
+        ([128] * 5, [16] * 5, False),
+        ([128, 128], [16, 8], False),
+        ([128, 128], [0, 0], False),
+    ],
+    ids=str,
+)
+def test_what_stands_side_by_side(rows: list[int], ranks: list[int], is_taken: bool) -> None:
+    assert MODULE.side_by_side(SideBySide(rows, ranks)) == is_taken
+
+
+FORMS = {"reference": ops.quantize_grad.reference, "torch": by_torch, "op": ops.quantize_grad}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -390,24 +417,24 @@ def test_side_by_side_equals_the_block_diagonal(
     """Small integers: every sum and product is exact, in any order and any of the types."""
     rank, case = 3, Case(6, sum(map(abs, each)), 3, each=each)
     dy, b = (torch.randint(-3, 4, (n, m)).float() for n, m in ((6, case.cols), (case.cols, rank)))
-    s = torch.randint(-3, 4, (6, sum(case.sizes[1]))).to(dtype)
+    s = torch.randint(-3, 4, (6, sum(case.side.ranks))).to(dtype)
     whole = torch.zeros(case.cols, s.shape[1])
     for cols, window in case.windows():
         if window is not None:
             whole[cols, window] = b[cols]
         else:
             b[cols] = torch.nan
-    arguments = (torch.ones(2, 2), 0, True, 2.0, E5M2)
+    scaling = (Scaling(torch.ones(2, 2), 0, True), E5M2)
     dy = dy.to(dtype)
-    expected = reference.quantize_grad(dy, whole, s, *arguments)
-    dy8, _, ds, dB = FORMS[form](dy, b, s, *arguments, *case.sizes)
+    expected = ops.quantize_grad.reference(dy, Up(whole, s, 2.0), *scaling)
+    dy8, _, ds, dB = FORMS[form](dy, Up(b, s, 2.0), *scaling, case.side)
     assert torch.equal(dy8, expected[0]) and torch.equal(ds, expected[2])
     assert ds.dtype == dtype and dB.dtype == FP32 and dB.shape == b.shape
     for cols, window in case.windows():
         assert torch.equal(
             dB[cols], torch.zeros_like(b[cols]) if window is None else expected[3][cols, window]
         )
-    without_s = FORMS[form](dy, b, None, *arguments, *case.sizes)
+    without_s = FORMS[form](dy, Up(b, None, 2.0), *scaling, case.side)
     assert torch.equal(without_s[2], ds) and without_s[3].numel() == 0
 
 
@@ -424,11 +451,11 @@ def test_side_by_side_equals_the_block_diagonal(
         ([4, 4], [2, 0], r"s must be \[5, 2\] .* found \[5, 4\]"),
     ],
 )
-@pytest.mark.parametrize("op", [ops.quantize_grad, MODULE.quantize_grad], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("op", [ops.quantize_grad, ops.quantize_grad.run], ids=["cpu", "cuda"])
 def test_what_does_not_fit_is_refused(op, rows, ranks, message: str) -> None:
     dy, b, s, state = torch.ones(5, 8), torch.ones(8, 2), torch.ones(5, 4), torch.zeros(2, 1)
     with pytest.raises(ValueError, match=message):
-        op(dy, b, s, state, 0, True, 1.0, E5M2, rows, ranks)
+        op(dy, Up(b, s, 1.0), Scaling(state, 0, True), E5M2, SideBySide(rows, ranks))
     assert not bool(state.any())
 
 
