@@ -203,7 +203,7 @@ def _quantize(
     scaling = spec.of_state(state)
     if up is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
         mask = to.masks[0]
-        if hands_mask_over(dy, up, mask, to.grad_weight, to.lora_A.shape[0], side):
+        if hands_mask_over(dy, up, mask, to.grad_weight, side):
             assert mask is not None
             return ops.quantize_grad_and_mask(
                 dy, up, scaling, spec.backward_dtype, mask, to.weight.shape[1], side

@@ -10,10 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams, ops
-from lorakernels.kernels import ladder
 from lorakernels.modules import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.values import Dropout
@@ -338,32 +336,3 @@ def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
     for dropout in (grad_x.call_args.args[5], grad_a.call_args.args[2]):
         dropped = dropout.dropped
         assert torch.equal(dropped, dropped_bits(keep)) if draws else dropped is None
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "archs", "draws"),
-    [(32, 64, "90a", True), (32, 72, "90a", False), (40, 64, "90a", False), (32, 64, "90", False)],
-    ids=["all are kernels", "K", "N", "no wgmma"],
-)
-def test_a_mask_is_drawn_once_only_for_kernels_that_read_it(n, k, archs, draws, monkeypatch):
-    """Elsewhere it would be drawn, packed and thrown away."""
-    built = mock.Mock(build_info=lambda: {"cuda_archs": archs})
-    monkeypatch.setattr(ladder, "why_not_csrc", lambda _: None)
-    monkeypatch.setattr(ladder, "extension", lambda: built)
-    monkeypatch.setattr(ladder, "why_not_one_pass", lambda *_: None)
-    monkeypatch.setattr(lora_linear_module, "capability_of", lambda _: (9, 0))
-
-    def asked(p=0.1, ranks=4, dtype=torch.bfloat16, col0=0):
-        dy, b = (
-            torch.empty(rows, columns, device="cuda", dtype=dtype)
-            for rows, columns in ((8, n), (n, 4))
-        )
-        a = torch.empty(ranks, k, device="cuda")
-        weight = torch.empty(n, k, dtype=torch.uint8, device="cuda")
-        one, slot = torch.empty(1, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
-        return lora_linear_module.draws_mask(dy, b, None, a, one, slot, p, weight, col0)
-
-    with FakeTensorMode():
-        assert asked() == draws
-        assert not asked(p=0.0) and not asked(dtype=torch.float32)
-        assert not asked(ranks=129) and not asked(col0=4)
