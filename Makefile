@@ -31,7 +31,7 @@ bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)
 
 check-gpu:
-	$(CHECKED_BY) benchmarks/check_gpu.py $(if $(FULL),--full) $(ARGS)
+	$(CHECKED_BY) benchmarks/models/check_gpu.py $(if $(FULL),--full) $(ARGS)
 
 # what goes through torch is cuBLAS's: initcheck does not see what its kernels store by TMA
 sanitize: $(BUILT)

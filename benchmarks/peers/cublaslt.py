@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.peers.base import Case, Peer, need_gpu
 from lorakernels import reference
-from peers.base import Case, Peer, need_gpu
 
 
 class CublasltGemms(Peer):

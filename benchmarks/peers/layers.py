@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.base import Unavailable, relative_error
+from benchmarks.peers.fp8_models import adapt_in_fp8
+from benchmarks.peers.plain import PlainLora
 from lorakernels import PhiloxState, fuse
-from peers.base import Unavailable, relative_error
-from peers.fp8_models import adapt_in_fp8
-from peers.plain import PlainLora
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK, ALPHA, P = 16, 32, 0.1

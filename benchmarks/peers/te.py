@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.base import Case, Peer, Unavailable, need_gpu
+from benchmarks.peers.plain import PlainLora
 from lorakernels import reference
-from peers.base import Case, Peer, Unavailable, need_gpu
-from peers.plain import PlainLora
 
 
 def te_or_unavailable() -> Any:

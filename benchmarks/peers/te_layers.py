@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peers.base import Unavailable
-from peers.layers import (
+from benchmarks.peers.base import Unavailable
+from benchmarks.peers.layers import (
     ADAPTED,
     EPS,
     SCALING,
@@ -28,7 +28,7 @@ from peers.layers import (
     parent_of,
     rotary,
 )
-from peers.te import autocast, frozen_linear, te_or_unavailable
+from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
 
 
 class Adapter(nn.Module):

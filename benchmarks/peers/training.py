@@ -13,14 +13,25 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from models import ADAPTED, ALPHA, RANK, STD, P, Random, Spec, dtype_of, plain_model, value
 from torch import Tensor, nn
 
 import lorakernels
+from benchmarks.peers.base import Unavailable
+from benchmarks.peers.models import (
+    ADAPTED,
+    ALPHA,
+    RANK,
+    STD,
+    P,
+    Random,
+    Spec,
+    dtype_of,
+    plain_model,
+    value,
+)
+from benchmarks.peers.te import autocast, te_or_unavailable
+from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
-from peers.base import Unavailable
-from peers.te import autocast, te_or_unavailable
-from peers.te_layers import Adapter, Cached, First, WithAdapter
 
 LR = 2e-4
 SPARE = 6 << 30  # bytes; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests reach the files of benchmarks/, which are scripts and no package."""
+"""How tests reach what is in benchmarks/, run it, and read what it wrote."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a file of benchmarks/ as its scripts see each other."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
+def load() -> Callable[[str], ModuleType]:
+    """load("KIND.NAME") → that module of benchmarks/, imported as the test runs: many need more than torch."""
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def bench(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = load("bench_graphs")
-    graphed = partial(load("graph_providers").graph_manager, backend=FakeBackend)
+    module = load("graphs.bench_graphs")
+    graphed = partial(load("lib.graph_providers").graph_manager, backend=FakeBackend)
     monkeypatch.setitem(module.PROVIDERS, "GraphManager", graphed)
 
     @contextmanager
     def wrong(stack: Any) -> Iterator[Any]:
-        yield load("graph_providers").Run(
+        yield load("lib.graph_providers").Run(
             [lambda *a, layer=layer: 1.1 * layer(*a) for layer in stack.layers]
         )
 
@@ -174,7 +174,7 @@ def test_packing_changes_no_value_and_no_parameter(load: Callable[[str], ModuleT
     small, also = torch.randn(8), torch.randn(1 << 20).to(torch.bfloat16)
     before = [x.detach().clone() for x in (large, small, also)]
     storage, there = small.untyped_storage().data_ptr(), large.data_ptr()
-    load("graph_providers").pack([large, small, also, large])
+    load("lib.graph_providers").pack([large, small, also, large])
     assert all(torch.equal(x, y) for x, y in zip((large, small, also), before, strict=True))
     assert large.requires_grad and large.is_leaf and large.data_ptr() != there
     assert small.untyped_storage().data_ptr() == storage
@@ -183,7 +183,9 @@ def test_packing_changes_no_value_and_no_parameter(load: Callable[[str], ModuleT
 
 def test_gaps_between_overlapping_kernels(load: Callable[[str], ModuleType]) -> None:
     """Busy 0–4, 2–3 within, 6–7, 7–9, 12–13: 9 ns of kernels, gaps 4–6 and 9–12."""
-    total, gaps = load("graph_measure").busy_and_gaps([(0, 4), (2, 3), (6, 7), (7, 9), (12, 13)])
+    total, gaps = load("lib.graph_measure").busy_and_gaps(
+        [(0, 4), (2, 3), (6, 7), (7, 9), (12, 13)]
+    )
     assert (round(total * 1e9), round(gaps * 1e9)) == (9, 5)
 
 

@@ -59,7 +59,7 @@ def test_it_runs_and_writes_what_it_printed(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(load(f"bench_{name}"), *options, "--output", tmp_path) == 0
+    assert run(load(f"ops.bench_{name}"), *options, "--output", tmp_path) == 0
     rows = rows_of(tmp_path / f"{name}.csv")
     assert len(rows) == count
     assert {*TIMES, column, "device", "commit"} <= set(rows[0])
@@ -109,7 +109,7 @@ def test_a_wrong_provider_is_not_timed(
     load: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = load("bench_bias_dropout_add")
+    bench = load("ops.bench_bias_dropout_add")
     monkeypatch.setitem(bench.PROVIDERS, "ours", lambda: lambda i: broken(bench, i))
     cpu = torch.device("cpu")
     inputs = bench.make_inputs("40x64", 0.1, True, torch.bfloat16, cpu)
@@ -123,7 +123,7 @@ def test_a_wrong_update_of_scales_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bench = load("bench_fp8_state")
+    bench = load("ops.bench_fp8_state")
 
     def stale(problem: Any) -> Any:
         return bench.Provider(lambda: None, lambda: None, lambda: problem.before)
@@ -136,7 +136,7 @@ def test_a_wrong_update_of_scales_is_exit_code_1(
 
 
 def test_spread_and_what_could_not_be_measured(load: Callable[[str], ModuleType]) -> None:
-    common = load("common")
+    common = load("lib.common")
     timing = common.Timing.of([5e-3, 1e-3, 2e-3, 3e-3, 4e-3, 6e-3], 7e-6)
     assert timing.columns() == {"ms": 3.5, "p20 ms": 2.0, "p80 ms": 5.0, "CPU µs": 7.0}
     late = common.Timing.of([math.nan], 7e-6).columns()
@@ -179,7 +179,7 @@ def test_a_wrong_quantization_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bench = load(f"bench_{name}")
+    bench = load(f"ops.bench_{name}")
     right = bench.ours
     monkeypatch.setitem(bench.PROVIDERS, "ours", lambda i: broken(i, right(i)))
     options = [
@@ -222,7 +222,7 @@ def test_a_wrong_pass_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bench, layer_ops = load(f"bench_{name}"), load("layer_ops")
+    bench, layer_ops = load(f"ops.bench_{name}"), load("lib.layer_ops")
     right = layer_ops.runs
 
     def runs(each: Any, providers: list[str]) -> dict[str, Callable[[], object]]:
@@ -248,7 +248,7 @@ def test_a_wrong_dx_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bench = load("bench_fp8_grad_input")
+    bench = load("ops.bench_fp8_grad_input")
 
     def broken(i: Any) -> Tensor:
         new = {k: v if v is None else getattr(i, k) * v for k, v in changed.items()}
@@ -267,7 +267,7 @@ def test_only_mask_given_is_given_the_mask_that_the_others_draw(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CPU's op draws it whatever it is given, so what is asked is what it is called with."""
-    bench, cpu, given = load("bench_fp8_grad_input"), torch.device("cpu"), {}
+    bench, cpu, given = load("ops.bench_fp8_grad_input"), torch.device("cpu"), {}
     i = bench.make_inputs("32x64x128", 16, 0.1, cpu)
     keep = bench.reference.drawn_mask(i.slot, 0.1, bench.SITE, 32, 128)
     assert torch.equal(i.dropped, bench.reference.dropped_bits(keep))
@@ -281,7 +281,7 @@ def test_only_mask_given_is_given_the_mask_that_the_others_draw(
 
 
 def test_samples_of_two_runs_are_one_timing(load: Callable[[str], ModuleType]) -> None:
-    common = load("common")
+    common = load("lib.common")
     both = common.Timing.of_samples([([1.0, 2.0], [9.0]), ([3.0], [7.0, 8.0])])
     assert (both.low, both.median, both.high, both.host) == (1.0, 2.0, 3.0, 8.0)
     late = common.Timing.of_samples([([1.0], [5.0]), ([], [7.0])])
@@ -289,7 +289,7 @@ def test_samples_of_two_runs_are_one_timing(load: Callable[[str], ModuleType]) -
 
 
 def test_as_many_repetitions_as_the_time_allows(load: Callable[[str], ModuleType]) -> None:
-    within, cpu = load("common").repetitions_within, torch.device("cpu")
+    within, cpu = load("lib.common").repetitions_within, torch.device("cpu")
     assert within(0.02, lambda: time.sleep(2e-3), cpu, 50) in range(3, 11)
     assert within(1.0, lambda: None, cpu, 50) == 50
     assert within(0.0, lambda: None, cpu, 50) == 3
@@ -305,7 +305,7 @@ def test_a_slow_host_is_not_in_the_device_s_time(load: Callable[[str], ModuleTyp
         time.sleep(2e-3)
         x.add_(1)
 
-    timing = load("common").time_of(dawdle, device, 5)
+    timing = load("lib.common").time_of(dawdle, device, 5)
     assert timing.host > 2e-3
     assert timing.high < 0.2e-3  # two tiny kernels: some µs
 
@@ -313,5 +313,5 @@ def test_a_slow_host_is_not_in_the_device_s_time(load: Callable[[str], ModuleTyp
 @pytest.mark.gpu
 def test_a_step_that_waits_for_the_device_is_host_bound(load: Callable[[str], ModuleType]) -> None:
     device = torch.device("cuda")
-    timing = load("common").time_of(lambda: torch.cuda.synchronize(), device, 2)
+    timing = load("lib.common").time_of(lambda: torch.cuda.synchronize(), device, 2)
     assert timing.columns()["ms"] == "host-bound"

@@ -19,7 +19,7 @@ SKIPPED = {"skipped": "not installed", "seconds": 0.1}
 
 @pytest.fixture
 def check(load) -> ModuleType:
-    return load("check_gpu")
+    return load("models.check_gpu")
 
 
 def rows_of(check: ModuleType, peft: dict[str, Any], own: dict[str, Any], record: Any) -> list[Any]:
@@ -100,8 +100,8 @@ def test_a_part_that_dies_or_hangs_is_one_red_row(check, tmp_path: Path, monkeyp
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, sys, time\n"
-        f"sys.path.insert(0, {str(Path(check.__file__).parent)!r})\n"
-        "from workers import serve\n"
+        f"sys.path.insert(0, {str(check.ROOT)!r})\n"
+        "from benchmarks.lib.workers import serve\n"
         "def run(part, **options):\n"
         "    if part == 'dies': print('the last words'); sys.stdout.flush(); os._exit(7)\n"
         "    if part == 'hangs': time.sleep(600)\n"
@@ -133,7 +133,7 @@ def test_a_named_part_comes_with_its_peer(check) -> None:
 
 @pytest.mark.parametrize("name", ["PEFT bf16", "drop-in, fused", "drop-in, attached"])
 def test_the_loops_train_the_same_model(load, name: str) -> None:
-    parts = load("check_parts")
+    parts = load("lib.check_parts")
     parts.SECONDS = 0.01
     found = parts.run(name, "tiny 2x32", "cpu", "", 60.0)
     assert found["tokens_per_s"] > 0 and 0 < found["host_share"] <= 1
@@ -141,7 +141,7 @@ def test_the_loops_train_the_same_model(load, name: str) -> None:
 
 
 def test_an_attach_that_is_missing_is_skipped(load, monkeypatch) -> None:
-    parts = load("check_parts")
+    parts = load("lib.check_parts")
     monkeypatch.delattr("lorakernels.attach", raising=False)
     found = parts.run("drop-in, attached", "tiny 2x32", "cpu", "", 60.0)
     assert found == {"skipped": "lorakernels has no attach"}
@@ -149,14 +149,14 @@ def test_an_attach_that_is_missing_is_skipped(load, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_finetune_runs_through_the_command_line(load, tmp_path: Path) -> None:
-    parts = load("check_parts")
+    parts = load("lib.check_parts")
     found = parts.run("finetune", "tiny 2x32", "cpu", str(tmp_path), 120.0)
     assert found["tokens_per_s"] > 0 and found["note"].startswith("0 of 20 steps replayed, loss")
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
 
 
 def test_a_command_that_fails_says_its_last_line(load, tmp_path: Path) -> None:
-    parts, full = load("check_parts"), load("check_full")
+    parts, full = load("lib.check_parts"), load("lib.check_full")
     with pytest.raises(RuntimeError, match=r"exit code 2: .*model is missing"):
         parts.run_cli(["finetune", "--output", str(tmp_path)], tmp_path / "log", 1e12)
     with pytest.raises(RuntimeError, match="exit code 2 after 0 steps, expected 143 before 20"):
@@ -165,14 +165,14 @@ def test_a_command_that_fails_says_its_last_line(load, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(load, tmp_path: Path) -> None:
-    parts = load("check_parts")
+    parts = load("lib.check_parts")
     found = parts.run("resume", "tiny 2x32", "cpu", str(tmp_path), 300.0)
     assert found["note"].endswith("the same losses to the bit")
 
 
 @pytest.mark.slow
 def test_trainer_runs_our_layers(load, tmp_path: Path) -> None:
-    parts = load("check_parts")
+    parts = load("lib.check_parts")
     part = "Trainer, fused, callback"
     found = parts.run(part, "tiny 2x32", "cpu", str(tmp_path), 60.0)
     assert found["tokens_per_s"] > 0 and "the model is on cpu" in found["note"]
@@ -182,7 +182,7 @@ def test_trainer_runs_our_layers(load, tmp_path: Path) -> None:
 def test_sft_trainer_trains_the_model_of_the_peer(load, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
-    parts, found = load("check_parts"), {}
+    parts, found = load("lib.check_parts"), {}
     for name in ("SFTTrainer, PEFT bf16", "SFTTrainer, fused, callback"):
         (tmp_path / name).mkdir()
         found[name] = parts.run(name, "tiny 2x32", "cpu", str(tmp_path / name), 60.0)
@@ -196,7 +196,7 @@ def test_gpu_tests_are_counted_and_stop_when_the_time_is_up(
     load, tmp_path: Path, monkeypatch
 ) -> None:
     """On files of three tests, of which the second or none fails."""
-    parts, full = load("check_parts"), load("check_full")
+    parts, full = load("lib.check_parts"), load("lib.check_full")
     monkeypatch.setattr(full, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "tests").mkdir()

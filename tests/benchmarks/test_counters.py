@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/counters.py reads Nsight Compute's table; that it can be made is seen on a GPU only."""
+"""counters.py reads Nsight Compute's table; that it can be made is seen on a GPU only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import io
 
 import pytest
 
-from benchmarks import counters
+from benchmarks.ops import counters
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 

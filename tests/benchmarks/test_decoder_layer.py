@@ -25,7 +25,7 @@ ON_CPU = ("hf bf16, no lora", "hf + peft bf16", *OURS)
 def bench(load: Callable[[str], ModuleType]) -> Any:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    return load("bench_decoder_layer")
+    return load("layers.bench_decoder_layer")
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_providers_are_asked_in_order_and_back(
             "measure": lambda seconds, at_most: note("measure", {name: samples}),
             "free": lambda: note("free", None),
         }
-        return load("workers").Local(handlers)
+        return load("lib.workers").Local(handlers)
 
     args = type("", (), {"repetitions": 3})
     rows, kernels = bench.bench_size("tiny", {n: worker(n) for n in "abc"}, args, 1e9)
@@ -200,7 +200,7 @@ def test_operations_of_a_layer_are_those_of_its_products(layers: Any) -> None:
 def test_floors_count_bytes_once_and_operations_by_format(
     load: Callable[[str], ModuleType],
 ) -> None:
-    breakdown = load("breakdown")
+    breakdown = load("lib.breakdown")
     import lorakernels  # noqa: F401  (registers its ops)
 
     m, n, k, r = 32, 64, 128, 16
@@ -234,7 +234,7 @@ def test_floors_count_bytes_once_and_operations_by_format(
 def test_kernels_follow_the_step_and_their_sum_is_the_step(
     load: Callable[[str], ModuleType],
 ) -> None:
-    breakdown = load("breakdown")
+    breakdown = load("lib.breakdown")
     x = torch.randn(64, 64, requires_grad=True)
     calls, split = breakdown.record(
         lambda: (x @ x).sum(), lambda y: torch.autograd.grad(y, x), CPU, steps=2
@@ -257,7 +257,7 @@ def test_kernels_follow_the_step_and_their_sum_is_the_step(
     ids=["template", "plain", "parameters", "memset"],
 )  # fmt: skip
 def test_a_kernels_name_is_short(name: str, short: str, load: Callable[[str], ModuleType]) -> None:
-    assert load("breakdown")._short(name) == short
+    assert load("lib.breakdown")._short(name) == short
 
 
 @pytest.mark.gpu

@@ -21,13 +21,13 @@ def bench(load: Callable[[str], ModuleType]) -> Any:
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    return load("bench_end_to_end")
+    return load("models.bench_end_to_end")
 
 
 @pytest.fixture
 def models(load: Callable[[str], ModuleType]) -> Any:
     pytest.importorskip("transformers")
-    return load("models")
+    return load("peers.models")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_shapes_are_the_models(
 
 
 def test_every_provider_trains_one_model(bench: Any, models: Any) -> None:
-    training, spec = sys.modules["peers.training"], models.SPECS["tiny"]
+    training, spec = sys.modules["benchmarks.peers.training"], models.SPECS["tiny"]
     peft = training.HfPeft(spec, "all", CPU)
     fused, plain = (training.Ours(spec, "all", CPU, save=save) for save in ("recompute", None))
     ids = models.token_rows(spec.length, 4)
@@ -208,7 +208,7 @@ def test_every_default_is_a_provider_and_ours_is_among_them(bench: Any) -> None:
 
 @pytest.mark.gpu
 def test_graphs_and_eager_steps_train_alike(bench: Any, models: Any) -> None:
-    training, spec = sys.modules["peers.training"], models.SPECS["tiny"]
+    training, spec = sys.modules["benchmarks.peers.training"], models.SPECS["tiny"]
     device = torch.device("cuda")
     ids = models.token_rows(spec.length, 8).to(device)
     losses = {}

@@ -23,12 +23,12 @@ Rows = Callable[[Path], list[dict[str, str]]]
 def bench(load: Callable[[str], ModuleType]) -> Any:
     for name in ("transformers", "peft", "tokenizers", "numpy", "matplotlib", "rich"):
         pytest.importorskip(name)
-    return load("bench_finetune")
+    return load("models.bench_finetune")
 
 
 @pytest.fixture
 def files(bench: Any) -> Any:
-    return sys.modules["finetune_files"]
+    return sys.modules["benchmarks.lib.finetune_files"]
 
 
 def test_the_checkpoint_is_the_model_that_loops_train(
@@ -42,7 +42,7 @@ def test_the_checkpoint_is_the_model_that_loops_train(
     files.write_checkpoint(spec, CPU, tmp_path / "model")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     found = load_model(tmp_path / "model", torch.float32, CPU)
-    expected = sys.modules["models"].plain_model(spec.config(), CPU)
+    expected = sys.modules["benchmarks.peers.models"].plain_model(spec.config(), CPU)
     for (name, one), (_, other) in zip(
         found.named_parameters(), expected.named_parameters(), strict=True
     ):

@@ -92,7 +92,7 @@ def test_a_wrong_layer_is_not_timed(
     load: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench, base = load("bench_lora_linear"), load("peers.base")
+    bench, base = load("layers.bench_lora_linear"), load("peers.base")
     monkeypatch.setitem(bench.PEERS, "peft bf16", by_formula(base, masks, change))
     peer, columns = bench.checked("peft bf16", base.make_case(SHAPE, RANK, P, CPU), {})
     assert columns["check"].startswith(check), columns
@@ -101,7 +101,7 @@ def test_a_wrong_layer_is_not_timed(
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_the_peers_of_this_machine_are_right(name: str, load: Callable[[str], ModuleType]) -> None:
-    bench, base = load("bench_lora_linear"), load("peers.base")
+    bench, base = load("layers.bench_lora_linear"), load("peers.base")
     peer, columns = bench.checked(name, base.make_case(SHAPE, RANK, P, CPU), {})
     assert columns["check"] == "ok" and peer is not None
     assert len(peer.step()) == (4 if peer.has_lora else 2)
@@ -109,7 +109,7 @@ def test_the_peers_of_this_machine_are_right(name: str, load: Callable[[str], Mo
 
 @pytest.mark.gpu
 def test_the_peers_of_the_gpu_are_right_or_say_why_not(load: Callable[[str], ModuleType]) -> None:
-    bench, base = load("bench_lora_linear"), load("peers.base")
+    bench, base = load("layers.bench_lora_linear"), load("peers.base")
     case = base.make_case("512x768x1024", RANK, 0.1, torch.device("cuda"))
     checks = {name: bench.checked(name, case, {})[1]["check"] for name in bench.PEERS}
     assert not {name: check for name, check in checks.items() if "WRONG" in str(check)}
@@ -136,7 +136,7 @@ def test_what_raises_says_so_and_only_ours_fails_the_run(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bench = load("bench_lora_linear")
+    bench = load("layers.bench_lora_linear")
     monkeypatch.setitem(bench.PEERS, name, raising)
     chosen = ["--providers", name, "linear bf16, no lora"]
     assert run(bench, "--shapes", "8x16x32", "--output", tmp_path, *chosen) == code
@@ -146,7 +146,7 @@ def test_what_raises_says_so_and_only_ours_fails_the_run(
 
 
 def test_the_full_set_is_every_shape_at_every_rank(load: Callable[[str], ModuleType]) -> None:
-    bench = load("bench_lora_linear")
+    bench = load("layers.bench_lora_linear")
     args = type("", (), {"full": True, "shapes": None, "ranks": None})
     groups = bench.groups(args, torch.device("cuda"))
     full = [(f"{m}x{weight}", rank) for weight, many_rows, rank in groups for m in many_rows]
@@ -161,7 +161,7 @@ def test_the_full_set_builds_and_checks_a_layer_once_for_all_rows(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bench = load("bench_lora_linear")
+    bench = load("layers.bench_lora_linear")
     small = {"FULL_WEIGHTS": [(48, 32)], "FULL_ROWS": (8, 24), "FULL_RANKS": (4, 8)}
     for name, value in small.items():
         monkeypatch.setattr(bench, name, value)
@@ -182,7 +182,7 @@ def test_the_full_set_builds_and_checks_a_layer_once_for_all_rows(
 def test_a_graph_takes_no_other_rows(
     load: Callable[[str], ModuleType], run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench = load("bench_lora_linear")
+    bench = load("layers.bench_lora_linear")
     with pytest.raises(SystemExit):
         run(bench, "--full", "--providers", "ours fp8", "ours fp8, graphed")
     assert "found ours fp8, graphed" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_a_graph_takes_no_other_rows(
 def test_a_budget_is_spread_over_the_timings_that_are_left(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, now = load("bench_lora_linear"), [0.0]
+    bench, now = load("layers.bench_lora_linear"), [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
     budget = bench.Budget(10.0, 100)
     assert budget.share() == pytest.approx(bench.SHARE * 0.1)
@@ -204,7 +204,7 @@ def test_a_budget_is_spread_over_the_timings_that_are_left(
 TE_THAT_BREAKS = 'raise OSError("libcudnn_cnn.so.9: undefined symbol")'
 IMPORTS = """
 import sys
-from peers.te import te_first_or_hidden
+from benchmarks.peers.te import te_first_or_hidden
 with te_first_or_hidden({wanted}):
     print("hidden" if sys.modules.get("transformer_engine", 1) is None else "there")
     import peft
@@ -221,8 +221,8 @@ def test_peft_does_not_meet_a_te_that_another_worker_is_for(
     pytest.importorskip("peft")
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text(TE_THAT_BREAKS)
-    benchmarks = Path(__file__).parents[2] / "benchmarks"
-    path = os.pathsep.join([str(tmp_path), str(benchmarks), os.environ.get("PYTHONPATH", "")])
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
     code = IMPORTS.format(wanted=wanted)
     found = subprocess.run(
         [sys.executable, "-c", code],

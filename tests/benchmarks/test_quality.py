@@ -31,7 +31,7 @@ def quality(load: Callable[[str], ModuleType]) -> Any:
     pytest.importorskip("transformers")
     with load("peers.te").te_first_or_hidden(False):  # which PEFT would import, and remember it
         pytest.importorskip("peft")
-    return load("quality")
+    return load("models.quality")
 
 
 def tiny(quality: Any, **changes: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report.py: the README holds what the committed CSVs say, and the numbers are the ones meant."""
+"""report/: the README holds what the committed CSVs say, and the numbers are the ones meant."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 
 @pytest.fixture
 def report(load: Callable[[str], ModuleType]) -> Any:
-    return load("report")
+    return load("report.readme")
 
 
 @pytest.fixture
 def ops(load: Callable[[str], ModuleType]) -> Any:
-    return load("report_ops")
+    return load("report.ops")
 
 
 def test_the_readme_holds_what_the_committed_results_say(report: Any) -> None:
     text = report.README.read_text(encoding="utf-8")
     expected = report.tables(report.read(report.RESULTS))
-    assert report.between_markers(text) == expected, "run `python benchmarks/report.py`"
+    assert report.between_markers(text) == expected, "run `python benchmarks/report/readme.py`"
 
 
 def layer(provider: str, shape: str, ms: str, **more: str) -> dict[str, str]:
@@ -64,8 +64,8 @@ def test_a_target_is_met_missed_or_not_measured(report: Any, measured: str, verd
 
 def source_of(path: Path) -> str:
     """Of a benchmark and of what benchmarks share."""
-    shared = [p for p in path.parent.glob("*.py") if not p.name.startswith(("bench_", "report"))]
-    return "".join(p.read_text(encoding="utf-8") for p in (path, *shared) if p.stem != "targets")
+    shared = [p for p in (path.parents[1] / "lib").glob("*.py") if p.stem != "goals"]
+    return "".join(p.read_text(encoding="utf-8") for p in (path, *shared))
 
 
 def test_every_target_names_a_benchmark_and_the_provider_of_it(
@@ -74,9 +74,8 @@ def test_every_target_names_a_benchmark_and_the_provider_of_it(
     """A column or provider renamed in a benchmark must not become "not measured" here."""
     for target in report.targets():
         name = target.csv if target.csv == "check_gpu" else f"bench_{target.csv}"
-        path = report.ROOT / "benchmarks" / f"{name}.py"
-        assert path.is_file(), name
-        bench = load(name)
+        (path,) = (report.ROOT / "benchmarks").glob(f"*/{name}.py")
+        bench = load(f"{path.parent.name}.{name}")
         if name == "check_gpu":
             assert "{shape}: {part}".format(**target.where) in {p.key for p in bench.ON_GPU}
         else:
@@ -207,9 +206,9 @@ def test_ops_are_lines_beside_floor_or_cublaslt_and_the_fastest_other(ops: Any) 
 def test_every_op_of_the_table_names_columns_of_its_benchmark(
     ops: Any, load: Callable[[str], ModuleType]
 ) -> None:
-    folder = Path(__file__).parents[2] / "benchmarks"
+    folder = Path(__file__).parents[2] / "benchmarks" / "ops"
     for op in ops.OPS:
-        bench = load(f"bench_{op.csv}")
+        bench = load(f"ops.bench_{op.csv}")
         text = source_of(folder / f"bench_{op.csv}.py")
         for column in (*op.where, *op.by, op.ratio):
             assert f'"{column}"' in text, (op.csv, column)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def trainers(load: Callable[[str], ModuleType]) -> Any:
-    return load("trainers")
+    return load("lib.trainers")
 
 
 def test_rates_are_of_the_last_half_and_of_each_step_with_its_own_batch(
@@ -79,7 +79,7 @@ def test_sft_trainer_trains_those_layers_on_packed_rows(
     pytest.importorskip("datasets")
     callback = partial(trainers.LoRAKernelsCallback, backend=FakeBackend)
     monkeypatch.setattr(trainers, "LoRAKernelsCallback", callback)
-    files, models = load("finetune_files"), load("models")
+    files, models = load("lib.finetune_files"), load("peers.models")
     spec, kept = files.JOBS["tiny"], []
 
     class Kept(trainers.Counted):  # type: ignore[misc]

@@ -18,7 +18,7 @@ HOPPER = (9, 0)
 
 @pytest.fixture
 def tune(load: Callable[[str], ModuleType]) -> Any:
-    return load("tune")
+    return load("ops.tune")
 
 
 @pytest.mark.parametrize("m", [64, 4096], ids=["one-row-tile", "many"])

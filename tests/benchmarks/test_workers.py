@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 CHILD = f"""
 import os, sys, time
-sys.path.insert(0, {str(FOLDER)!r})
-from workers import serve
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks.lib.workers import serve
 
 def noisy(x):
     print("a library's banner")
@@ -41,7 +41,7 @@ serve({{
 @pytest.fixture
 def start(load: Callable[[str], ModuleType], tmp_path: Path) -> Iterator[Callable[[], Any]]:
     """start() → a worker of the module above; `start.module` is workers.py."""
-    module, started = load("workers"), []
+    module, started = load("lib.workers"), []
 
     def begin() -> Any:
         log = tmp_path / f"{len(started)}.log"
@@ -110,7 +110,7 @@ def test_without_its_parent_a_worker_ends(start: Any) -> None:
 
 
 def test_in_this_process_it_is_the_same(load: Callable[[str], ModuleType]) -> None:
-    module = load("workers")
+    module = load("lib.workers")
     worker = module.Local({"double": lambda x: 2 * x, "fails": lambda: 1 / 0})
     assert worker.ask("double", 0, x=(1, 2)) == [1, 2, 1, 2], "as JSON would have it"
     with pytest.raises(module.WorkerError, match=r"^ZeroDivisionError: division by zero$"):
@@ -123,8 +123,8 @@ def test_in_this_process_it_is_the_same(load: Callable[[str], ModuleType]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "name", "request_", "options", "key"),
-    [("bench_decoder_layer", "hf bf16, no lora", "build", {"size": "tiny"}, "hf bf16, no lora"),
-     ("bench_end_to_end", "hf + te fp8 + lora", "measure",
+    [("layers/bench_decoder_layer", "hf bf16, no lora", "build", {"size": "tiny"}, "hf bf16, no lora"),
+     ("models/bench_end_to_end", "hf + te fp8 + lora", "measure",
       {"provider": "hf + te fp8 + lora", "model": "tiny", "adapted": "qkvo", "device": "cpu",
        "at_most": 1}, "check")],
     ids=["decoder_layer", "end_to_end"],
@@ -139,11 +139,18 @@ def test_a_benchmark_starts_as_its_own_worker(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")
-    module = load("workers")
+    module = load("lib.workers")
     torch.save(torch.zeros(2, 32, dtype=torch.int64), tmp_path / "rows.pt")
     if "provider" in options:
         options = {**options, "rows": str(tmp_path / "rows.pt")}
-    command = [sys.executable, str(FOLDER / f"{script}.py"), "--device", "cpu", "--worker", name]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / f"{script}.py"),
+        "--device",
+        "cpu",
+        "--worker",
+        name,
+    ]
     worker = module.Worker(command, tmp_path / "log")
     try:
         assert key in worker.ask(request_, 120, **options)

@@ -141,7 +141,7 @@ def test_bench_all_runs_every_one_and_reports_the_worst(
 
     monkeypatch.setattr(bench.subprocess, "run", fake)
     assert main(["bench", *named, "--no-test", "--repetitions", "2"]) == 1
-    assert [Path(command[1]).stem for command in ran] == [f"bench_{n}" for n in bench.names()]
+    assert [Path(command[1]).stem for command in ran] == [f"bench_{n}" for n in bench.scripts()]
     assert all(command[2:] == ["--repetitions", "2"] for command in ran)
 
 

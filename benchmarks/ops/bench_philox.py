@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drawing a dropout mask costs: ours with p = 0.1 against p = 0, and the draw alone against PyTorch's.
+
+    python benchmarks/ops/bench_philox.py --output DIR [--shapes 8192x8192 …]
+
+"÷ p = 0" is against the same op, inputs and direction without a draw, "draw ms" their difference. Backward without a
+draw writes no dx (it is dout), so that its difference holds that write, too; "÷ floor" counts what is moved, as
+bench_bias_dropout_add.py does. `drawn_mask` writes a bool per element, F.dropout reads bf16 and writes bf16 and a mask,
+torch.bernoulli writes bf16. Each is checked before it is timed (keep rate within 6 σ; bias_dropout_add as its own
+benchmark does); exit code 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.lib.common import (
+    NOT_TIMED,
+    Row,
+    arguments,
+    environment,
+    finish,
+    measured_floor,
+    parser,
+    ratio,
+    time_of,
+)
+from benchmarks.ops.bench_bias_dropout_add import make_inputs, moved, timed
+from lorakernels import reference
+
+P = 0.1
+# Per element. On a GPU F.dropout writes a bool mask as well; torch.bernoulli only writes
+BYTES = {"drawn_mask": 1, "F.dropout": 5, "torch.bernoulli": 2}
+GPU_SHAPES = ["8192x8192", "8192x8191"]
+CPU_SHAPES = ["256x512"]
+
+
+def row(
+    shape: str, what: str, p: float, check: str, timing: Row, floor: float, draw_ms: object
+) -> Row:
+    rows, cols = map(int, shape.split("x"))
+    rate = ratio(rows * cols / 1e6, timing["ms"])
+    return {
+        "shape": shape,
+        "what": what,
+        "p": p,
+        "check": check,
+        **timing,
+        "Gelement/s": rate,
+        "floor ms": round(floor, 5),
+        "÷ floor": ratio(timing["ms"], floor),
+        "draw ms": draw_ms,
+        "÷ p = 0": "",
+    }
+
+
+def with_and_without(
+    shape: str, args: argparse.Namespace, device: torch.device, bandwidth: float
+) -> list[Row]:
+    """bias_dropout_add, both directions, without and with a draw."""
+    inputs = {p: make_inputs(shape, p, True, torch.bfloat16, device) for p in (0.0, P)}
+    outcomes = {p: timed("ours", i, device, args.repetitions) for p, i in inputs.items()}
+    result = []
+    for direction in ("forward", "backward"):
+        without: Row = NOT_TIMED
+        for p, (outcome, timings) in outcomes.items():
+            columns = timings[direction].columns() if timings else NOT_TIMED
+            floor = moved(direction, inputs[p]) / bandwidth * 1e3
+            entry = row(shape, f"bias_dropout_add {direction}", p, outcome, columns, floor, "")
+            if p:
+                pair = columns["ms"], without["ms"]
+                entry["÷ p = 0"] = ratio(*pair)
+                if all(isinstance(ms, float) for ms in pair):
+                    entry["draw ms"] = round(pair[0] - pair[1], 5)
+            without = columns
+            result.append(entry)
+    return result
+
+
+def draws(shape: str, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """Draws of a mask alone; what they return is nonzero where an element is kept."""
+    rows, cols = map(int, shape.split("x"))
+    slot = torch.tensor([7, 0], dtype=torch.int64, device=device)
+    x = torch.ones(rows, cols, dtype=torch.bfloat16, device=device)
+    return {
+        "drawn_mask": lambda: reference.drawn_mask(slot, P, 0, rows, cols),
+        "F.dropout": lambda: functional.dropout(x, P, True),
+        "torch.bernoulli": lambda: torch.bernoulli(x, 1 - P),
+    }
+
+
+def rate_fault(kept: Tensor) -> str:
+    rate = float((kept != 0).double().mean())
+    sigma = (P * (1 - P) / kept.numel()) ** 0.5
+    # drawn_mask keeps 65536 − round(6553.6) of 65536: off by 6·10⁻⁶, which 6 σ has room for up to 10¹⁰ elements
+    return "ok" if abs(rate - (1 - P)) <= 6 * sigma else f"WRONG: keeps {rate:.5f}, not {1 - P:.5f}"
+
+
+def alone(
+    shape: str, args: argparse.Namespace, device: torch.device, bandwidth: float
+) -> list[Row]:
+    rows, cols = map(int, shape.split("x"))
+    result = []
+    for what, draw in draws(shape, device).items():
+        outcome = rate_fault(draw())
+        ok = outcome == "ok"
+        columns = time_of(draw, device, args.repetitions).columns() if ok else NOT_TIMED
+        floor = BYTES[what] * rows * cols / bandwidth * 1e3
+        result.append(row(shape, what, P, outcome, columns, floor, ""))
+    return result
+
+
+def main() -> int:
+    options = parser("the cost of drawing dropout masks")
+    options.add_argument("--shapes", nargs="+", metavar="MxN")
+    args, device = arguments(options)
+    bandwidth, floor_facts = measured_floor(device, args.repetitions)
+    rows: list[Row] = []
+    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
+        rows += with_and_without(shape, args, device, bandwidth)
+        rows += alone(shape, args, device, bandwidth)
+    return finish("philox", rows, {**environment(device), **floor_facts}, args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

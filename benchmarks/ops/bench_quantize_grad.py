@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s: ours against PyTorch's kernels one after the other.
+
+    python benchmarks/ops/bench_quantize_grad.py --output DIR [--shapes 8192x8192 …] [--ranks 16 64] [--modes eval]
+
+    reads dy [M, N] in bf16, writes dy8: 3 MN bytes; B, s, ds and dB are a rank's size and not counted
+
+The floor is those bytes at the bandwidth of a copy measured in the same run. Rank 0 is the quantization alone. In eval
+the tensor's own amax comes first: another 2 MN bytes. Each provider is checked before it is timed, dy8 bit for bit and
+the sums in float64; one that misses is not timed and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib.common import (
+    Row,
+    against_floor,
+    arguments,
+    environment,
+    finish,
+    measured_floor,
+    parser,
+)
+from lorakernels import kernels, ops, reference
+
+GPU_SHAPES = ["8192x8192", "8192x28672", "4096x4096", "2048x8192"]
+CPU_SHAPES = ["256x512"]
+SCALING, COLUMN, FP8 = 0.5, 1, torch.float8_e5m2
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Inputs:
+    dy: Tensor
+    lora_B: Tensor | None
+    s: Tensor | None
+    state: Tensor
+    delayed: bool
+    slot: Tensor
+
+    def arguments(self) -> tuple[object, ...]:
+        operands = (self.dy, self.lora_B, self.s, self.state)
+        return (*operands, COLUMN, self.delayed, SCALING, FP8)
+
+
+def make_inputs(shape: str, rank: int, delayed: bool, device: torch.device) -> Inputs:
+    rows, cols = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(7)
+    dy, lora_B, s = (
+        torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        for size in ((rows, cols), (cols, rank), (rows, rank))
+    )
+    state = torch.full((2, 2), 3.0, device=device)
+    slot = torch.tensor([11, 5], device=device)
+    return Inputs(dy, lora_B if rank else None, s if rank else None, state, delayed, slot)
+
+
+def ours(i: Inputs) -> Results:
+    return ops.quantize_grad(*i.arguments())
+
+
+def with_mask(i: Inputs) -> Results:
+    """And a mask of as many columns drawn beside, as in a layer's backward."""
+    found = ops.quantize_grad_and_mask(*i.arguments(), i.slot, 0.1, 3, i.dy.shape[1])
+    return found[0], found[1], found[2], found[3]
+
+
+def pytorch(i: Inputs) -> Results:
+    """What the op is where the fused kernel cannot be used."""
+    return sys.modules[kernels.quantize_grad.__module__].in_torch(*i.arguments())
+
+
+DRAWS = "ours, drawing a mask"
+PROVIDERS: dict[str, Callable[[Inputs], Results]] = {
+    "ours": ours,
+    DRAWS: with_mask,
+    "torch": pytorch,
+}
+
+
+def fault(inputs: Inputs, results: Results) -> str:
+    """What is wrong, "" if nothing. Sums may be rounded twice to bf16 and lose an fp32 eps of each product."""
+    dy8, scale_inv, ds, dB = results
+    expected = reference.quantize(inputs.dy, inputs.state.clone(), COLUMN, inputs.delayed, FP8)
+    if not torch.equal(dy8, expected[0]) or not torch.equal(scale_inv, expected[1]):
+        return "dy8"
+    if inputs.lora_B is None or inputs.s is None:
+        return ""
+    dy, lora_B, s = inputs.dy.double(), inputs.lora_B.double(), inputs.s.double()
+    for name, found, left, right in (("ds", ds, dy, lora_B), ("dB", dB, dy.t(), s)):
+        exact, size = SCALING * left @ right, SCALING * left.abs() @ right.abs()
+        bound = torch.finfo(found.dtype).eps * exact.abs() + 2.0**-20 * size
+        if not bool(((found.double() - exact).abs() <= bound).all()):
+            return name
+    return ""
+
+
+def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, str]]:
+    on_gpu = device.type == "cuda"
+    for shape in args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES):
+        for rank in args.ranks:
+            for mode in args.modes:
+                yield shape, rank, mode
+
+
+def bench_case(
+    case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
+) -> list[Row]:
+    names = [name for name in args.providers if name != DRAWS or inputs.lora_B is not None]
+    runs = {name: partial(PROVIDERS[name], inputs) for name in names}
+    floor_ms = 3 * inputs.dy.numel() / bandwidth * 1e3
+    return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
+
+
+def main() -> int:
+    options = parser("quantize_grad against PyTorch's kernels")
+    options.add_argument("--shapes", nargs="+", metavar="MxN")
+    options.add_argument("--ranks", nargs="+", type=int, default=[0, 16, 64, 128])
+    options.add_argument("--modes", nargs="+", choices=["delayed", "eval"], default=["delayed"])
+    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    args, device = arguments(options)
+    bandwidth, floor_facts = measured_floor(device, args.repetitions)
+    rows: list[Row] = []
+    for shape, rank, mode in cases(args, device):
+        inputs = make_inputs(shape, rank, mode == "delayed", device)
+        case: Row = {"shape": shape, "rank": rank, "mode": mode}
+        rows += bench_case(case, inputs, args, device, bandwidth)
+    return finish("quantize_grad", rows, {**environment(device), **floor_facts}, args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""x8 = sat(x · scale), s = D(x) Aᵀ: ours against PyTorch's kernels one after the other.
+
+    python benchmarks/ops/bench_quantize_lora_down.py --output DIR [--shapes 8192x8192 …] [--ranks 16 64] [--p 0.1]
+
+    reads x [M, K] in bf16, writes x8: 3 MK bytes; A and s are a rank's size and not counted
+
+The floor is those bytes at the bandwidth of a copy measured in the same run. Rank 0 is the quantization alone. In eval
+the tensor's own amax comes first: another 2 MK bytes, and no dropout. Each provider is checked before it is timed, x8
+bit for bit and s in float64 under the mask of reference.py; one that misses is not timed and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib.common import (
+    Row,
+    against_floor,
+    arguments,
+    environment,
+    finish,
+    measured_floor,
+    parser,
+)
+from lorakernels import kernels, ops, reference
+
+GPU_SHAPES = ["8192x8192", "8192x28672", "4096x4096", "2048x8192"]
+CPU_SHAPES = ["256x512"]
+COLUMN, SITE = 1, 3
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Inputs:
+    x: Tensor
+    lora_A: Tensor | None
+    state: Tensor
+    delayed: bool
+    slot: Tensor | None
+    p: float
+
+    def arguments(self) -> tuple[object, ...]:
+        drop = (self.slot, self.p, SITE)
+        return (self.x, self.lora_A, self.state, COLUMN, self.delayed, *drop)
+
+
+def make_inputs(shape: str, rank: int, p: float, delayed: bool, device: torch.device) -> Inputs:
+    rows, cols = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(7)
+    x, lora_A = (
+        torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        for size in ((rows, cols), (rank, cols))
+    )
+    slot = torch.tensor([12345, 678], device=device) if p > 0 else None
+    state = torch.full((2, 2), 3.0, device=device)
+    return Inputs(x, lora_A if rank else None, state, delayed, slot, p)
+
+
+def ours(i: Inputs) -> Results:
+    return ops.quantize_lora_down(*i.arguments())
+
+
+def pytorch(i: Inputs) -> Results:
+    """What the op is where the fused kernel cannot be used."""
+    return sys.modules[kernels.quantize_lora_down.__module__].in_torch(*i.arguments(), 0, 0)
+
+
+PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pytorch}
+
+
+def fault(i: Inputs, results: Results) -> str:
+    """What is wrong, "" if nothing. s may be rounded twice to bf16 and lose an fp32 eps of each product."""
+    x8, scale_inv, s = results
+    expected = reference.quantize(i.x, i.state.clone(), COLUMN, i.delayed, reference.E4M3)
+    if not torch.equal(x8, expected[0]) or not torch.equal(scale_inv, expected[1]):
+        return "x8"
+    if i.lora_A is None:
+        return ""
+    dropped, factor = reference.masked(i.x, i.slot, i.p, SITE)
+    left, right = dropped.double(), i.lora_A.double().t()
+    exact, size = factor * left @ right, factor * left.abs() @ right.abs()
+    bound = torch.finfo(s.dtype).eps * exact.abs() + 2.0**-20 * size
+    return "" if bool(((s.double() - exact).abs() <= bound).all()) else "s"
+
+
+def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, float, str]]:
+    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
+        for rank in args.ranks:
+            for p in args.p if rank else [0.0]:
+                for mode in args.modes:
+                    if mode == "delayed" or p == 0:
+                        yield shape, rank, p, mode
+
+
+def bench_case(
+    case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
+) -> list[Row]:
+    runs = {name: partial(PROVIDERS[name], inputs) for name in args.providers}
+    floor_ms = 3 * inputs.x.numel() / bandwidth * 1e3
+    return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
+
+
+def main() -> int:
+    options = parser("quantize_lora_down against PyTorch's kernels")
+    options.add_argument("--shapes", nargs="+", metavar="MxK")
+    options.add_argument("--ranks", nargs="+", type=int, default=[0, 16, 64, 128])
+    options.add_argument("--p", nargs="+", type=float, default=[0.0, 0.1])
+    options.add_argument("--modes", nargs="+", choices=["delayed", "eval"], default=["delayed"])
+    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    args, device = arguments(options)
+    bandwidth, floor_facts = measured_floor(device, args.repetitions)
+    rows: list[Row] = []
+    for shape, rank, p, mode in cases(args, device):
+        inputs = make_inputs(shape, rank, p, mode == "delayed", device)
+        case: Row = {"shape": shape, "rank": rank, "p": p, "mode": mode}
+        rows += bench_case(case, inputs, args, device, bandwidth)
+    return finish("quantize_lora_down", rows, {**environment(device), **floor_facts}, args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

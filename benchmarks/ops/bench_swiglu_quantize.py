@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU with the quantization after it, forward and backward: ours against PyTorch's kernels and torch.compile's.
+
+    python benchmarks/ops/bench_swiglu_quantize.py --output DIR [--shapes 8192x28672 …] [--passes backward …]
+
+    forward                 reads gate_up [M, 2F], writes a8                  5 MF bytes in bf16
+    forward, act kept       writes act as well                                7 MF
+    forward, e4m3           reads gate_up's bytes                             3 MF
+    forward, packed         writes gate_up's bytes as well                    7 MF
+    backward                reads dact and gate_up, writes d8 [M, 2F]         8 MF
+    backward, dgate_up kept writes dgate_up as well                          12 MF
+    backward, e4m3          reads gate_up's bytes                             6 MF
+
+The floor is those bytes at the bandwidth of a copy measured in the same run. Every provider is checked in float64
+before it is timed; one that misses is not timed and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib import layer_ops
+from benchmarks.lib.layer_ops import COLUMN, Pass, delayed_state, off, off_fp8
+from lorakernels import ops, reference, reference_layer
+from lorakernels.checks_layer import packed_scales
+
+GPU_SHAPES = ["8192x28672", "2048x14336", "1024x8192"]
+CPU_SHAPES = ["128x256"]
+CHECKED = 64  # rows: float64 of more would take longer than all timings
+E4M3, E5M2 = reference.E4M3, torch.float8_e5m2
+
+
+def _head(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]:
+    scales = None if scale_inv is None else scale_inv[:CHECKED]
+    gate, up = (t.double() for t in reference_layer._gate_up(gate_up[:CHECKED], scales))
+    return gate, up
+
+
+def forward_fault(gate_up: Tensor, scale_inv: Tensor | None, keep: bool, results: tuple) -> str:  # type: ignore[type-arg]
+    act, a8, a_scale_inv = results
+    gate, up = _head(gate_up, scale_inv)
+    exact = torch.nn.functional.silu(gate) * up
+    if keep and off(act[:CHECKED], exact):
+        return "act"
+    return "a8" if off_fp8(a8[:CHECKED], a_scale_inv, E4M3, exact) else ""
+
+
+def packed_fault(gate_up: Tensor, results: tuple) -> str:  # type: ignore[type-arg]
+    *of_act, packed, scale_inv = results
+    gate, up = _head(packed, scale_inv)
+    exact = gate_up[:CHECKED].double()
+    error = (torch.cat((gate, up), 1) - exact).abs()
+    if bool((error > 2.0**-4 * exact.abs() + 2.0**-9 * scale_inv.max()).any()):
+        return "gate_up's bytes"
+    return forward_fault(gate_up, None, False, tuple(of_act))
+
+
+def backward_fault(
+    dact: Tensor,
+    gate_up: Tensor,
+    scale_inv: Tensor | None,
+    multiplier: Tensor,
+    keep: bool,
+    results: tuple[Tensor, ...],
+) -> str:
+    dgate_up, d8, d_scale_inv = results
+    gate, up = _head(gate_up, scale_inv)
+    d, sigmoid = dact[:CHECKED].double(), torch.sigmoid(gate)
+    m0, m1 = multiplier.tolist()
+    dgate = m0 * d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    exact = torch.cat((dgate, m1 * d * gate * sigmoid), 1)
+    if keep and off(dgate_up[:CHECKED], exact):
+        return "dgate_up"
+    return "d8" if off_fp8(d8[:CHECKED], d_scale_inv, E5M2, exact) else ""
+
+
+def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
+    rows, cols = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(7)
+    gate_up = torch.randn(rows, 2 * cols, generator=generator, device=device, dtype=dtype)
+    bytes_ = (20 * gate_up).to(E4M3).view(torch.uint8)
+    dact = torch.randn(rows, cols, generator=generator, device=device, dtype=dtype)
+    scale_inv = torch.full(packed_scales(rows, 2 * cols), 0.05, device=device)
+    multiplier = torch.tensor([0.8, 1.3], device=device)
+    state = delayed_state(20.0, device)
+    for name, source, inverse, keep, size in (
+        ("forward", gate_up, None, False, 5),
+        ("forward, act kept", gate_up, None, True, 7),
+        ("forward, e4m3", bytes_, scale_inv, False, 3),
+    ):
+        forward = (source, inverse, state, COLUMN, True, keep, dtype)
+        yield Pass(
+            name,
+            ops.swiglu_quantize,
+            reference_layer.swiglu_quantize,
+            lambda forward=forward: forward,
+            partial(forward_fault, source, inverse, keep),
+            size * rows * cols,
+        )
+    yield Pass(
+        "forward, packed",
+        ops.swiglu_quantize_and_pack,
+        reference_layer.swiglu_quantize_and_pack,
+        lambda: (gate_up, state, COLUMN, True, False),
+        partial(packed_fault, gate_up),
+        7 * rows * cols,
+    )
+    for name, source, inverse, keep, size in (
+        ("backward", gate_up, None, False, 8),
+        ("backward, dgate_up kept", gate_up, None, True, 12),
+        ("backward, e4m3", bytes_, scale_inv, False, 6),
+    ):
+        operands = (dact, source, inverse, multiplier)
+        backward = (*operands, state, COLUMN, True, E5M2, keep)
+        yield Pass(
+            name,
+            ops.swiglu_quantize_grad,
+            reference_layer.swiglu_quantize_grad,
+            lambda backward=backward: backward,
+            partial(backward_fault, *operands, keep),
+            size * rows * cols,
+        )
+
+
+def main() -> int:
+    return layer_ops.main("swiglu_quantize", passes, GPU_SHAPES, CPU_SHAPES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
