@@ -175,39 +175,11 @@ def copy_bandwidth(device: torch.device, repetitions: int) -> float:
     return 2 * source.numel() / seconds
 
 
-def ratio(a: object, b: object) -> object:
-    """a ÷ b; "" where one of them was not measured."""
+def ratio(a: object, b: object, digits: int = 3) -> object:
+    """a ÷ b, rounded; "" where one of them was not measured."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b:
-        return round(a / b, 3)
+        return round(a / b, digits)
     return ""
-
-
-def against_floor(
-    case: Row,
-    runs: dict[str, Callable[[], object]],
-    fault: Callable[[object], str],
-    floor_ms: float,
-    device: torch.device,
-    repetitions: int,
-) -> list[Row]:
-    """A row for each provider of a kernel bound by bytes; one whose result `fault` finds wrong is not timed."""
-    timed: dict[str, Row] = {}
-    for name, run in runs.items():
-        wrong = fault(run())
-        columns = NOT_TIMED if wrong else time_of(run, device, repetitions).columns()
-        timed[name] = {"check": f"WRONG: {wrong}" if wrong else "ok", **columns}
-    own = timed.get("ours", NOT_TIMED)["ms"]
-    return [
-        {
-            **case,
-            "provider": name,
-            **columns,
-            "floor ms": round(floor_ms, 5),
-            "÷ floor": ratio(columns["ms"], floor_ms),
-            "÷ ours": ratio(columns["ms"], own),
-        }
-        for name, columns in timed.items()
-    ]
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -16,222 +16,49 @@ compiled only when --providers asks for it.
 
 from __future__ import annotations
 
-import argparse
-import copy
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
-import lorakernels
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    Timing,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-    ratio,
-    time_of,
+from benchmarks.lib.bias_dropout_add import PROVIDERS, Inputs, make_inputs, moved, timed
+from benchmarks.lib.common import NOT_TIMED, Row, ratio
+from benchmarks.lib.op_bench import Bench, Option, Setting, main
+
+OPTIONS = (
+    Option(
+        "shapes",
+        ["8192x8192", "4096x4096", "2048x8192", "8192x8191"],
+        cpu=["256x512", "255x511"],
+        metavar="MxN",
+    ),
+    Option("dtype", "bfloat16", choices=["bfloat16", "float16", "float32"]),
+    Option("providers", list(PROVIDERS), cpu=["ours", "eager"], choices=PROVIDERS),
 )
-from lorakernels import PhiloxState, reference
-
-GPU_SHAPES = ["8192x8192", "4096x4096", "2048x8192", "8192x8191"]
-CPU_SHAPES = ["256x512", "255x511"]
-SEED = 7
 
 
-@dataclass
-class Inputs:
-    x: Tensor
-    bias: Tensor | None
-    residual: Tensor
-    dout: Tensor
-    p: float
-    state: PhiloxState
-
-    def leaves(self) -> list[Tensor]:
-        return [t for t in (self.x, self.residual, self.bias) if t is not None]
-
-
-Forward = Callable[[Inputs], Tensor]
-
-
-def make_inputs(
-    shape: str, p: float, has_bias: bool, dtype: torch.dtype, device: torch.device
-) -> Inputs:
-    rows, cols = map(int, shape.split("x"))
-    generator = torch.Generator(device).manual_seed(SEED)
-    x, residual, dout, bias = (
-        torch.randn(size, generator=generator, device=device, dtype=dtype)
-        for size in ((rows, cols), (rows, cols), (rows, cols), (cols,))
-    )
-    inputs = Inputs(x, bias if has_bias else None, residual, dout, p, PhiloxState(SEED, device))
-    for leaf in inputs.leaves():
-        leaf.requires_grad_()
-    return inputs
-
-
-def ours(i: Inputs) -> Tensor:
-    return lorakernels.bias_dropout_add(i.x, i.bias, i.residual, i.p, True, i.state)
-
-
-def plain(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """PyTorch's ops one by one, in x's dtype; what get_bias_dropout_add of Megatron-LM computes."""
-    if bias is not None:
-        x = x + bias
-    out = functional.dropout(x, p, True)
-    return residual + out
-
-
-def eager(i: Inputs) -> Tensor:
-    return plain(i.x, i.bias, i.residual, i.p)
-
-
-def megatron() -> Forward:
-    """`plain`, compiled for the one shape at hand."""
-    from torch._functorch import config
-
-    config.donated_buffer = False  # a compiled backward may otherwise not run twice on one graph
-    torch._dynamo.reset()
-    compiled = torch.compile(plain, fullgraph=True, dynamic=False)
-    return lambda i: compiled(i.x, i.bias, i.residual, i.p)
-
-
-PROVIDERS: dict[str, Callable[[], Forward]] = {
-    "ours": lambda: ours,
-    "eager": lambda: eager,
-    "megatron": megatron,
-}
-
-
-def backward(out: Tensor, inputs: Inputs, dout: Tensor) -> list[Tensor]:
-    """dx, dresidual and, with a bias, dbias; the graph stays."""
-    return list(torch.autograd.grad(out, inputs.leaves(), dout, retain_graph=True))
-
-
-def drawn_by_reference(inputs: Inputs) -> Tensor:
-    """The mask of ours after torch.manual_seed(SEED), from the formula in PyTorch."""
-    torch.manual_seed(SEED)
-    slot = copy.deepcopy(inputs.state).slot()
-    return reference.dropout_keep(slot, inputs.p, 0, *inputs.x.shape)
-
-
-def off(found: Tensor, exact: Tensor, bound: Tensor) -> bool:
-    """Somewhere by more than `bound` and the smallest step of found's dtype."""
-    info = torch.finfo(found.dtype)
-    step = info.smallest_normal * info.eps
-    return not bool(((found.double() - exact).abs() <= bound + step).all())
-
-
-@torch.no_grad()
-def fault(inputs: Inputs, out: Tensor, grads: list[Tensor], keep: Tensor, exact: bool) -> str:
-    """What is wrong with a provider's results given its mask, "" if nothing.
-
-    `exact`: everything is computed in fp32 and rounded once. Otherwise x + bias, the dropout and the residual's
-    addition round one after the other, and dbias sums rounded elements.
-    """
-    unit = torch.finfo(out.dtype).eps / 2
-    roundings = unit if exact else 4 * unit
-    p = reference.dropout_threshold(inputs.p) / 65536 if exact else inputs.p
-    rate, sigma = float(keep.double().mean()), (p * (1 - p) / keep.numel()) ** 0.5
-    granularity = 0.0 if exact else p * 2 * unit  # peers may compare random numbers of x's dtype
-    if abs(rate - (1 - p)) > 6 * sigma + granularity:
-        return f"keeps {rate:.5f}, not {1 - p:.5f}"
-    factor = keep.double() / (1 - p)
-    bias = 0.0 if inputs.bias is None else inputs.bias.double()
-    branch, residual = (inputs.x.double() + bias) * factor, inputs.residual.double()
-    size = branch.abs() + residual.abs()
-    expected = branch + residual
-    scale = expected.abs() + 2.0**-22 / unit * size if exact else size
-    if off(out, expected, roundings * scale):
-        return "out"
-    dx = inputs.dout.double() * factor
-    if off(grads[0], dx, (roundings + 2.0**-22) * dx.abs()):
-        return "dx"
-    if not torch.equal(grads[1], inputs.dout):
-        return "dresidual"
-    if inputs.bias is None:
-        return ""
-    dbias, terms = dx.sum(0), dx.abs().sum(0)
-    # fp32 sums of n random terms are off by about √n · 2⁻²⁴ of the sum of their magnitudes
-    bound = roundings * dbias.abs() + (len(dx) ** 0.5 * 2.0**-24 + (0 if exact else unit)) * terms
-    return "dbias" if off(grads[2], dbias, bound) else ""
-
-
-def checked(name: str, forward: Forward, inputs: Inputs) -> tuple[str, Tensor]:
-    """("ok" or "WRONG: …", out with its graph)."""
-    expected = drawn_by_reference(inputs) if name == "ours" else None
-    torch.manual_seed(SEED)
-    out = forward(inputs)
-    keep = backward(out, inputs, torch.ones_like(out))[0] != 0
-    if expected is not None and not torch.equal(keep, expected):
-        return "WRONG: mask", out
-    found = fault(inputs, out, backward(out, inputs, inputs.dout), keep, name == "ours")
-    return (f"WRONG: {found}" if found else "ok"), out
-
-
-def timed(
-    name: str, inputs: Inputs, device: torch.device, repetitions: int
-) -> tuple[str, dict[str, Timing]]:
-    """(outcome of the check, timing per direction)."""
-    forward = PROVIDERS[name]()
-    try:
-        outcome, out = checked(name, forward, inputs)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        return f"does not compile: {type(error).__name__}", {}
-    if outcome != "ok":
-        return outcome, {}
-    return outcome, {
-        "forward": time_of(lambda: forward(inputs), device, repetitions),
-        "backward": time_of(lambda: backward(out, inputs, inputs.dout), device, repetitions),
-    }
-
-
-def moved(direction: str, inputs: Inputs) -> int:
-    """Bytes that have to be read and written; the formula at the top."""
-    bias = 0 if inputs.bias is None else inputs.bias.numel()
-    if direction == "forward":
-        passes = 3
-    elif inputs.p:
-        passes = 2
-    else:
-        passes = 1 if bias else 0
-    return (passes * inputs.x.numel() + bias) * inputs.x.element_size()
-
-
-def bench_case(
-    case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
+def case_rows(case: Row, inputs: Inputs, setting: Setting) -> Iterator[Row]:
+    device, args = setting.device, setting.args
     results = {name: timed(name, inputs, device, args.repetitions) for name in args.providers}
-    rows: list[Row] = []
     for direction in ("forward", "backward"):
-        floor = moved(direction, inputs) / bandwidth * 1e3
+        floor = setting.floor_ms(moved(direction, inputs))
         own = results["ours"][1].get(direction) if "ours" in results else None
         for name, (outcome, timings) in results.items():
             timing = timings.get(direction)
             columns = timing.columns() if timing else NOT_TIMED
-            rows.append(
-                {
-                    **case,
-                    "direction": direction,
-                    "provider": name,
-                    "check": outcome,
-                    **columns,
-                    "floor ms": round(floor, 5),
-                    "÷ floor": ratio(columns["ms"], floor),
-                    "÷ ours": ratio(columns["ms"], own.columns()["ms"] if own else ""),
-                }
-            )
-    return rows
+            yield {
+                **case,
+                "direction": direction,
+                "provider": name,
+                "check": outcome,
+                **columns,
+                "floor ms": round(floor, 5),
+                "÷ floor": ratio(columns["ms"], floor),
+                "÷ ours": ratio(columns["ms"], own.columns()["ms"] if own else ""),
+            }
 
 
 def cases(shapes: list[str]) -> Iterator[tuple[str, float, bool]]:
@@ -241,33 +68,22 @@ def cases(shapes: list[str]) -> Iterator[tuple[str, float, bool]]:
                 yield shape, p, has_bias
 
 
-def main() -> int:
-    options = parser("bias_dropout_add, forward and backward, against its peers")
-    options.add_argument("--shapes", nargs="+", metavar="MxN")
-    options.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    options.add_argument("--providers", nargs="+", choices=PROVIDERS, help="default: all")
-    args, device = arguments(options)
-    if args.providers is None:
-        args.providers = list(PROVIDERS) if device.type == "cuda" else ["ours", "eager"]
-        left_out = [name for name in PROVIDERS if name not in args.providers]
-        print(
-            *(f"{name}: not compiled on a CPU unless --providers asks for it" for name in left_out)
-        )
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    rows: list[Row] = []
-    for shape, p, has_bias in cases(
-        args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
-    ):
-        case: Row = {
-            "shape": shape,
-            "dtype": args.dtype,
-            "p": p,
-            "bias": "yes" if has_bias else "no",
-        }
-        inputs = make_inputs(shape, p, has_bias, getattr(torch, args.dtype), device)
-        rows += bench_case(case, inputs, args, device, bandwidth)
-    return finish("bias_dropout_add", rows, {**environment(device), **floor_facts}, args.output)
+def rows(setting: Setting) -> Iterator[Row]:
+    args = setting.args
+    for name in PROVIDERS:
+        if name not in args.providers and "providers" not in setting.given:
+            print(f"{name}: not compiled on a CPU unless --providers asks for it")
+    for shape, p, has_bias in cases(args.shapes):
+        bias = "yes" if has_bias else "no"
+        case: Row = {"shape": shape, "dtype": args.dtype, "p": p, "bias": bias}
+        dtype = getattr(torch, args.dtype)
+        inputs = make_inputs(shape, p, has_bias, dtype, setting.device)
+        yield from case_rows(case, inputs, setting)
 
+
+BENCH = Bench(
+    "bias_dropout_add", "bias_dropout_add, forward and backward, against its peers", OPTIONS, rows
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

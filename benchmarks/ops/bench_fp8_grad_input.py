@@ -18,10 +18,11 @@ which is read here. "ours, single" and "ours, both" draw it themselves, as where
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,28 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    arguments,
-    environment,
-    finish,
-    heat,
-    parser,
-    ratio,
-    time_of,
-)
+from benchmarks.lib.common import Row
+from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_cublaslt, main, verdict
+from benchmarks.lib.op_checks import relative_error
 from lorakernels import ops, reference
 
-GPU_SHAPES = [
-    "4096x4096x4096",
-    "8192x8192x8192",
-    "8192x10240x8192",
-    "2048x8192x8192",
-    "8192x8192x28672",
-    "8192x28672x8192",
-]
-CPU_SHAPES = ["32x64x128"]
 CHECKED_ROWS, SITE = 64, 5
 E5M2 = torch.float8_e5m2
 
@@ -158,64 +142,58 @@ def exact(i: Inputs, rows: int, lora: bool) -> Tensor:
     return dx
 
 
-def error(dx: Tensor, expected: Tensor) -> float:
-    return float((dx[: expected.shape[0]].double() - expected).norm() / expected.norm())
+OPTIONS = (
+    Option(
+        "shapes",
+        [
+            "4096x4096x4096",
+            "8192x8192x8192",
+            "8192x10240x8192",
+            "2048x8192x8192",
+            "8192x8192x28672",
+            "8192x28672x8192",
+        ],
+        cpu=["32x64x128"],
+        metavar="MxNxK",
+    ),
+    Option("ranks", [16, 64]),
+    Option("p", [0.0, 0.1]),
+    Option("providers", list(PROVIDERS), choices=PROVIDERS),
+)
 
 
-def bench_case(case: Row, i: Inputs, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    m, n, k = map(int, str(case["M x N x K"]).split("x"))
-    truth = {lora: exact(i, min(CHECKED_ROWS, m), lora) for lora in (False, True)}
-    allowed = 2 * error(cublaslt(i, False), truth[False])
-
-    def base_ms() -> object:
-        return time_of(lambda: cublaslt(i, False), device, args.repetitions).columns()["ms"]
-
-    rows: list[Row] = []
-    heat(device)
-    before = base_ms()
-    for name in args.providers:
-        run, lora = PROVIDERS[name]
-        if name in NEEDS_MASK and case["p"] == 0:
-            continue
-        found = error(run(i), truth[lora])
-        ok = found <= allowed or (name in NOT_JUDGED and found < 0.1)
-        columns, after = NOT_TIMED, before
-        if ok:
-            columns = time_of(lambda: run(i), device, args.repetitions).columns()  # noqa: B023
-            after = base_ms()
-        ms = columns["ms"]
-        both = isinstance(before, float) and isinstance(after, float)
-        flops = 2 * m * k * (n + lora * i.lora_A.shape[0])
-        rows.append(
-            {
-                **case,
-                "provider": name,
-                "check": "ok" if ok else f"WRONG: error {found:.1e}",
-                "error": f"{found:.2e}",
-                **columns,
-                "TFLOP/s": ratio(flops / 1e9, ms),
-                "÷ cublaslt": ratio(ms, (before + after) / 2 if both else before),  # type: ignore[operator]
-            }
-        )
-        before = after
-    return rows
+def check(name: str, expected: Tensor, allowed: float, dx: Tensor) -> Row:
+    found = relative_error(dx, expected)
+    ok = found <= allowed or (name in NOT_JUDGED and found < 0.1)
+    return {**verdict("" if ok else f"error {found:.1e}"), "error": f"{found:.2e}"}
 
 
-def main() -> int:
-    options = parser("fp8_grad_input against cuBLASLt's base-only product")
-    options.add_argument("--shapes", nargs="+", metavar="MxNxK")
-    options.add_argument("--ranks", nargs="+", type=int, default=[16, 64])
-    options.add_argument("--p", nargs="+", type=float, default=[0.0, 0.1])
-    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    args, device = arguments(options)
-    rows: list[Row] = []
-    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
-        for rank in args.ranks:
-            for p in args.p:
-                case: Row = {"M x N x K": shape, "rank": rank, "p": p}
-                rows += bench_case(case, make_inputs(shape, rank, p, device), args, device)
-    return finish("fp8_grad_input", rows, environment(device), args.output)
+def rows(setting: Setting) -> Iterator[Row]:
+    args = setting.args
+    for shape, rank, p in product(args.shapes, args.ranks, args.p):
+        m, n, k = map(int, shape.split("x"))
+        i = make_inputs(shape, rank, p, setting.device)
+        truth = {lora: exact(i, min(CHECKED_ROWS, m), lora) for lora in (False, True)}
+        base = partial(cublaslt, i, False)
+        allowed = 2 * relative_error(base(), truth[False])
+        calls = {}
+        for name in args.providers:
+            run, lora = PROVIDERS[name]
+            if name not in NEEDS_MASK or p != 0:
+                operations = 2 * m * k * (n + lora * rank)
+                right = partial(check, name, truth[lora], allowed)
+                calls[name] = Call(partial(run, i), right, operations)
+        case: Row = {"M x N x K": shape, "rank": rank, "p": p}
+        yield from against_cublaslt(case, calls, base, setting, digits=3)
 
+
+BENCH = Bench(
+    "fp8_grad_input",
+    "fp8_grad_input against cuBLASLt's base-only product",
+    OPTIONS,
+    rows,
+    floor=False,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

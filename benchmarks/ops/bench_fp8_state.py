@@ -13,12 +13,12 @@ histories are compared with reference.py's, bit for bit, before it is timed; exi
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-    ratio,
-    time_of,
-)
+from benchmarks.lib.common import NOT_TIMED, Row, ratio, time_of
+from benchmarks.lib.op_bench import Bench, Option, Setting, main
 from lorakernels import DelayedScaling, FP8State, reference
 
-GPU_TENSORS, GPU_HISTORIES = [70, 560, 2240], [4, 16, 1024]
-CPU_TENSORS, CPU_HISTORIES = [70, 560], [4, 16]
+OPTIONS = (
+    Option("tensors", [70, 560, 2240], cpu=[70, 560]),
+    Option("histories", [4, 16, 1024], cpu=[4, 16]),
+)
 
 
 @dataclass
@@ -160,16 +153,9 @@ PROVIDERS: dict[str, Callable[[Problem], Provider]] = {
 }
 
 
-def bench_case(
-    n: int,
-    length: int,
-    args: argparse.Namespace,
-    device: torch.device,
-    bandwidth: float,
-    no_te: str,
-) -> list[Row]:
-    problem = make_problem(n, length, device)
-    floor = 2 * n * (2 * length + 1) * 4 / bandwidth * 1e3
+def case_rows(n: int, length: int, setting: Setting, no_te: str) -> list[Row]:
+    problem = make_problem(n, length, setting.device)
+    floor = setting.floor_ms(2 * n * (2 * length + 1) * 4)
     rows: list[Row] = []
     for name, make in PROVIDERS.items():
         outcome, columns = (no_te if name.startswith("te") else ""), NOT_TIMED
@@ -179,7 +165,8 @@ def bench_case(
             same = map(torch.equal, provider.result(), problem.after)
             outcome = "ok" if all(same) else "WRONG: scales or histories differ"
         if outcome == "ok":
-            timing = time_of(provider.step, device, args.repetitions, provider.setup)
+            repetitions = setting.args.repetitions
+            timing = time_of(provider.step, setting.device, repetitions, provider.setup)
             columns = timing.columns()
         rows.append(
             {
@@ -196,20 +183,13 @@ def bench_case(
     return rows
 
 
-def main() -> int:
-    options = parser("FP8State.reduce_and_update against its peers")
-    options.add_argument("--tensors", nargs="+", type=int)
-    options.add_argument("--histories", nargs="+", type=int)
-    args, device = arguments(options)
-    gpu = device.type == "cuda"
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    no_te = te_unavailable(device)
-    rows: list[Row] = []
-    for n in args.tensors or (GPU_TENSORS if gpu else CPU_TENSORS):
-        for length in args.histories or (GPU_HISTORIES if gpu else CPU_HISTORIES):
-            rows += bench_case(n, length, args, device, bandwidth, no_te)
-    return finish("fp8_state", rows, {**environment(device), **floor_facts}, args.output)
+def rows(setting: Setting) -> Iterator[Row]:
+    no_te = te_unavailable(setting.device)
+    for n, length in product(setting.args.tensors, setting.args.histories):
+        yield from case_rows(n, length, setting, no_te)
 
+
+BENCH = Bench("fp8_state", "FP8State.reduce_and_update against its peers", OPTIONS, rows)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

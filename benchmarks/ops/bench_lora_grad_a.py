@@ -12,11 +12,10 @@ it is timed; one that misses is not timed and the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,19 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import (
-    Row,
-    against_floor,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-)
+from benchmarks.lib.common import Row
+from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
+from benchmarks.lib.op_checks import off_product
 from lorakernels import kernels, ops, reference
 
-GPU_SHAPES = ["8192x8192", "8192x28672", "4096x4096", "2048x8192"]
-CPU_SHAPES = ["256x512"]
 SITE = 3
 
 
@@ -99,45 +90,34 @@ def fault(i: Inputs, found: Tensor) -> str:
     """What is wrong, "" if nothing. A sum may be rounded to bf16 first and lose an fp32 eps of each product."""
     x = i.x.double() if i.scale_inv is None else i.x.view(reference.E4M3).double() * i.scale_inv
     x, factor = reference.masked(x, i.slot, i.p, SITE)
-    exact = factor * i.ds.double().t() @ x
-    size = factor * i.ds.double().abs().t() @ x.abs()
-    bound = 2.0**-8 * exact.abs() + 2.0**-20 * size
-    return "" if bool(((found.double() - exact).abs() <= bound).all()) else "dA"
+    return "dA" if off_product(found, i.ds.double().t(), x, factor, eps=2.0**-8) else ""
 
 
-def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, float, str]]:
-    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
-        for rank in args.ranks:
-            for p in args.p:
-                for x in args.x:
-                    yield shape, rank, p, x
+OPTIONS = (
+    Option(
+        "shapes",
+        ["8192x8192", "8192x28672", "4096x4096", "2048x8192"],
+        cpu=["256x512"],
+        metavar="MxK",
+    ),
+    Option("ranks", [16, 64, 128]),
+    Option("p", [0.0, 0.1]),
+    Option("x", ["x8"], choices=["x8", "x"]),
+    Option("providers", list(PROVIDERS), choices=PROVIDERS),
+)
 
 
-def bench_case(
-    case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
-    names = [name for name in args.providers if name != GIVEN or inputs.dropped is not None]
-    runs = {name: partial(PROVIDERS[name], inputs) for name in names}
-    floor_ms = inputs.x.numel() * inputs.x.element_size() / bandwidth * 1e3
-    return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
-
-
-def main() -> int:
-    options = parser("lora_grad_a against PyTorch's kernels")
-    options.add_argument("--shapes", nargs="+", metavar="MxK")
-    options.add_argument("--ranks", nargs="+", type=int, default=[16, 64, 128])
-    options.add_argument("--p", nargs="+", type=float, default=[0.0, 0.1])
-    options.add_argument("--x", nargs="+", choices=["x8", "x"], default=["x8"])
-    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    args, device = arguments(options)
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    rows: list[Row] = []
-    for shape, rank, p, x in cases(args, device):
-        inputs = make_inputs(shape, rank, p, x == "x8", device)
+def rows(setting: Setting) -> Iterator[Row]:
+    args = setting.args
+    for shape, rank, p, x in product(args.shapes, args.ranks, args.p, args.x):
+        i = make_inputs(shape, rank, p, x == "x8", setting.device)
+        names = [name for name in args.providers if name != GIVEN or i.dropped is not None]
+        calls = calls_of(PROVIDERS, names, i, fault)
         case: Row = {"shape": shape, "rank": rank, "p": p, "reads": x}
-        rows += bench_case(case, inputs, args, device, bandwidth)
-    return finish("lora_grad_a", rows, {**environment(device), **floor_facts}, args.output)
+        yield from against_floor(case, calls, i.x.numel() * i.x.element_size(), setting)
 
+
+BENCH = Bench("lora_grad_a", "lora_grad_a against PyTorch's kernels", OPTIONS, rows)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

@@ -12,9 +12,8 @@ benchmark does); exit code 1 if one is wrong.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,25 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-    ratio,
-    time_of,
-)
-from benchmarks.ops.bench_bias_dropout_add import make_inputs, moved, timed
+from benchmarks.lib.bias_dropout_add import make_inputs, moved, timed
+from benchmarks.lib.common import NOT_TIMED, Row, ratio
+from benchmarks.lib.op_bench import Bench, Option, Setting, main
 from lorakernels import reference
 
 P = 0.1
 # Per element. On a GPU F.dropout writes a bool mask as well; torch.bernoulli only writes
 BYTES = {"drawn_mask": 1, "F.dropout": 5, "torch.bernoulli": 2}
-GPU_SHAPES = ["8192x8192", "8192x8191"]
-CPU_SHAPES = ["256x512"]
+OPTIONS = (Option("shapes", ["8192x8192", "8192x8191"], cpu=["256x512"], metavar="MxN"),)
 
 
 def row(
@@ -63,18 +52,17 @@ def row(
     }
 
 
-def with_and_without(
-    shape: str, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
+def with_and_without(shape: str, setting: Setting) -> list[Row]:
     """bias_dropout_add, both directions, without and with a draw."""
+    device, repetitions = setting.device, setting.args.repetitions
     inputs = {p: make_inputs(shape, p, True, torch.bfloat16, device) for p in (0.0, P)}
-    outcomes = {p: timed("ours", i, device, args.repetitions) for p, i in inputs.items()}
+    outcomes = {p: timed("ours", i, device, repetitions) for p, i in inputs.items()}
     result = []
     for direction in ("forward", "backward"):
         without: Row = NOT_TIMED
         for p, (outcome, timings) in outcomes.items():
             columns = timings[direction].columns() if timings else NOT_TIMED
-            floor = moved(direction, inputs[p]) / bandwidth * 1e3
+            floor = setting.floor_ms(moved(direction, inputs[p]))
             entry = row(shape, f"bias_dropout_add {direction}", p, outcome, columns, floor, "")
             if p:
                 pair = columns["ms"], without["ms"]
@@ -105,31 +93,22 @@ def rate_fault(kept: Tensor) -> str:
     return "ok" if abs(rate - (1 - P)) <= 6 * sigma else f"WRONG: keeps {rate:.5f}, not {1 - P:.5f}"
 
 
-def alone(
-    shape: str, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
+def alone(shape: str, setting: Setting) -> Iterator[Row]:
     rows, cols = map(int, shape.split("x"))
-    result = []
-    for what, draw in draws(shape, device).items():
+    for what, draw in draws(shape, setting.device).items():
         outcome = rate_fault(draw())
-        ok = outcome == "ok"
-        columns = time_of(draw, device, args.repetitions).columns() if ok else NOT_TIMED
-        floor = BYTES[what] * rows * cols / bandwidth * 1e3
-        result.append(row(shape, what, P, outcome, columns, floor, ""))
-    return result
+        columns = setting.time(draw) if outcome == "ok" else NOT_TIMED
+        floor = setting.floor_ms(BYTES[what] * rows * cols)
+        yield row(shape, what, P, outcome, columns, floor, "")
 
 
-def main() -> int:
-    options = parser("the cost of drawing dropout masks")
-    options.add_argument("--shapes", nargs="+", metavar="MxN")
-    args, device = arguments(options)
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    rows: list[Row] = []
-    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
-        rows += with_and_without(shape, args, device, bandwidth)
-        rows += alone(shape, args, device, bandwidth)
-    return finish("philox", rows, {**environment(device), **floor_facts}, args.output)
+def rows(setting: Setting) -> Iterator[Row]:
+    for shape in setting.args.shapes:
+        yield from with_and_without(shape, setting)
+        yield from alone(shape, setting)
 
+
+BENCH = Bench("philox", "the cost of drawing dropout masks", OPTIONS, rows)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

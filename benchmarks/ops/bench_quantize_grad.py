@@ -12,11 +12,10 @@ the sums in float64; one that misses is not timed and the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,19 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import (
-    Row,
-    against_floor,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-)
+from benchmarks.lib.common import Row
+from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
+from benchmarks.lib.op_checks import off_product
 from lorakernels import kernels, ops, reference
 
-GPU_SHAPES = ["8192x8192", "8192x28672", "4096x4096", "2048x8192"]
-CPU_SHAPES = ["256x512"]
 SCALING, COLUMN, FP8 = 0.5, 1, torch.float8_e5m2
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -100,45 +91,35 @@ def fault(inputs: Inputs, results: Results) -> str:
         return ""
     dy, lora_B, s = inputs.dy.double(), inputs.lora_B.double(), inputs.s.double()
     for name, found, left, right in (("ds", ds, dy, lora_B), ("dB", dB, dy.t(), s)):
-        exact, size = SCALING * left @ right, SCALING * left.abs() @ right.abs()
-        bound = torch.finfo(found.dtype).eps * exact.abs() + 2.0**-20 * size
-        if not bool(((found.double() - exact).abs() <= bound).all()):
+        if off_product(found, left, right, SCALING):
             return name
     return ""
 
 
-def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, str]]:
-    on_gpu = device.type == "cuda"
-    for shape in args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES):
-        for rank in args.ranks:
-            for mode in args.modes:
-                yield shape, rank, mode
+OPTIONS = (
+    Option(
+        "shapes",
+        ["8192x8192", "8192x28672", "4096x4096", "2048x8192"],
+        cpu=["256x512"],
+        metavar="MxN",
+    ),
+    Option("ranks", [0, 16, 64, 128]),
+    Option("modes", ["delayed"], choices=["delayed", "eval"]),
+    Option("providers", list(PROVIDERS), choices=PROVIDERS),
+)
 
 
-def bench_case(
-    case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
-    names = [name for name in args.providers if name != DRAWS or inputs.lora_B is not None]
-    runs = {name: partial(PROVIDERS[name], inputs) for name in names}
-    floor_ms = 3 * inputs.dy.numel() / bandwidth * 1e3
-    return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
-
-
-def main() -> int:
-    options = parser("quantize_grad against PyTorch's kernels")
-    options.add_argument("--shapes", nargs="+", metavar="MxN")
-    options.add_argument("--ranks", nargs="+", type=int, default=[0, 16, 64, 128])
-    options.add_argument("--modes", nargs="+", choices=["delayed", "eval"], default=["delayed"])
-    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    args, device = arguments(options)
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    rows: list[Row] = []
-    for shape, rank, mode in cases(args, device):
-        inputs = make_inputs(shape, rank, mode == "delayed", device)
+def rows(setting: Setting) -> Iterator[Row]:
+    args = setting.args
+    for shape, rank, mode in product(args.shapes, args.ranks, args.modes):
+        i = make_inputs(shape, rank, mode == "delayed", setting.device)
+        names = [name for name in args.providers if name != DRAWS or i.lora_B is not None]
+        calls = calls_of(PROVIDERS, names, i, fault)
         case: Row = {"shape": shape, "rank": rank, "mode": mode}
-        rows += bench_case(case, inputs, args, device, bandwidth)
-    return finish("quantize_grad", rows, {**environment(device), **floor_facts}, args.output)
+        yield from against_floor(case, calls, 3 * i.dy.numel(), setting)
 
+
+BENCH = Bench("quantize_grad", "quantize_grad against PyTorch's kernels", OPTIONS, rows)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

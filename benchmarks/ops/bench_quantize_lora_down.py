@@ -12,11 +12,10 @@ bit for bit and s in float64 under the mask of reference.py; one that misses is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,19 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import (
-    Row,
-    against_floor,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-)
+from benchmarks.lib.common import Row
+from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
+from benchmarks.lib.op_checks import off_product
 from lorakernels import kernels, ops, reference
 
-GPU_SHAPES = ["8192x8192", "8192x28672", "4096x4096", "2048x8192"]
-CPU_SHAPES = ["256x512"]
 COLUMN, SITE = 1, 3
 Results = tuple[Tensor, Tensor, Tensor]
 
@@ -88,45 +79,41 @@ def fault(i: Inputs, results: Results) -> str:
     if i.lora_A is None:
         return ""
     dropped, factor = reference.masked(i.x, i.slot, i.p, SITE)
-    left, right = dropped.double(), i.lora_A.double().t()
-    exact, size = factor * left @ right, factor * left.abs() @ right.abs()
-    bound = torch.finfo(s.dtype).eps * exact.abs() + 2.0**-20 * size
-    return "" if bool(((s.double() - exact).abs() <= bound).all()) else "s"
+    wrong = off_product(s, dropped.double(), i.lora_A.double().t(), factor)
+    return "s" if wrong else ""
 
 
-def cases(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, float, str]]:
-    for shape in args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES):
-        for rank in args.ranks:
-            for p in args.p if rank else [0.0]:
-                for mode in args.modes:
-                    if mode == "delayed" or p == 0:
-                        yield shape, rank, p, mode
+OPTIONS = (
+    Option(
+        "shapes",
+        ["8192x8192", "8192x28672", "4096x4096", "2048x8192"],
+        cpu=["256x512"],
+        metavar="MxK",
+    ),
+    Option("ranks", [0, 16, 64, 128]),
+    Option("p", [0.0, 0.1]),
+    Option("modes", ["delayed"], choices=["delayed", "eval"]),
+    Option("providers", list(PROVIDERS), choices=PROVIDERS),
+)
 
 
-def bench_case(
-    case: Row, inputs: Inputs, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
-    runs = {name: partial(PROVIDERS[name], inputs) for name in args.providers}
-    floor_ms = 3 * inputs.x.numel() / bandwidth * 1e3
-    return against_floor(case, runs, partial(fault, inputs), floor_ms, device, args.repetitions)
+def cases(setting: Setting) -> Iterator[tuple[str, int, float, str]]:
+    args = setting.args
+    for shape, rank in product(args.shapes, args.ranks):
+        for p, mode in product(args.p if rank else [0.0], args.modes):
+            if mode == "delayed" or p == 0:
+                yield shape, rank, p, mode
 
 
-def main() -> int:
-    options = parser("quantize_lora_down against PyTorch's kernels")
-    options.add_argument("--shapes", nargs="+", metavar="MxK")
-    options.add_argument("--ranks", nargs="+", type=int, default=[0, 16, 64, 128])
-    options.add_argument("--p", nargs="+", type=float, default=[0.0, 0.1])
-    options.add_argument("--modes", nargs="+", choices=["delayed", "eval"], default=["delayed"])
-    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    args, device = arguments(options)
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    rows: list[Row] = []
-    for shape, rank, p, mode in cases(args, device):
-        inputs = make_inputs(shape, rank, p, mode == "delayed", device)
+def rows(setting: Setting) -> Iterator[Row]:
+    for shape, rank, p, mode in cases(setting):
+        i = make_inputs(shape, rank, p, mode == "delayed", setting.device)
+        calls = calls_of(PROVIDERS, setting.args.providers, i, fault)
         case: Row = {"shape": shape, "rank": rank, "p": p, "mode": mode}
-        rows += bench_case(case, inputs, args, device, bandwidth)
-    return finish("quantize_lora_down", rows, {**environment(device), **floor_facts}, args.output)
+        yield from against_floor(case, calls, 3 * i.x.numel(), setting)
 
+
+BENCH = Bench("quantize_lora_down", "quantize_lora_down against PyTorch's kernels", OPTIONS, rows)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib import layer_ops
-from benchmarks.lib.layer_ops import COLUMN, Pass, delayed_state, off, off_fp8
+from benchmarks.lib.layer_ops import COLUMN, Pass, bench_of, delayed_state
+from benchmarks.lib.op_bench import main
+from benchmarks.lib.op_checks import off, off_fp8
 from lorakernels import ops, reference, reference_layer
 
 GPU_SHAPES = ["8192x8192", "8192x16384", "2048x4096", "1024x2048"]
@@ -84,9 +85,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     )
 
 
-def main() -> int:
-    return layer_ops.main("rms_norm_quantize", passes, GPU_SHAPES, CPU_SHAPES)
-
+BENCH = bench_of("rms_norm_quantize", passes, GPU_SHAPES, CPU_SHAPES)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

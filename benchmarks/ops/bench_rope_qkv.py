@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib import layer_ops
-from benchmarks.lib.layer_ops import Pass, off
+from benchmarks.lib.layer_ops import Pass, bench_of
+from benchmarks.lib.op_bench import main
+from benchmarks.lib.op_checks import off
 from lorakernels import ops, reference_layer
 
 GPU_SHAPES = ["8192x64x8x128", "2048x32x8x128", "1024x32x8x64"]
@@ -96,9 +97,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         )
 
 
-def main() -> int:
-    return layer_ops.main("rope_qkv", passes, GPU_SHAPES, CPU_SHAPES)
-
+BENCH = bench_of("rope_qkv", passes, GPU_SHAPES, CPU_SHAPES)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))

@@ -12,9 +12,9 @@ is 1.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,67 +22,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    arguments,
-    environment,
-    finish,
-    measured_floor,
-    parser,
-    ratio,
-    time_of,
-)
+from benchmarks.lib.common import Row
+from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_floor, main, verdict
 from lorakernels import ops
 
-GPU_SHAPES = ["8192x8192", "28672x8192", "8192x28672", "4096x4096", "1024x8192", "8190x8190"]
-CPU_SHAPES = ["256x512"]
 PROVIDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "ours": ops.transpose_fp8,
     "torch": lambda w: w.t().contiguous(),
     "copy": torch.clone,
 }
+OPTIONS = (
+    Option(
+        "shapes",
+        ["8192x8192", "28672x8192", "8192x28672", "4096x4096", "1024x8192", "8190x8190"],
+        cpu=["256x512"],
+        metavar="NxK",
+    ),
+    Option("providers", list(PROVIDERS), choices=PROVIDERS),
+)
 
 
-def bench_shape(
-    shape: str, args: argparse.Namespace, device: torch.device, bandwidth: float
-) -> list[Row]:
-    n, k = map(int, shape.split("x"))
-    weight = torch.randint(0, 256, (n, k), dtype=torch.uint8, device=device)
-    floor, timed = 2 * weight.numel() / bandwidth * 1e3, {}
-    for name in args.providers:
-        run = PROVIDERS[name]
-        right = torch.equal(run(weight), weight if name == "copy" else weight.t())
-        columns = (
-            time_of(lambda run=run: run(weight), device, args.repetitions).columns()
-            if right
-            else NOT_TIMED
-        )
-        timed[name] = {"check": "ok" if right else "WRONG", **columns}
-    own = timed.get("ours", NOT_TIMED)["ms"]
-    return [
-        {
-            "shape": shape,
-            "provider": name,
-            **columns,
-            "floor ms": round(floor, 5),
-            "÷ floor": ratio(columns["ms"], floor),
-            "÷ ours": ratio(columns["ms"], own),
+def check(expected: Tensor, found: Tensor) -> Row:
+    return verdict("" if torch.equal(found, expected) else "bytes")
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    for shape in setting.args.shapes:
+        n, k = map(int, shape.split("x"))
+        weight = torch.randint(0, 256, (n, k), dtype=torch.uint8, device=setting.device)
+        calls = {
+            name: Call(
+                partial(PROVIDERS[name], weight),
+                partial(check, weight if name == "copy" else weight.t()),
+            )
+            for name in setting.args.providers
         }
-        for name, columns in timed.items()
-    ]
+        yield from against_floor({"shape": shape}, calls, 2 * weight.numel(), setting)
 
 
-def main() -> int:
-    options = parser("transpose_fp8 against torch's copies")
-    options.add_argument("--shapes", nargs="+", metavar="NxK")
-    options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    args, device = arguments(options)
-    bandwidth, floor_facts = measured_floor(device, args.repetitions)
-    shapes = args.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
-    rows = [row for shape in shapes for row in bench_shape(shape, args, device, bandwidth)]
-    return finish("transpose_fp8", rows, {**environment(device), **floor_facts}, args.output)
-
+BENCH = Bench("transpose_fp8", "transpose_fp8 against torch's copies", OPTIONS, rows)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCH))
