@@ -30,6 +30,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOOLS = {"cli/doctor.py"}  # shows what is inside
+SCRIPT = 'if __name__ == "__main__":'
 
 
 def imports(text: str, package: str) -> Iterator[str]:
@@ -85,6 +86,52 @@ def test_graphs_knows_nothing_of_lorakernels(path: str) -> None:
     names = imports((ROOT / "graphs" / path).read_text(), package)
     found = {n for n in names if n.split(".")[0] == "lorakernels"}
     assert found <= {"lorakernels._C"}
+
+
+BENCHMARKS = {
+    p.relative_to(ROOT).with_suffix("").as_posix(): p.read_text(encoding="utf-8")
+    for p in sorted(ROOT.glob("benchmarks/*/*.py"))
+}
+
+
+def wrong_way(path: str, text: str) -> list[str]:
+    """Imports of `path`, a module of benchmarks/, of a script, or of a kind that is not its own, peers' or lib's."""
+    kind = path.split("/")[1]
+    allowed = {"peers"} if kind == "peers" else {"peers", "lib", kind}
+    found = [
+        n
+        for n in imports(text, path.rpartition("/")[0].replace("/", "."))
+        if n.startswith("benchmarks.")
+    ]
+    scripts = tuple(other.replace("/", ".") for other, code in BENCHMARKS.items() if SCRIPT in code)
+    return [n for n in found if n.split(".")[1] not in allowed or n.startswith(scripts)]
+
+
+@pytest.mark.parametrize("path", BENCHMARKS)
+def test_benchmarks_import_down_and_no_scripts(path: str) -> None:
+    assert wrong_way(path, BENCHMARKS[path]) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        ("peers/te", "from benchmarks.lib import common", ["benchmarks.lib.common"]),
+        ("lib/x", "def f():\n    import benchmarks.models.quality", ["benchmarks.models.quality"]),
+        (
+            "ops/tune",
+            "from benchmarks.ops.bench_philox import P",
+            ["benchmarks.ops.bench_philox.P"],
+        ),
+        (
+            "models/x",
+            "from benchmarks.peers.base import Peer\nfrom benchmarks.lib import common",
+            [],
+        ),
+    ],
+    ids=["peers-to-lib", "lib-to-models", "of-a-script", "down"],
+)
+def test_the_check_of_benchmarks(path: str, line: str, found: list[str]) -> None:
+    assert wrong_way(f"benchmarks/{path}", line) == found
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lorakernels.graphs import GraphManager
@@ -20,12 +20,28 @@ from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
 from lorakernels import LoRAConfig, LoRAReport, PhiloxState, apply_lora, fuse
 from lorakernels.modules.merge import lora_modules
 
-if TYPE_CHECKING:
-    from benchmarks.models.quality import Plan
-
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REFERENCE = "hf + peft bf16"
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, its two texts and how long it trains on them; `held` rows of the second are held out."""
+
+    shape: dict[str, int]
+    texts: Callable[[int], tuple[Tensor, Tensor]]  # of a length: two int64 [rows, length]
+    base_lr: float
+    lr: float
+    batch: int = 8
+    length: int = 256
+    held: int = 256
+    base_steps: int = 200
+    steps: int = 300
+    rank: int = 16
+    p: float = 0.05
+    seeds: int = 2
+    seed: int = 0
 
 
 def _nothing() -> None:
@@ -40,7 +56,7 @@ class Run:
     after_step: Callable[[], object] = _nothing
 
 
-Variant = Callable[[Any, "Plan"], Run]
+Variant = Callable[[Any, Plan], Run]
 
 
 def adapters(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Linear, Tensor, Tensor]]:

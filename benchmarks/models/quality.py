@@ -29,8 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.lib.common import Row, arguments, environment, finish, parser, write_csv
-from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Run, te
+from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, te
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
 from lorakernels.train.bytes import VOCABULARY
@@ -61,25 +60,6 @@ SEED_COLUMNS = (
     "seconds",
 )
 EVERY = 10  # steps between two points of a curve
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A model, its two texts and how long it trains on them; `held` rows of the second are held out."""
-
-    shape: dict[str, int]
-    texts: Callable[[int], tuple[Tensor, Tensor]]  # of a length: two int64 [rows, length]
-    base_lr: float
-    lr: float
-    batch: int = 8
-    length: int = 256
-    held: int = 256
-    base_steps: int = 200
-    steps: int = 300
-    rank: int = 16
-    p: float = 0.05
-    seeds: int = 2
-    seed: int = 0
 
 
 def demo_texts(length: int) -> tuple[Tensor, Tensor]:
