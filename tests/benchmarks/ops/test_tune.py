@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,12 +10,13 @@ import torch
 
 from lorakernels.kernels import tuning
 from lorakernels.kernels.tuning import KernelConfig, Problem
+from tests.benchmarks.aliases import Load
 
 HOPPER = (9, 0)
 
 
 @pytest.fixture
-def tune(load: Callable[[str], ModuleType]) -> Any:
+def tune(load: Load) -> Any:
     return load("ops.tune")
 
 

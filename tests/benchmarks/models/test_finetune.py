@@ -8,19 +8,20 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.benchmarks.aliases import Load, RowsOf, Run
+
 CPU = torch.device("cpu")
 Rows = Callable[[Path], list[dict[str, str]]]
 
 
 @pytest.fixture
-def bench(load: Callable[[str], ModuleType]) -> Any:
+def bench(load: Load) -> Any:
     for name in ("transformers", "peft", "tokenizers", "numpy", "matplotlib", "rich"):
         pytest.importorskip(name)
     return load("models.bench_finetune")
@@ -126,9 +127,8 @@ def test_a_command_that_fails_says_its_last_line(bench: Any, tmp_path: Path) -> 
 
 def test_the_table(
     bench: Any,
-    run: Callable[..., int],
-    rows_of: Rows,
-    tmp_path: Path,
+    run: Run,
+    rows_of: RowsOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The command in this process: its start costs seconds."""
@@ -141,29 +141,28 @@ def test_the_table(
 
     monkeypatch.setattr(bench, "run_command", here)
     chosen = ["--providers", "cli, default", bench.PEFT, bench.LOOP, "--steps", 4]
-    assert run(bench, *chosen, "--output", tmp_path) == 0
-    cli, peft, loop = rows_of(tmp_path / "finetune.csv")
+    assert run(bench, *chosen) == 0
+    cli, peft, loop = rows_of("finetune")
     assert [row["check"] for row in (cli, peft, loop)] == ["ok", "ok", "needs a GPU"]
     assert float(cli["× hf + peft"]) > 0 and float(peft["× hf + peft"]) == 1
     assert abs(float(cli["first loss"]) / float(peft["first loss"]) - 1) < 0.01, "the same rows"
-    assert run(bench, *chosen, "--budget-s", 0, "--output", tmp_path) == 0
-    checks = {row["check"] for row in rows_of(tmp_path / "finetune.csv")}
+    assert run(bench, *chosen, "--budget-s", 0) == 0
+    checks = {row["check"] for row in rows_of("finetune")}
     assert checks == {"not run: --budget-s 0 was spent before"}
 
 
 def test_sft_trainers_rows(
     bench: Any,
-    run: Callable[..., int],
-    rows_of: Rows,
-    tmp_path: Path,
+    run: Run,
+    rows_of: RowsOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same checkpoint and text as the loop's; without TRL, rows that say so."""
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
-    chosen = ["--providers", bench.PEFT, *bench.TRL, "--steps", 5, "--output", tmp_path]
+    chosen = ["--providers", bench.PEFT, *bench.TRL, "--steps", 5]
     assert run(bench, *chosen) == 0
-    loop, peft, ours = rows_of(tmp_path / "finetune.csv")
+    loop, peft, ours = rows_of("finetune")
     assert [row["check"] for row in (loop, peft, ours)] == ["ok"] * 3
     assert (peft["replayed"], ours["replayed"]) == ("", "0")
     for row in (peft, ours):
@@ -171,7 +170,7 @@ def test_sft_trainers_rows(
         assert 0 < float(row["tokens/s"]) < float(row["positions/s"])
     hide(monkeypatch, "trl")
     assert run(bench, *chosen) == 0
-    checks = [row["check"] for row in rows_of(tmp_path / "finetune.csv")]
+    checks = [row["check"] for row in rows_of("finetune")]
     assert checks == ["ok", "trl is not installed", "trl is not installed"]
 
 
@@ -197,7 +196,7 @@ def test_what_sft_trainer_raises_is_wrong_where_the_layers_are_ours(
 
 @pytest.mark.gpu
 def test_every_provider_runs_on_a_gpu(
-    bench: Any, rows_of: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, rows_of: RowsOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of their own, a tiny model, the command's defaults replayed as graphs."""
     chosen = ["--models", "tiny", "--steps", "8", "--providers", "cli, default"]
@@ -206,7 +205,7 @@ def test_every_provider_runs_on_a_gpu(
     chosen += ["--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench", "--device", "cuda", *chosen])
     assert bench.main() == 0
-    rows = {row["provider"]: row for row in rows_of(tmp_path / "finetune.csv")}
+    rows = {row["provider"]: row for row in rows_of("finetune")}
     assert {row["check"] for row in rows.values()} == {"ok"}
     assert rows["cli, default"]["replayed"] == "5"
     assert all(int(rows[name]["replayed"]) > 0 for name in trl if "graphs" in name)

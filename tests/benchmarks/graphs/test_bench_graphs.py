@@ -4,23 +4,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.graphs.fake import FakeBackend
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def bench(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench(load: Load, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load("graphs.bench_graphs")
     graphed = partial(load("lib.graph_providers").graph_manager, backend=FakeBackend)
     monkeypatch.setitem(module.PROVIDERS, "GraphManager", graphed)
@@ -136,8 +137,8 @@ def test_time_that_is_spent_is_said(bench: Any) -> None:
 
 def test_parts_are_merged_into_one_table(
     bench: Any,
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
+    run: Run,
+    rows_of: RowsOf,
     tmp_path: Path,
 ) -> None:
     common = bench.common
@@ -156,8 +157,8 @@ def test_parts_are_merged_into_one_table(
         return path.parent
 
     parts = [write("b", "medium"), write("a", "small")]
-    assert run(bench, "--output", tmp_path, "--merge", *parts) == 0
-    found = rows_of(tmp_path / "graphs.csv")
+    assert run(bench, "--merge", *parts) == 0
+    found = rows_of("graphs")
     kept = [(r["size"], r["provider"], r["ms"], r["÷ GraphManager"]) for r in found]
     small = [("small", "eager", "6.0", "3.0"), ("small", "GraphManager", "2.0", "1.0")]
     assert kept == small + [("medium", *rest) for _, *rest in small]
@@ -168,7 +169,7 @@ def test_parts_are_merged_into_one_table(
         run(bench, "--merge", *parts, parts[0])
 
 
-def test_packing_changes_no_value_and_no_parameter(load: Callable[[str], ModuleType]) -> None:
+def test_packing_changes_no_value_and_no_parameter(load: Load) -> None:
     """Weights above 1 MiB come to lie in one piece of memory, the others stay."""
     large = torch.nn.Parameter(torch.randn(300, 1000))
     small, also = torch.randn(8), torch.randn(1 << 20).to(torch.bfloat16)
@@ -181,13 +182,9 @@ def test_packing_changes_no_value_and_no_parameter(load: Callable[[str], ModuleT
     assert also.untyped_storage().data_ptr() == large.untyped_storage().data_ptr()
 
 
-def test_gaps_between_overlapping_kernels(load: Callable[[str], ModuleType]) -> None:
+def test_gaps_between_overlapping_kernels(load: Load) -> None:
     """Busy 0–4, 2–3 within, 6–7, 7–9, 12–13: 9 ns of kernels, gaps 4–6 and 9–12."""
     total, gaps = load("lib.graph_measure").busy_and_gaps(
         [(0, 4), (2, 3), (6, 7), (7, 9), (12, 13)]
     )
     assert (round(total * 1e9), round(gaps * 1e9)) == (9, 5)
-
-
-def test_a_pair_of_functions(bench: Any) -> None:
-    assert 0.5 < bench.function_pair_us(CPU, 20) < 1e4

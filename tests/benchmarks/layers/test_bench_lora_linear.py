@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.benchmarks.aliases import Load, RowsOf, Run
 
 SHAPE, RANK, P = "64x96x128", 16, 0.25
 CPU = torch.device("cpu")
@@ -89,7 +87,7 @@ def test_a_wrong_layer_is_not_timed(
     masks: Masks,
     change: dict[str, float],
     check: str,
-    load: Callable[[str], ModuleType],
+    load: Load,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, base = load("layers.bench_lora_linear"), load("peers.base")
@@ -100,15 +98,24 @@ def test_a_wrong_layer_is_not_timed(
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_the_peers_of_this_machine_are_right(name: str, load: Callable[[str], ModuleType]) -> None:
+def test_the_peers_of_this_machine_are_right(name: str, load: Load) -> None:
     bench, base = load("layers.bench_lora_linear"), load("peers.base")
     peer, columns = bench.checked(name, base.make_case(SHAPE, RANK, P, CPU), {})
     assert columns["check"] == "ok" and peer is not None
     assert len(peer.step()) == (4 if peer.has_lora else 2)
 
 
+def test_every_peer_has_a_row_and_ours_have_numbers(load: Load, run: Run, rows_of: RowsOf) -> None:
+    bench = load("layers.bench_lora_linear")
+    assert run(bench, "--shapes", "64x96x128") == 0
+    rows = {row["provider"]: row for row in rows_of("lora_linear")}
+    assert set(rows) == set(bench.PEERS)
+    assert {"÷ te base", "weight B/param", "device", "commit"} <= set(rows["ours fp8"])
+    assert all(float(rows[name]["ms"]) > float(rows[name]["fwd ms"]) > 0 for name in ON_CPU)
+
+
 @pytest.mark.gpu
-def test_the_peers_of_the_gpu_are_right_or_say_why_not(load: Callable[[str], ModuleType]) -> None:
+def test_the_peers_of_the_gpu_are_right_or_say_why_not(load: Load) -> None:
     bench, base = load("layers.bench_lora_linear"), load("peers.base")
     case = base.make_case("512x768x1024", RANK, 0.1, torch.device("cuda"))
     checks = {name: bench.checked(name, case, {})[1]["check"] for name in bench.PEERS}
@@ -116,50 +123,11 @@ def test_the_peers_of_the_gpu_are_right_or_say_why_not(load: Callable[[str], Mod
     assert all(checks[name] == "ok" for name in checks if name.startswith(("ours", "cublaslt")))
 
 
-def raising(case: Any) -> Any:
-    raise NotImplementedError("no such shape\nand more")
-
-
-@pytest.mark.parametrize(
-    ("name", "message", "code"),
-    [("te op-fuser lora", "raised: NotImplementedError: no such shape", 0),
-     ("ours fp8", "WRONG: NotImplementedError: no such shape", 1)],
-    ids=["peer", "ours"],
-)  # fmt: skip
-def test_what_raises_says_so_and_only_ours_fails_the_run(
-    name: str,
-    message: str,
-    code: int,
-    load: Callable[[str], ModuleType],
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    bench = load("layers.bench_lora_linear")
-    monkeypatch.setitem(bench.PEERS, name, raising)
-    chosen = ["--providers", name, "linear bf16, no lora"]
-    assert run(bench, "--shapes", "8x16x32", "--output", tmp_path, *chosen) == code
-    raised, linear = rows_of(tmp_path / "lora_linear.csv")
-    assert raised["check"] == message and not raised["ms"]
-    assert linear["check"] == "ok" and float(linear["ms"]) > 0 and float(linear["fwd ms"]) > 0
-
-
-def test_the_full_set_is_every_shape_at_every_rank(load: Callable[[str], ModuleType]) -> None:
-    bench = load("layers.bench_lora_linear")
-    args = type("", (), {"full": True, "shapes": None, "ranks": None})
-    groups = bench.groups(args, torch.device("cuda"))
-    full = [(f"{m}x{weight}", rank) for weight, many_rows, rank in groups for m in many_rows]
-    assert len(set(full)) == 9 * 4 * 4 == len(full)
-    assert ("8192x57344x8192", 128) in full and ("1024x8192x28672", 8) in full
-
-
 def test_the_full_set_builds_and_checks_a_layer_once_for_all_rows(
-    load: Callable[[str], ModuleType],
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
+    load: Load,
+    run: Run,
+    rows_of: RowsOf,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     bench = load("layers.bench_lora_linear")
     small = {"FULL_WEIGHTS": [(48, 32)], "FULL_ROWS": (8, 24), "FULL_RANKS": (4, 8)}
@@ -171,8 +139,8 @@ def test_the_full_set_builds_and_checks_a_layer_once_for_all_rows(
     monkeypatch.setattr(
         bench, "samples_of", lambda call, *a: shapes.append(call.__self__.x.shape) or of(call, *a)
     )
-    assert run(bench, "--full", "--budget-s", 1, "--output", tmp_path) == 0
-    rows = rows_of(tmp_path / "lora_linear_full.csv")
+    assert run(bench, "--full", "--budget-s", 1) == 0
+    rows = rows_of("lora_linear_full")
     assert len(checks) == 2 * len(bench.SWEEP) and len(rows) == 2 * len(checks)
     timed = [(r["shape MxNxK"], r["rank"]) for r in rows if r["provider"] == "ours fp8" and r["ms"]]
     assert timed == [(f"{m}x48x32", r) for r in ("4", "8") for m in (8, 24)]
@@ -180,7 +148,7 @@ def test_the_full_set_builds_and_checks_a_layer_once_for_all_rows(
 
 
 def test_a_graph_takes_no_other_rows(
-    load: Callable[[str], ModuleType], run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    load: Load, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = load("layers.bench_lora_linear")
     with pytest.raises(SystemExit):
@@ -189,7 +157,7 @@ def test_a_graph_takes_no_other_rows(
 
 
 def test_a_budget_is_spread_over_the_timings_that_are_left(
-    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, now = load("layers.bench_lora_linear"), [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
@@ -199,36 +167,3 @@ def test_a_budget_is_spread_over_the_timings_that_are_left(
     assert budget.share() == pytest.approx(bench.SHARE * 4.95 / 99)
     now[0] = 20.0
     assert budget.share() == 0.0, "nothing is left: as few samples as there may be"
-
-
-TE_THAT_BREAKS = 'raise OSError("libcudnn_cnn.so.9: undefined symbol")'
-IMPORTS = """
-import sys
-from benchmarks.peers.te import te_first_or_hidden
-with te_first_or_hidden({wanted}):
-    print("hidden" if sys.modules.get("transformer_engine", 1) is None else "there")
-    import peft
-assert "transformer_engine" not in sys.modules
-print("imported")
-"""
-
-
-@pytest.mark.parametrize(("wanted", "said"), [(False, "hidden\nimported\n"), (True, "there\n")])
-def test_peft_does_not_meet_a_te_that_another_worker_is_for(
-    tmp_path: Path, wanted: bool, said: str
-) -> None:
-    """PEFT imports TE where there is one; one that breaks breaks PEFT, unless it is hidden."""
-    pytest.importorskip("peft")
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text(TE_THAT_BREAKS)
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
-    code = IMPORTS.format(wanted=wanted)
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert found.stdout == said, found.stderr
-    assert (found.returncode == 0) != wanted and ("libcudnn_cnn" in found.stderr) == wanted

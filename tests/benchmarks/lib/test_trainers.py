@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.modules.fused_layer import FusedDecoderLayer
+from tests.benchmarks.aliases import Load
 from tests.graphs.fake import FakeBackend
 
 pytest.importorskip("transformers")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def trainers(load: Callable[[str], ModuleType]) -> Any:
+def trainers(load: Load) -> Any:
     return load("lib.trainers")
 
 
@@ -72,7 +72,7 @@ def test_padding_and_the_first_token_of_a_document_are_not_trained_tokens(traine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
 @pytest.mark.parametrize("ours", [False, True], ids=["PEFT's layers", "ours"])
 def test_sft_trainer_trains_those_layers_on_packed_rows(
-    trainers: Any, load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: Any, ours: bool
+    trainers: Any, load: Load, tmp_path: Path, monkeypatch: Any, ours: bool
 ) -> None:
     """Graphs are imitated: all steps are replayed but those that warm up, as every batch has one shape."""
     pytest.importorskip("trl")

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.benchmarks.aliases import Load, RowsOf, Run
+
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def bench(load: Callable[[str], ModuleType]) -> Any:
+def bench(load: Load) -> Any:
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -25,7 +25,7 @@ def bench(load: Callable[[str], ModuleType]) -> Any:
 
 
 @pytest.fixture
-def models(load: Callable[[str], ModuleType]) -> Any:
+def models(load: Load) -> Any:
     pytest.importorskip("transformers")
     return load("peers.models")
 
@@ -88,80 +88,14 @@ def test_weights_depend_on_their_name_alone(models: Any) -> None:
                            model.model.layers[0].mlp.gate_proj.weight)  # fmt: skip
 
 
-def test_the_text_is_real_and_ends_its_documents(models: Any) -> None:
-    rows = models.token_rows(512, 64)
-    assert rows.shape == (64, 512) and int(rows.max()) == 258, "<eos>"
-    text = bytes(rows[rows < 256].tolist()).decode(errors="replace")
-    assert "import" in text and "def " in text
-    with pytest.raises(ValueError, match="rows of"):
-        models.token_rows(1 << 20, 1000)
-
-
-class Standing:
-    """Stands in for a provider."""
-
-    fp8, warmup_steps, note = True, 1, "as it is"
-
-    def __init__(self, trained: int, loss: float = 5.75, error: Exception | None = None) -> None:
-        self.trained, self.loss, self.error = [torch.zeros(trained)], loss, error
-
-    def __call__(self, spec: Any, adapted: str, device: torch.device) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self
-
-    def step(self, ids: torch.Tensor) -> torch.Tensor:
-        assert ids.shape == (1, 32)
-        return torch.tensor(self.loss)
-
-
-TRAINED = 14336  # of "tiny", q, k, v, o
-OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU 0 has")
-
-
-@pytest.mark.parametrize(
-    ("name", "standing", "check", "code"),
-    [("hf + te fp8 + lora", Standing(TRAINED, error=OUT),
-      "out of memory: CUDA out of memory. Tried to allocate 1 GiB", 0),
-     ("hf + te fp8 + lora", Standing(TRAINED, error=RuntimeError("no\nmore")),
-      "raised: RuntimeError: no", 0),
-     ("ours, eager", Standing(TRAINED, error=RuntimeError("no")), "WRONG: RuntimeError: no", 1),
-     ("ours, eager", Standing(TRAINED - 1), "WRONG: trains 14335 parameters, not 14336", 1),
-     ("ours, eager", Standing(TRAINED, loss=5.9), "WRONG: first loss 5.9, bf16's is 5.75", 1),
-     ("ours, eager", Standing(TRAINED), "ok", 0)],
-    ids=["memory", "peer-breaks", "ours-breaks", "parameters", "loss", "right"],
-)  # fmt: skip
-def test_what_breaks_says_so_and_the_rest_is_timed(
-    name: str,
-    standing: Standing,
-    check: str,
-    code: int,
-    bench: Any,
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setitem(bench.PROVIDERS, name, standing)
-    monkeypatch.setitem(bench.PROVIDERS, "hf + peft bf16", Standing(TRAINED))
-    chosen = ["--adapted", "qkvo", "--providers", "hf + peft bf16", name, "--output", tmp_path]
-    assert run(bench, *chosen) == code
-    bf16, row = rows_of(tmp_path / "end_to_end.csv")
-    assert bf16["check"] == "ok" and float(bf16["× hf + peft"]) == 1.0
-    assert row["check"] == check and (row["tokens/s"] != "") == (check == "ok")
-    assert bf16["trained"] == str(TRAINED) and bf16["note"] == "as it is"
-    assert (tmp_path / "end_to_end.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_the_budget_does_not_cover_is_not_run(
     bench: Any,
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
-    tmp_path: Path,
+    run: Run,
+    rows_of: RowsOf,
 ) -> None:
     chosen = ["--adapted", "qkvo", "--providers", "hf + peft bf16", "ours, eager"]
-    assert run(bench, *chosen, "--budget-s", 0, "--output", tmp_path) == 0
-    rows = rows_of(tmp_path / "end_to_end.csv")
+    assert run(bench, *chosen, "--budget-s", 0) == 0
+    rows = rows_of("end_to_end")
     assert {row["check"] for row in rows} == {"not run: --budget-s 0 was spent before"}
     assert len(rows) == 2 and not any(row["tokens/s"] for row in rows)
 
@@ -196,14 +130,6 @@ def test_rates_are_of_tokens_and_flops(bench: Any) -> None:
     row = bench.numbers(found, tokens=1000, flops=5e10)
     assert (row["tokens/s"], row["TFLOP/s"], row["MFU %"]) == (2000.0, 100.0, 50.0)
     assert (row["peak GiB"], row["reserved GiB"], row["CPU ms"]) == (1.0, 1.5, 10.0)
-
-
-def test_every_default_is_a_provider_and_ours_is_among_them(bench: Any) -> None:
-    assert set(bench.DEFAULT) == {(m, a) for m in bench.SPECS for a in bench.ADAPTED}
-    for (model, adapted), names in bench.DEFAULT.items():
-        assert set(names) <= set(bench.PROVIDERS)
-        if names:
-            assert any(name.startswith("ours") for name in names), (model, adapted)
 
 
 @pytest.mark.gpu

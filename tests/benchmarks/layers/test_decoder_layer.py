@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+
+from tests.benchmarks.aliases import Load, RowsOf, Run
 
 CPU = torch.device("cpu")
 SAVES = ("full", "recompute", "fp8", "checkpoint")
@@ -22,14 +20,14 @@ ON_CPU = ("hf bf16, no lora", "hf + peft bf16", *OURS)
 
 
 @pytest.fixture
-def bench(load: Callable[[str], ModuleType]) -> Any:
+def bench(load: Load) -> Any:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     return load("layers.bench_decoder_layer")
 
 
 @pytest.fixture
-def layers(load: Callable[[str], ModuleType]) -> Any:
+def layers(load: Load) -> Any:
     pytest.importorskip("transformers")
     return load("peers.layers")
 
@@ -55,71 +53,16 @@ def test_a_layer_of_other_weights_is_wrong(changed: str, bench: Any, layers: Any
     assert layers.fault(peer, layers.errors(peer, layers.truth(case, True)))
 
 
-class Broken:
-    """Stands in for a layer: breaks as it is built, or as it is asked to run."""
-
-    def __init__(self, when: str, layers: Any) -> None:
-        self.when, self.made, self.layers = when, 0, layers
-
-    def __call__(self, case: Any) -> Any:
-        self.made += 1
-        if self.when == "build":
-            raise NotImplementedError("no such size\nand more")
-        peer = self.layers.HfPlain(case)
-        if self.when == "wrong":
-            peer.layer = lambda x: 2 * type(peer).layer(peer, x)
-        if self.when == "measure" and self.made == 2:  # the one that is timed
-            calls: list[int] = []
-
-            def layer(x: Tensor) -> Tensor:
-                calls.append(1)
-                if len(calls) > 3:
-                    raise RuntimeError("it broke")
-                return type(peer).layer(peer, x)
-
-            peer.layer = layer
-        return peer
-
-
-@pytest.mark.parametrize(
-    ("when", "name", "check", "code"),
-    [("build", "hf + te fp8 + lora", "raised: NotImplementedError: no such size", 0),
-     ("build", "ours, fp8", "WRONG: NotImplementedError: no such size", 1),
-     ("wrong", "hf + te fp8 + lora", "WRONG: y ", 1),
-     ("measure", "hf + te fp8 + lora", "raised: RuntimeError: it broke", 0)],
-    ids=["peer-unbuilt", "ours-unbuilt", "wrong", "breaks-when-timed"],
-)  # fmt: skip
-def test_what_breaks_says_so_and_the_rest_is_timed(
-    when: str,
-    name: str,
-    check: str,
-    code: int,
-    bench: Any,
-    layers: Any,
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setitem(bench.MAKE, name, Broken(when, layers))
-    chosen = ["--providers", name, "hf bf16, no lora", "--output", tmp_path]
-    assert run(bench, *chosen) == code
-    rows = {row["provider"]: row for row in rows_of(tmp_path / "decoder_layer.csv")}
-    assert rows[name]["check"].startswith(check) and not rows[name]["ms"]
-    other = rows["hf bf16, no lora"]
-    assert other["check"] == "ok" and float(other["fwd ms"]) > 0 and float(other["wall ms"]) > 0
-
-
 def test_it_writes_rows_kernels_and_plot(
     bench: Any,
-    run: Callable[..., int],
-    rows_of: Callable[[Path], list[dict[str, str]]],
+    run: Run,
+    rows_of: RowsOf,
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("matplotlib")
     chosen = ["te layer fp8, no lora", "hf + peft bf16, compiled", "ours, recompute"]
-    assert run(bench, "--providers", *chosen, "--output", tmp_path) == 0
-    te, compiled, ours, graphed = rows_of(tmp_path / "decoder_layer.csv")
+    assert run(bench, "--providers", *chosen) == 0
+    te, compiled, ours, graphed = rows_of("decoder_layer")
     assert "cannot be imported" in te["check"] or te["check"] == "needs a GPU"
     assert compiled["check"] == graphed["check"] == "needs a GPU" and ours["check"] == "ok"
     assert graphed["provider"] == "ours, recompute, graphed" and not graphed["ms"]
@@ -127,19 +70,15 @@ def test_it_writes_rows_kernels_and_plot(
     size = bench.SIZES["tiny"]
     rows = 2 * size.hidden + (2 * size.heads + 2 * size.kv_heads) * size.head_dim + 4 * 16
     predicted = size.tokens * (4 * (rows + 2 * size.ffn) + 4 * size.heads + 8)
-    assert float(ours["predicted MB"]) == round(predicted / 1e6, 1), (
-        "the formula of fusion/memory.py"
-    )
-    kernels = rows_of(tmp_path / "decoder_layer_kernels.csv")
+    assert float(ours["predicted MB"]) == round(predicted / 1e6, 1), "the formula of fuse_memory.py"
+    kernels = rows_of("decoder_layer_kernels")
     assert {row["pass"] for row in kernels} == {"forward", "backward", "both"}
     assert kernels[-1]["op"] == "sum" and float(kernels[-1]["% of step"]) == 100
     assert "lorakernels.fp8_linear_lora" in {row["op"] for row in kernels}
     assert (tmp_path / "decoder_layer.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_providers_are_asked_in_order_and_back(
-    bench: Any, load: Callable[[str], ModuleType]
-) -> None:
+def test_providers_are_asked_in_order_and_back(bench: Any, load: Load) -> None:
     asked: list[tuple[str, str]] = []
 
     def worker(name: str) -> Any:
@@ -195,69 +134,6 @@ def test_operations_of_a_layer_are_those_of_its_products(layers: Any) -> None:
     attention = 3 * 2 * t * t * 8192  # forward 2, backward 4 products of 2 T² H, half of each
     assert size.flops(False) == 4 * t * weights + attention
     assert size.flops(True) == size.flops(False) + 6 * t * adapters
-
-
-def test_floors_count_bytes_once_and_operations_by_format(
-    load: Callable[[str], ModuleType],
-) -> None:
-    breakdown = load("lib.breakdown")
-    import lorakernels  # noqa: F401  (registers its ops)
-
-    m, n, k, r = 32, 64, 128, 16
-    x8, w8 = (torch.zeros(s, k, dtype=torch.uint8) for s in (m, n))
-    one, s, b = torch.ones(1), torch.zeros(m, r), torch.zeros(n, r)
-    a, c = torch.zeros(m, n), torch.zeros(n, k)
-    recorder = breakdown.Recorder()
-    with recorder:
-        ops = torch.ops.lorakernels
-        ops.fp8_linear_lora(x8, one, w8, one, None, s, b, 2.0, torch.float32)
-        a @ c
-        a.add_(1.0)
-        state = torch.zeros(1025, 4)
-        ops.quantize_lora_down(torch.ones(m, k), None, state, 0, True, None, 0.0, 0)
-    gemm, mm, add, quantize = (
-        next(call for call in recorder.calls if call.name == f"{name}")
-        for name in ("lorakernels.fp8_linear_lora", "aten.mm", "aten.add_.Tensor",
-                     "lorakernels.quantize_lora_down")
-    )  # fmt: skip
-    assert gemm.operations == {"fp8": 2 * m * n * k, "bf16": 2 * m * n * r}
-    # the two scales are one tensor here, and so counted once
-    assert gemm.bytes == m * k + n * k + 4 + 4 * (m * r + n * r) + 4 * m * n
-    assert mm.operations == {"bf16": 2 * m * n * k} and add.operations == {}
-    assert add.bytes == 2 * 4 * m * n, "read and written"
-    assert quantize.bytes == 4 * m * k + m * k + 4, "the state is not read as a whole"
-    call = breakdown.Call("x", [], 4000, {"fp8": int(breakdown.PEAKS["fp8"])})
-    assert breakdown.floor(call, 1e3) == (4.0, "bytes")
-    assert breakdown.floor(call, 1e4) == (1.0, "operations")
-
-
-def test_kernels_follow_the_step_and_their_sum_is_the_step(
-    load: Callable[[str], ModuleType],
-) -> None:
-    breakdown = load("lib.breakdown")
-    x = torch.randn(64, 64, requires_grad=True)
-    calls, split = breakdown.record(
-        lambda: (x @ x).sum(), lambda y: torch.autograd.grad(y, x), CPU, steps=2
-    )
-    rows = breakdown.rows(calls, split, 1e9)
-    assert [r["op"] for r in rows[:2]] == ["aten.mm", "aten.sum"]
-    assert [r["op"] for r in rows if r["pass"] == "backward"].count("aten.mm") == 2
-    *ops, total = rows
-    assert math.isclose(sum(r["µs"] for r in ops), total["µs"], rel_tol=0.01)
-    assert math.isclose(sum(r["floor µs"] for r in ops), total["floor µs"], rel_tol=0.05)
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [("void lk::(anonymous namespace)::gemm_kernel<(lk::(anonymous namespace)::Product)0, f>(P)",
-      "gemm_kernel"),
-     ("cudnn_generated_fprop_kernel0_0", "cudnn_generated_fprop_kernel0_0"),
-     ("lk::(anonymous namespace)::sum_kernel(lk::Params, int)", "sum_kernel"),
-     ("Memset (Device)", "Memset ")],
-    ids=["template", "plain", "parameters", "memset"],
-)  # fmt: skip
-def test_a_kernels_name_is_short(name: str, short: str, load: Callable[[str], ModuleType]) -> None:
-    assert load("lib.breakdown")._short(name) == short
 
 
 @pytest.mark.gpu

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.aliases import Load
+
+ROOT = Path(__file__).parents[3]
 CHILD = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -39,7 +40,7 @@ serve({{
 
 
 @pytest.fixture
-def start(load: Callable[[str], ModuleType], tmp_path: Path) -> Iterator[Callable[[], Any]]:
+def start(load: Load, tmp_path: Path) -> Iterator[Callable[[], Any]]:
     """start() → a worker of the module above; `start.module` is workers.py."""
     module, started = load("lib.workers"), []
 
@@ -109,7 +110,7 @@ def test_without_its_parent_a_worker_ends(start: Any) -> None:
     assert worker._process.wait(30) == 0
 
 
-def test_in_this_process_it_is_the_same(load: Callable[[str], ModuleType]) -> None:
+def test_in_this_process_it_is_the_same(load: Load) -> None:
     module = load("lib.workers")
     worker = module.Local({"double": lambda x: 2 * x, "fails": lambda: 1 / 0})
     assert worker.ask("double", 0, x=(1, 2)) == [1, 2, 1, 2], "as JSON would have it"
@@ -135,7 +136,7 @@ def test_a_benchmark_starts_as_its_own_worker(
     request_: str,
     options: dict[str, Any],
     key: str,
-    load: Callable[[str], ModuleType],
+    load: Load,
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")
