@@ -57,7 +57,7 @@ from benchmarks.lib.common import (
 )
 from benchmarks.lib.decoder_provider import GRAPHED, MAKE, NOT_GRAPHED, Provider, Samples, kind_of
 from benchmarks.lib.workers import Local, Worker, WorkerError, serve
-from benchmarks.peers.layers import SIZES
+from benchmarks.peers.layer_case import SIZES
 from benchmarks.peers.te import te_first_or_hidden
 
 PROVIDERS = [

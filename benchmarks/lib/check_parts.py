@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import lorakernels
+from benchmarks.lib.common import synchronize
 from benchmarks.lib.finetune_files import write_checkpoint, write_texts
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, plain_model, token_rows
@@ -126,18 +127,18 @@ def timed(training: Training, batches: torch.Tensor, device: torch.device) -> Fo
 
     first = float(steps(1))
     steps(WARM_UP)
-    _wait(device)
+    synchronize(device)
     began = time.perf_counter()
     steps(1)
     host = time.perf_counter() - began
-    _wait(device)
+    synchronize(device)
     took = time.perf_counter() - began
     count = max(2, int(SECONDS / took))
     seconds = []
     for _ in range(WINDOWS):
         began = time.perf_counter()
         last = steps(count)
-        _wait(device)
+        synchronize(device)
         seconds.append((time.perf_counter() - began) / count)
     if not math.isfinite(float(last)):
         raise RuntimeError(f"the loss is {float(last)} after {done} steps")
@@ -147,11 +148,6 @@ def timed(training: Training, batches: torch.Tensor, device: torch.device) -> Fo
         "first_loss": first,
         "note": training.note,
     }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def finetune(shape: str, device: str, scratch: str, limit: float) -> Found:

@@ -96,17 +96,21 @@ def samples_of(
     return (_device_samples(step, setup, device, repetitions) if on_gpu else host), host
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a CPU is always done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def repetitions_within(
     seconds: float, step: Callable[[], object], device: torch.device, at_most: int
 ) -> int:
     """How often `step` fits into `seconds`, by one call that waits for the device; at least 3."""
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return max(3, min(at_most, int(seconds / max(time.perf_counter() - start, 1e-9))))
 
 
@@ -119,8 +123,7 @@ def _host_samples(
     samples = []
     for _ in range(repetitions):
         setup()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         step()
         samples.append(time.perf_counter() - start)

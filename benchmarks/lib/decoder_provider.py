@@ -12,23 +12,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.common import MAX_SCRUBS, SCRUB_BYTES, Row, heat
+from benchmarks.lib.common import MAX_SCRUBS, SCRUB_BYTES, Row, heat, synchronize
 from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
-from benchmarks.peers.layers import (
-    SIZES,
-    HfPeft,
-    HfPeftCompiled,
-    HfPlain,
-    LayerCase,
-    LayerPeer,
-    Ours,
-    P,
-    errors,
-    fault,
-    make_layer_case,
-    truth,
-)
+from benchmarks.peers.layer_case import SIZES, LayerCase, LayerPeer, P, make_layer_case
+from benchmarks.peers.layers import HfPeft, HfPeftCompiled, HfPlain, Ours, errors, fault, truth
 from benchmarks.peers.te_layers import HfTeLora, TeLayer, TeLayerLora
 
 Samples = dict[str, list[float]]
@@ -142,11 +130,6 @@ def _clear() -> None:
         torch.cuda.empty_cache()
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def memory(peer: LayerPeer) -> Row:
     """MB that a forward leaves behind, and the most during forward and backward."""
     device = peer.case.device
@@ -168,7 +151,7 @@ def samples(peer: LayerPeer, seconds: float, at_most: int) -> Samples:
     device = peer.case.device
     for _ in range(2):
         peer.backward(peer.forward())
-    _synchronize(device)
+    synchronize(device)
     hosts = [_host(peer, device) for _ in range(3)]
     wall = _wall(peer, device, max(3, min(20, int(seconds / 4 / max(min(hosts), 1e-4)))))
     often = max(min(at_most, 8), min(at_most, int(seconds / wall)))
@@ -181,7 +164,7 @@ def _host(peer: LayerPeer, device: torch.device) -> float:
     start = time.perf_counter()
     peer.backward(peer.forward())
     seconds = time.perf_counter() - start
-    _synchronize(device)
+    synchronize(device)
     return seconds
 
 
@@ -190,7 +173,7 @@ def _wall(peer: LayerPeer, device: torch.device, steps: int) -> float:
     start = time.perf_counter()
     for _ in range(steps):
         peer.backward(peer.forward())
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / steps
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib import common
+from benchmarks.lib.common import synchronize
 from benchmarks.lib.graph_providers import (
     PROVIDERS,
     Layer,
@@ -43,11 +44,6 @@ def step(stack: Stack, run: Run) -> Tensor:
     y = stack.run(run.layers)
     run.end()
     return y
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class FirstStep:

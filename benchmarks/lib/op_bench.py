@@ -183,7 +183,7 @@ def main(bench: Bench) -> int:
     for option in bench.options:
         value = option.value(getattr(args, option.name), device.type == "cuda")
         setattr(args, option.name, value)
-    bandwidth, facts = math.nan, {}
+    bandwidth, facts = math.nan, dict[str, str]()
     if bench.floor:
         bandwidth, facts = measured_floor(device, args.repetitions)
     rows = list(bench.rows(Setting(args, device, bandwidth, given)))

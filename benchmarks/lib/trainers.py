@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from benchmarks.lib.common import synchronize
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P, Spec
 from lorakernels import fuse
@@ -51,8 +52,7 @@ class Clock(TrainerCallback):
             self.replayed = self.kernels.attached.replayed
 
     def _stamp(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self._times.append(time.perf_counter())
 
     @property

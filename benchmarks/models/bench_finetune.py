@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.common import Row, arguments, environment, finish, parser, ratio, synchronize
 from benchmarks.lib.finetune_files import JOBS, write_checkpoint, write_texts
 from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 from benchmarks.peers.base import Unavailable
@@ -184,12 +184,12 @@ def _loop(
     losses: list[torch.Tensor] = []
 
     def run(first: int, last: int) -> float:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for number in range(first, last):
             batch = rows[number * spec.batch : (number + 1) * spec.batch]
             losses.append(training.step(batch.to(device, non_blocking=True)).clone())
-        _synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     run(0, steps // 2)
@@ -223,11 +223,6 @@ def _sft(
     found = trainers.sft(spec, model, files / "mixed.jsonl", steps, files / "sft", TRL[provider])
     rest = time.perf_counter() - began - found["training"]
     return {"check": "ok", **found, "rest": rest}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def write_rows(spec: Spec, text: Path, folder: Path, steps: int) -> None:

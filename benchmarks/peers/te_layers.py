@@ -16,18 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers.base import Unavailable
-from benchmarks.peers.layers import (
-    ADAPTED,
-    EPS,
-    SCALING,
-    THETA,
-    LayerCase,
-    LayerPeer,
-    hf_model,
-    linear_of,
-    parent_of,
-    rotary,
-)
+from benchmarks.peers.layer_case import ADAPTED, SCALING, LayerCase, LayerPeer
+from benchmarks.peers.layers import EPS, THETA, hf_model, linear_of, parent_of, rotary
 from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers import layer_case
 from tests.benchmarks.aliases import Load, RowsOf, Run
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def layers(load: Load) -> Any:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_the_layers_of_this_machine_are_one_layer(name: str, bench: Any, layers: Any) -> None:
-    case = layers.make_layer_case(layers.SIZES["tiny"], 0.0, CPU)
+    case = layer_case.make_layer_case(layer_case.SIZES["tiny"], 0.0, CPU)
     peer = bench.MAKE[name](case)
     found = layers.errors(peer, layers.truth(case, peer.lora)).found
     assert layers.fault(peer, layers.Errors(found)) == ""
@@ -45,7 +46,7 @@ def test_the_layers_of_this_machine_are_one_layer(name: str, bench: Any, layers:
 
 @pytest.mark.parametrize("changed", ["o_proj", "down_proj", "input_layernorm", "A", "B"])
 def test_a_layer_of_other_weights_is_wrong(changed: str, bench: Any, layers: Any) -> None:
-    case = layers.make_layer_case(layers.SIZES["tiny"], 0.0, CPU)
+    case = layer_case.make_layer_case(layer_case.SIZES["tiny"], 0.0, CPU)
     field = {"A": "A", "B": "B", "input_layernorm": "norms"}.get(changed, "weights")
     name = "v_proj" if changed in "AB" else changed
     values = {**getattr(case, field), name: -getattr(case, field)[name]}
@@ -126,8 +127,8 @@ def test_te_is_best_of_its_two_and_medians_are_of_both_rounds(bench: Any) -> Non
     assert host_bound["ms"] == "host-bound" and host_bound["wall ms"] == 4.0
 
 
-def test_operations_of_a_layer_are_those_of_its_products(layers: Any) -> None:
-    size = layers.SIZES["large"]
+def test_operations_of_a_layer_are_those_of_its_products() -> None:
+    size = layer_case.SIZES["large"]
     kv, t = 1024, 8192
     weights = 2 * 8192 * 8192 + 2 * kv * 8192 + 3 * 8192 * 28672
     adapters = 16 * (4 * 8192 + 2 * (kv + 8192))
