@@ -324,6 +324,9 @@ def main() -> int:
         print(f"built in {time.monotonic() - began:.0f} s", flush=True)
     budget = args.budget_s or BUDGET["full" if args.full else "short"]
     parts = chosen(args.full, args.only, args.device)
+    if not parts:
+        print(f"no part of this form has a name with {' or '.join(args.only)}", file=sys.stderr)
+        return 2
     folder = args.results / kind_of(args.device)
     recorded = read_records(folder)
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:

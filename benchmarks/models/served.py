@@ -11,6 +11,7 @@ what transformers computes with where it dequantizes, and not what an FP8 kernel
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import tempfile
@@ -87,23 +88,29 @@ def compare(model: Any, reference: list[Tensor], rows: Tensor) -> dict[str, floa
     return {name: value / len(rows) for name, value in sums.items()}
 
 
-def main(folder: str, text: str, steps: str = "40", tokens: str = "256") -> None:
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what a server sees of an adapter over FP8")
+    parser.add_argument("model", metavar="MODEL_DIR", help="a checkpoint")
+    parser.add_argument("text", type=Path, metavar="FILE")
+    parser.add_argument("steps", type=int, nargs="?", default=40, help="of training (40)")
+    parser.add_argument("tokens", type=int, nargs="?", default=256, help="of a row (256)")
+    args = parser.parse_args()
     import transformers
 
+    folder, length = args.model, args.tokens
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     base = base.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    ids = tokenizer(Path(text).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
-    length = int(tokens)
+    ids = tokenizer(args.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     rows = ids[: len(ids) // length * length].view(-1, length).to(base.device)
     held = rows[len(rows) * 4 // 5 :][:4]
     torch.manual_seed(0)
     trained = copy.deepcopy(base)
-    train(trained, rows[: len(rows) * 4 // 5], int(steps))
+    train(trained, rows[: len(rows) * 4 // 5], args.steps)
     with tempfile.TemporaryDirectory() as adapter, torch.no_grad():
         save_adapter(trained, adapter)
         reference = [trained(input_ids=row[None]).logits[0].float() for row in held]
-        print(f"{len(held)} rows of {length} tokens, {steps} steps")
+        print(f"{len(held)} rows of {length} tokens, {args.steps} steps")
         print(
             "| served as | loss | KL | same first token | ‖Δlogits‖ / ‖logits‖ |\n|---|---|---|---|---|"
         )
@@ -113,7 +120,8 @@ def main(folder: str, text: str, steps: str = "40", tokens: str = "256") -> None
                 f"| {name} | {row['loss']:.4f} | {row['kl']:.5f} | {row['same']:.3f} | {row['difference']:.4f} |",
                 flush=True,
             )
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    sys.exit(main())

@@ -10,6 +10,7 @@ dequantizes it: the weights' distribution is a trained model's, their bits are n
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -44,7 +45,15 @@ def write_smollm2(folder: Path) -> Path:
     return folder
 
 
-if __name__ == "__main__":
+def main() -> int:
+    parser = argparse.ArgumentParser(description="SmolLM2-135M-Instruct as a checkpoint")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where it is written, 270 MB")
+    args = parser.parse_args()
     if missing := why_not():
-        sys.exit(missing)
-    print(write_smollm2(Path(sys.argv[1])))
+        parser.error(missing)
+    print(write_smollm2(args.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
