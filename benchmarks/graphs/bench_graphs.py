@@ -2,28 +2,28 @@
 """Replaying decoder layers: eager, GraphManager, torch.cuda.make_graphed_callables, TE's, and torch.compile.
 
     python benchmarks/graphs/bench_graphs.py --output DIR [--quick] [--sizes small …] [--layers 4 …] [--providers …]
-    python benchmarks/graphs/bench_graphs.py --output DIR --merge DIR1 DIR2   rows of parts that ran beside each other
+    python benchmarks/graphs/bench_graphs.py --output DIR --merge DIR1 DIR2      the rows of earlier runs as one table
 
-A step is the forward and the backward of a stack of Llama decoder layers (transformers' own), with LoRA on q, k, v, o
-over an FP8 base and dropout 0.1; gradients are None before it. It is deterministic (graph_providers.be_deterministic),
-so that an eager step repeats to the bit. Each provider has a process of its own (workers.py), so that no library's
-state, and nothing that broke, reaches another's rows. Columns:
+A step is the forward and the backward of a stack of transformers' Llama decoder layers. They have LoRA on q, k, v, o
+over an FP8 base, and dropout 0.1. Gradients are None before a step. lib/graph_providers.py makes it deterministic, so
+that an eager step repeats to the bit. Each provider has a process of its own: what breaks in one reaches no other's
+rows. Columns:
 
-    check          of the first replayed step against an eager one from the same random and FP8 states: "bit-equal",
-                   or the largest difference's norm ÷ the tensor's norm. ours must be as equal to eager as eager is to
-                   itself, peers within graph_measure.TOLERANCE; a row that is not is WRONG and has no times
-    ms             wall time of a step, of up to half a second of them with the device idle before and after
-    ÷ kernels      ms ÷ kernels ms: 1 is a device without a gap
-    kernels ms     sum of the durations of kernels and copies in a step of the same provider, by torch's profiler
-    gaps ms        time within that step in which none of them ran
-    CPU µs/layer   of the host for forward + backward of a layer, the device idle before every fourth, so that no launch
-                   waits for room in a queue; medians. Compare with "a pair of Functions"
+    check          the first replayed step beside an eager one from the same random and FP8 states. "bit-equal", or the
+                   largest norm of a difference over the tensor's norm. Ours must be as equal to eager as eager is to
+                   itself; peers must be within lib/graph_measure.py's TOLERANCE. A row that is not is WRONG, untimed
+    ms             wall time of a step: up to half a second of steps, with the device idle before and after
+    ÷ kernels      ms over kernels ms; 1 is a device without a gap
+    kernels ms     the sum of the kernels' and copies' durations in a step, by torch's profiler
+    gaps ms        the time within that step in which none of them ran
+    CPU µs/layer   the host's time for forward and backward of a layer, medians. The device is idle before every fourth
+                   call, so that no launch waits for room in a queue. "a pair of Functions" is the least there can be
     capture s      warm-up and capture, compilation included
-    MB, driver MB  what the allocator reserves at most above the weights, cuBLAS's workspaces included; what the driver
-                   took besides, where it could be told
+    MB, driver MB  what the allocator reserves at most above the weights, cuBLAS's workspaces included; and what the
+                   driver took besides, where it says so
 
-The exit code is 1 if a row is WRONG or one of GraphManager's raised; a peer that raises is a row, and so is what
---budget-s left no time for.
+The exit code is 1 if a row is WRONG or one of GraphManager's raised. A peer that raises is a row. So is one for which
+--budget-s left no time.
 """
 
 from __future__ import annotations

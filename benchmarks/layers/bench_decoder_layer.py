@@ -3,29 +3,30 @@
 
     python benchmarks/layers/bench_decoder_layer.py --output DIR [--sizes small medium large] [--providers …]
 
-The layers are those of peers/layers.py and peers/te_layers.py: one Llama layer with the same weights, LoRA on q, k, v
-and o (R = 16, alpha = 32, p = 0.1) where a row says so. Each is compared with transformers' layer in fp32 before it is
-timed: y − x, dx − dy and the adapters' gradients on the first 256 tokens, without dropout; "error" is the largest, in
-the Frobenius norm. One that is off is not timed, and exit code 1 if it is ours.
+peers/layers.py and peers/te_layers.py hold the layers. All are one Llama layer with the same weights. Where a row says
+so, LoRA is on q, k, v and o, with R = 16, alpha = 32 and p = 0.1. Each is compared with transformers' layer in fp32
+before it is timed, on the first 256 tokens and without dropout. y − x, dx − dy and the adapters' gradients are
+compared; "error" is the largest of their relative errors in the Frobenius norm. A layer that is off is not timed. The
+exit code is 1 if it is ours.
 
-On a GPU each provider has a process of its own, and all are alive while a size is measured: they are asked in order and
-then in reverse order, which takes a steady drift of the GPU's clock out of the ratios. One that breaks says why in its
-row. Columns:
+On a GPU each provider has a process of its own, and all are alive while a size is measured. They are asked in order
+and then in reverse order: a steady drift of the GPU's clock then cancels in the ratios. A provider that breaks says
+why in its row. Columns:
 
-    fwd ms, bwd ms, ms   the device's, with nothing waiting for the host: medians of samples that have both parts, each
-                         behind 10 ms in which the GPU writes memory only, graphed or not: it draws less power then, and
-                         has a higher clock afterwards
-    wall ms              per step when steps follow each other: the longer of device and host
+    fwd ms, bwd ms, ms   the device's time while nothing waits for the host: medians of samples that have both parts.
+                         Before each sample, graphed or not, the GPU only writes memory for 10 ms. It draws less power
+                         then, and its clock is higher afterwards.
+    wall ms              a step's time when steps follow each other: the longer of device and host
     CPU µs               what the host needs to enqueue a step
-    saved MB             what a forward leaves allocated besides y, a fresh x included if it is kept; "predicted MB" is
-                         what `fuse` says it would be
-    peak MB              the most during forward and backward, that x and the gradients included
-    ÷ te layer           ms over te.TransformerLayer's without LoRA, its better of eager and graphed; "wall ÷ te layer"
-                         the same of wall ms
+    saved MB             what a forward leaves allocated besides y; a fresh x counts if it is kept
+    predicted MB         what `fuse` says that "saved MB" would be
+    peak MB              the most during forward and backward, with that x and the gradients
+    ÷ te layer           ms over te.TransformerLayer's without LoRA, the better of eager and graphed
+    wall ÷ te layer      the same of wall ms
 
-Neither memory column counts parameters; graphs own their memory and have none. One update of the FP8 scales is in every
-step, as TE has one, and one of our dropout's Philox state. decoder_layer_kernels.{csv,md} has the kernels of our
-layer's eager step, each beside its floor (breakdown.py); decoder_layer.png the times.
+The memory columns leave parameters out, and graphs, which own their memory, have none. Every step updates the FP8
+scales once, as TE's does, and advances our dropout's Philox state. decoder_layer_kernels.{csv,md} has the kernels of
+our layer's eager step, each beside its floor (lib/breakdown.py). decoder_layer.png shows the times.
 """
 
 from __future__ import annotations

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRALinear, forward and forward + backward, against its peers on whatever is here.
+"""LoRALinear, forward and forward + backward, against its peers.
 
     python benchmarks/layers/bench_lora_linear.py --output DIR [--shapes 8192x8192x8192 …] [--ranks 16 …]
     python benchmarks/layers/bench_lora_linear.py --output DIR --full [--budget-s 150]
 
-The layers are those of `peers/`; all see the same x, dy, W, bias, adapter and dropout probability. Each is checked
-against float64 before it is timed: y, dx, dA and dB without dropout, and with dropout over W = 0, where the zeros of dx
-are the mask that y, dA and dB must have used too. One that misses is not timed; the exit code is 1 if a result is wrong
-or ours raises. A peer that is not installed, or that raises, says so in its row.
+The layers are those of `peers/`. All see the same x, dy, W, bias, adapter and dropout probability. Each is checked
+against float64 before it is timed. Without dropout, y, dx, dA and dB are compared. With dropout, W is 0: the zeros of
+dx are then the mask that y, dA and dB must have used too. A layer that misses is not timed. The exit code is 1 if a
+result is wrong or ours raises. A peer that is not installed, or that raises, says so in its row.
 
-"ms" is the device's with nothing waiting for the host: by itself, a layer takes the longer of that and "CPU µs". All
-peers of a shape are timed in order and then in reverse order, which takes a steady drift of the GPU's clock out of
-the ratios. A graphed peer's x is the graph's own. FLOPs are the algorithm's (no backward to W):
+"ms" is the device's time while nothing waits for the host. A layer by itself takes the longer of that and "CPU µs".
+All peers of a shape are timed in order and then in reverse order. A steady drift of the GPU's clock then cancels in
+the ratios. A graphed peer's x is the graph's own. FLOPs are the algorithm's, without a gradient of W:
 
     forward 2MNK, dx 2MNK, LoRA 6MR(K + N)
 
-"saved MB" is what a forward leaves allocated besides y, a fresh x included if it is kept; "peak MB" is the largest
-during forward and backward, that x and the gradients included. Neither counts parameters; graphs own their memory and
-have none. "÷ gemms" divides by cuBLASLt's two FP8 products alone, on ready operands and without LoRA.
+"saved MB" is what a forward leaves allocated besides y; a fresh x counts if it is kept. "peak MB" is the most during
+forward and backward, with that x and the gradients. Neither counts parameters. Graphs own their memory and have
+neither. "÷ gemms" divides by cuBLASLt's two FP8 products alone, on ready operands and without LoRA.
 
-`--full` times every shape and rank, by default with the providers of `SWEEP` only. A layer is built and checked once
-for a weight and a rank, at the fewest rows, and then given the other x and dy. What is left of `--budget-s` is spread
-over the timings that are left, three samples each at least, so that a slow GPU exceeds it; all peers are timed
-in order only.
+`--full` times every shape and rank, by default with the providers of `SWEEP` only, in one order only. A layer is built
+and checked once for a weight and a rank, at the fewest rows, and then given the other x and dy. The rest of
+`--budget-s` is spread over the timings that are left. Each takes three samples at least, so a slow GPU exceeds the
+budget.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's kernels in the order in which they run, each beside the least time that its bytes and operations take.
 
-The step runs once under a dispatch mode that notes every op with the tensors it reads and writes, and under torch's
-profiler, which says what kernels each op launched. The floor of an op is the longer of
+The step runs once under a dispatch mode that notes every op with the tensors it reads and writes. It also runs under
+torch's profiler, which says what kernels each op launched. The floor of an op is the longer of
 
     its bytes       of all tensors it is given and returns, once each, at the copy bandwidth of this run
     its operations  of a product or of attention, at the data sheet's dense peak of their format
 
-A tensor counts as a whole where an op leaves a part of it alone (`rope_qkv_` v's columns), and as read from memory
-where it may still lie in L2.
+A tensor counts as a whole even where an op leaves a part of it alone, as `rope_qkv_` does with v's columns. It counts
+as read from memory even where it still lies in L2.
 """
 
 from __future__ import annotations

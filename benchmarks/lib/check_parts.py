@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What check_gpu.py runs on a GPU, each in a process of its own: `finetune`, and a training loop as users write it.
+"""What check_gpu.py runs, each in a process of its own: `finetune`, and a training loop as users write it.
 
-Every function takes a shape's name, the device and a scratch folder and returns what JSON can hold: "tokens_per_s",
-"first_loss", "host_share" (the host's time to enqueue a step ÷ the step's) and a "note", each where there is one.
+Every function takes a shape's name, the device and a scratch folder. It returns what JSON can hold, each where there
+is one: "tokens_per_s", "first_loss", "host_share" (the host's time to enqueue a step over the step's) and a "note".
 """
 
 from __future__ import annotations

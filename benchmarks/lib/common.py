@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every benchmark here shares: how a step is timed, what the run was made on, how its rows are written.
 
-On a GPU a sample is the time between two events on the stream. Before the first event the stream is given
-so much work (the L2 cache overwritten, as often as it takes) that the host has enqueued the whole step and the second
-event before the device reaches the first: the step's kernels then run back to back and no launch overhead is in
-their time. That is checked for every sample; one that fails is thrown away and the lead doubled. What the host needs
-for a call is measured apart.
+On a GPU a sample is the time between two events on the stream. Before the first event, the stream is given work: the
+L2 cache is overwritten, as often as it takes. The host then has enqueued the whole step and the second event before
+the device reaches the first. So the step's kernels run back to back, and no launch is in their time. That is checked
+for every sample. One that fails is thrown away, and the work before the next is doubled. The host's time for a call is
+measured apart.
 """
 
 from __future__ import annotations

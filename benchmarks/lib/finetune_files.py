@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `lorakernels finetune` is given by bench_finetune.py: a checkpoint, a tokenizer, and this Python's sources.
+"""What bench_finetune.py gives `lorakernels finetune`: a checkpoint, a tokenizer, and this Python's sources as text.
 
-The checkpoint has models.py's weights, made on the device and written shard by shard, as transformers would save them.
+The weights are those of peers/models.py. They are made on the device and written shard by shard, as transformers
+would.
 """
 
 from __future__ import annotations

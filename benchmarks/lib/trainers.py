@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer and TRL's SFTTrainer with a clock, for check_full.py and bench_finetune.py.
 
-`sft` trains as examples/trl_sft.py does: documents packed by TRL, which flattens a batch into one row, and adapters of
-PEFT's on our layers, fused and replayed; or on PEFT's own layers, with SDPA.
+`sft` trains as examples/trl_sft.py does. TRL packs the documents and flattens a batch into one row. The adapters are
+PEFT's, on our layers, which are fused and replayed, or on PEFT's own layers with SDPA.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
               worker.send("measure", size="small");  worker.receive(60.0)
     child     serve({"measure": measure})        measure(size="small") → anything JSON can hold
 
-Requests and answers are lines of JSON on the child's standard input and output; what the child prints goes to `log`.
-A child ends when its parent does: at the end of its standard input.
+Requests and answers are lines of JSON on the child's standard input and output. What the child prints goes to `log`. A
+child ends when its parent does: its standard input ends then.
 """
 
 from __future__ import annotations

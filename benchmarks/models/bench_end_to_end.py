@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models that train: tokens per second and memory, ours beside transformers with PEFT and with TE.
+"""Whole models that train: tokens per second and memory of ours, of transformers with PEFT, and of it with TE.
 
     python benchmarks/models/bench_end_to_end.py --output DIR [--models 1b 8b 70b] [--adapted qkvo all] [--providers …]
 
-The models are those of models.py: Llama-3.2-1B at 1024 tokens, Llama-3.1-8B at 4096, Llama-2-70B at 8192, one sequence
-a step, random weights (the same for all), the demo's text byte by byte. LoRA R = 16, alpha = 32, p = 0.1 on q, k, v, o
-or on all linear layers; AdamW on the adapters alone. Each provider has a process of its own, one after the other.
-Columns:
+peers/models.py makes the models: Llama-3.2-1B at 1024 tokens, Llama-3.1-8B at 4096, Llama-2-70B at 8192. A step trains
+on one sequence. The weights are random and the same for all providers; the text is the demo's, byte by byte. LoRA has
+R = 16, alpha = 32 and p = 0.1, on q, k, v, o or on all linear layers. AdamW updates the adapters alone. Each provider
+has a process of its own, one after the other. Columns:
 
-    tokens/s, ms/step    of steps that follow each other, everything in them: data to the device, loss, optimizer
-    CPU ms               of the host to enqueue a step that finds the device idle
-    peak GiB             of tensors, and "reserved GiB" of the allocator, graphs included: the most since the first step
-    TFLOP/s, MFU %       by train/flops.py: no recomputation, attention as if it were not causal; "of" names the peak
+    tokens/s, ms/step    of steps in a row, with everything in them: data to the device, loss, optimizer
+    CPU ms               the host's time to enqueue a step on an idle device
+    peak GiB             of tensors; "reserved GiB" is the allocator's, graphs included. Both are the most of a run
+    TFLOP/s, MFU %       by train/flops.py, without recomputation, attention as if not causal; "of" names the peak
     first, last loss     before the first step, and before the last
     start s              until the first measured step: weights, warm-up, compilation, capture
-    × hf + peft, …       how many times as fast as that peer
+    × hf + peft, …       tokens/s over that peer's
 
-"ours" keeps one layout of the weights and what save="recompute" does; "fast" both layouts and save="full".
+"ours" keeps one layout of the weights and saves what save="recompute" does. "fast" keeps both layouts and save="full".
 
-"check" is "ok", or why there are no numbers: "out of memory" is a peer's result. A first loss that differs by more than
-2 % from that of bf16 is WRONG, as is whatever ours raises: exit code 1. end_to_end.png shows the tokens per second.
+"check" is "ok", or says why there are no numbers. A peer may run out of memory; that is its result. Whatever ours
+raises is WRONG, and so is a first loss that differs by more than 2 % from bf16's. The exit code is then 1.
+end_to_end.png shows the tokens per second.
 """
 
 from __future__ import annotations

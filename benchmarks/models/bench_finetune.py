@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels finetune` as people start it, on checkpoints this writes: tokens per second, from metrics.jsonl.
+"""Tokens per second of `lorakernels finetune`, started as users start it, and of loops and TRL on the same text.
 
     python benchmarks/models/bench_finetune.py --output DIR [--models 8b8 1b] [--steps 25] [--providers …]
 
-Checkpoints are finetune_files.py's: 8 layers of Llama-3.1-8B's widths, 2 rows of 4096 tokens a step, and Llama-3.2-1B
-as a whole, 4 rows of 2048. Text is this Python's sources, byte by byte: functions and methods packed into rows, or, in
-"cli, long documents", documents that fill a row each. LoRA R = 16 on all linear layers, p = 0.1. Each provider has a
-process of its own, one after the other. "cli" is `python -m lorakernels.cli finetune` with options for model, data,
-shape and adapters alone; what follows the comma is added to them. "ours, one graph" is bench_end_to_end.py's form:
-a loop of its own, one causal sequence a row. "hf + peft bf16" is HF's model in a loop, the same rows as one causal
-sequence each. "trl sft" is TRL's SFTTrainer on the same checkpoint and text, which it packs itself: "peft bf16" with
-PEFT's own layers in SDPA, adapters in bf16; "ours fused, graphs" as examples/trl_sft.py, which is WRONG where a GPU
-does not replay it. Columns:
+lib/finetune_files.py writes a checkpoint and a text for each model. "8b8" has 8 layers of Llama-3.1-8B's widths and
+trains on 2 rows of 4096 tokens a step. "1b" is Llama-3.2-1B with 4 rows of 2048. The text is this Python's sources,
+byte by byte. Functions and methods are packed into rows; in "long documents", each document fills a row. LoRA has R =
+16 and p = 0.1, on all linear layers. Each provider has a process of its own, one after the other:
 
-    tokens/s        trained tokens, not padding: the median of the last half of the steps
-    positions/s     padding included, which a sequence without padding is compared with
-    rest s          of the command's time, what was not a step: imports, weights, text, adapter files
-    replayed        steps whose graphs were replayed, as the command or LoRAKernelsCallback counts them
-    attention       as the command's own lines name it
-    × hf + peft, ÷ ours, one graph     ratios of positions/s
+    cli, …               `python -m lorakernels.cli finetune` with the model, the data, sizes and adapters as options.
+                         What follows the comma is added to them.
+    ours, one graph      the loop of bench_end_to_end.py, one causal sequence a row
+    hf + peft bf16       transformers' model in a loop over the same rows
+    trl sft, …           TRL's SFTTrainer on the same checkpoint and text, which it packs itself. "peft bf16" has PEFT's
+                         layers, SDPA and bf16 adapters. "ours fused, graphs" is as in examples/trl_sft.py; it is WRONG
+                         if a GPU does not replay it.
 
-Bounds, on one H200, for these widths and a vocabulary of 32,000 (8b8 has 128,256: 13 TFLOP a step more):
+Columns:
 
-    cli, default                          ≥ 88,000 tokens/s (check_gpu.py measures it)
-    cli, --no-isolate-documents           ≥ 98,000 tokens/s, and ≥ 0.97 of "ours, one graph"
+    tokens/s             trained tokens without padding; the median of the last half of the steps
+    positions/s          with padding; the ratios "× hf + peft" and "÷ ours, one graph" are of these
+    rest s               what was not a step of the command's time: imports, weights, text, adapter files
+    replayed             steps whose graphs were replayed, as the command or LoRAKernelsCallback counts them
+    attention            what the command says it uses
 
-"check" is "ok", or why there are no numbers. A first loss that differs by more than 2 % from HF's is WRONG, as is a
-command that fails: exit code 1.
+On one H200 and a vocabulary of 32,000, "cli, default" is to reach 88,000 tokens/s, which check_gpu.py measures.
+Without `isolate-documents` 98,000 are asked for, and 0.97 of "ours, one graph". 8b8's vocabulary of 128,256 costs 13
+TFLOP a step more.
+
+"check" is "ok", or says why there are no numbers. A command that fails is WRONG, and so is a first loss that differs
+by more than 2 % from transformers'. The exit code is then 1.
 """
 
 from __future__ import annotations

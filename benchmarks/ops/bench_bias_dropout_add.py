@@ -8,10 +8,9 @@
               p = 0: dx is dout as well                     (MN + N) elements for dbias, none without a bias
 
 The floor is those bytes at the bandwidth of a copy measured in the same run. The first shape is taken with p = 0 and
-0.1, with and without bias; the others with p = 0.1. Every provider sees the same inputs and runs backward through
-autograd on a graph that is kept. Each is checked in float64 before it is timed, ours with the mask that reference.py
-draws; one that misses is not timed and the exit code is 1. Compilation is not timed; on a CPU Megatron's form is
-compiled only when --providers asks for it.
+0.1, the others with p = 0.1, all with and without bias. Every provider is checked before it is timed. One that misses
+is not timed, and the exit code is 1. Compilation is not timed. On a CPU, Megatron's form is compiled only if
+--providers asks for it.
 """
 
 from __future__ import annotations

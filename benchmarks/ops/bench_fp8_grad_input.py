@@ -5,15 +5,17 @@
 
     2MNK + 2MKR operations; shapes are M x N x K, and N is what the product sums over
 
-"cublaslt, fast" and ", split" are `torch._scaled_mm` with either accumulation and no LoRA; "pytorch" is the split one
-on a ready Wᵀ, then the LoRA product, the mask and the sum. "ours, single" has one copy of W, "ours, both" Wᵀ beside
-it. Every dx is compared with float64's on 64 rows, under reference.py's mask, before it is timed: "error" is
-relative, in the Frobenius norm, and more than twice that of "cublaslt, split" is WRONG and exit code 1 (cuBLASLt's
-fast accumulation is shown, not judged). An H200 under load lowers its clock within a second: "÷ cublaslt" divides by
-the mean of two runs of "cublaslt, split", one before and one after the provider.
+    cublaslt, fast · split   `torch._scaled_mm` with either accumulation, without LoRA
+    pytorch                  "cublaslt, split" on a ready Wᵀ, then the LoRA product, the mask and the sum
+    ours, single · both      our kernel on one copy of W, and with Wᵀ beside it. It draws the mask itself, as a layer
+                             does where dA is not wanted
+    …, mask given            the same, but it reads a mask of a bit an element. A layer's backward calls it so, as
+                             `quantize_grad_and_mask` has drawn the mask already
 
-"mask given" is what a layer's backward does: `quantize_grad_and_mask` has drawn the mask already, a bit an element,
-which is read here. "ours, single" and "ours, both" draw it themselves, as where dA is not wanted.
+Every dx is compared with float64's before it is timed, on 64 rows and under reference.py's mask. "error" is relative,
+in the Frobenius norm. More than twice the error of "cublaslt, split" is WRONG and exit code 1; cuBLASLt's fast
+accumulation is shown and not judged. An H200 under load lowers its clock within a second. So "÷ cublaslt" divides by
+the mean of two runs of "cublaslt, split", one before and one after the provider.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
     2MNK + 2MNR operations; shapes are M x N x K
 
-"cublaslt, base only" is `torch._scaled_mm` with fast accumulation; "pytorch" is that with the bias and `addmm`. s and y
-are bf16, B fp32. Every provider's y is compared with float64's on 64 rows before it is timed: more than twice the error
-of "pytorch" is WRONG and exit code 1. An H200 under load lowers its clock within a second: "÷ cublaslt" divides by
-the mean of two runs of "cublaslt, base only", one before and one after the provider.
+"cublaslt, base only" is `torch._scaled_mm` with fast accumulation. "pytorch" is that with the bias, and then `addmm`.
+s and y are bf16, B is fp32. Every provider's y is compared with float64's before it is timed, on 64 rows. More than
+twice the error of "pytorch" is WRONG and exit code 1. An H200 under load lowers its clock within a second. So "÷
+cublaslt" divides by the mean of two runs of "cublaslt, base only", one before and one after the provider.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 
     every history is read and written once, every scale written: 2 directions × n × (2 L + 1) × 4 bytes
 
-Every sample starts from fresh amaxes and random histories, the algorithm is max, the margin 0, nothing is reduced.
-"te" keeps the n scales of a direction in n histories [L, 1]; "te, n Linears" in n of [L, 3] and n of [L, 2], as so
-many te.Linear do (their weights and outputs have scales as well: 2.5 times the bytes). Each provider's scales and
-histories are compared with reference.py's, bit for bit, before it is timed; exit code 1 if one differs.
+Every sample starts from fresh amaxes and random histories. The algorithm is max, the margin 0, and nothing is reduced
+over processes. "te" keeps the n scales of a direction in n histories [L, 1]. "te, n Linears" keeps them in n of [L, 3]
+and n of [L, 2], as that many te.Linear do: their weights and outputs have scales as well, 2.5 times the bytes. Each
+provider's scales and histories are compared with reference.py's, bit for bit, before it is timed. The exit code is 1
+if one differs.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 
     python benchmarks/ops/bench_lora_grad_a.py --output DIR [--shapes 8192x8192 …] [--ranks 16 64] [--p 0 0.1]
 
-    reads x8 [M, K], one byte an element (x itself, of a plain base: two); ds and dA are a rank's size and not counted,
-    nor is a given mask, a bit an element
+    reads x8 [M, K], one byte an element; with --x x it reads x itself, two bytes, as over a plain base
 
-The floor is those bytes at the bandwidth of a copy measured in the same run. Each provider is checked in float64 before
-it is timed; one that misses is not timed and the exit code is 1.
+ds and dA are a rank's size and not counted. A given mask, a bit an element, is not counted either. The floor is those
+bytes at the bandwidth of a copy measured in the same run. Each provider is checked in float64 before it is timed. One
+that misses is not timed, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 
     python benchmarks/ops/bench_philox.py --output DIR [--shapes 8192x8192 …]
 
-"÷ p = 0" is against the same op, inputs and direction without a draw, "draw ms" their difference. Backward without a
-draw writes no dx (it is dout), so that its difference holds that write, too; "÷ floor" counts what is moved, as
-bench_bias_dropout_add.py does. `drawn_mask` writes a bool per element, F.dropout reads bf16 and writes bf16 and a mask,
-torch.bernoulli writes bf16. Each is checked before it is timed (keep rate within 6 σ; bias_dropout_add as its own
-benchmark does); exit code 1 if one is wrong.
+"÷ p = 0" divides by the same op, inputs and direction without a draw; "draw ms" is their difference. Backward without
+a draw writes no dx, which is dout, so that its difference holds that write too. "÷ floor" counts what is moved, as
+bench_bias_dropout_add.py does. `drawn_mask` writes a bool for each element. F.dropout reads and writes bf16 and writes
+a mask. torch.bernoulli writes bf16. Each is checked before it is timed: the keep rate is to be within 6 σ. The exit
+code is 1 if one is wrong.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     reads dy [M, N] in bf16, writes dy8: 3 MN bytes; B, s, ds and dB are a rank's size and not counted
 
 The floor is those bytes at the bandwidth of a copy measured in the same run. Rank 0 is the quantization alone. In eval
-the tensor's own amax comes first: another 2 MN bytes. Each provider is checked before it is timed, dy8 bit for bit and
-the sums in float64; one that misses is not timed and the exit code is 1.
+the tensor's own amax is found first, which reads another 2 MN bytes. Each provider is checked before it is timed: dy8
+bit for bit, and the sums in float64. One that misses is not timed, and the exit code is 1.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     reads x [M, K] in bf16, writes x8: 3 MK bytes; A and s are a rank's size and not counted
 
 The floor is those bytes at the bandwidth of a copy measured in the same run. Rank 0 is the quantization alone. In eval
-the tensor's own amax comes first: another 2 MK bytes, and no dropout. Each provider is checked before it is timed, x8
-bit for bit and s in float64 under the mask of reference.py; one that misses is not timed and the exit code is 1.
+the tensor's own amax is found first, which reads another 2 MK bytes, and there is no dropout. Each provider is checked
+before it is timed: x8 bit for bit, and s in float64 under the mask of reference.py. One that misses is not timed, and
+the exit code is 1.
 """
 
 from __future__ import annotations

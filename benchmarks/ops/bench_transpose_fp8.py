@@ -5,9 +5,9 @@
 
     reads and writes W [N, K], one byte an element: 2 NK bytes
 
-The floor is those bytes at the bandwidth of a copy measured in the same run, of another size: the copy beside ours is
-of W itself. Each provider is checked byte for byte before it is timed; one that misses is not timed and the exit code
-is 1.
+The floor is those bytes at the bandwidth of a copy measured in the same run. That copy has another size; the provider
+"copy" copies W itself. Each provider is checked byte for byte before it is timed. One that misses is not timed, and
+the exit code is 1.
 """
 
 from __future__ import annotations
