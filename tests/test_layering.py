@@ -115,7 +115,7 @@ def test_benchmarks_import_down_and_no_scripts(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "line", "found"),
     [
-        ("peers/te", "from benchmarks.lib import common", ["benchmarks.lib.common"]),
+        ("peers/te", "from benchmarks.lib import rows", ["benchmarks.lib.rows"]),
         ("lib/x", "def f():\n    import benchmarks.models.quality", ["benchmarks.models.quality"]),
         (
             "ops/tune",
@@ -124,7 +124,7 @@ def test_benchmarks_import_down_and_no_scripts(path: str) -> None:
         ),
         (
             "models/x",
-            "from benchmarks.peers.base import Peer\nfrom benchmarks.lib import common",
+            "from benchmarks.peers.base import Peer\nfrom benchmarks.lib import rows",
             [],
         ),
     ],

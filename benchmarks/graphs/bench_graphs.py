@@ -17,7 +17,7 @@ rows. Columns:
     kernels ms     the sum of the kernels' and copies' durations in a step, by torch's profiler
     gaps ms        the time within that step in which none of them ran
     CPU µs/layer   the host's time for forward and backward of a layer, medians. The device is idle before every fourth
-                   call, so that no launch waits for room in a queue. "a pair of Functions" is the least there can be
+                   call, so that no launch waits for room in a queue. Compare with "a pair of Functions"
     capture s      warm-up and capture, compilation included
     MB, driver MB  what the allocator reserves at most above the weights, cuBLAS's workspaces included; and what the
                    driver took besides, where it says so
@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib import common
 from benchmarks.lib.graph_measure import COLUMNS, Measurer, function_pair_us
 from benchmarks.lib.graph_providers import PROVIDERS, SIZES
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 
 NAME = "graphs"
@@ -56,10 +56,10 @@ VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # Hopper's default; torch as
 
 def rows_of(
     size: str, name: str, worker: Worker | Local, args: argparse.Namespace, until: float
-) -> Iterator[common.Row]:
+) -> Iterator[Row]:
     counts = args.layers or SIZES[size][-1]
     for count in counts:
-        row: common.Row = {"size": size, "layers": count, "provider": name}
+        row: Row = {"size": size, "layers": count, "provider": name}
         left = until - time.monotonic()
         most = args.compile_s if compiles(name) else args.timeout_s
         try:
@@ -92,14 +92,14 @@ def start(name: str, args: argparse.Namespace, device: torch.device) -> Worker |
     return worker
 
 
-def bench(args: argparse.Namespace, device: torch.device) -> list[common.Row]:
+def bench(args: argparse.Namespace, device: torch.device) -> list[Row]:
     """One process after the other has the device; what compiles comes last."""
     until = time.monotonic() + args.budget_s
     workers = {name: start(name, args, device) for name in args.providers}
     for worker in workers.values():
         with contextlib.suppress(WorkerError):  # its rows will say so
             worker.receive(max(1.0, until - time.monotonic()))
-    rows: list[common.Row] = []
+    rows: list[Row] = []
     jobs = [(size, name) for size in args.sizes for name in workers]
     for size, name in sorted(jobs, key=lambda job: compiles(job[1])):
         began = time.monotonic()
@@ -110,25 +110,25 @@ def bench(args: argparse.Namespace, device: torch.device) -> list[common.Row]:
     return in_order(rows)
 
 
-def in_order(rows: list[common.Row]) -> list[common.Row]:
+def in_order(rows: list[Row]) -> list[Row]:
     """By size, layers, provider; with the ratios to GraphManager."""
     by_ms = {(r["size"], r["layers"], r["provider"]): r["ms"] for r in rows}
     for row in rows:
         own = by_ms.get((row["size"], row["layers"], "GraphManager"), "")
-        row["÷ GraphManager"] = common.ratio(row["ms"], own)
+        row["÷ GraphManager"] = ratio(row["ms"], own)
     size, place = [*SIZES].index, [*PROVIDERS].index
     return sorted(
         rows, key=lambda r: (size(str(r["size"])), int(str(r["layers"])), place(str(r["provider"])))
     )
 
 
-def merged(folders: list[Path]) -> tuple[list[common.Row], dict[str, str]]:
+def merged(folders: list[Path]) -> tuple[list[Row], dict[str, str]]:
     """The rows that earlier runs wrote to these folders, and what those ran on.
 
     Raises:
         ValueError: they did not run on the same, or have a row twice.
     """
-    rows: list[common.Row] = []
+    rows: list[Row] = []
     facts: dict[str, str] = {}
     for folder in folders:
         with (folder / f"{NAME}.csv").open(newline="") as file:
@@ -156,9 +156,9 @@ def _number(text: str) -> object:
     return text
 
 
-def finish(rows: list[common.Row], facts: dict[str, str], output: Path | None) -> int:
-    """`common.finish`; 1 also where ours raised, for another reason than want of time."""
-    code = common.finish(NAME, rows, facts, output)
+def conclude(rows: list[Row], facts: dict[str, str], output: Path | None) -> int:
+    """`finish`; 1 also where ours raised, for another reason than want of time."""
+    code = finish(NAME, rows, facts, output)
     for row in rows:
         check = str(row["check"])
         if row["provider"] in OURS and check.startswith("raised: ") and NO_TIME not in check:
@@ -173,7 +173,7 @@ def handlers(name: str, device: torch.device) -> dict[str, Callable[..., Any]]:
 
 
 def main() -> int:
-    options = common.parser(__doc__ or "")
+    options = parser(__doc__ or "")
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium", "large"])
     options.add_argument("--layers", nargs="+", type=int, help="default: 4 16 32, large only 4")
     options.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
@@ -185,24 +185,24 @@ def main() -> int:
     )
     options.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="measure nothing")
     options.add_argument("--worker", choices=PROVIDERS, help=argparse.SUPPRESS)
-    args, device = common.arguments(options, on_gpu=15)
+    args, device = arguments(options, on_gpu=15)
     if args.worker:
         serve(handlers(args.worker, device))
         return 0
     if args.merge:
-        return finish(*merged(args.merge), args.output)
+        return conclude(*merged(args.merge), args.output)
     if device.type != "cuda":
         options.error("CUDA graphs need a CUDA device")
     args.repetitions = 3 if args.quick else args.repetitions
     args.budget_s = args.budget_s or (230.0 if args.quick else 900.0)
     args.compile_s = args.compile_s or (60.0 if args.quick else 240.0)
     rows = bench(args, device)
-    facts = common.environment(device)
+    facts = environment(device)
     try:
         facts["a pair of Functions, CPU µs"] = f"{function_pair_us(device):.1f}"
     except Exception as error:
         facts["a pair of Functions, CPU µs"] = reason_of(error)
-    return finish(rows, facts, args.output)
+    return conclude(rows, facts, args.output)
 
 
 if __name__ == "__main__":

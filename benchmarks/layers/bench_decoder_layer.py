@@ -45,18 +45,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import (
+from benchmarks.lib.decoder_provider import GRAPHED, MAKE, NOT_GRAPHED, Provider, Samples, kind_of
+from benchmarks.lib.rows import (
     Row,
     arguments,
     environment,
     finish,
-    measured_floor,
     parser,
     ratio,
     write_csv,
     write_markdown,
 )
-from benchmarks.lib.decoder_provider import GRAPHED, MAKE, NOT_GRAPHED, Provider, Samples, kind_of
+from benchmarks.lib.timing import measured_floor
 from benchmarks.lib.workers import Local, Worker, WorkerError, serve
 from benchmarks.peers.layer_case import SIZES
 from benchmarks.peers.te import te_first_or_hidden

@@ -39,19 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    Timing,
-    arguments,
-    environment,
-    finish,
-    heat,
-    parser,
-    ratio,
-    repetitions_within,
-    samples_of,
-)
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.timing import NOT_TIMED, Timing, heat, repetitions_within, samples_of
 from benchmarks.peers import PEERS, Case, Peer, Unavailable
 from benchmarks.peers.base import dropout_fault, exact, fault, make_case
 

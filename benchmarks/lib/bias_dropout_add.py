@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import lorakernels
-from benchmarks.lib.common import Timing, time_of
 from benchmarks.lib.op_checks import beyond
+from benchmarks.lib.timing import Timing, time_of
 from lorakernels import PhiloxState, reference
 
 SEED = 7

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.lib.common import Row
+from benchmarks.lib.rows import Row
 
 PEAKS = {"fp8": 1978.9e12, "bf16": 989.4e12}  # of an H200 SXM, dense
 MARK = "op#"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import lorakernels
-from benchmarks.lib.common import synchronize
 from benchmarks.lib.finetune_files import write_checkpoint, write_texts
+from benchmarks.lib.timing import synchronize
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, plain_model, token_rows
 from benchmarks.peers.training import HfPeft, Training

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.common import MAX_SCRUBS, SCRUB_BYTES, Row, heat, synchronize
+from benchmarks.lib.rows import Row
+from benchmarks.lib.timing import MAX_SCRUBS, SCRUB_BYTES, heat, synchronize
 from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.layer_case import SIZES, LayerCase, LayerPeer, P, make_layer_case
@@ -190,7 +191,7 @@ def _split(peer: LayerPeer, often: int) -> list[tuple[float, float]]:
 
 
 def _split_on_gpu(peer: LayerPeer, device: torch.device, often: int) -> list[tuple[float, float]]:
-    """Forward and backward of one step behind a lead that the host needs to enqueue both, as in common.py; empty where
+    """Forward and backward of one step behind a lead that the host needs to enqueue both, as in timing.py; empty where
     no lead suffices."""
     scrub = torch.empty(SCRUB_BYTES, dtype=torch.uint8, device=device)
     scrubs, late, found = LEAD_SCRUBS, 0, []

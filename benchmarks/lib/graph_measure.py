@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.lib import common
-from benchmarks.lib.common import synchronize
 from benchmarks.lib.graph_providers import (
     PROVIDERS,
     Layer,
@@ -22,6 +20,8 @@ from benchmarks.lib.graph_providers import (
     be_deterministic,
     make_stack,
 )
+from benchmarks.lib.rows import Row
+from benchmarks.lib.timing import heat, synchronize
 
 # Of the norm: bf16 keeps 2⁻⁸ of a number, and another order of additions passes through up to 32 layers. Other masks
 # change a third of what LoRA adds, which is some percent of the output
@@ -216,7 +216,7 @@ class Measurer:
             torch.cuda.empty_cache()
         return "released"
 
-    def measure(self, size: str, count: int, most: int, repetitions: int) -> common.Row:
+    def measure(self, size: str, count: int, most: int, repetitions: int) -> Row:
         if self._stack is None or self._stack[0] != size:
             self.release()
             self._stack = size, make_stack(size, most, self.device)
@@ -225,7 +225,7 @@ class Measurer:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.empty_cache()  # or cuBLAS's workspace would sit in what the weights' making has left
-            common.heat(self.device, 0.1)
+            heat(self.device, 0.1)
             torch.cuda.empty_cache()
             base = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -253,7 +253,7 @@ class Measurer:
             row = {column: "" for column in COLUMNS}
         return {"check": check, **row}
 
-    def _times(self, stack: Stack, run: Run, repetitions: int) -> common.Row:
+    def _times(self, stack: Stack, run: Run, repetitions: int) -> Row:
         one = wall_seconds(stack, run, 1, 1)
         in_a_row = max(1, min(8, 64 // len(run.layers), round(ROW_SECONDS / one)))
         wall = wall_seconds(stack, run, repetitions, in_a_row)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import Row
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_floor, verdict
+from benchmarks.lib.rows import Row
 
 COLUMN = 1
 

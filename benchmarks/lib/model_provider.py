@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.common import synchronize
+from benchmarks.lib.timing import synchronize
 from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import SPECS

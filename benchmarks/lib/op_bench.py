@@ -17,18 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.common import (
-    NOT_TIMED,
-    Row,
-    arguments,
-    environment,
-    finish,
-    heat,
-    measured_floor,
-    parser,
-    ratio,
-    time_of,
-)
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.timing import NOT_TIMED, heat, measured_floor, time_of
 
 
 @dataclass(frozen=True)

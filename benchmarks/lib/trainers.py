@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.lib.common import synchronize
+from benchmarks.lib.timing import synchronize
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P, Spec
 from lorakernels import fuse

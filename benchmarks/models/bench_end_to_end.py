@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.model_provider import PROVIDERS, import_for, kind_of, measure
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, serve
 from benchmarks.peers.models import ADAPTED, SPECS, sizes, token_rows
 from benchmarks.peers.te import te_first_or_hidden

@@ -50,8 +50,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import Row, arguments, environment, finish, parser, ratio, synchronize
 from benchmarks.lib.finetune_files import JOBS, write_checkpoint, write_texts
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.timing import synchronize
 from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, reason_of, serve
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, dtype_of

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import Row, environment, table, write_csv, write_markdown
+from benchmarks.lib.rows import Row, environment, table, write_csv, write_markdown
 from benchmarks.lib.workers import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]

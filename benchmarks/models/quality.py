@@ -42,8 +42,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.lib.common import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, te
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
 from lorakernels.train.bytes import VOCABULARY

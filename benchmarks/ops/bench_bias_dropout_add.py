@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.bias_dropout_add import PROVIDERS, Inputs, make_inputs, moved, timed
-from benchmarks.lib.common import NOT_TIMED, Row, ratio
 from benchmarks.lib.op_bench import Bench, Option, Setting, main
+from benchmarks.lib.rows import Row, ratio
+from benchmarks.lib.timing import NOT_TIMED
 
 OPTIONS = (
     Option(

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import Row
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_cublaslt, main, verdict
 from benchmarks.lib.op_checks import relative_error
+from benchmarks.lib.rows import Row
 from lorakernels import ops, reference
 
 CHECKED_ROWS, SITE = 64, 5

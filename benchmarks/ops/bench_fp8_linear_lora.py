@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch import Tensor
 
-from benchmarks.lib.common import Row
 from benchmarks.lib.fp8_linear_lora import Inputs, base_only, error, make_inputs, pytorch
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_cublaslt, main, verdict
+from benchmarks.lib.rows import Row
 from lorakernels import ops
 
 PROVIDERS: dict[str, tuple[Callable[[Inputs], Tensor], bool]] = {  # and whether it has LoRA

@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import NOT_TIMED, Row, ratio, time_of
 from benchmarks.lib.op_bench import Bench, Option, Setting, main
+from benchmarks.lib.rows import Row, ratio
+from benchmarks.lib.timing import NOT_TIMED, time_of
 from lorakernels import DelayedScaling, FP8State, reference
 
 OPTIONS = (

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.lib.bias_dropout_add import make_inputs, moved, timed
-from benchmarks.lib.common import NOT_TIMED, Row, ratio
 from benchmarks.lib.op_bench import Bench, Option, Setting, main
+from benchmarks.lib.rows import Row, ratio
+from benchmarks.lib.timing import NOT_TIMED
 from lorakernels import reference
 
 P = 0.1

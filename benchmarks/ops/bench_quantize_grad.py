@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import Row
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
 from benchmarks.lib.op_checks import off_product
+from benchmarks.lib.rows import Row
 from lorakernels import kernels, ops, reference
 
 SCALING, COLUMN, FP8 = 0.5, 1, torch.float8_e5m2

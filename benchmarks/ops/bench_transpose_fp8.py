@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.common import Row
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_floor, main, verdict
+from benchmarks.lib.rows import Row
 from lorakernels import ops
 
 PROVIDERS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib import common
+from benchmarks.lib.rows import Row, environment, table, write_csv, write_markdown
 from lorakernels import DelayedScaling, ops
 from lorakernels.state.fp8 import FP8State
 
@@ -118,7 +118,7 @@ def step(m: int, n: int, k: int, rank: int) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def rows_of(text: str) -> list[common.Row]:
+def rows_of(text: str) -> list[Row]:
     """The table's rows from `ncu --page raw --csv`: a line of names, a line of units, a line per kernel.
 
     Raises:
@@ -137,7 +137,7 @@ def rows_of(text: str) -> list[common.Row]:
     ]
 
 
-def _row(found: dict[str, str], unit: dict[str, str]) -> common.Row:
+def _row(found: dict[str, str], unit: dict[str, str]) -> Row:
     def number(metric: str) -> float:
         return float(found[metric].replace(",", ""))
 
@@ -206,15 +206,15 @@ def main() -> None:
             text=True,
         ).stdout
     facts = {
-        **common.environment(torch.device("cuda")),
+        **environment(torch.device("cuda")),
         "shape": args.shape,
         "rank": str(args.rank),
     }
     rows = rows_of(raw)
-    print(common.table(rows))
+    print(table(rows))
     if args.output:
-        common.write_csv(args.output / "counters.csv", rows, facts)
-        common.write_markdown(args.output / "counters.md", rows, facts)
+        write_csv(args.output / "counters.csv", rows, facts)
+        write_markdown(args.output / "counters.md", rows, facts)
 
 
 if __name__ == "__main__":

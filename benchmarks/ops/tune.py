@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.common import arguments, environment, parser, repetitions_within, time_of
 from benchmarks.lib.fp8_linear_lora import Inputs, error, make_inputs, pytorch
+from benchmarks.lib.rows import arguments, environment, parser
+from benchmarks.lib.timing import repetitions_within, time_of
 from lorakernels.kernels import tuning
 from lorakernels.kernels.tuning import KernelConfig, Problem
 

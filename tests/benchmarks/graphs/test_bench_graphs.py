@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.lib.rows import write_csv
 from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.graphs.fake import FakeBackend
 
@@ -83,7 +84,9 @@ def test_it_fails_where_ours_does(bench: Any, provider: str, check: str, code: i
     row = {"size": "small", "layers": 4, "provider": provider, "check": check}
     row |= {name: "" for name in bench.COLUMNS}
     assert {provider, *bench.OURS} <= {*bench.PROVIDERS}
-    assert bench.finish([row | {"provider": "eager", "check": "bit-equal"}, row], {}, None) == code
+    assert (
+        bench.conclude([row | {"provider": "eager", "check": "bit-equal"}, row], {}, None) == code
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_only_an_answer_that_the_budget_cuts_off_is_no_failure(
     rows = list(bench.rows_of("tiny", "GraphManager", Slow(), args, 100.0 + budget))
     assert [row["check"] for row in rows] == [f"raised: {expected}"]
     eager = rows[0] | {"provider": "eager", "check": "bit-equal"}
-    assert bench.finish([eager, *rows], {}, None) == code
+    assert bench.conclude([eager, *rows], {}, None) == code
 
 
 def test_time_that_is_spent_is_said(bench: Any) -> None:
@@ -141,7 +144,6 @@ def test_parts_are_merged_into_one_table(
     rows_of: RowsOf,
     tmp_path: Path,
 ) -> None:
-    common = bench.common
     facts = {
         name: "x" for name in ("device", "torch", "cuda", "triton", "driver", "commit", "date")
     }
@@ -153,7 +155,7 @@ def test_parts_are_merged_into_one_table(
             for name, ms in (("GraphManager", 2.0), ("eager", 6.0))
         ]
         path = tmp_path / folder / "graphs.csv"
-        common.write_csv(path, bench.in_order(rows), facts | {"commit": commit})
+        write_csv(path, bench.in_order(rows), facts | {"commit": commit})
         return path.parent
 
     parts = [write("b", "medium"), write("a", "small")]
