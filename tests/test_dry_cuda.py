@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorakernels import _C, DelayedScaling, FP8State, LoRAConfig, LoRALinear, device
 from tests.dry_cuda import CAPABILITY, STREAM, dry_cuda
-from tests.modules.fused_models import LINEARS, adapted, fused_copy, run, tokens
+from tests.fusion.fused_models import LINEARS, adapted, fused_copy, run, tokens
 from tests.recorded_calls import Call, Recorded, differences
 
 OPS = torch.ops.lorakernels

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.peers.models import SPECS, Spec, dtype_of, empty_model, value
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.demo import _sources
 
 SHARD = 1 << 30  # bytes, about

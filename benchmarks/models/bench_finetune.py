@@ -57,7 +57,7 @@ from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, re
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, dtype_of
 from benchmarks.peers.training import HfPeft, Ours, Training
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data import tokenize_files
 from lorakernels.train.metrics import read_metrics
 from lorakernels.train.packing import PackedRows, RowOrder

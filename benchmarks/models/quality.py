@@ -46,7 +46,7 @@ from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, 
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
-from lorakernels.train.bytes import VOCABULARY
+from lorakernels.train.byte_tokenizer import VOCABULARY
 from lorakernels.train.demo import SHAPE, write_texts
 from lorakernels.train.model import quiet_transformers, reproducible
 

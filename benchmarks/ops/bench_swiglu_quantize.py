@@ -25,13 +25,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from lorakernels.checks_layer import packed_scales
 from torch import Tensor
 
 from benchmarks.lib.layer_ops import COLUMN, Pass, bench_of, delayed_state
 from benchmarks.lib.op_bench import main
 from benchmarks.lib.op_checks import off, off_fp8
 from lorakernels import ops, reference, reference_layer
-from lorakernels.checks_layer import packed_scales
 
 GPU_SHAPES = ["8192x28672", "2048x14336", "1024x8192"]
 CPU_SHAPES = ["128x256"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.modules.fused_layer import FusedDecoderLayer
+from lorakernels.fusion.layer import FusedDecoderLayer
 from tests.benchmarks.aliases import Load
 from tests.graphs.fake import FakeBackend
 
