@@ -18,6 +18,7 @@ FP8_GEMM_MULTIPLE = 16
 TMA_CAPABILITY = (9, 0)
 DEQUANTIZED_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # their tensor cores
 LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
+PLAIN = "the base is not FP8"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,18 +68,29 @@ def why_not_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> 
     return "no rows" if rows == 0 else None
 
 
-def takes_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Whether FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
-    least = DEQUANTIZED_CAPABILITY.get(dtype)
-    return least is not None and least <= capability < FP8_GEMM_CAPABILITY
+def why_not_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """None if FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
+    if capability >= FP8_GEMM_CAPABILITY:
+        return f"compute capability {capability} has FP8 tensor cores"
+    if dtype not in DEQUANTIZED_CAPABILITY or capability < DEQUANTIZED_CAPABILITY[dtype]:
+        return f"compute capability {capability} has no tensor cores for {dtype}"
+    return None
+
+
+def why_not_aligned(**tensors: Tensor | None) -> str | None:
+    """None if these tensors have no gaps and begin at 16 bytes, as TMA reads them; otherwise the reason why not."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    return None
 
 
 def gemm_without_ours(place: Place) -> tuple[str, str] | None:
     """What multiplies a base of `place` where no kernel of ours can, and why; None where one may."""
     if not place.fp8:
-        return "torch", "the base is not FP8"
-    dtypes = [t for t in (torch.bfloat16, torch.float16) if takes_dequantized(place.capability, t)]
-    if dtypes:
+        return "torch", PLAIN
+    halves = (torch.bfloat16, torch.float16)
+    if dtypes := [t for t in halves if not why_not_dequantized(place.capability, t)]:
         names = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
         note = f"dequantized {names} matmul, 2 bytes a weight of scratch: no FP8 tensor cores"
         return "dequantized", f"{note}; else fp32"
