@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,17 +57,31 @@ def dropped(dropped: Tensor | None, rows: int, words: int, device: torch.device)
         )
 
 
-def fp8_linear_lora(
-    x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None, residual: Tensor | None
+def side_by_side(
+    dy: Tensor,
+    lora_B: Tensor | None,
+    s: Tensor | None,
+    rows: Sequence[int] | None,
+    ranks: Sequence[int] | None,
 ) -> None:
-    """weight_scale_inv [1] or [N], residual [M, N]; ValueError otherwise."""
-    rows, cols = x.shape[0], weight.shape[0]
-    if weight_scale_inv is not None and weight_scale_inv.shape not in ((1,), (cols,)):
-        raise ValueError(
-            f"weight_scale_inv must be [1] or [{cols}], found {list(weight_scale_inv.shape)}"
-        )
-    if residual is not None and residual.shape != (rows, cols):
-        raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
+    """What `quantize_grad` takes of n projections, where there are `rows`; ValueError naming the argument otherwise."""
+    if not rows and not ranks:
+        return
+    rows, ranks = list(rows or ()), list(ranks or ())
+    if len(rows) != len(ranks):
+        raise ValueError(f"rows and ranks must be of one length, found {rows} and {ranks}")
+    if sum(rows) != dy.shape[1] or min(rows) < 0:
+        raise ValueError(f"rows must sum to dy's {dy.shape[1]} columns, found {rows}")
+    if lora_B is None:
+        return
+    if len({*ranks} - {0}) != 1 or min(ranks) < 0:
+        raise ValueError(f"ranks must be one rank R > 0, or 0 without an adapter, found {ranks}")
+    expected = {"lora_B": (lora_B, [dy.shape[1], max(ranks)]), "s": (s, [len(dy), sum(ranks)])}
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and list(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must be {shape} with rows {rows}, ranks {ranks}, found {list(tensor.shape)}"
+            )
 
 
 def fp8_states(forward: Tensor, backward: Tensor, current: Tensor | None) -> None:

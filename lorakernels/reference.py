@@ -82,7 +82,7 @@ def dropout_keep(
 def drawn_mask(
     slot: Tensor, p: float, site: int, rows: int, cols: int, row0: int = 0, col0: int = 0
 ) -> Tensor:
-    """`dropout_keep`, drawn by csrc where it can: the same bits, on one CPU core in an eighth of the time."""
+    """`dropout_keep`, drawn by csrc/philox.h where it can: the same bits, on one CPU core in an eighth of the time."""
     if torch.compiler.is_compiling() or (slot.is_cuda and why_not_csrc(capability_of(slot.device))):
         return dropout_keep(slot, p, site, rows, cols, row0, col0)
     keep = torch.empty(rows, cols, dtype=torch.bool, device=slot.device)
@@ -116,7 +116,7 @@ def dropped_words(cols: int) -> int:
 
 
 def dropped_bits(keep: Tensor) -> Tensor:
-    """csrc/device/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
+    """csrc/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
 
     Column 8 d + 2 w + h of a word's 32 has bit 16 h + 8 (d % 2) + 2 w + d // 2.
     """
@@ -220,37 +220,70 @@ def quantize_lora_down(
     return x8, scale_inv, s.to(x.dtype)
 
 
-def fp8_linear_lora(
-    x: Tensor,
-    x_scale_inv: Tensor | None,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None,
-    bias: Tensor | None,
-    s: Tensor | None,
+def quantize_grad(
+    dy: Tensor,
     lora_B: Tensor | None,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
     scaling: float,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """y = x Wᵀ + bias + scaling · s Bᵀ + residual in `out_dtype`; x and W are FP8 with their scale_inv, or both plain.
+    fp8_dtype: torch.dtype,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s. Empty dB without s, empty ds without B.
 
-    `weight_scale_inv` is [1], or [N] for a scale of each row of W. Sums are fp32's here, whatever `split` asks of the
-    FP8 tensor cores.
+    The scale_inv of an fp16 dy that is not finite is NaN (`scale_that_tells`).
+
+    Of n projections side by side in dy [M, ΣN], with `rows` N_i and `ranks` R_i, 0 or one R:
+
+        ds_i = scaling · dy_i B_i      dB_i = scaling · dy_iᵀ s_i
+
+    lora_B and dB are [ΣN, R], one projection below the other; where R_i = 0 lora_B is not read and dB is 0. s and ds
+    are [M, ΣR], side by side.
 
     Raises:
-        ValueError: `weight_scale_inv` or `residual` [M, N] does not fit.
+        ValueError: they do not fit together.
     """
-    checks.fp8_linear_lora(x, weight, weight_scale_inv, residual)
-    by_row = None if weight_scale_inv is None else weight_scale_inv.view(-1, 1)
-    acc = _dequantize(x, x_scale_inv) @ _dequantize(weight, by_row).t()
-    if s is not None and lora_B is not None:
-        acc += scaling * (s.float() @ lora_B.to(s.dtype).float().t())
-    if bias is not None:
-        acc += bias.float()
-    if residual is not None:
-        acc += residual.float()
-    return acc.to(out_dtype)
+    checks.side_by_side(dy, lora_B, s, rows, ranks)
+    dy8, scale_inv = quantize(dy, state, column, delayed, fp8_dtype)
+    scale_inv = scale_that_tells(dy, scale_inv)
+    if lora_B is None:
+        return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
+    places = adapter_places(rows, ranks)
+    b = lora_B.to(dy.dtype).float()
+    ds = torch.cat([dy[:, cols].float() @ b[cols] for _, (cols, _) in places], 1)
+    ds = (scaling * ds).to(dy.dtype)
+    if s is None:
+        return dy8, scale_inv, ds, dy.new_empty(0)
+    dB = torch.zeros_like(lora_B)
+    for _, (cols, window) in places:
+        dB[cols] = (scaling * (dy[:, cols].float().t() @ s[:, window].float())).to(dB.dtype)
+    return dy8, scale_inv, ds, dB
+
+
+def quantize_grad_and_mask(
+    dy: Tensor,
+    lora_B: Tensor,
+    s: Tensor | None,
+    state: Tensor | None,
+    column: int,
+    delayed: bool,
+    scaling: float,
+    fp8_dtype: torch.dtype,
+    slot: Tensor,
+    p: float,
+    site: int,
+    cols: int,
+    row0: int = 0,
+    col0: int = 0,
+    rows: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_grad`, and `dropped_bits` of the input's mask [M, cols]: int32 [M, dropped_words(cols)]."""
+    found = quantize_grad(dy, lora_B, s, state, column, delayed, scaling, fp8_dtype, rows, ranks)
+    return *found, dropped_bits(drawn_mask(slot, p, site, len(dy), cols, row0, col0))
 
 
 def adapter_places(
@@ -270,36 +303,60 @@ def adapter_places(
     return places
 
 
-def fp8_grad_input(
-    dy: Tensor,
-    dy_scale_inv: Tensor | None,
-    fp8_dtype: torch.dtype,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None,
-    weight_t: Tensor | None,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
+def lora_grad_a(
+    ds: Tensor,
+    x: Tensor,
+    x_scale_inv: Tensor | None,
     slot: Tensor | None,
     p: float,
     site: int,
     out_dtype: torch.dtype,
     row0: int = 0,
     col0: int = 0,
-    split: bool = True,
     dropped: Tensor | None = None,
 ) -> Tensor:
-    """dx = dy W + mask ⊙ (ds A) / (1 − p), the mask drawn again from `slot`. `weight_t` [K, N] is W's second copy.
+    """dA = dsᵀ D(x) in `out_dtype`, from the saved x8 (with its scale_inv) or x. A kernel may read
+    the mask from `dropped` instead of drawing it."""
+    xd, factor = masked(_dequantize(x, x_scale_inv), slot, p, site, row0, col0)
+    return ((ds.float().t() @ xd) * factor).to(out_dtype)
 
-    `dropped` holds the same mask where `quantize_grad_and_mask` drew it: a kernel may read that instead of drawing.
-    Sums are fp32's here, whatever `split` asks of the FP8 tensor cores.
+
+def amax_and_scale_update(
+    forward: Tensor,
+    backward: Tensor,
+    current: Tensor | None,
+    gated: bool,
+    fp8_max_forward: float,
+    fp8_max_backward: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    """Roll the amax histories and compute new scales, in place, for every column of both directions [L + 1, n].
+
+    A column's current amax is its row 0, or its entry of `current` [2n] (forward's, then backward's). A column whose
+    current amax is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`, amax being the
+    current one or the history's largest finite one; an inf or NaN current amax keeps the scale, an overflowing
+    scale becomes FLT_MAX; then the history rolls. `gated`: nothing changes unless one of backward's current amaxes is
+    > 0 or NaN. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit; nothing is changed then.
     """
-    acc = _dequantize(dy, dy_scale_inv, fp8_dtype) @ _dequantize(weight, weight_scale_inv)
-    if ds is not None and lora_A is not None:
-        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), slot, p, site, row0, col0)
-        acc += branch * factor
-    return acc.to(out_dtype)
-
-
-def transpose_fp8(weight: Tensor) -> Tensor:
-    """Wᵀ [K, N] of W's bytes [N, K], contiguous; exact, since the scale is per tensor."""
-    return weight.t().clone(memory_format=torch.contiguous_format)
+    checks.fp8_states(forward, backward, current)
+    if current is None:
+        current = torch.cat((forward[0], backward[0]))
+    new_x, new_dy = current.view(2, -1)
+    is_open = ~(new_dy <= 0).all() if gated else torch.ones_like(new_dy, dtype=torch.bool)
+    for state, new, fp8_max in (
+        (forward, new_x, fp8_max_forward),
+        (backward, new_dy, fp8_max_backward),
+    ):
+        history, scale = state[:-1], state[-1]
+        live = (new != 0) & is_open
+        older = torch.where(history[1:].isfinite(), history[1:], 0.0)
+        amax = new if most_recent else torch.cat((new[None], older)).amax(0)
+        fresh = _divide(fp8_max * 2.0**-margin, amax).clamp(max=FLT_MAX)
+        scale.copy_(torch.where(live & new.isfinite() & (amax > 0), fresh, scale))
+        rolled = torch.cat((history[1:], new[None]))
+        rolled[0] = 0.0
+        history.copy_(torch.where(live, rolled, history))

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.tuning import MAX_RANK
 from lorakernels.kernels.tuning_layer import MAX_NORM_COLUMNS
 
 OPS = (
     "quantize_lora_down",
-    "fp8_linear_lora",
-    "fp8_grad_input",
-    "transpose_fp8",
+    "quantize_grad",
+    "lora_grad_a",
     "bias_dropout_add",
     "amax_and_scale_update",
     "rms_norm_quantize",
@@ -25,16 +25,19 @@ OPS = (
     "block_diagonal",
     "cross_entropy",
 )
-AROUND_LINEAR = ("bias_dropout_add", *OPS[6:])  # what a linear layer itself does not run
-FP8_GEMM_CAPABILITY = (8, 9)
+AROUND_LINEAR = ("bias_dropout_add", *OPS[5:])  # what a linear layer itself does not run
 FP8_GEMM_MULTIPLE = 16
-TMA_CAPABILITY = (9, 0)
-DEQUANTIZED_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # their tensor cores
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DOWN_MULTIPLE = 8  # of K, for quantize_lora_down in one read
 DOWN_RANK = 128
+GRAD_MULTIPLE = 8  # of N, for quantize_grad in one pass
+GRAD_RANK = 128
+DRAWN_RANK = 64  # above, quantize_grad has the mask drawn by another kernel
+GRAD_PROJECTIONS = 4  # side by side, for quantize_grad in one pass
+GRAD_PROJECTION_MULTIPLE = 128  # of the columns of each but the last
+GRAD_A_MULTIPLE = {True: 16, False: 8}  # of K, for lora_grad_a in one pass, by whether x is FP8
+GRAD_A_RANK = 128
 LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
-TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 
 
 def implementations(
@@ -66,11 +69,11 @@ def implementations(
     csrc = {
         "bias_dropout_add": "one pass, forward and backward",
         "amax_and_scale_update": "one launch for all tensors",
-        "transpose_fp8": "one pass",
     }
     table = {
-        **_gemms(capability, sizes, fp8, split),
         "quantize_lora_down": _quantize_lora_down(capability, sizes),
+        "quantize_grad": _quantize_grad(capability, sizes),
+        "lora_grad_a": _lora_grad_a(capability, sizes, fp8),
     }
     for op, note in csrc.items():
         table[op] = ("torch", csrc_why_not) if csrc_why_not else ("csrc", note)
@@ -123,33 +126,13 @@ def why_not_norm_kernel(x: Tensor, **others: Tensor | None) -> str | None:
     return why_not_layer_kernel(x=x, **others)
 
 
-def _gemms(
-    capability: tuple[int, int], sizes: tuple[int, int] | None, fp8: bool, split: bool
-) -> dict[str, tuple[str, str]]:
-    ops = ("fp8_linear_lora", "fp8_grad_input")
-    if not fp8:
-        return dict.fromkeys(ops, ("torch", "the base is not FP8"))
-    n, k = sizes or (FP8_GEMM_MULTIPLE,) * 2
-    dtypes = [t for t in (torch.bfloat16, torch.float16) if takes_dequantized(capability, t)]
-    if dtypes:
-        names = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
-        note = f"dequantized {names} matmul, 2 bytes a weight of scratch: no FP8 tensor cores"
-        return dict.fromkeys(ops, ("dequantized", f"{note}; else fp32"))
-    if why_not := takes_cublaslt(capability, 1, n, k):
-        return dict.fromkeys(ops, ("torch", why_not))
-    needs = "" if sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
-    not_csrc = _why_not_wgmma_gemm(capability, n, k)
-    not_triton = _why_not_triton_gemm(capability, 1, n, k) or (TRITON_SPLIT if split else None)
-    forward = ("triton", f"rank ≤ {MAX_RANK}", not_triton)
-    table = {}
-    for op, implementation, ranks, why_not in (
-        ("fp8_linear_lora", *(forward if not_csrc else ("csrc", "any rank", None))),
-        ("fp8_grad_input", "csrc", "any rank", not_csrc),
-    ):
-        note = f"one kernel for bf16 and fp16, {ranks}{needs}; else torch._scaled_mm"
-        by_cublaslt = ("cublaslt", f"torch._scaled_mm{needs}: {why_not}")
-        table[op] = by_cublaslt if why_not else (implementation, note)
-    return table
+def _quantize_grad(capability: tuple[int, int], sizes: tuple[int, int] | None) -> tuple[str, str]:
+    if why_not := why_not_wgmma(capability):
+        return "torch", why_not
+    if sizes and sizes[0] % GRAD_MULTIPLE:
+        return "torch", f"N = {sizes[0]} must be a multiple of {GRAD_MULTIPLE}"
+    needs_n = "" if sizes else f", N a multiple of {GRAD_MULTIPLE}"
+    return "csrc", f"one pass for bf16 and fp16, rank ≤ {GRAD_RANK}{needs_n}; else PyTorch's"
 
 
 def why_not_wgmma(capability: tuple[int, int]) -> str | None:
@@ -197,68 +180,74 @@ def _quantize_lora_down(
     return "csrc", f"one read for bf16 and fp16, rank ≤ {DOWN_RANK}{needs_k}; else PyTorch's"
 
 
-def why_not_wgmma_gemm(
-    dy: Tensor,
-    weight: Tensor,
-    weight_t: Tensor | None,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    out_dtype: torch.dtype,
-    col0: int,
+def why_not_one_pass(
+    dy: Tensor, lora_B: Tensor | None, s: Tensor | None, rows: Sequence[int] | None = None
 ) -> str | None:
-    """None if csrc's `fp8_grad_input` takes these FP8 operands; otherwise the reason why not."""
-    if why_not := _why_not_wgmma_gemm(capability_of(dy.device), *weight.shape):
+    """None if csrc's `quantize_grad` takes these tensors; otherwise the reason why not."""
+    if why_not := why_not_wgmma(capability_of(dy.device)):
         return why_not
-    if out_dtype not in (torch.bfloat16, torch.float16):
-        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
-    if dy.shape[0] == 0:
-        return "no rows"
+    if dy.dtype not in (torch.bfloat16, torch.float16):
+        return f"dy is {dy.dtype}, not bfloat16 or float16"
+    if dy.shape[1] % GRAD_MULTIPLE or dy.shape[1] == 0:
+        return f"N = {dy.shape[1]} must be a positive multiple of {GRAD_MULTIPLE}"
+    if dy.data_ptr() % 16 or not dy.is_contiguous():
+        return f"dy must be contiguous and 16-byte aligned, found strides {dy.stride()}"
+    if lora_B is None:
+        return None
+    if rows and len(rows) > GRAD_PROJECTIONS:
+        return f"{len(rows)} projections are more than {GRAD_PROJECTIONS}"
+    if rows and any(n % GRAD_PROJECTION_MULTIPLE for n in rows[:-1]):
+        return f"rows {list(rows)} before the last must be multiples of {GRAD_PROJECTION_MULTIPLE}"
+    if not 0 < lora_B.shape[1] <= GRAD_RANK:
+        return f"rank {lora_B.shape[1]} is not in 1 to {GRAD_RANK}"
+    if lora_B.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"lora_B is {lora_B.dtype}"
+    if s is not None and s.dtype != dy.dtype:
+        return f"s is {s.dtype}, dy {dy.dtype}"
+    if not all(t is None or t.is_contiguous() for t in (lora_B, s)):
+        return "lora_B and s must be contiguous"
+    return None
+
+
+def why_not_lora_grad_a(
+    ds: Tensor, x: Tensor, x_scale_inv: Tensor | None, out_dtype: torch.dtype, col0: int
+) -> str | None:
+    """None if csrc's `lora_grad_a` takes these tensors; otherwise the reason why not."""
+    fp8 = x_scale_inv is not None
+    if why_not := _why_not_lora_grad_a(capability_of(x.device), x.shape[1], fp8):
+        return why_not
+    if ds.dtype not in (torch.bfloat16, torch.float16):
+        return f"ds is {ds.dtype}, not bfloat16 or float16"
+    if not fp8 and x.dtype != ds.dtype:
+        return f"x is {x.dtype}, ds {ds.dtype}"
+    if out_dtype not in FLOATS:
+        return f"out_dtype is {out_dtype}"
     if col0 % DOWN_MULTIPLE:
         return f"col0 = {col0} must be a multiple of {DOWN_MULTIPLE}"
-    for name, tensor in (("dy", dy), ("weight", weight), ("weight_t", weight_t)):
-        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
-            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
-    if ds is None or lora_A is None:
-        return None
-    if ds.dtype != out_dtype:
-        return f"ds is {ds.dtype}, out_dtype {out_dtype}"
-    if lora_A.dtype not in FLOATS:
-        return f"lora_A is {lora_A.dtype}"
-    for name, tensor in (("ds", ds), ("lora_A", lora_A)):
-        if not tensor.is_contiguous():
-            return f"{name} must be contiguous, found strides {tensor.stride()}"
+    if not 0 < ds.shape[1] <= GRAD_A_RANK:
+        return f"rank {ds.shape[1]} is not in 1 to {GRAD_A_RANK}"
+    if x.data_ptr() % 16 or not x.is_contiguous():
+        return f"x must be contiguous and 16-byte aligned, found strides {x.stride()}"
     return None
 
 
-def why_not_wgmma_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    s: Tensor | None,
-    lora_B: Tensor | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None,
-) -> str | None:
-    """None if csrc's `fp8_linear_lora` takes these FP8 operands; otherwise the reason why not."""
-    if why_not := _why_not_wgmma_gemm(capability_of(x.device), *weight.shape):
+def _why_not_lora_grad_a(capability: tuple[int, int], k: int, fp8: bool) -> str | None:
+    if why_not := why_not_csrc(capability):
         return why_not
-    if out_dtype not in (torch.bfloat16, torch.float16):
-        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
-    if x.shape[0] == 0 or x.shape[1] == 0:
-        return f"x is empty, {tuple(x.shape)}"
-    for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
-        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
-            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
-    if residual is not None and residual.dtype != out_dtype:
-        return f"residual is {residual.dtype}, out_dtype {out_dtype}"
-    if s is not None and lora_B is not None and s.dtype != out_dtype:
-        return f"s is {s.dtype}, out_dtype {out_dtype}"
-    for name, optional in (("bias", bias), ("s", s), ("lora_B", lora_B)):
-        if optional is not None and not optional.is_contiguous():
-            return f"{name} must be contiguous, found strides {optional.stride()}"
-        if optional is not None and optional.dtype not in FLOATS:
-            return f"{name} is {optional.dtype}"
-    return None
+    if capability < (8, 0):
+        return f"compute capability {capability} has no bf16 tensor cores"
+    multiple = GRAD_A_MULTIPLE[fp8]
+    return f"K = {k} must be a multiple of {multiple}" if k % multiple else None
+
+
+def _lora_grad_a(
+    capability: tuple[int, int], sizes: tuple[int, int] | None, fp8: bool
+) -> tuple[str, str]:
+    multiple = GRAD_A_MULTIPLE[fp8]
+    if why_not := _why_not_lora_grad_a(capability, sizes[1] if sizes else multiple, fp8):
+        return "torch", why_not
+    needs_k = "" if sizes else f", K a multiple of {multiple}"
+    return "csrc", f"one pass for bf16 and fp16, rank ≤ {GRAD_A_RANK}{needs_k}; else PyTorch's"
 
 
 def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | None:
@@ -269,71 +258,13 @@ def _why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | No
     return "N = 0" if n == 0 else None
 
 
-def why_not_transpose_fp8(weight: Tensor) -> str | None:
-    """None if csrc's `transpose_fp8` takes this matrix; otherwise the reason why not."""
-    if why_not := why_not_csrc(capability_of(weight.device)):
-        return why_not
-    if weight.element_size() != 1:
-        return f"weight is {weight.dtype}, not a byte an element"
-    if not weight.is_contiguous():
-        return f"weight must be contiguous, found strides {weight.stride()}"
-    return None
+def side_by_side(rows: Sequence[int], ranks: Sequence[int]) -> bool:
+    """Whether csrc's `quantize_grad` takes such projections side by side; otherwise their B is stacked diagonally."""
+    aligned = not any(n % GRAD_PROJECTION_MULTIPLE for n in rows[:-1])
+    return aligned and len(rows) <= GRAD_PROJECTIONS and len({*ranks} - {0}) == 1
 
 
-def takes_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
-    """None if `torch._scaled_mm` takes an FP8 [rows, k] × [k, n] product; otherwise the reason why not."""
-    if capability < FP8_GEMM_CAPABILITY:
-        return f"compute capability {capability} has no FP8 tensor cores"
-    if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
-        return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
-    return "no rows" if rows == 0 else None
-
-
-def takes_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Whether FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
-    least = DEQUANTIZED_CAPABILITY.get(dtype)
-    return least is not None and least <= capability < FP8_GEMM_CAPABILITY
-
-
-def why_not_triton_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    s: Tensor | None,
-    lora_B: Tensor | None,
-    scaling: float,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-) -> str | None:
-    """None if the Triton kernel of `fp8_linear_lora` takes these FP8 operands; otherwise the reason why not."""
-    if why_not := _why_not_triton_gemm(capability_of(x.device), x.shape[0], *weight.shape):
-        return why_not
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.data_ptr() % 16 or not tensor.is_contiguous():
-            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
-    if split:
-        return TRITON_SPLIT
-    if out_dtype not in (torch.bfloat16, torch.float16):
-        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
-    if s is not None and lora_B is not None:
-        if s.dtype not in (torch.bfloat16, torch.float16):
-            return f"s is {s.dtype}, not bfloat16 or float16"
-        if s.shape[1] > MAX_RANK:
-            return f"rank {s.shape[1]} is above {MAX_RANK}"
-        if scaling and not 2.0**-64 <= abs(scaling) <= 2.0**64:
-            return f"scaling = {scaling}: the accumulator divided by it may leave fp32's range"
-    if residual is not None and (residual.dtype != out_dtype or residual.data_ptr() % 16):
-        return f"residual must be {out_dtype} and 16-byte aligned, found {residual.dtype}"
-    for name, optional in (("bias", bias), ("s", s), ("lora_B", lora_B), ("residual", residual)):
-        if optional is not None and not optional.is_contiguous():
-            return f"{name} must be contiguous, found strides {optional.stride()}"
-        if optional is not None and optional.dtype not in FLOATS:
-            return f"{name} is {optional.dtype}"
-    return None
-
-
-def _why_not_triton_gemm(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
-    if capability < TMA_CAPABILITY:
-        return f"compute capability {capability} has no TMA"
-    return takes_cublaslt(capability, rows, n, k) or ("K = 0" if k == 0 else None)
+def can_hand_mask_over(capability: tuple[int, int], n: int, k: int) -> bool:
+    """Whether `lora_grad_a` and `fp8_grad_input` of an FP8 base [n, k] are one kernel of csrc each, which can read a
+    mask that `quantize_grad` drew."""
+    return not (_why_not_lora_grad_a(capability, k, True) or _why_not_wgmma_gemm(capability, n, k))

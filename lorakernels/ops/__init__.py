@@ -14,8 +14,9 @@ from lorakernels.ops.flat import (
     block_diagonal,
     block_diagonal_parts,
     cross_entropy_,
-    fp8_grad_input,
-    fp8_linear_lora,
+    lora_grad_a,
+    quantize_grad,
+    quantize_grad_and_mask,
     rms_norm_backward,
     rms_norm_quantize,
     rope_qkv_,
@@ -23,11 +24,11 @@ from lorakernels.ops.flat import (
     swiglu_quantize,
     swiglu_quantize_and_pack,
     swiglu_quantize_grad,
-    transpose_fp8,
 )
-from lorakernels.ops.lora_grad_a import lora_grad_a
-from lorakernels.ops.quantize_grad import quantize_grad, quantize_grad_and_mask
+from lorakernels.ops.fp8_grad_input import fp8_grad_input
+from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
 from lorakernels.ops.quantize_lora_down import quantize_lora_down
+from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
 
 __all__ = [

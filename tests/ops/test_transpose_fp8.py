@@ -4,19 +4,14 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import pytest
 import torch
 
-from lorakernels import _C, ops, reference
-from lorakernels.kernels import ladder
-from lorakernels.kernels.transpose_fp8 import transpose_fp8
+from lorakernels import _C, ops
+from lorakernels.ops.transpose_fp8 import by_csrc, why_not_csrc_kernel
 
 gpu = pytest.mark.gpu
-MODULE = sys.modules[
-    "lorakernels.kernels.transpose_fp8"
-]  # the package has the function under this name
 
 
 def random_bytes(n, k):
@@ -49,8 +44,8 @@ def sweep(count):
 )
 def test_equals_torch(n, k):
     w = random_bytes(n, k)
-    assert ladder.why_not_transpose_fp8(w) is None
-    found = transpose_fp8(w)
+    assert ops.transpose_fp8.takes(w).name == "csrc"
+    found = ops.transpose_fp8.run(w)
     assert found.is_contiguous() and torch.equal(found, w.t())
     assert torch.equal(ops.transpose_fp8(w), found)
 
@@ -59,19 +54,19 @@ def test_equals_torch(n, k):
 def test_misaligned_takes_single_bytes():
     whole = random_bytes(1, 64 * 48 + 3)[0]
     w = whole[3:].view(64, 48)
-    assert torch.equal(transpose_fp8(w), w.t())
+    assert torch.equal(ops.transpose_fp8.run(w), w.t())
 
 
 @gpu
 @pytest.mark.parametrize(("n", "k"), [(0, 16), (16, 0)])
 def test_nothing_to_do(n, k):
-    assert transpose_fp8(random_bytes(n, k)).shape == (k, n)
+    assert ops.transpose_fp8.run(random_bytes(n, k)).shape == (k, n)
 
 
 @gpu
 def test_fp8_dtypes_keep_theirs():
     w = random_bytes(32, 48).view(torch.float8_e4m3fn)
-    found = transpose_fp8(w)
+    found = ops.transpose_fp8.run(w)
     assert found.dtype == w.dtype
     assert torch.equal(found.view(torch.uint8), w.view(torch.uint8).t())
 
@@ -84,7 +79,7 @@ def test_writes_nothing_else(n, k, monkeypatch):
     w = random_bytes(n, k)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: whole[guard : guard + n * k].view(k, n))
-        found = MODULE.in_one_pass(w)
+        found = by_csrc(w)
     assert torch.equal(found, w.t())
     assert bool((whole[:guard] == 0xA5).all()) and bool((whole[guard + n * k :] == 0xA5).all())
 
@@ -95,18 +90,26 @@ def test_runs_under_capture():
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        found = transpose_fp8(w)
+        found = ops.transpose_fp8.run(w)
     w.copy_(random_bytes(160, 96))
     graph.replay()
     assert torch.equal(found, w.t())
 
 
 @gpu
-def test_strided_goes_through_pytorch(monkeypatch):
+def test_strided_goes_through_pytorch():
     w = random_bytes(64, 128)[:, ::2]
-    monkeypatch.setattr(MODULE, "in_one_pass", lambda *_: pytest.fail("went to csrc"))
-    assert "must be contiguous" in ladder.why_not_transpose_fp8(w)
-    assert torch.equal(transpose_fp8(w), reference.transpose_fp8(w))
+    assert ops.transpose_fp8.takes(w).name == "torch"
+    assert "must be contiguous" in why_not_csrc_kernel(w)
+    found = ops.transpose_fp8.run(w)
+    assert found.is_contiguous() and torch.equal(found, w.t())
+
+
+@pytest.mark.parametrize("shape", [(16,), (2, 16, 16)], ids=str)
+def test_what_is_not_a_matrix_is_refused(shape, device):
+    weight = torch.zeros(shape, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"weight must be \[N, K\], found \["):
+        ops.transpose_fp8(weight)
 
 
 @pytest.mark.parametrize("size", ["rows", "cols"])

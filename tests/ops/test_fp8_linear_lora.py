@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import subprocess
@@ -18,14 +17,19 @@ import torch
 import triton
 from torch import Tensor
 
-from lorakernels import ops, reference
-from lorakernels.kernels import fp8_linear_lora_csrc as csrc
-from lorakernels.kernels import fp8_linear_lora_triton as kernel
-from lorakernels.kernels import ladder, tuning
+from lorakernels import ops
+from lorakernels.kernels import tune
+from lorakernels.kernels.csrc import fp8_linear_lora as csrc
+from lorakernels.kernels.triton import fp8_linear_lora as kernel
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.fp8_linear_lora import (
+    by_cublaslt,
+    why_not_csrc_kernel,
+    why_not_triton_kernel,
+)
+from lorakernels.values import Scaled, Up, Weight
 
 ROOT = Path(__file__).parents[2]
-E4M3 = reference.E4M3
-op = importlib.import_module("lorakernels.kernels.fp8_linear_lora")  # the name is the function
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HOPPER = (9, 0)
 GUARD = 128  # elements; keeps 16-byte alignment
@@ -56,7 +60,7 @@ INTERPRETED = [
     Case(32, 64, 64, 70, None, FP32, BF16, 2.0),
     Case(17, 32, 64, 8, None, FP32, BF16, 0.0),
 ]
-SMALL = tuning.KernelConfig(32, 32, 32, num_warps=4, num_stages=2, group=2)
+SMALL = tune.KernelConfig(32, 32, 32, num_warps=4, num_stages=2, group=2)
 
 
 def version(module: ModuleType) -> tuple[int, ...]:
@@ -85,8 +89,18 @@ def sweep() -> list[Case]:
     ]
 
 
-def operands(case: Case, device: str) -> tuple:  # type: ignore[type-arg]
-    """Arguments of the op; y's entries are of order 1 to 10, its three parts of like size."""
+class Operands(NamedTuple):
+    """Arguments of the op."""
+
+    x: Scaled
+    weight: Weight
+    bias: Tensor | None
+    up: Up | None
+    out_dtype: torch.dtype
+
+
+def operands(case: Case, device: str) -> Operands:
+    """y's entries are of order 1 to 10, its three parts of like size."""
     m, n, k, rank = case[:4]
     generator = torch.Generator(device).manual_seed(m + n + k + rank)
 
@@ -99,16 +113,21 @@ def operands(case: Case, device: str) -> tuple:  # type: ignore[type-arg]
     )
     scales = [torch.full((1,), v, device=device) for v in (0.05, 0.05 / k**0.5)]
     bias = None if case.bias is None else normal(n).to(case.bias)
-    s = normal(m, rank).to(case.out) if rank else None
-    lora_b = (normal(n, rank) / rank**0.5).to(case.b) if rank else None
-    return x, scales[0], w, scales[1], bias, s, lora_b, case.scaling, case.out
+    up = None
+    if rank:
+        s = normal(m, rank).to(case.out)
+        up = Up((normal(n, rank) / rank**0.5).to(case.b), s, case.scaling)
+    return Operands(Scaled(x, scales[0]), Weight(w, scales[1]), bias, up, case.out)
 
 
-def exact(x, sx, w, sw, bias, s, lora_b, scaling, out_dtype) -> Tensor:  # type: ignore[no-untyped-def]
+def exact(
+    x: Scaled, weight: Weight, bias: Tensor | None, up: Up | None, out_dtype: torch.dtype
+) -> Tensor:
     """fp8_linear_lora in float64, unrounded; B rounded to s's dtype, as the contract says."""
-    y = (x.view(E4M3).double() @ w.view(E4M3).double().t()) * sx.double() * sw.double()
-    if s is not None:
-        y += scaling * (s.double() @ lora_b.to(s.dtype).double().t())
+    product = x.data.view(E4M3).double() @ weight.data.view(E4M3).double().t()
+    y = product * x.scale_inv.double() * weight.scale_inv.double()
+    if up is not None:
+        y += up.scaling * (up.s.double() @ up.lora_B.to(up.s.dtype).double().t())
     return y if bias is None else y + bias.double()
 
 
@@ -119,7 +138,7 @@ def guarded(case: Case, device: str) -> tuple[Tensor, Tensor]:
     return buffer, buffer[GUARD : GUARD + n].view(case.m, case.n)
 
 
-def run(case: Case, device: str, config: tuning.KernelConfig, programs: int) -> Tensor:
+def run(case: Case, device: str, config: tune.KernelConfig, programs: int) -> Tensor:
     """y between its guards."""
     buffer, y = guarded(case, device)
     kernel.launch(y, *operands(case, device)[:-1], config, programs)
@@ -127,16 +146,18 @@ def run(case: Case, device: str, config: tuning.KernelConfig, programs: int) -> 
 
 
 def run_with_residual(
-    case: Case, device: str, config: tuning.KernelConfig, programs: int
+    case: Case, device: str, config: tune.KernelConfig, programs: int
 ) -> tuple[Tensor, Tensor]:
     """(y between its guards, what it must be) for a scale for each row of W, and a residual."""
     buffer, y = guarded(case, device)
-    x, sx, w, sw, *rest = operands(case, device)
+    args = operands(case, device)
     generator = torch.Generator(device).manual_seed(case.m)
     residual = torch.randn(y.shape, generator=generator, device=device).to(case.out)
-    by_row = sw * (torch.rand(case.n, generator=generator, device=device) + 0.5)
-    kernel.launch(y, x, sx, w, by_row, *rest[:-1], config, programs, residual)
-    return buffer, exact(x, sx, w, by_row, *rest) + residual.double()
+    by_row = torch.rand(case.n, generator=generator, device=device) + 0.5
+    weight = args.weight._replace(scale_inv=args.weight.scale_inv * by_row)
+    args = args._replace(weight=weight)
+    kernel.launch(y, *args[:-1], config, programs, residual)
+    return buffer, exact(*args) + residual.double()
 
 
 def assert_guards_hold(buffer: Tensor) -> None:
@@ -187,8 +208,8 @@ def test_split_accumulation_keeps_what_fast_accumulation_drops() -> None:
         return float((y.double() - expected).norm() / expected.norm())
 
     def run(split: bool) -> Tensor:
-        operands = (x.view(torch.uint8), one, w.view(torch.uint8), one)
-        return ops.fp8_linear_lora(*operands, None, None, None, 1.0, torch.bfloat16, split)
+        operands = Scaled(x.view(torch.uint8), one), Weight(w.view(torch.uint8), one)
+        return ops.fp8_linear_lora(*operands, None, None, torch.bfloat16, split)
 
     assert error(run(True)) < 1.05 * error(expected.bfloat16())
     assert error(run(False)) > 2 * error(run(True))
@@ -198,20 +219,20 @@ def test_split_accumulation_keeps_what_fast_accumulation_drops() -> None:
 @pytest.mark.parametrize("case", sweep(), ids=str)
 def test_like_float64_and_the_same_twice(case):
     args = operands(case, "cuda")
-    problem = tuning.Problem(case.m, case.n, case.k, case.rank)
-    config = tuning.choose(problem, HOPPER, 132)
-    programs = tuning.programs(config, problem, 132)
+    problem = tune.Problem(case.m, case.n, case.k, case.rank)
+    config = tune.choose(problem, HOPPER, 132)
+    programs = tune.programs(config, problem, 132)
     buffer = run(case, "cuda", config, programs)
     assert_guards_hold(buffer)
     y = buffer[GUARD:-GUARD].view(case.m, case.n)
     expected = exact(*args)
     # cuBLASLt, then the bias, then LoRA: rounded up to three times
-    peer = op._unfused(*args, False)
+    peer = by_cublaslt(*args)
     # twice what PyTorch gets, and one rounding for where it happens to be exact
     allowed = 2 * (peer.double() - expected).norm() + torch.finfo(case.out).eps * expected.norm()
     assert (y.double() - expected).norm() <= allowed
     assert torch.equal(run(case, "cuda", config, programs)[GUARD:-GUARD], buffer[GUARD:-GUARD])
-    assert ladder.why_not_triton_gemm(args[0], args[2], *args[4:]) is None
+    assert why_not_triton_kernel(*args) is None
     buffer, expected = run_with_residual(case, "cuda", config, programs)
     assert_guards_hold(buffer)
     error = (buffer[GUARD:-GUARD].view(case.m, case.n).double() - expected).norm()
@@ -236,21 +257,22 @@ class Columns(NamedTuple):
 @pytest.mark.parametrize("case", sweep(), ids=str)
 def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: Columns) -> None:
     """Every tile shape, ragged in every direction; guards around y stay as they were."""
-    args = list(operands(case, "cuda"))
+    args = operands(case, "cuda")
     columns = torch.rand(case.n, device="cuda") + 0.5
     residual = torch.randn(case.m, case.n, device="cuda").to(case.out) if more.residual else None
     expected = exact(*args)
     if more.by_column:
-        low = exact(*args[:2], torch.zeros_like(args[2]), *args[3:])
+        weight = args.weight
+        low = exact(*args._replace(weight=weight._replace(data=torch.zeros_like(weight.data))))
         expected = (expected - low) * columns.double() + low
-        args[3] = args[3] * columns
+        args = args._replace(weight=weight._replace(scale_inv=weight.scale_inv * columns))
     if residual is not None:
         expected = expected + residual.double()
-    assert ladder.why_not_wgmma_linear(args[0], args[2], *args[4:7], case.out, residual) is None
-    for shape in (None, *tuning.CSRC_TILES["split" if more.split else "fast"]):
+    assert why_not_csrc_kernel(*args, more.split, residual) is None
+    for shape in (None, *tune.CSRC_TILES["split" if more.split else "fast"]):
         with pytest.MonkeyPatch.context() as patch:
             if shape is not None:
-                patch.setattr(tuning, "csrc_tile", lambda *_, shape=shape: (shape, 1.0))
+                patch.setattr(tune, "csrc_tile", lambda *_, shape=shape: (shape, 1.0))
             buffer, y = guarded(case, "cuda")
             csrc.launch(y, *args[:-1], more.split, residual)
             again = torch.empty_like(y)
@@ -264,14 +286,14 @@ def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: Columns
     )
 
 
-def _csrc(case: Case, args: list, more: Columns, residual: Tensor | None) -> Tensor:  # type: ignore[type-arg]
+def _csrc(case: Case, args: Operands, more: Columns, residual: Tensor | None) -> Tensor:
     y = torch.empty(case.m, case.n, dtype=case.out, device="cuda")
     csrc.launch(y, *args[:-1], more.split, residual)
     return y
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", tuning.TILES[HOPPER] + tuning.DEFAULT, ids=str)
+@pytest.mark.parametrize("config", tune.TILES[HOPPER] + tune.DEFAULT, ids=str)
 def test_every_configuration_any_number_of_programs(config):
     """Fewer programs than tiles walk over several, and the result does not know it."""
     case = Case(333, 16 * 41, 16 * 21, 24, FP32, FP32, BF16, 1.5)
@@ -292,10 +314,11 @@ def test_captured_replayed_with_other_values():
         y = ops.fp8_linear_lora(*args)
     for seed in range(3):
         torch.manual_seed(seed)
-        args[0].copy_((20 * torch.randn(200, 768, device="cuda")).to(E4M3).view(torch.uint8))
-        args[1].fill_(0.01 * (seed + 1))
-        args[5].normal_()
-        args[6].normal_()
+        x8 = (20 * torch.randn(200, 768, device="cuda")).to(E4M3).view(torch.uint8)
+        args.x.data.copy_(x8)
+        args.x.scale_inv.fill_(0.01 * (seed + 1))
+        args.up.s.normal_()
+        args.up.lora_B.normal_()
         graph.replay()
         assert torch.equal(y, ops.fp8_linear_lora(*args))
 
@@ -315,7 +338,7 @@ def test_captured_replayed_with_other_values():
 def test_what_it_cannot_take_is_named_and_right(change, reason):
     case = Case(40, 64, 96, 4, BF16, FP32, BF16, 2.0)._replace(**change)
     args = operands(case, "cuda")
-    assert reason in ladder.why_not_triton_gemm(args[0], args[2], *args[4:])
+    assert reason in why_not_triton_kernel(*args)
     expected = exact(*args)
     y = ops.fp8_linear_lora(*args).double()
     # three roundings to bf16 and fast accumulation

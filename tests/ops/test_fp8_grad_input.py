@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -12,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels import kernels, ops, reference
-from lorakernels.kernels import ladder, tuning
+from lorakernels import ops
+from lorakernels.kernels import tune
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits, keep_scale
+from lorakernels.ops.fp8_grad_input import by_csrc, why_not_csrc_kernel
+from lorakernels.values import Dropout, Scaled, Weight
 
 E5M2, E4M3 = torch.float8_e5m2, torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SITE = 11
-# module `fp8_grad_input`, which the function of that name hides
-MODULE = sys.modules[kernels.fp8_grad_input.__module__]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,24 @@ class Case:
             name: t.view(torch.uint8) if t.element_size() == 1 else t for name, t in tensors.items()
         }
 
+    def arguments(
+        self,
+        tensors: dict[str, Tensor],
+        row0: int = 0,
+        col0: int = 0,
+        dropped: Tensor | None = None,
+    ) -> tuple:  # type: ignore[type-arg]
+        """Of the op."""
+        t = tensors
+        weight_t = t["weight"].t().contiguous() if self.keeps_weight_t else None
+        dropout = Dropout(t["slot"], self.p, SITE, row0, col0, dropped) if self.p else None
+        return (
+            *(Scaled(t["dy"], t["dy_scale_inv"]), self.fp8),
+            Weight(t["weight"], t["weight_scale_inv"], weight_t),
+            *((t["ds"], t["lora_A"]) if self.rank > 0 else (None, None)),
+            *(dropout, self.dtype, self.split),
+        )
+
     def run(
         self,
         tensors: dict[str, Tensor],
@@ -63,25 +81,13 @@ class Case:
         col0: int = 0,
         dropped: Tensor | None = None,
     ) -> Tensor:
-        t = tensors
-        has_lora = self.rank > 0
-        weight_t = t["weight"].t().contiguous() if self.keeps_weight_t else None
-        arguments = (
-            *(t["dy"], t["dy_scale_inv"], self.fp8, t["weight"], t["weight_scale_inv"], weight_t),
-            *((t["ds"], t["lora_A"]) if has_lora else (None, None)),
-            *(
-                t["slot"] if self.p else None,
-                self.p,
-                SITE,
-                self.dtype,
-                row0,
-                col0,
-                self.split,
-                dropped,
-            ),
-        )
-        with mock.patch.object(MODULE, "unfused", side_effect=AssertionError("not in one kernel")):
-            return ops.fp8_grad_input(*arguments)
+        arguments = self.arguments(tensors, row0, col0, dropped)
+        assert why_not_csrc_kernel(*arguments) is None
+        return ops.fp8_grad_input(*arguments)
+
+    def keep(self, slot: Tensor, row0: int = 0, col0: int = 0) -> Tensor:
+        """The mask, bool [rows, cols]."""
+        return drawn_mask(Dropout(slot, self.p, SITE, row0, col0), self.rows, self.cols)
 
     def expected(self, tensors: dict[str, Tensor], row0: int = 0, col0: int = 0) -> Tensor:
         """In float64, with A rounded to ds's dtype as the kernel says."""
@@ -92,8 +98,8 @@ class Case:
             return dx
         branch = t["ds"].double() @ t["lora_A"].to(self.dtype).double()
         if self.p:
-            keep = reference.drawn_mask(t["slot"], self.p, SITE, self.rows, self.cols, row0, col0)
-            branch = branch.where(keep, 0.0) * reference.keep_scale(self.p)
+            keep = self.keep(t["slot"], row0, col0)
+            branch = branch.where(keep, 0.0) * keep_scale(self.p)
         return dx + branch
 
 
@@ -146,7 +152,7 @@ def test_the_mask_is_the_reference_s_bit_for_bit(cols: int, origin: tuple[int, i
     tensors["ds"].fill_(1.0)
     tensors["lora_A"].fill_(1.0)
     dx = case.run(tensors, *origin)
-    keep = reference.drawn_mask(tensors["slot"], case.p, SITE, case.rows, cols, *origin)
+    keep = case.keep(tensors["slot"], *origin)
     assert torch.equal(dx != 0, keep)
 
 
@@ -154,9 +160,7 @@ def test_the_mask_is_the_reference_s_bit_for_bit(cols: int, origin: tuple[int, i
 @pytest.mark.parametrize("handed", [False, True], ids=["drawn", "handed over"])
 @pytest.mark.parametrize("rank", [16, 17, 70], ids="r{}".format)
 @pytest.mark.parametrize("origin", [(0, 0), (1001, 4104)], ids=["whole", "shard"])
-@pytest.mark.parametrize(
-    "tile", tuning.CSRC_TILES["turned"], ids=lambda tile: f"{tile[0]}x{tile[1]}"
-)
+@pytest.mark.parametrize("tile", tune.CSRC_TILES["turned"], ids=lambda tile: f"{tile[0]}x{tile[1]}")
 def test_the_mask_over_w_as_it_lies_is_the_reference_s_bit_for_bit(
     tile: tuple[int, int],
     origin: tuple[int, int],
@@ -166,15 +170,15 @@ def test_the_mask_over_w_as_it_lies_is_the_reference_s_bit_for_bit(
 ) -> None:
     """dy = 0, ds and A of ones: dx is 0 where the branch is dropped and rank / (1 - p) elsewhere, in tiles that hang
     over the last row and the last column; rank, p and what is kept are exact in bf16."""
-    monkeypatch.setattr(tuning, "csrc_turns", lambda *_: True)
-    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: (tile, 1.0))
+    monkeypatch.setattr(tune, "csrc_turns", lambda *_: True)
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     case = Case(2 * 192 + 77, 2 * 128 + 80, 144, rank, p=0.5)
     tensors = case.inputs()
     tensors["dy"].zero_()
     tensors["ds"].fill_(1.0)
     tensors["lora_A"].fill_(1.0)
-    keep = reference.drawn_mask(tensors["slot"], case.p, SITE, case.rows, case.cols, *origin)
-    dx = case.run(tensors, *origin, reference.dropped_bits(keep) if handed else None)
+    keep = case.keep(tensors["slot"], *origin)
+    dx = case.run(tensors, *origin, dropped_bits(keep) if handed else None)
     assert torch.equal(dx, (keep * (rank / (1 - case.p))).to(case.dtype))
 
 
@@ -191,11 +195,11 @@ def test_the_mask_over_w_as_it_lies_is_the_reference_s_bit_for_bit(
 )
 def test_a_mask_handed_over_is_as_good_as_one_drawn(case: Case) -> None:
     tensors = case.inputs()
-    keep = reference.drawn_mask(tensors["slot"], case.p, SITE, case.rows, case.cols, 3, 16)
+    keep = case.keep(tensors["slot"], 3, 16)
     drawn = case.run(tensors, 3, 16)
-    handed = case.run(tensors, 3, 16, reference.dropped_bits(keep))
+    handed = case.run(tensors, 3, 16, dropped_bits(keep))
     assert torch.equal(drawn, handed)
-    none = torch.zeros_like(reference.dropped_bits(keep))  # and it is read
+    none = torch.zeros_like(dropped_bits(keep))  # and it is read
     assert not torch.equal(drawn, case.run(tensors, 3, 16, none))
 
 
@@ -204,7 +208,7 @@ def test_bits_of_a_mask() -> None:
     keep = torch.ones(3, 130, dtype=torch.bool)
     keep[0, [0, 1, 2, 8, 16, 31]] = False
     keep[2, 129] = False
-    bits = reference.dropped_bits(keep)
+    bits = dropped_bits(keep)
     assert bits.shape == (3, 8) and bits.dtype == torch.int32
     assert bits[0, 0].item() & 0xFFFFFFFF == 1 | 1 << 16 | 1 << 2 | 1 << 8 | 1 << 1 | 1 << 31
     assert bits[2].tolist() == [0, 0, 0, 0, 1 << 16, 0, 0, 0]
@@ -228,18 +232,18 @@ def test_bits_of_a_mask() -> None:
 def test_tiles_that_fill_the_multiprocessors(
     rows: int, cols: int, rank: int, how: str, tile: tuple[int, int]
 ) -> None:
-    assert tuning.csrc_tile(rows, cols, rank, how, 132)[0] == tile
+    assert tune.csrc_tile(rows, cols, rank, how, 132)[0] == tile
 
 
 @pytest.mark.parametrize(("rows", "turns"), [(1, True), (1024, True), (65536, False)])
 def test_w_is_turned_where_transposing_costs_more(rows: int, turns: bool) -> None:
-    assert tuning.csrc_turns(rows, 2048, 16, 132) is turns
+    assert tune.csrc_turns(rows, 2048, 16, 132) is turns
 
 
 def test_the_tile_is_printed_once_when_asked(monkeypatch, capsys) -> None:
     monkeypatch.setenv("LORAKERNELS_PRINT_CONFIGS", "1")
     for _ in range(2):
-        tuning.csrc_tile(4097, 8192, 16, "split", 131)
+        tune.csrc_tile(4097, 8192, 16, "split", 131)
     said = "lorakernels: csrc, [4097, 8192], split: tiles of (192, 128)\n"
     assert capsys.readouterr().err == said
 
@@ -279,10 +283,10 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     turned = not case.keeps_weight_t and case.split and draw.random() < 0.7
     tile = draw.choice(
-        list(tuning.CSRC_TILES["turned" if turned else "split" if case.split else "fast"])
+        list(tune.CSRC_TILES["turned" if turned else "split" if case.split else "fast"])
     )
-    monkeypatch.setattr(tuning, "csrc_turns", lambda *_: turned)
-    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: (tile, 1.0))
+    monkeypatch.setattr(tune, "csrc_turns", lambda *_: turned)
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     tensors = case.inputs()
     if case.dtype == FP16:
         tensors["dy_scale_inv"] *= 0.1  # 65504 is not far
@@ -295,22 +299,17 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_writes_dx_and_nothing_around_it(
     turned: bool, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "csrc_turns", lambda *_: turned)
-    monkeypatch.setattr(tuning, "csrc_tile", lambda *_: (tile, 1.0))
+    monkeypatch.setattr(tune, "csrc_turns", lambda *_: turned)
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     case = Case(301, 528, 272, 24)
     tensors = case.inputs()
     expected = case.run(tensors)
     space = torch.full((301 * 528 * 2 + 2048,), 0xA5, dtype=torch.uint8, device="cuda")
     inner = space[1024:-1024].view(BF16).view(301, 528)
     inner.fill_(torch.nan)
-    weight, rest = tensors["weight"], (case.p, SITE, BF16, 0, 0, True, None)
-    weight_t = None if turned else weight.t().contiguous()
-    with mock.patch.object(MODULE.torch, "empty", return_value=inner):
-        found = MODULE.in_one_kernel(
-            *(tensors["dy"], tensors["dy_scale_inv"], case.fp8, weight),
-            *(tensors["weight_scale_inv"], weight_t),
-            *(tensors["ds"], tensors["lora_A"], tensors["slot"], *rest),
-        )
+    arguments = replace(case, keeps_weight_t=not turned).arguments(tensors)
+    with mock.patch.object(torch, "empty", return_value=inner):
+        found = by_csrc(*arguments)
     assert found.data_ptr() == inner.data_ptr()
     assert torch.equal(inner, expected)
     assert bool((space[:1024] == 0xA5).all()) and bool((space[-1024:] == 0xA5).all())
@@ -349,13 +348,12 @@ def test_what_it_does_not_take_goes_through_torch(change: dict, reason: str) -> 
     for name in ("dy", "ds"):
         if name in change:
             t[name] = change[name](t[name])
-    assert reason in ladder.why_not_wgmma_gemm(
-        t["dy"], t["weight"], None, t["ds"], t["lora_A"], out_dtype, col0
-    )
-    found = ops.fp8_grad_input(
-        *(t["dy"], t["dy_scale_inv"], case.fp8, t["weight"], t["weight_scale_inv"], None),
-        *(t["ds"], t["lora_A"], t["slot"], case.p, SITE, out_dtype, 0, col0),
-    )
+    dropout = Dropout(t["slot"], case.p, SITE, 0, col0)
+    weight = Weight(t["weight"], t["weight_scale_inv"])
+    base = (Scaled(t["dy"], t["dy_scale_inv"]), case.fp8, weight)
+    arguments = (*base, t["ds"], t["lora_A"], dropout, out_dtype)
+    assert reason in why_not_csrc_kernel(*arguments)
+    found = ops.fp8_grad_input(*arguments)
     expected = case.expected(t, 0, col0)
     assert (
         float((found.double() - expected).norm() / expected.norm()) < 0.01

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel behind fp8_linear_lora.py: y = x Wᵀ · (sx sw) + bias + scaling · s Bᵀ + residual, rounded once.
+"""Triton's kernel of ops/fp8_linear_lora.py: y = x Wᵀ · (sx sw) + bias + scaling · s Bᵀ + residual, rounded once.
 
 x [M, K], W [N, K] e4m3, read by TMA, W with one scale or one for each row; s [M, R] bf16 or fp16, B [N, R], bias [N]
 of any floating type; residual in y's type, read by TMA; y [M, N].
@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lorakernels import reference
-from lorakernels.kernels import tuning
+from lorakernels.kernels import tune
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.values import Scaled, Up, Weight
 
 _TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
@@ -148,46 +149,46 @@ def _fp8_linear_lora_kernel(
 
 def launch(
     y: Tensor,
-    x: Tensor,
-    x_scale_inv: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
+    x: Scaled,
+    weight: Weight,
     bias: Tensor | None,
-    s: Tensor | None,
-    lora_B: Tensor | None,
-    scaling: float,
-    config: tuning.KernelConfig,
+    up: Up | None,
+    config: tune.KernelConfig,
     programs: int,
     residual: Tensor | None = None,
 ) -> None:
-    """Write y. `ladder.why_not_triton_gemm` has nothing against the operands; no more `programs` than tiles."""
+    """Write y. `why_not_triton_kernel` of the op has nothing against the operands; no more `programs` than tiles."""
     m, n = y.shape
-    if s is None or lora_B is None or scaling == 0.0:
-        s = lora_B = None
+    s: Tensor | None = None
+    lora_B: Tensor | None = None
+    scaling = 1.0
+    if up is not None and up.s is not None and up.scaling != 0.0:
+        lora_B, s, scaling = up
+    assert weight.scale_inv is not None
     rank = 0 if s is None else s.shape[1]
     s_dtype = _TRITON_DTYPE[torch.bfloat16 if s is None else s.dtype]
     interpreted = not y.is_cuda  # there, bf16 operands of tl.dot are read as integers
     _fp8_linear_lora_kernel[(programs,)](
         TensorDescriptor.from_tensor(y, [config.block_m, config.block_n // 2]),
-        _tiles(x, config.block_m, config.block_k),
-        _tiles(weight, config.block_n, config.block_k),
+        _tiles(x.data, config.block_m, config.block_k),
+        _tiles(weight.data, config.block_n, config.block_k),
         TensorDescriptor.from_tensor(
             y if residual is None else residual, [config.block_m, config.block_n // 2]
         ),
         _bits(s, y),
         _bits(lora_B, y),
         y if bias is None else bias,
-        x_scale_inv,
-        weight_scale_inv,
+        x.scale_inv,
+        weight.scale_inv,
         scaling if rank else 1.0,
         m,
         n,
-        x.shape[1],
+        x.data.shape[1],
         RANK=rank,
-        STEP=tuning.rank_step(rank),
+        STEP=tune.rank_step(rank),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        SCALE_PER_ROW=weight_scale_inv.numel() > 1,
+        SCALE_PER_ROW=weight.scale_inv.numel() > 1,
         S_DTYPE=s_dtype,
         B_DTYPE=s_dtype if lora_B is None else _TRITON_DTYPE[lora_B.dtype],
         DOT_DTYPE=tl.float32 if interpreted else s_dtype,
@@ -201,7 +202,7 @@ def launch(
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix.view(reference.E4M3), [rows, columns])
+    return TensorDescriptor.from_tensor(matrix.view(E4M3), [rows, columns])
 
 
 def _bits(matrix: Tensor | None, unused: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels import checks, kernels
+from lorakernels import ops
 from lorakernels.device import extension
+from lorakernels.ops.fp8_grad_input import by_csrc
+from lorakernels.values import Dropout, Scaled, Weight
 
 E5M2 = torch.float8_e5m2
 BF16, FP16 = torch.bfloat16, torch.float16
 SITE = 11
-# module `fp8_grad_input`, which the function of that name hides
-MODULE = sys.modules[kernels.fp8_grad_input.__module__]
+MODULE = sys.modules[by_csrc.__module__]  # the package has the op under this name
 
 
 def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
@@ -27,10 +28,8 @@ def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
     monkeypatch.setattr(MODULE, "multiprocessors_of", lambda _: 132)
     dy, w, one = torch.zeros(4, 16).to(E5M2), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(1)
     lora_A, slot = torch.zeros(4, 32, dtype=FP16), torch.tensor([1, 2])
-    weight_t = w.t().contiguous()
-    MODULE.in_one_kernel(
-        *(dy, one, E5M2, w, one, weight_t, None, lora_A, slot, 0.1, SITE, BF16, 0, 0, True, None)
-    )
+    weight = Weight(w, one, w.t().contiguous())
+    by_csrc(Scaled(dy, one), E5M2, weight, None, lora_A, Dropout(slot, 0.1, SITE), BF16)
     call = dict(zip(VALID, ran.fp8_grad_input.call_args.args, strict=True))
     assert (call["A"], call["rank"], call["threshold"], call["a_dtype"]) == (0, 0, 0, "bfloat16")
 
@@ -83,8 +82,15 @@ def test_refusals(change: dict, message: str) -> None:
     ids=["dtype", "shape", "strides"],
 )
 def test_a_mask_that_does_not_fit_is_refused(dropped: Tensor) -> None:
+    dy, weight, slot = torch.zeros(3, 16), torch.zeros(16, 100), torch.tensor([1, 2])
+    ds, lora_A = torch.zeros(3, 4), torch.zeros(4, 100)
+
+    def check(dropped: Tensor) -> None:
+        dropout = Dropout(slot, 0.1, SITE, dropped=dropped)
+        ops.fp8_grad_input.check(Scaled(dy), E5M2, Weight(weight), ds, lora_A, dropout, BF16, True)
+
     with pytest.raises(
         ValueError, match=r"dropped must be contiguous int32 \[3, 4\] on cpu, found"
     ):
-        checks.dropped(dropped, 3, 4, torch.device("cpu"))
-    checks.dropped(torch.zeros(3, 4, dtype=torch.int32), 3, 4, torch.device("cpu"))
+        check(dropped)
+    check(torch.zeros(3, 4, dtype=torch.int32))

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from lorakernels import reference
-from lorakernels.kernels import dequantized
-
-# the package's attributes of these names are the functions
-fp8_linear_lora = importlib.import_module("lorakernels.kernels.fp8_linear_lora")
-fp8_grad_input = importlib.import_module("lorakernels.kernels.fp8_grad_input")
+from lorakernels import ops
+from lorakernels.numerics.fp8 import FP8_MAX, amax_of, quantize_fp8, scale_of
+from lorakernels.numerics.products import dequantized_grad_input, dequantized_linear
+from lorakernels.values import Scaled, Up, Weight
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -24,8 +22,8 @@ dtypes = pytest.mark.parametrize("dtype", [*ROUNDING], ids=str)
 
 def quantized(rows: int, columns: int, dtype: torch.dtype, size: float) -> tuple[Tensor, Tensor]:
     x = size * torch.randn(rows, columns)
-    scale = reference.scale_of(reference.amax_of(x), reference.FP8_MAX[dtype])
-    return reference.quantize_fp8(x, scale, dtype).view(torch.uint8), 1.0 / scale
+    scale = scale_of(amax_of(x), FP8_MAX[dtype])
+    return quantize_fp8(x, scale, dtype).view(torch.uint8), 1.0 / scale
 
 
 def exact(x: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,7 +49,7 @@ def test_linear(dtype, by_row, sizes):
     (x, sx), (w, sw) = quantized(m, k, E4M3, 3.0), quantized(n, k, E4M3, 0.02)
     if by_row:
         sw = sw * torch.rand(n).add(0.5)
-    y = dequantized.linear(x, sx, w, sw, dtype)
+    y = dequantized_linear(Scaled(x, sx), Weight(w, sw), dtype)
     check(y, exact(x, sx, E4M3), exact(w, sw, E4M3).t(), dtype)
 
 
@@ -61,7 +59,7 @@ def test_linear(dtype, by_row, sizes):
 def test_grad_input(dtype, fp8_dtype, sizes):
     m, n, k = sizes
     (dy, sdy), (w, sw) = quantized(m, n, fp8_dtype, 0.5), quantized(n, k, E4M3, 0.02)
-    dx = dequantized.grad_input(dy, sdy, fp8_dtype, w, sw, dtype)
+    dx = dequantized_grad_input(Scaled(dy, sdy), fp8_dtype, Weight(w, sw), dtype)
     check(dx, exact(dy, sdy, fp8_dtype), exact(w, sw, E4M3), dtype)
 
 
@@ -76,30 +74,21 @@ def test_grad_input(dtype, fp8_dtype, sizes):
     ids=["A100 bf16", "A100 fp16", "A100 fp32", "no bf16 tensor cores"],
 )
 def test_the_ops_take_it_by_capability(monkeypatch, capability, dtype, taken):
-    """With the capability of a GPU that is not here: what the CUDA side of both ops calls, and the rest of y and dx."""
-    calls: list[str] = []
-    for name in ("linear", "grad_input"):
-        real = getattr(dequantized, name)
-
-        def counted(*args, real=real, name=name):
-            calls.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(dequantized, name, counted)
-    for module in (fp8_linear_lora, fp8_grad_input):
+    """With the capability of a GPU that is not here: what both ops run on CUDA, and the rest of y and dx."""
+    for op in (ops.fp8_linear_lora, ops.fp8_grad_input):
+        module = sys.modules[op.reference.__module__]
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
-    monkeypatch.setattr("lorakernels.kernels.ladder.capability_of", lambda device: capability)
-    (x, sx), (w, sw) = quantized(7, 32, E4M3, 3.0), quantized(16, 32, E4M3, 0.1)
+    x, weight = (Scaled(*quantized(7, 32, E4M3, 3.0)), Weight(*quantized(16, 32, E4M3, 0.1)))
     s, lora_b, bias = torch.randn(7, 4).to(dtype), torch.randn(16, 4), torch.randn(16)
-    forward = (x, sx, w, sw, bias, s, lora_b, 0.5, dtype)
-    y = fp8_linear_lora.fp8_linear_lora(*forward)
-    expected = reference.fp8_linear_lora(*forward)
-    (dy, sdy), lora_a = quantized(7, 16, E5M2, 0.5), torch.randn(4, 32)
-    backward = (dy, sdy, E5M2, w, sw, None, s, lora_a, None, 0.0, 0, dtype)
-    dx = fp8_grad_input.fp8_grad_input(*backward)
-    assert calls == (["linear", "grad_input"] if taken else [])
+    dy, lora_a = Scaled(*quantized(7, 16, E5M2, 0.5)), torch.randn(4, 32)
+    calls = {
+        ops.fp8_linear_lora: (x, weight, bias, Up(lora_b, s, 0.5), dtype),
+        ops.fp8_grad_input: (dy, E5M2, weight, s, lora_a, None, dtype),
+    }
     # four roundings of y and dx, one after each term, and those of the operands
     u = ROUNDING.get(dtype, 2.0**-20)
-    for found, wanted in ((y, expected), (dx, reference.fp8_grad_input(*backward))):
+    for op, arguments in calls.items():
+        assert op.takes(*arguments).name == ("dequantized" if taken else "torch")
+        found, wanted = op.run(*arguments), op.reference(*arguments)
         off = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
         assert off <= 8 * u

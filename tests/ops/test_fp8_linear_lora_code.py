@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lorakernels.kernels import fp8_linear_lora_triton as kernel
-from lorakernels.kernels import tuning
+from lorakernels.kernels import tune
+from lorakernels.kernels.triton import fp8_linear_lora as kernel
 
 HOPPER = (9, 0)
 
@@ -22,40 +22,40 @@ HOPPER = (9, 0)
 @pytest.mark.parametrize(
     ("problem", "block"),
     [
-        (tuning.Problem(8192, 8192, 8192, 16), (128, 256)),
-        (tuning.Problem(1024, 4096, 4096, 16), (128, 128)),
-        (tuning.Problem(100, 8192, 8192, 16), (64, 64)),
-        (tuning.Problem(64, 57344, 8192, 16), (64, 64)),
-        (tuning.Problem(1, 8192, 8192, 8), (64, 64)),
+        (tune.Problem(8192, 8192, 8192, 16), (128, 256)),
+        (tune.Problem(1024, 4096, 4096, 16), (128, 128)),
+        (tune.Problem(100, 8192, 8192, 16), (64, 64)),
+        (tune.Problem(64, 57344, 8192, 16), (64, 64)),
+        (tune.Problem(1, 8192, 8192, 8), (64, 64)),
     ],
     ids=str,
 )
 def test_configurations_by_shape(problem, block):
-    config = tuning.choose(problem, HOPPER, 132)
+    config = tune.choose(problem, HOPPER, 132)
     assert (config.block_m, config.block_n) == block
-    assert tuning.is_valid(config, problem, HOPPER)
+    assert tune.is_valid(config, problem, HOPPER)
 
 
 def test_an_unknown_gpu_gets_the_default_that_fits_it():
-    config = tuning.choose(tuning.Problem(8192, 8192, 8192, 16), (12, 7), 100)
-    assert config == tuning.DEFAULT[0]
-    assert tuning.shared_memory(config) <= tuning.SMALLEST_SHARED_MEMORY
-    assert not tuning.is_valid(tuning.TILES[HOPPER][0], tuning.Problem(99, 9, 9, 0), (12, 7))
+    config = tune.choose(tune.Problem(8192, 8192, 8192, 16), (12, 7), 100)
+    assert config == tune.DEFAULT[0]
+    assert tune.shared_memory(config) <= tune.SMALLEST_SHARED_MEMORY
+    assert not tune.is_valid(tune.TILES[HOPPER][0], tune.Problem(99, 9, 9, 0), (12, 7))
 
 
 def test_the_choice_is_printed_once_when_asked(monkeypatch, capsys):
     monkeypatch.setenv("LORAKERNELS_PRINT_CONFIGS", "1")
-    problem = tuning.Problem(12345, 16, 16, 5)
+    problem = tune.Problem(12345, 16, 16, 5)
     for _ in range(2):
-        tuning.choose(problem, HOPPER, 132)
+        tune.choose(problem, HOPPER, 132)
     assert capsys.readouterr().err.count("m=12345") == 1
 
 
-def compiled(rank: int, config: tuning.KernelConfig, b: str, epilogue: bool = False):
+def compiled(rank: int, config: tune.KernelConfig, b: str, epilogue: bool = False):
     """For sm_90, no GPU needed."""
     constants = {
         "RANK": rank,
-        "STEP": tuning.rank_step(rank),
+        "STEP": tune.rank_step(rank),
         "HAS_BIAS": True,
         "HAS_RESIDUAL": epilogue,
         "SCALE_PER_ROW": epilogue,
@@ -98,16 +98,16 @@ def compiled(rank: int, config: tuning.KernelConfig, b: str, epilogue: bool = Fa
 @pytest.mark.parametrize(
     ("rank", "config", "b"),
     [
-        (0, tuning.TILES[HOPPER][0], "i32"),
-        (16, tuning.TILES[HOPPER][0], "i32"),
-        (64, tuning.TILES[HOPPER][0], "i32"),
-        (64, tuning.TILES[HOPPER][0], "i16"),
-        (128, tuning.TILES[HOPPER][0], "i32"),
-        (256, tuning.TILES[HOPPER][0], "i32"),
-        (16, tuning.TILES[HOPPER][1], "i32"),
-        (16, tuning.TILES[HOPPER][2], "i32"),
+        (0, tune.TILES[HOPPER][0], "i32"),
+        (16, tune.TILES[HOPPER][0], "i32"),
+        (64, tune.TILES[HOPPER][0], "i32"),
+        (64, tune.TILES[HOPPER][0], "i16"),
+        (128, tune.TILES[HOPPER][0], "i32"),
+        (256, tune.TILES[HOPPER][0], "i32"),
+        (16, tune.TILES[HOPPER][1], "i32"),
+        (16, tune.TILES[HOPPER][2], "i32"),
     ],
-    ids=lambda v: f"{v.block_m}x{v.block_n}" if isinstance(v, tuning.KernelConfig) else str(v),
+    ids=lambda v: f"{v.block_m}x{v.block_n}" if isinstance(v, tune.KernelConfig) else str(v),
 )
 def test_hopper_s_code(rank, config, b, epilogue, tmp_path):
     """FP8 wgmma, issued back to back; bf16 wgmma for LoRA; TMA both ways; nothing spilled; it fits."""
@@ -124,4 +124,4 @@ def test_hopper_s_code(rank, config, b, epilogue, tmp_path):
     # gsb0 ends a group of wgmmas: one per step, or ptxas has serialized them (C7515)
     fp8 = re.findall(r"QGMMA.*", sass.stdout)
     assert sum("gsb0" in line for line in fp8) * (config.block_k // 32) <= len(fp8)
-    assert result.metadata.shared <= tuning.shared_memory(config)
+    assert result.metadata.shared <= tune.shared_memory(config)
