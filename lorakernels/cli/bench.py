@@ -2,7 +2,7 @@
 """`lorakernels bench`: the tests of an op, then its benchmark, in the source tree that this was installed from.
 
 A red test stops its benchmark: numbers of a wrong kernel are worth nothing. `--tune` times the tile sizes of
-`kernels/tuning.py` instead.
+`kernels/tune.py` instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-test", action="store_true", help="do not run the op's tests first")
     parser.add_argument(
-        "--tune", action="store_true", help="time tile sizes, print lines for kernels/tuning.py"
+        "--tune", action="store_true", help="time tile sizes, print lines for kernels/tune.py"
     )
     parser.epilog = (
         "The name comes first; without one, all are run. Options of a single benchmark: "
