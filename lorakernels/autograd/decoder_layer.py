@@ -320,7 +320,7 @@ def _down(
 ) -> tuple[Tensor, Scaled | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """(residual + down(silu(gate) ⊙ up), its operand, its s, gate and up as they are kept if backward needs them)."""
     to = call.down
-    kept_g_u = (g_u if needed else None, None)
+    kept_g_u: tuple[Tensor | None, Tensor | None] = (g_u if needed else None, None)
     if not (call.output or to.adapted):
         return torch.empty_like(residual), None, None, kept_g_u
     scaling = to.spec.of_state(to.state_x)

@@ -153,7 +153,7 @@ def gradients(
     up = None if lora_B is None else Up(lora_B, s, spec.scaling)
     frozen = Weight(weight, w_scale_inv, weight_t)
     dx = dA = dbias = None
-    if needs.A and needs.x and hands_mask_over(dy, up, dropout, frozen):
+    if needs.A and needs.x and up is not None and hands_mask_over(dy, up, dropout, frozen):
         dy8, dy_scale_inv, ds, dB, dropped = run(
             ops.quantize_grad_and_mask,
             dy,

@@ -69,7 +69,7 @@ class Op(Generic[P, R]):
     _call: Callable[..., Any] = field(init=False, repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._call(*args, **kwargs)  # type: ignore[no-any-return]
+        return self._call(*args, **kwargs)
 
     def takes(self, *arguments: Any) -> Implementation:
         """The implementation that runs these CUDA tensors."""
@@ -134,7 +134,7 @@ def _function(
     """
     known = {kind.__name__: kind for kind in (Dropout, Scaled, Scaling, SideBySide, Up, Weight)}
     source = f"lambda {', '.join(parameters)}: target({', '.join(arguments)})"
-    return eval(source, {"target": target, **known})  # type: ignore[no-any-return]
+    return eval(source, {"target": target, **known})
 
 
 class _Parameter(NamedTuple):
