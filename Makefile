@@ -37,7 +37,7 @@ check-gpu:
 sanitize: $(BUILT)
 	for tool in memcheck racecheck initcheck; do \
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -p no:cacheprovider -m gpu \
-			-k "not goes_through_torch" tests/csrc tests/kernels tests/autograd/test_bias_dropout_add.py || exit 1; \
+			-k "not goes_through_torch" tests/csrc tests/kernels tests/ops tests/autograd/test_bias_dropout_add.py || exit 1; \
 	done
 
 lint: $(BUILT)

@@ -102,7 +102,7 @@ def dropped_words(cols: int) -> int:
 
 
 def dropped_bits(keep: Tensor) -> Tensor:
-    """csrc/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
+    """csrc/device/dropout.h's form of a mask: int32 [M, dropped_words(K)] of bool [M, K], a bit set where it is False.
 
     Column 8 d + 2 w + h of a word's 32 has bit 16 h + 8 (d % 2) + 2 w + d // 2.
     """

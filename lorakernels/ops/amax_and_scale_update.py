@@ -4,7 +4,7 @@
     amax = max(history's finite ones, new) or new      scale = fp8_max · 2^−margin / amax      then the history rolls
 
 forward, backward fp32 [L + 1, n]: rows 0…L−1 are the amax history of n tensors, row L their scales; `current` fp32 [2n]
-or None. csrc/amax_and_scale_update.cu reads and writes each state once, in one launch. PyTorch's form needs a dozen
+or None. csrc/ops/amax_and_scale_update reads and writes each state once, in one launch. PyTorch's form needs a dozen
 launches for each direction.
 """
 

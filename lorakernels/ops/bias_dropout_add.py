@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """out = residual + mask ⊙ (x + bias) / (1 − p), what a transformer layer does behind attention and behind its MLP.
 
-x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N]. csrc/bias_dropout_add.cu takes one pass.
+x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N]. csrc/ops/bias_dropout_add takes one pass.
 Forward reads x and residual once and writes out: 6MN bytes in bf16. Backward draws the mask again, reads dout and
-writes dx: 4MN bytes. dbias is summed on the way, in an order that depends on the shape alone. Arithmetic is fp32, with
+writes dx: 4MN bytes. dbias is summed on the way, in an order that depends on shape and GPU alone. Arithmetic is fp32, with
 one rounding at the store. PyTorch's kernels write x + bias, the mask and the product to memory as well.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import address, draw, name, stream
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.ops import checks
@@ -167,7 +167,9 @@ def by_csrc_backward(
         dbias = partial = torch.empty(0, device=dout.device)
     else:
         dbias = torch.empty(cols, dtype=_bias_dtype(bias_dtype, dout.dtype), device=dout.device)
-        chunks = extension().bias_grad_chunks(rows, cols, 0 if dropout is None else dropout.col0)
+        col0 = 0 if dropout is None else dropout.col0
+        multiprocessors = multiprocessors_of(dout.get_device())
+        chunks = extension().bias_grad_chunks(rows, cols, multiprocessors, col0)
         partial = torch.empty(chunks, cols, device=dout.device)
     if some_drop or bias_dtype is not None:
         extension().bias_dropout_add_backward(

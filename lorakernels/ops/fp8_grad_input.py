@@ -2,13 +2,13 @@
 """dx = dy W + mask ⊙ (ds A) / (1 − p): the gradient of a linear layer's input, through the base and the adapter.
 
 dy [M, N] is e5m2 or e4m3 and W [N, K] e4m3, or both are plain; ds [M, R], A [R, K], dx [M, K]. One kernel
-(csrc/fp8_gemm_kernel.h) draws the mask again while the FP8 product runs and rounds dx once. The adapter's branch
+(csrc/ops/fp8_gemm) draws the mask again while the FP8 product runs and rounds dx once. The adapter's branch
 in kernels of its own writes and reads [M, K] once, and reads and writes dx: 8MK bytes in bf16, besides the mask. Sums
 are split by default, as in Transformer Engine's dgrad.
 
 Hopper's FP8 tensor cores read operands along the contraction only, so that the product needs Wᵀ [K, N]. It is there
 where the layer keeps it, and is otherwise transposed for this call. With few rows and split accumulation, W is turned
-on its way through the registers instead (csrc/fp8_gemm_turned.h).
+on its way through the registers instead (csrc/ops/fp8_gemm).
 
 What the kernel does not take is multiplied by cuBLASLt or, without FP8 tensor cores, dequantized to dx's dtype. Sizes
 that cuBLASLt does not take are multiplied in fp32. A plain base is one product in dy's dtype. The branch comes after

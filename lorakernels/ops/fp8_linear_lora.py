@@ -2,7 +2,7 @@
 """y = x Wᵀ + bias + scaling · s Bᵀ + residual: a frozen linear layer with its adapter's second half.
 
 x [M, K] and W [N, K] are e4m3, or both plain; bias [N], s [M, R], B [N, R], residual and y [M, N].
-csrc/fp8_gemm_kernel.h on Hopper, and kernels/triton/fp8_linear_lora.py on other GPUs with TMA, add every term to the
+csrc/ops/fp8_gemm on Hopper, and kernels/triton/fp8_linear_lora.py on other GPUs with TMA, add every term to the
 product's fp32 sums in registers and round y once. Added one after the other, each term reads and writes all of y: 4MN
 bytes in bf16, and a rounding.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dA = dsᵀ D(x): the gradient of the adapter's first half.
 
-ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/lora_grad_a.cu reads x once: MK bytes
+ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes
 of e4m3, 2MK of a plain x. It draws the mask on the way, or reads MK / 8 bytes of one that was drawn before. The product
 runs on the tensor cores in ds's dtype, in which e4m3 is exact. Its fp32 sums have an order that depends on the shape
 alone. They are multiplied by scale_inv and the dropout factor, and then rounded once.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import address, draw, name, stream
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
@@ -84,7 +84,7 @@ def by_csrc(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dty
     data, scale_inv = x
     (rows, cols), rank, ext = data.shape, ds.shape[1], extension()
     dA = torch.empty(rank, cols, dtype=out_dtype, device=data.device)
-    floats = ext.lora_grad_a_partial(rows, cols, rank)
+    floats = ext.lora_grad_a_partial(rows, cols, rank, multiprocessors_of(data.get_device()))
     partial = torch.empty(floats, device=data.device)
     ds = _in_whole_groups(ds)
     dropped = dropout.dropped if dropout is not None and drops(dropout) else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s: a linear layer's output gradient, read once.
 
-dy [M, N], B [N, R], s [M, R], dy8 [M, N] FP8 bytes, ds [M, R], dB [N, R]. csrc/quantize_grad.cu reads dy once and
+dy [M, N], B [N, R], s [M, R], dy8 [M, N] FP8 bytes, ds [M, R], dB [N, R]. csrc/ops/quantize_grad reads dy once and
 writes dy8: 3MN bytes. It keeps the sums in registers and shared memory, and adds them up in an order that depends on
 the shape alone. PyTorch's kernels read dy once for its amax, once to quantize it and once for each product.
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import address, draw, name, state_address, stream
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits, dropped_words, drops
 from lorakernels.numerics.fp8 import FP8_MAX, quantize, scale_that_tells
@@ -271,7 +271,9 @@ def by_csrc(
     ds_shape = 0 if up is None else (rows, _columns(up, side))
     ds = torch.empty(ds_shape, dtype=dy.dtype, device=dy.device)
     dB = dy.new_empty(0) if lora_B is None or s is None else torch.empty_like(lora_B)
-    floats = ext.quantize_grad_workspace(rows, n, rank, s is not None, projections)
+    floats = ext.quantize_grad_workspace(
+        rows, n, rank, s is not None, multiprocessors_of(dy.get_device()), projections
+    )
     scratch = torch.empty(ext.AMAX_PARTIALS + floats, device=dy.device)
     ext.quantize_grad(
         address(dy8),

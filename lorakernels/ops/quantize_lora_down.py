@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """x8 = sat(x · scale), s = D(x) Aᵀ: a linear layer's input, quantized and multiplied by the adapter's first half.
 
-x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/quantize_lora_down.cu reads x once and writes x8: 3MK bytes.
+x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/ops/quantize_lora_down reads x once and writes x8: 3MK bytes.
 It draws the mask on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that
-depends on the shape alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax,
+depends on shape and GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax,
 once to quantize it and once or twice for s.
 """
 

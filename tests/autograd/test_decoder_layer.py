@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from unittest import mock
 
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse, ops
 from lorakernels.autograd import fused_linear
 from lorakernels.fusion.group import FusedGroup
-from lorakernels.kernels import ladder
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
 
 # No kernel: memory, views, bookkeeping; attention's own
@@ -187,7 +187,11 @@ def test_one_mask_and_a_compact_B_as_on_hopper(targets, monkeypatch) -> None:
 
     def gradients(hopper: bool) -> tuple[Counter[str], list[torch.Tensor]]:
         torch.manual_seed(0)
-        monkeypatch.setattr(ladder, "GRAD_PROJECTION_MULTIPLE", 1 if hopper else 128)
+        monkeypatch.setattr(
+            sys.modules["lorakernels.ops.quantize_grad"],
+            "PROJECTION_MULTIPLE",
+            1 if hopper else 128,
+        )
         monkeypatch.setattr(fused_linear, "hands_mask_over", lambda *_: hopper)
         _, layer, h, angles = layer_and_input(targets=targets, lora_dropout=0.3)
         for name, parameter in layer.named_parameters():

@@ -1,35 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`_C.limits`: what csrc's kernels take. Python's copies agree with it, and the bindings refuse what is beyond it."""
+"""`_C.limits`: what csrc's kernels take. The ops' constants agree with it; the bindings refuse what is beyond it."""
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import pytest
 
 from lorakernels import _C
-from lorakernels.kernels import ladder
+from lorakernels.ops.hardware import FP8_GEMM_MULTIPLE
+
+
+def op(name: str) -> Any:
+    """The module of an op, which the Op itself hides in the package."""
+    return sys.modules[f"lorakernels.ops.{name}"]
 
 
 def test_python_has_the_same_limits() -> None:
+    quantize_lora_down, quantize_grad, lora_grad_a = map(
+        op, ("quantize_lora_down", "quantize_grad", "lora_grad_a")
+    )
     down, grad, grad_a = (
         _C.limits.quantize_lora_down,
         _C.limits.quantize_grad,
         _C.limits.lora_grad_a,
     )
-    assert (down.rank, down.cols_multiple) == (ladder.DOWN_RANK, ladder.DOWN_MULTIPLE)
+    assert (down.rank, down.cols_multiple) == (
+        quantize_lora_down.MAX_RANK,
+        quantize_lora_down.MULTIPLE,
+    )
     assert vars(grad) == {
-        "rank": ladder.GRAD_RANK,
-        "drawn_rank": ladder.DRAWN_RANK,
-        "cols_multiple": ladder.GRAD_MULTIPLE,
-        "projections": ladder.GRAD_PROJECTIONS,
-        "projection_multiple": ladder.GRAD_PROJECTION_MULTIPLE,
+        "rank": quantize_grad.MAX_RANK,
+        "drawn_rank": quantize_grad.MAX_DRAWN_RANK,
+        "cols_multiple": quantize_grad.MULTIPLE,
+        "projections": quantize_grad.MAX_PROJECTIONS,
+        "projection_multiple": quantize_grad.PROJECTION_MULTIPLE,
     }
-    assert grad_a.rank == ladder.GRAD_A_RANK
-    assert {True: grad_a.fp8_cols_multiple, False: grad_a.cols_multiple} == ladder.GRAD_A_MULTIPLE
+    assert grad_a.rank == lora_grad_a.MAX_RANK
+    assert {True: grad_a.fp8_cols_multiple, False: grad_a.cols_multiple} == lora_grad_a.MULTIPLE
 
 
-def test_the_ladder_gives_the_fp8_gemms_nothing_beyond_their_limits() -> None:
+def test_the_choice_gives_the_fp8_gemms_nothing_beyond_their_limits() -> None:
     for multiple in vars(_C.limits.fp8_gemm).values():
-        assert ladder.FP8_GEMM_MULTIPLE % multiple == 0
+        assert FP8_GEMM_MULTIPLE % multiple == 0
 
 
 def test_what_is_beyond_a_limit_is_refused() -> None:

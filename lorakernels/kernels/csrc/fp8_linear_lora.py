@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches csrc's kernel of ops/fp8_linear_lora.py (csrc/fp8_gemm_kernel.h): wgmma and TMA, one rounding, any rank."""
+"""Launches csrc's kernel of ops/fp8_linear_lora.py (csrc/ops/fp8_gemm): wgmma and TMA, one rounding, any rank."""
 
 from __future__ import annotations
 
