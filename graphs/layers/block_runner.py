@@ -118,7 +118,7 @@ class BlockRunner:
             if any(block.like(o) for o in (*self.recordings, *self._waiting, *self.failed)):
                 continue
             if len(self.recordings) + len(self._waiting) >= (limit := self.options.max_shapes):
-                text = f"max_shapes={limit} sets of graphs are captured: further shapes run eagerly"
+                text = f"max_shapes={limit} shapes are captured: further shapes run eagerly"
                 self.warn_once("max_shapes", text)
                 continue
             self._waiting.append(block)

@@ -162,7 +162,7 @@ def test_beyond_max_shapes_blocks_run_eagerly_and_say_so_once(device: torch.devi
     ours, theirs = twins(device, 2)
     manager = managed(ours, device, on_new_shape="capture", max_shapes=2)
     warm(manager, ours, device)
-    with pytest.warns(RuntimeWarning, match="max_shapes=2 sets of graphs") as found:
+    with pytest.warns(RuntimeWarning, match="max_shapes=2 shapes are captured") as found:
         for rows in (5, 7, 9, 7, 3, 5):
             x = batch(rows, device)
             for layers in (ours, theirs):
