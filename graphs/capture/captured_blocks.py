@@ -49,7 +49,7 @@ class CapturedBlocks:
         self.captured: list[CapturedBlock] = []
         self.forwards: list[Callable[..., Any]] = []
         self.layers: list[Layer] = []
-        self.targets: GradMemory | None = None
+        self.grad_memory: GradMemory | None = None
         self._pins: list[Pins] = []
         self._grads = managed.grads
 
@@ -75,15 +75,15 @@ class CapturedBlocks:
         states = named_states(managed.fp8_state, managed.rng_states)
         snapshot = Snapshot(managed.modules, managed.fp8_state, states.values())
         pins, graphs = Pins(managed.fp8_state), None
-        targets = (self.targets or GradMemory()) if adds else None
+        grad_memory = (self.grad_memory or GradMemory()) if adds else None
         try:
-            if targets is not None:
-                targets.prepare([named for layer in layers for named in layer.trained])
+            if grad_memory is not None:
+                grad_memory.prepare([named for layer in layers for named in layer.trained])
             backend = managed.make_backend()
             free = backend.free_bytes()
             attempt = BlockGraphs(plan.order, self.progress, backend)
             drawn = list(states.values())
-            capturer = Capturer(layers, trace, plan, attempt, targets, drawn, replaced)
+            capturer = Capturer(layers, trace, plan, attempt, grad_memory, drawn, replaced)
             graphs = capturer.run(snapshot.restore, advance_all(states.values()))
             snapshot.restore()
             self._prepare_calls(graphs, layers, block, states)
@@ -95,9 +95,9 @@ class CapturedBlocks:
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise CaptureError(managed.names[0], "install", reason) from error
-        if targets is not None:
-            targets.adopt()
-        self.targets, self._grads = targets, "add" if adds else "autograd"
+        if grad_memory is not None:
+            grad_memory.adopt()
+        self.grad_memory, self._grads = grad_memory, "add" if adds else "autograd"
         self.layers = self.layers or layers
         self._pins.append(pins)
         graphs.start()
@@ -165,10 +165,10 @@ class CapturedBlocks:
                 one.graphs.destroy()
         for pins in reversed(self._pins):
             pins.remove()
-        if self.targets is not None:
-            self.targets.release()
+        if self.grad_memory is not None:
+            self.grad_memory.release()
         self.captured, self.layers, self._pins = [], [], []
-        self.targets, self._grads = None, self.managed.grads
+        self.grad_memory, self._grads = None, self.managed.grads
         return found
 
 

@@ -33,11 +33,10 @@ class BlockRunner:
         self.graphs: Any = None  # of the block that replays; `NoGraphs` while a block is recorded
         self._before: BlockGraphs | None = None  # the graphs before the block that is recorded
         self._recorder = BlockRecorder(blocks.managed.names, blocks.managed.modules, device)
-        self.recordings: list[
-            RecordedBlock
-        ] = []  # of the captured blocks, or of those to capture first
-        self._waiting: list[RecordedBlock] = []  # recorded among replays, to be captured
-        self.failed: list[RecordedBlock] = []  # those whose capture failed
+        # Recorded blocks: captured, or to be captured first; to be captured next; those whose capture failed
+        self.recorded: list[RecordedBlock] = []
+        self._waiting: list[RecordedBlock] = []
+        self.failed: list[RecordedBlock] = []
         self._first: Any = None  # the call that the block began with
         self._refused: list[Any] = []  # first calls of blocks that cannot be captured
         self._error: CaptureError | None = None  # why; `end_iteration` raises it once
@@ -107,17 +106,17 @@ class BlockRunner:
 
     def _end_block(self) -> None:
         self.graphs, self._before = self._before, None
-        recording = None
+        ended = None
         try:
-            recording = self._recorder.end()
+            ended = self._recorder.end()
         except CaptureError as error:
             self._refused.append(self._first)
             self._error = self._error or error
         self.blocks.progress.done += self._recorder.microbatches
-        for block in recording.blocks() if recording else ():
-            if any(block.like(o) for o in (*self.recordings, *self._waiting, *self.failed)):
+        for block in ended.blocks() if ended else ():
+            if any(block.like(o) for o in (*self.recorded, *self._waiting, *self.failed)):
                 continue
-            if len(self.recordings) + len(self._waiting) >= (limit := self.options.max_shapes):
+            if len(self.recorded) + len(self._waiting) >= (limit := self.options.max_shapes):
                 text = f"max_shapes={limit} shapes are captured: further shapes run eagerly"
                 self.warn_once("max_shapes", text)
                 continue
@@ -135,13 +134,13 @@ class BlockRunner:
 
     def _capture_waiting(self) -> None:
         while self._waiting:
-            recording = self._waiting.pop(0)
+            block = self._waiting.pop(0)
             try:
-                self.blocks.capture(recording)
+                self.blocks.capture(block)
             except Exception:
-                self.failed.append(recording)
+                self.failed.append(block)
                 raise
-            self.recordings.append(recording)
+            self.recorded.append(block)
 
     def retry(self) -> None:
         """Try again to capture the blocks whose capture failed."""

@@ -139,7 +139,7 @@ class GraphManager:
             recorder = self._recorder
             layers = {call: call.layer for call in recorder.microbatches}
             trace = self._tracer.finish(recorder.microbatches, layers)
-            self.runner.recordings = [RecordedBlock(order, trace, self._attributes)]
+            self.runner.recorded = [RecordedBlock(order, trace, self._attributes)]
             if recorder.num_iterations >= self.warmup_steps:
                 self.capture()
 
@@ -195,29 +195,27 @@ class GraphManager:
                 raise RuntimeError("the layers are captured already: call recapture() or reset()")
             self.runner.retry()
             return
-        if not self.runner.recordings:
+        if not self.runner.recorded:
             raise RuntimeError("nothing recorded yet: run an iteration and call end_iteration()")
         if self.phase == "recording":
             self._stop_recording()
             if self.options.on_new_shape == "capture":
-                self.runner.recordings = self.runner.recordings[0].blocks()
+                self.runner.recorded = self.runner.recorded[0].blocks()
             self._capture_blocks({})
         else:
             self._capture_anew({})
 
     def _capture_anew(self, replaced: Mapping[RecordedBlock, Any]) -> None:
-        for (
-            recording
-        ) in self.runner.recordings:  # the attributes as they are now, which may have been repaired
-            recording.attributes = [plain_attributes(m) for m in self.modules]
+        for block in self.runner.recorded:  # the user may have repaired what a capture refused
+            block.attributes = [plain_attributes(m) for m in self.modules]
         self._capture_blocks(replaced)
 
     def _capture_blocks(self, replaced: Mapping[RecordedBlock, Any]) -> None:
         """Capture all recorded blocks, or none."""
         self.phase = "failed"
         try:
-            for recording in self.runner.recordings:
-                self._blocks.capture(recording, replaced.get(recording))
+            for block in self.runner.recorded:
+                self._blocks.capture(block, replaced.get(block))
         except BaseException:
             self._blocks.drop()
             for graph in [g for graphs in replaced.values() for g in graphs.values()]:
@@ -244,8 +242,8 @@ class GraphManager:
         self._capture_anew(self._drop(keep_graphs=True))
 
     def _drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, Any]:
-        for slot in self._forwards:
-            slot.remove()
+        for forward in self._forwards:
+            forward.remove()
         self._forwards.clear()
         self.runner.stop()
         return self._blocks.drop(keep_graphs)
@@ -255,7 +253,7 @@ class GraphManager:
         if self.phase == "recording":
             self._stop_recording()
         self._drop()
-        self.runner.recordings = []
+        self.runner.recorded = []
         self._record()
 
     def close(self) -> None:
@@ -280,16 +278,15 @@ class GraphManager:
 
     def report(self) -> Report:
         """What is captured, and what it takes."""
-        sets = self._blocks.captured
-        if not sets:
+        captured = self._blocks.captured
+        if not captured:
             return Report(self.phase)
-        copied = [
-            h.name for s in sets for _, h in s.graphs.exposed if h.copy and not s.graphs.trial
-        ]
+        settled = [one.graphs for one in captured if not one.graphs.trial]
+        copied = [x.name for graphs in settled for _, x in graphs.exposed if x.copy]
         return Report.of_shapes(
-            [s.report for s in sets],
+            [s.report for s in captured],
             copied=tuple(copied),
-            grad_bytes=self._blocks.targets.bytes if self._blocks.targets else 0,
+            grad_bytes=self._blocks.grad_memory.bytes if self._blocks.grad_memory else 0,
         )
 
     def explain(self, error: BaseException) -> str:

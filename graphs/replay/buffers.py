@@ -31,9 +31,8 @@ class ExposedBuffer:
         self.copy = True
         self.kept = False
         self.ref: Callable[[], Tensor | None] = _nothing
-        self.version = (
-            -1
-        )  # of the tensor handed out; -1 for gradients, which may be changed in place
+        # Of the tensor handed out; -1 for gradients, which eager code may change in place
+        self.version = -1
         self._storage: StorageWeakRef | None = None
         self._held = alias.untyped_storage()
         self.cdata = self._held._cdata

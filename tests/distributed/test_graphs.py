@@ -156,7 +156,7 @@ def around_layers(rank: int, device: torch.device, group: Any, ddp: bool) -> tup
             inner.fp8.reduce_and_update(group)
             found[index].append(state_of(inner, loss))
         manager.end_iteration()
-    assert manager.phase == "replaying" and (manager._blocks.targets is None) is ddp
+    assert manager.phase == "replaying" and (manager._blocks.grad_memory is None) is ddp
     manager.close()
     return found
 

@@ -192,7 +192,9 @@ def test_under_ddp_gradients_go_through_its_hooks(tmp_path) -> None:
                 assert torch.equal(p.grad, 2 * q.grad), step
             ours.zero_grad(), theirs.zero_grad()
             manager.end_iteration()
-        assert sum(reduced) == 4 * len(list(ours.parameters())) and manager._blocks.targets is None
+        assert (
+            sum(reduced) == 4 * len(list(ours.parameters())) and manager._blocks.grad_memory is None
+        )
         manager.close()
         manager = managed(list(ours), CPU, grads="add")
         model(x).sum().backward()
@@ -284,7 +286,7 @@ def test_recapture_with_gradients_keeps_their_memory_the_managers(
         manager.end_iteration()
         kept = ours[0].up.weight.grad if held else None
         manager.recapture()
-        kinds = [t.kind for t in manager._blocks.targets.of(list(ours.parameters()))]
+        kinds = [t.kind for t in manager._blocks.grad_memory.of(list(ours.parameters()))]
         assert kinds == ["given" if held and i == 0 else "own" for i in range(8)], step
         assert kept is None or ours[0].up.weight.grad is kept
 

@@ -228,7 +228,7 @@ def test_a_gradient_kept_while_a_set_is_captured_is_not_overwritten() -> None:
     for rows in (3, 5):  # nobody holds it any more: back to the slab, by either set
         x, g = batch(rows, CPU), batch(rows, CPU)
         layer(x).backward(g)
-        assert layer.weight.grad is manager._blocks.targets.of([layer.weight])[0].grad
+        assert layer.weight.grad is manager._blocks.grad_memory.of([layer.weight])[0].grad
         torch.testing.assert_close(layer.weight.grad, g.T @ x, rtol=0, atol=0)
         layer.weight.grad = None
         manager.end_iteration()
