@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PLAIN = (
+CONSTANT_TYPES = (
     bool,
     int,
     float,
@@ -134,7 +134,11 @@ class Signature:
     def unsupported(self) -> str | None:
         """The first constant that could change unseen, described; None if there is none."""
         for path, value in self.constants:
-            if value is not None and not isinstance(value, PLAIN) and not _is_function(value):
+            if (
+                value is not None
+                and not isinstance(value, CONSTANT_TYPES)
+                and not _is_function(value)
+            ):
                 return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
         return None
 

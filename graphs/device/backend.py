@@ -21,7 +21,7 @@ from .pool import Pool
 
 
 class Graph(Protocol):
-    """A captured region; `launch` takes the stream as an integer."""
+    """An executable graph; `launch` takes the stream as an integer. `nodes`, `kernels`: counts by kind and name."""
 
     nodes: dict[str, int]
     kernels: dict[str, int]
@@ -46,16 +46,35 @@ class Backend(Protocol):
 
     device: torch.device
 
-    def session(self) -> AbstractContextManager[None]: ...
-    def aside(self) -> AbstractContextManager[None]: ...
-    def capture(self, replaced: Any = None) -> AbstractContextManager[Captured]: ...
-    def allocate(self, spec: TensorSpec) -> Tensor: ...
-    def alias(self, x: Tensor) -> Tensor: ...
-    def stream(self) -> int: ...
-    def trim(self) -> None: ...
-    def release(self) -> None: ...
-    def reserved_bytes(self) -> int: ...
-    def free_bytes(self) -> int: ...
+    def session(self) -> AbstractContextManager[None]:
+        """Around a warm-up and all captures of one attempt: work runs on the capture's stream."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around eager work on the capture's stream, in order with the caller's stream."""
+
+    def capture(self, replaced: Any = None) -> AbstractContextManager[Captured]:
+        """Capture what runs inside. `replaced` is an executable graph that takes over the addresses if it can."""
+
+    def allocate(self, spec: TensorSpec) -> Tensor:
+        """An uninitialized tensor in the pool."""
+
+    def alias(self, x: Tensor) -> Tensor:
+        """A tensor at the same address that does not keep the memory allocated."""
+
+    def stream(self) -> int:
+        """The caller's current stream."""
+
+    def trim(self) -> None:
+        """Give cached memory outside of the pool back to the device."""
+
+    def release(self) -> None:
+        """Free the pool. No graph may replay any more."""
+
+    def reserved_bytes(self) -> int:
+        """Bytes that the pool holds."""
+
+    def free_bytes(self) -> int:
+        """Bytes of device memory that are free."""
 
 
 class CudaGraph:

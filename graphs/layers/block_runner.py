@@ -14,7 +14,7 @@ from ..options import GraphOptions, WarnOnce
 from ..record.recorded_block import BlockRecorder, RecordedBlock
 from ..replay.block_graphs import BlockGraphs, NoGraphs
 from ..replay.graphed_call import GraphedCall
-from ..signature import PLAIN, TensorSpec, autocast_state
+from ..signature import CONSTANT_TYPES, TensorSpec, autocast_state
 
 
 class BlockRunner:
@@ -169,4 +169,4 @@ class BlockRunner:
 
 def _kinds(spec: Sequence[Any]) -> list[tuple[type, Any]]:
     """As `typed`, but objects that cannot be constants count by their type alone: each call may have another one."""
-    return [(type(x), x if x is None or isinstance(x, PLAIN) else None) for x in spec]
+    return [(type(x), x if x is None or isinstance(x, CONSTANT_TYPES) else None) for x in spec]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_TYPES = (bool, int, float, str, type(None))
 Attributes = dict[nn.Module, dict[str, Any]]
 
 
@@ -17,11 +17,15 @@ def plain_attributes(module: nn.Module) -> Attributes:
 
 
 def _is_watched(value: object) -> bool:
-    return type(value) in PLAIN or isinstance(value, Tensor) or hasattr(type(value), "advance")
+    return (
+        type(value) in PLAIN_TYPES or isinstance(value, Tensor) or hasattr(type(value), "advance")
+    )
 
 
 def is_unchanged(before: object, now: object) -> bool:
-    return before is now or (type(before) is type(now) and type(before) in PLAIN and before == now)
+    return before is now or (
+        type(before) is type(now) and type(before) in PLAIN_TYPES and before == now
+    )
 
 
 def unchanged_attributes(before: Attributes, now: Attributes) -> Attributes:

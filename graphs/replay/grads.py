@@ -8,6 +8,8 @@ launch, as after `zero_grad`, the memory is zeroed and installed as `.grad` firs
 A gradient that other code still holds is never overwritten. Whether it does is seen from reference counts: of the
 tensor object, and of the storage, which views hold. If an old gradient is held, or `.grad` was replaced by another
 tensor, the launch makes a detour: it adds to zeroed memory, copies the sum to `.grad`, and puts the old content back.
+Our own references are counted when a capture ends. A later one that nobody uses, such as that of a debugger's frame,
+costs no more than the detour.
 """
 
 from __future__ import annotations

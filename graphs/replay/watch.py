@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ReplayError
-from ..record.attributes import PLAIN, Attributes, is_unchanged
+from ..record.attributes import PLAIN_TYPES, Attributes, is_unchanged
 from ..signature import extension
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -174,4 +174,6 @@ def _change(
 def _short(value: object) -> str:
     if isinstance(value, Tensor):
         return f"the tensor at {value.data_ptr():#x}"
-    return repr(value) if type(value) in PLAIN else f"a {type(value).__name__} at {id(value):#x}"
+    return (
+        repr(value) if type(value) in PLAIN_TYPES else f"a {type(value).__name__} at {id(value):#x}"
+    )

@@ -72,7 +72,7 @@ class StepGraph:
         self.modules, self.optimizers = list(modules), list(optimizers)
         self.fp8_state, self.rng_states, self.options = fp8_state, list(rng_states), options
         options.check(self._device())
-        self._aside: Backend | None = None  # for eager calls on the capture's stream
+        self._eager_backend: Backend | None = None  # for eager calls on the capture's stream
         self._replaced: dict[Any, Any] = {}  # executable graphs that recapture() has kept
         self._suspended = False
         self._warn_once = WarnOnce()
@@ -83,11 +83,13 @@ class StepGraph:
 
     def _start(self) -> None:
         self.phase, self.calls = "recording", 0
-        self._steps: list[CapturedStep] = []  # the one that ran last comes first
+        self._steps: list[CapturedStep] = []  # the step that ran last comes first
         self._reports: list[Report] = []
         self._pins: list[Pins] = []
-        self._left: list[tuple[nn.Parameter, Tensor]] = []  # gradients that an eager call has left
-        self._seen: dict[Any, list[Attributes]] = {}  # new shapes that ran once, to be captured
+        # Gradients that an eager call has left, and that the step's own zero_grad would drop
+        self._left_grads: list[tuple[nn.Parameter, Tensor]] = []
+        # New shapes that ran once, and the attributes before that; the next call of such a shape captures it
+        self._seen: dict[Any, list[Attributes]] = {}
         self._failed: set[Any] = set()
         self._attributes = self._attributes_now()
 
@@ -106,8 +108,8 @@ class StepGraph:
         """One step of training; its output.
 
         Raises:
-            CaptureError: this call captured, in vain. Nothing was trained; the next calls run eagerly.
-            ReplayError: the call or the model is not as it was at capture. Nothing was launched.
+            CaptureError: this call was to be captured, and that failed. Nothing was trained; later calls run eagerly.
+            ReplayError: the call or the model has changed since the capture. Nothing was launched.
         """
         if self._suspended or self.phase == "failed":
             return self._eagerly(args, kwargs)
@@ -118,26 +120,26 @@ class StepGraph:
             self.capture(*args, **kwargs)
         tensors, spec = flatten((args, kwargs))
         error: ReplayError | None = None
-        for one in self._steps:
-            mismatch = one.mismatch(tensors, spec)
+        for captured in self._steps:
+            mismatch = captured.mismatch(tensors, spec)
             if mismatch is None:
-                return self._replay(one, tensors)
+                return self._replay(captured, tensors)
             error = error or mismatch
         assert error is not None
         return self._new(error, tensors, spec, args, kwargs)
 
-    def _replay(self, one: CapturedStep, tensors: Sequence[Tensor]) -> Any:
-        for parameter, grad in self._left:
+    def _replay(self, captured: CapturedStep, tensors: Sequence[Tensor]) -> Any:
+        for parameter, grad in self._left_grads:
             if parameter.grad is grad:
                 parameter.grad = None  # the step's own zero_grad, which a replay does not run
-        self._left.clear()
+        self._left_grads.clear()
         self._steps[0].check_grads()
-        one.check_state()
-        if one is not self._steps[0]:
-            one.install_grads()
-            self._steps.remove(one)
-            self._steps.insert(0, one)
-        return one.replay(tensors)
+        captured.check_state()
+        if captured is not self._steps[0]:
+            captured.install_grads()
+            self._steps.remove(captured)
+            self._steps.insert(0, captured)
+        return captured.replay(tensors)
 
     def _new(
         self, error: ReplayError, tensors: Sequence[Tensor], spec: list[Any], args: Any, kwargs: Any
@@ -176,14 +178,14 @@ class StepGraph:
                     grad.copy_(parameter.grad)
                     parameter.grad = grad
                 elif id(parameter) in self._steps[0].zeroed:
-                    self._left.append((parameter, parameter.grad))
+                    self._left_grads.append((parameter, parameter.grad))
         return output
 
     def _eagerly_aside(self, args: Any, kwargs: Any) -> Any:
         """Run the step on the capture's stream, so that autograd's nodes of the parameters belong to that stream."""
-        if self._aside is None:
-            self._aside = self._make_backend()
-        with self._aside.aside():
+        if self._eager_backend is None:
+            self._eager_backend = self._make_backend()
+        with self._eager_backend.aside():
             return self._eagerly(args, kwargs)
 
     # capture
@@ -201,24 +203,24 @@ class StepGraph:
             raise CaptureError(NAME, "check", reason)
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)
-        backend, self._aside = self._aside or self._make_backend(), None
+        backend, self._eager_backend = self._eager_backend or self._make_backend(), None
         started, free = time.perf_counter(), backend.free_bytes()
         states = named_states(self.fp8_state, self.rng_states)
         snapshot = Snapshot(self.modules, self.fp8_state, states.values())
         pins = Pins(self.fp8_state)
         before = [(p, p.grad) for m in self.modules for p in m.parameters()]
         replaced = self._replaced.pop(key_of(signature.tensors, signature.spec, backend), None)
-        one: CapturedStep | None = None
+        captured: CapturedStep | None = None
         try:
-            one = CapturedStep(self.step, signature, backend, list(states.values()), replaced)
+            captured = CapturedStep(self.step, signature, backend, list(states.values()), replaced)
             snapshot.restore()
-            one.watch(self.modules, self.optimizers, states, attributes)
-            one.note_zeroed(before, self.optimizers)
-            report = self._report_of(one, free, time.perf_counter() - started)
+            captured.watch(self.modules, self.optimizers, states, attributes)
+            captured.note_zeroed(before, self.optimizers)
+            report = self._report_of(captured, free, time.perf_counter() - started)
             pins.add()
         except BaseException:
-            if one is not None:
-                one.drop()
+            if captured is not None:
+                captured.drop()
             if replaced is not None:
                 replaced.destroy()
             for parameter, grad in before:
@@ -227,22 +229,29 @@ class StepGraph:
             snapshot.restore()
             raise
         self._pins.append(pins)
-        self._steps.insert(0, one)
+        self._steps.insert(0, captured)
         self._reports.append(report)
 
-    def _report_of(self, one: CapturedStep, free: int, seconds: float) -> Report:
-        shape, pool = len(self._reports), one.backend.reserved_bytes()
+    def _report_of(self, captured: CapturedStep, free: int, seconds: float) -> Report:
+        shape, pool = len(self._reports), captured.backend.reserved_bytes()
         graph = GraphReport(
-            NAME, 0, "step", one.graph.nodes, one.graph.kernels, seconds, one.made, shape
+            NAME,
+            0,
+            "step",
+            captured.graph.nodes,
+            captured.graph.kernels,
+            seconds,
+            captured.made,
+            shape,
         )
         return Report(
             "replaying",
             (graph,),
             1,
             pool_bytes=pool,
-            driver_bytes=max(0, free - one.backend.free_bytes() - pool),
+            driver_bytes=max(0, free - captured.backend.free_bytes() - pool),
             capture_s=seconds,
-            shapes=(", ".join(map(str, one.key[0])),),
+            shapes=(", ".join(map(str, captured.key[0])),),
         )
 
     # use
@@ -252,7 +261,7 @@ class StepGraph:
 
         Executable graphs stay and take the new addresses where the new capture has the same nodes; `report()` says so.
         """
-        self._replaced |= {one.key: one.graph for one in self._steps}
+        self._replaced |= {captured.key: captured.graph for captured in self._steps}
         seen = [*self._seen, *self._replaced]
         self._drop(keep_graphs=True)
         self.calls = self.warmup_steps
@@ -266,17 +275,17 @@ class StepGraph:
         for _, parameter, grad in self._steps[0].grads if self._steps else ():
             if grad is not None and parameter.grad is grad:
                 parameter.grad = grad.clone()  # out of the pool
-        for one in self._steps:
-            one.drop(keep_graphs)
+        for captured in self._steps:
+            captured.drop(keep_graphs)
         for pins in reversed(self._pins):
             pins.remove()
         if not keep_graphs:
             for graph in self._replaced.values():
                 graph.destroy()
             self._replaced.clear()
-        if self._aside is not None:
-            self._aside.release()
-            self._aside = None
+        if self._eager_backend is not None:
+            self._eager_backend.release()
+            self._eager_backend = None
         self._start()
 
     @contextmanager
