@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..capture.layer import Layer
 from ..errors import ReplayError
 from ..replay.block_graphs import BlockGraphs
+from ..replay.graphed_call import GraphedCall
 from ..signature import TensorSpec, autocast_state, difference, flatten
 from .block_runner import BlockRunner
 
@@ -53,17 +54,18 @@ class LayerForward:
             return call.run(tensors)  # raises an error if the layer has changed
         return self._unlike(tensors, spec, args, kwargs)
 
-    def _unlike(self, tensors: Any, spec: Any, args: Any, kwargs: Any) -> Any:
+    def _unlike(self, tensors: Sequence[Tensor], spec: list[Any], args: Any, kwargs: Any) -> Any:
         """Find another block whose graphs take the call, refuse it, or run it eagerly if it is new."""
         runner = self.runner
         if runner.recording_goes_on(self.index):
             return runner.record(self.index, self.eager, args, kwargs)
-        graphs, between = runner.graphs, runner.graphs.position == 0
+        graphs: BlockGraphs = runner.graphs
+        between = graphs.position == 0
         if between and (other := runner.switch(self.index, spec, tensors)) is not None:
             return other.run(tensors)
-        call = graphs.forwards[graphs.position]
-        in_turn = call is not None and call.layer == self.index
-        call = call if in_turn else _first_call(graphs, self.index)
+        due = graphs.forwards[graphs.position]
+        in_turn = due is not None and due.layer == self.index
+        call = due if due is not None and in_turn else _first_call(graphs, self.index)
         error = self._mismatch(call, tensors, spec)
         if runner.options.on_new_shape == "eager" and error is not None:
             runner.warn_once(f"shape of {self.layer.name}", f"{error}: this call runs eagerly")
@@ -81,7 +83,10 @@ class LayerForward:
             raise error
         call.refuse_other_object(tensors)
 
-    def _mismatch(self, call: Any, tensors: Any, spec: Any) -> ReplayError | None:
+    def _mismatch(
+        self, call: GraphedCall, tensors: Sequence[Tensor], spec: list[Any]
+    ) -> ReplayError | None:
+        """How a call of this layer differs from the captured one; None if only the objects differ."""
         name, autocast = self.layer.name, autocast_state(self._device)
         if found := difference(call.spec, spec):
             return ReplayError(name, "arguments", *found)
@@ -93,7 +98,7 @@ class LayerForward:
         return None
 
 
-def _first_call(graphs: BlockGraphs, layer: int) -> Any:
+def _first_call(graphs: BlockGraphs, layer: int) -> GraphedCall:
     return next(call for call in graphs.calls if call.layer == layer)
 
 

@@ -95,7 +95,7 @@ class ReplayCursor:
                     exposed.layer,
                     exposed.name,
                     "the values that its graph wrote, which a backward may need",
-                    "modified in place since (README, rule 6): discard_iteration()",
+                    "modified in place since (graphs/README.md, rule 6): discard_iteration()",
                 )
 
     def _refuse_held(self, exposed: ExposedBuffer) -> NoReturn:

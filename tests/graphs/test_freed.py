@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grads added": {"grads": "add"},
     "grads by autograd": {"grads": "autograd"},
     "two microbatches": {"num_microbatches": 2},
-    "several sets": {"on_new_shape": "capture"},
+    "several shapes": {"on_new_shape": "capture"},
 }
 
 

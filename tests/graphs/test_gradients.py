@@ -247,8 +247,8 @@ class _Optional(nn.Module):
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
 def test_only_what_a_backward_reaches_gets_a_gradient(device: torch.device, graphs: bool) -> None:
-    """Two sets of graphs, one of which alone reaches `extra`: the other leaves its .grad None. A gradient that collects
-    over iterations outside of the layers is not zeroed by theirs."""
+    """Two captured blocks, of which one reaches `extra`: the other leaves its .grad None. A gradient that collects over
+    iterations outside of the layers is not zeroed by theirs."""
     layers = [_Optional().to(device) for _ in range(2)]
     manager = managed(layers, device, on_new_shape="capture") if graphs else None
     seen = []

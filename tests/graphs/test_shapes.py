@@ -51,7 +51,7 @@ def step(layers: Any, x: Tensor, factor: float = 1) -> Tensor:
     return x
 
 
-def sets(manager: Any) -> int:
+def captured_blocks(manager: Any) -> int:
     return len(manager.report().shapes)
 
 
@@ -127,7 +127,7 @@ class Both:
                 if kind not in self.kinds and len(self.kinds) < self.max_shapes:
                     self.kinds.append(kind)
             self.manager.end_iteration()
-            assert sets(self.manager) == len(self.kinds)
+            assert captured_blocks(self.manager) == len(self.kinds)
         elif action == "zero":
             for layers in (self.ours, self.theirs):
                 for p in layers.parameters():
@@ -154,7 +154,7 @@ class Both:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ACTIONS, min_size=3, max_size=10), st.integers(1, 4))
 def test_random_shapes_and_constants(actions: list[tuple[str, Any]], max_shapes: int) -> None:
-    """The model: as many sets as kinds of microbatches seen, and always the eager twin's bits."""
+    """The model: as many captured blocks as kinds of microbatches seen, and always the eager twin's bits."""
     both = Both(max_shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -182,13 +182,13 @@ def test_random_shapes_with_two_microbatches_in_flight(rows: list[int]) -> None:
                     y.square().sum().backward()
             same(ours, theirs, first)
             manager.end_iteration()
-    assert sets(manager) == len(set(rows))
+    assert captured_blocks(manager) == len(set(rows))
     assert manager.report().microbatches_captured == 2
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
 def test_states_advance_and_masks_are_new_in_every_set(device: torch.device) -> None:
-    """F9 and F10, over two sets that take turns."""
+    """F9 and F10, over two captured blocks that take turns."""
     state = State(device)
     layer = Drop(state)
     manager = managed([layer], device, rng_states=[state], on_new_shape="capture")
@@ -261,7 +261,7 @@ def test_equal_constants_of_other_types_are_other_constants(first: float, second
         else:
             step(ours, batch(3, CPU), second).square().sum().backward()
             manager.end_iteration()
-            assert sets(manager) == 2
+            assert captured_blocks(manager) == 2
         manager.close()
 
 
@@ -271,7 +271,7 @@ def warm_with(manager: Any, forward: Callable[[], Tensor]) -> None:
 
 
 def test_one_set_for_microbatches_that_take_turns(device: torch.device) -> None:
-    """Two shapes within the recorded iteration: two sets at once, in any turn."""
+    """Two shapes within the recorded iteration: two captured blocks at once, in any turn."""
     ours, theirs = twins(device, 2)
     manager = managed(ours, device, num_microbatches=2, on_new_shape="capture")
     for rows in [(3, 5), (5, 3), (3, 3), (5, 5)]:
