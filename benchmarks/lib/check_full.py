@@ -20,7 +20,6 @@ import torch
 
 from benchmarks.lib.check_parts import SHAPES, STEPS, Found, prepared, run_cli, steps_of
 from benchmarks.lib.finetune_files import write_texts
-from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import dtype_of, plain_model, token_rows
 from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
 
@@ -72,8 +71,6 @@ def _interrupted(command: list[str], output: Path, log: Path, end: float) -> int
 
 def export(shape: str, device: str, scratch: str, limit: float) -> Found:
     """What `finetune` trained, exported for a server, has the logits of the adapter in PEFT."""
-    if importlib.util.find_spec("lorakernels.cli.export") is None:
-        raise Unavailable("lorakernels has no export")
     folder, end = Path(scratch), time.monotonic() + limit
     options = prepared(shape, device, folder)
     run_cli(["finetune", *options, "--output", str(folder / "run")], folder / "log", end)

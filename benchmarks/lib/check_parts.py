@@ -69,8 +69,6 @@ class DropIn(Training):
         compiled: bool = False,
     ) -> None:
         self.fused, self.compiled = fused, compiled
-        if attached and not hasattr(lorakernels, "attach"):
-            raise Unavailable("lorakernels has no attach")
         super().__init__(spec, adapted, device)
         self.attached = lorakernels.attach(self.model, self.optimizer) if attached else None
 

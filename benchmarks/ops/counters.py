@@ -162,6 +162,19 @@ def short_name(kernel: str) -> str:
     return name.removeprefix("void ").replace("lorakernels::", "").partition("(")[0][:70]
 
 
+def counted(shape: str, rank: int) -> str:
+    """What `ncu --page raw --csv` prints of one step, which runs in a process under it."""
+    with TemporaryDirectory() as folder:
+        report = str(Path(folder) / "report")
+        again = [sys.executable, __file__, "--only-step", "--shape", shape, "--rank", str(rank)]
+        sections = [word for section in SECTIONS for word in ("--section", section)]
+        options = ["--clock-control", "none", "--profile-from-start", "off", *sections]
+        profile = ["ncu", *options, "-o", report, *again]
+        subprocess.run(profile, check=True, stdout=subprocess.DEVNULL)
+        show = ["ncu", "-i", report + ".ncu-rep", "--page", "raw", "--csv"]
+        return subprocess.run(show, check=True, capture_output=True, text=True).stdout
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,39 +191,9 @@ def main() -> None:
         return step(m, n, k, args.rank)
     if shutil.which("ncu") is None or not torch.cuda.is_available():
         raise SystemExit("counters need a GPU and ncu on PATH")
-    with TemporaryDirectory() as folder:
-        report = str(Path(folder) / "report")
-        again = [sys.executable, __file__, "--only-step", "--shape", args.shape]
-        sections = [word for section in SECTIONS for word in ("--section", section)]
-        subprocess.run(
-            [
-                "ncu",
-                "--clock-control",
-                "none",
-                "--profile-from-start",
-                "off",
-                *sections,
-                "-o",
-                report,
-                *again,
-                "--rank",
-                str(args.rank),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        raw = subprocess.run(
-            ["ncu", "-i", report + ".ncu-rep", "--page", "raw", "--csv"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-    facts = {
-        **environment(torch.device("cuda")),
-        "shape": args.shape,
-        "rank": str(args.rank),
-    }
-    rows = rows_of(raw)
+    rows = rows_of(counted(args.shape, args.rank))
+    problem = {"shape": args.shape, "rank": str(args.rank)}
+    facts = {**environment(torch.device("cuda")), **problem}
     print(table(rows))
     if args.output:
         write_csv(args.output / "counters.csv", rows, facts)

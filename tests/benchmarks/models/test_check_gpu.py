@@ -140,13 +140,6 @@ def test_the_loops_train_the_same_model(load, name: str) -> None:
     assert found["first_loss"] == pytest.approx(5.773, rel=0.01)
 
 
-def test_an_attach_that_is_missing_is_skipped(load, monkeypatch) -> None:
-    parts = load("lib.check_parts")
-    monkeypatch.delattr("lorakernels.attach", raising=False)
-    found = parts.run("drop-in, attached", "tiny 2x32", "cpu", "", 60.0)
-    assert found == {"skipped": "lorakernels has no attach"}
-
-
 @pytest.mark.slow
 def test_finetune_runs_through_the_command_line(load, tmp_path: Path) -> None:
     parts = load("lib.check_parts")
