@@ -119,9 +119,6 @@ def make_stack(size: str, count: int, device: torch.device) -> Stack:
     return Stack(list(model.train()), x, cos.detach(), sin.detach(), dy, state, rng_state)
 
 
-# providers
-
-
 def pack(tensors: Iterable[Tensor]) -> None:
     """Move the large ones into one piece of memory. Where they were made, between temporaries that are gone, the
     allocator keeps holes, which eager layers then live in and graphs, with a pool of their own, cannot."""
@@ -146,9 +143,6 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-
-
-# providers
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 
     y = h + MLP(norm(h))      h = x + o(attention(rope(q, k), v))      q, k, v of norm(x)      causal, grouped queries
 
-x, y, dy [1, T, H]. LoRA, R = 16 and alpha = 32, is on q, k, v and o. One A serves q, k and v in all of them, each
-having a copy of its own but for TE's fused projection, so that all compute the same layer.
+x, y and dy are [1, T, H]. LoRA with R = 16 and alpha = 32 is on q, k, v and o. All compute the same layer: q, k and v
+have equal As, each a copy of its own, but in TE's fused projection, which has one A.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of bench_end_to_end.py: their shapes, random weights made on the device, and the text they train on.
 
-Every weight is a function of its name alone, so that all providers have the same model; the large ones never exist as a
+Every weight is a function of its name alone, so that all providers have the same model. The large ones never exist as a
 whole in bf16: `Random` is a source for `load_quantized` that makes one tensor at a time.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine: its FP8 linear layer without LoRA, with LoRA in torch ops, graphed, and its op fuser's LoRA.
 
-DelayedScaling with TE's defaults, HYBRID, the recipe that ours follows. W is frozen and cast to FP8 once
-(`is_first_microbatch`; the op fuser has no such cache and is given an FP8 weight), which is TE at its best: by default
-it casts W every step.
+All use DelayedScaling with TE's defaults, HYBRID, which is the recipe that ours follows. W is frozen and cast to FP8
+once (`is_first_microbatch`). The op fuser has no such cache and is given an FP8 weight. That is TE at its best: by
+default it casts W in every step.
 """
 
 from __future__ import annotations

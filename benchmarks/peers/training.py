@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole models that train one batch at a time: ours and its peers, one class each, behind one interface.
 
-All compute LoRA over the same base (models.py), AdamW (fused) on the adapters alone, the loss of each next token. Our
-step also updates the FP8 scales, once, and advances the random state.
+All compute LoRA over the base of models.py. AdamW (fused) updates the adapters alone, and the loss is of each next
+token. Our step also updates the FP8 scales, once, and advances the random state.
 """
 
 from __future__ import annotations
