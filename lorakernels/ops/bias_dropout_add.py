@@ -3,8 +3,8 @@
 
 x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N]. csrc/ops/bias_dropout_add takes one pass.
 Forward reads x and residual once and writes out: 6MN bytes in bf16. Backward draws the mask again, reads dout and
-writes dx: 4MN bytes. dbias is summed on the way, in an order that depends on shape and GPU alone. Arithmetic is fp32, with
-one rounding at the store. PyTorch's kernels write x + bias, the mask and the product to memory as well.
+writes dx: 4MN bytes. dbias is summed on the way, in an order that depends on shape and GPU alone. Arithmetic is fp32,
+with one rounding at the store. PyTorch's kernels write x + bias, the mask and the product to memory as well.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/ops/quantize_lora_down reads x once and writes x8: 3MK bytes.
 It draws the mask on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that
-depends on shape and GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax,
-once to quantize it and once or twice for s.
+depends on shape and GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x
+once for its amax, once to quantize it and once or twice for s.
 """
 
 from __future__ import annotations
