@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and shape of use; no maths."""
+"""The layers that hold parameters, and the calls that put them into a model. autograd/ and ops/ compute."""
 
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import FrozenFP8Linear

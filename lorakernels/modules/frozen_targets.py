@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers without an adapter are held in FP8: one rule for `load_quantized` and `apply_lora`."""
+"""Choose which linear layers without an adapter are held in FP8, for `load_quantized` and `apply_lora`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor, nn
 
 from lorakernels.modules.targets import _check_class, _counts_as_linear
 
-_ROUTER = re.compile(r"(^|_)(gate|router)$")  # of a path's last name; gate_proj is none
+_ROUTER = re.compile(r"(^|_)(gate|router)$")  # for a path's last name; not for gate_proj
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def frozen_targets(
     model: nn.Module, adapted: Collection[str], saved: Collection[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """(paths that are to be held in FP8, {path of a linear layer that stays as it is: why}), in module order.
+    """(paths of layers to hold in FP8, {path of a linear layer that stays as it is: reason}), in module order.
 
     Args:
-        adapted: paths that get an adapter; they are in neither.
-        saved: paths of `modules_to_save`.
+        model: the model to choose from. A FrozenFP8Linear of it is in neither result.
+        adapted: paths that get an adapter. They are in neither result.
+        saved: paths of `modules_to_save`, which train and stay as they are.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))

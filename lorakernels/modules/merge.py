@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one does with an adapted model: list its layers, merge and unmerge, switch the adapter off for a while."""
+"""Functions over an adapted model: list its layers, merge and unmerge them, switch the adapters off for a while."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ def _layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def check_enabled(layers: dict[str, LoRALinear]) -> None:
-    """ValueError inside `disable_lora`."""
+    """Raise ValueError inside `disable_lora`."""
     if any(layer.disable_adapters for layer in layers.values()):
         raise ValueError("the adapter is disabled: leave disable_lora first")
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Fold every adapter into its base weight. If one layer fails, those before it are unmerged again.
+    """Add every adapter to its base weight. If one layer fails, the layers merged before it are unmerged again.
 
-    From then on `model.state_dict()` is the merged model's, and `model.save_pretrained` writes a model that
-    transformers loads; `training_state_dict`, `merge_and_unload` and `export_model` are for the other forms. A plain
-    weight that is tied to another module gets memory of its own, so that only this layer changes.
+    From then on `model.state_dict()` has merged weights, and `model.save_pretrained` writes a model that transformers
+    loads. `training_state_dict`, `merge_and_unload` and `export_model` write other forms. A plain weight that is tied
+    to another module gets memory of its own, so that only this layer changes.
 
     Raises:
         ValueError: no LoRALinear in `model`, it is inside `disable_lora`, or a merged weight would not be finite.
+        RuntimeError: parameters are sharded (FSDP2).
     """
     done: list[LoRALinear] = []
     layers = _layers(model)
@@ -66,9 +67,9 @@ def _untie(layer: LoRALinear, tied: set[int]) -> None:
 
 
 def training_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """`model.state_dict(**options)` with base and adapter apart, also of merged layers: what a run needs to go on.
+    """`model.state_dict(**options)` with base and adapter apart, also for merged layers. Use it to resume training.
 
-    The same entries, bit for bit, as of the unmerged model, without unmerging it. They load into an unmerged one.
+    The entries equal the unmerged model's bit for bit, but nothing is unmerged. Load them into an unmerged model.
     """
     with apart():
         state: dict[str, Any] = model.state_dict(**options)
@@ -76,17 +77,23 @@ def training_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Restore every base weight byte for byte. ValueError if there is no LoRALinear in `model`.
+    """Restore every base weight byte for byte. If a layer raises, the others are unmerged before the exception leaves.
 
-    Where a layer raises, the others are unmerged before the exception goes on.
+    Raises:
+        ValueError: there is no LoRALinear in `model`.
     """
     _take_all([layer.unmerge for layer in _layers(model).values()])
 
 
 @contextmanager
 def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the context `model` is its base: adapters off (merged ones unmerged), trained biases and
-    `modules_to_save` as they were before training. Nests."""
+    """Inside the context, `model` computes as it did before training.
+
+    Adapters are off and merged ones unmerged; biases and `modules_to_save` have their original values. May be nested.
+
+    Raises:
+        ValueError: there is no LoRALinear in `model`.
+    """
     layers = list(_layers(model).values())
     before = [(layer, layer.disable_adapters) for layer in layers]
     hidden = hidden_originals(model)
@@ -108,12 +115,12 @@ def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _merge_again(layer: LoRALinear) -> None:
-    layer.unmerge()  # where that failed half way
+    layer.unmerge()  # in case an earlier unmerge failed half way
     layer.merge()
 
 
 def _take_all(steps: Sequence[Callable[[], object]]) -> None:
-    """Take every step, in order. What fails is tried again at the end; then the first exception is raised."""
+    """Take every step, in order. Failed steps are tried again at the end; then the first exception is raised."""
     failed: list[tuple[Callable[[], object], BaseException]] = []
     for step in steps:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's state_dict holds: its part of the FP8State, and a merged layer's sum or its parts."""
+"""Entries of a layer's state_dict: its columns of the FP8State, and a merged layer's weight, merged or apart."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _APART: ContextVar[bool] = ContextVar("base and adapter apart", default=False)
 
 
 def is_apart() -> bool:
-    """Whether the state_dict of a merged layer is to hold its base and its adapter; else it holds their sum."""
+    """Whether a merged layer's state_dict holds its base and its adapter. Otherwise it holds their sum."""
     return _APART.get()
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """`is_apart()` inside."""
+    """Inside the context, `is_apart()` is True."""
     token = _APART.set(True)
     try:
         yield
@@ -32,8 +32,11 @@ def apart() -> Iterator[None]:
 
 
 def columns_of(entries: dict[str, Tensor], recipe: DelayedScaling) -> Tensor:
-    """fp32 [amax_history_len + 1, 2], as `FP8State.set_values` takes it, of a state_dict's fp32 entries fp8_scale [2],
-    fp8_amax_history [amax_history_len, 2] and fp8_max [2].
+    """The FP8 entries of a state_dict as fp32 [amax_history_len + 1, 2], which `FP8State.set_values` takes.
+
+    Args:
+        entries: fp32 fp8_scale [2], fp8_amax_history [amax_history_len, 2] and fp8_max [2].
+        recipe: the recipe of the layer that loads them.
 
     Raises:
         ValueError: a shape does not fit the recipe, or the scales were made for other formats.

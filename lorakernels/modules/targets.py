@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model get an adapter: PEFT's rules, its quirks included, written anew.
+"""Choose the modules that get an adapter, by PEFT's rules and with its quirks. The code is our own.
 
-target_modules   str: `re.fullmatch` on the dotted path; list: the whole path, or its tail after a
-                 dot; "all-linear": every Linear but a transformers model's output embedding
-exclude_modules  the same two rules, and it wins
-modules_to_save  neither such a module nor anything below one is a target
+target_modules   A str must match the whole dotted path (`re.fullmatch`).
+                 A name in a list must equal the path, or its tail after a dot.
+                 "all-linear" takes every Linear except a transformers model's output embedding.
+exclude_modules  The rules for str and list are the same. An excluded module is never a target.
+modules_to_save  Such a module is never a target, nor is a module inside it.
 layers_to_transform, layers_pattern
-                 hold only for a list's names matched by the tail: a whole path is never held back.
-                 The layer index is the first number in the path (behind layers_pattern, if given)
+                 These restrict only names in a list that match a tail. A name that equals the path always matches.
+                 The layer index is the first number in the path, or the first after layers_pattern.
 
-Paths are matched without the names of torch.compile's and checkpoint wrappers. A target whose owner does not call it,
-or which would lose hooks or a forward of its own, is refused.
+Paths are matched without the names that torch.compile's, FSDP1's and checkpoint wrappers add. A target is refused if
+its owner does not call it, or if it would lose hooks or its own forward.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path
 _Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
 _SHOWN = 8
 _PEFT_HEADS = {"classifier", "score"}  # PEFT adds both for SEQ_CLS; a model has one of them
-# By model_type, the linear layers whose weight is read by their owner, so that an adapter would take no part. PEFT
-# refuses out_proj and conv1d of the first five; the others are read in transformers 5.23, some by CUDA kernels only.
+# By model_type: linear layers whose owner reads their weight instead of calling them. An adapter would have no effect.
+# PEFT refuses out_proj and conv1d of the first five. transformers 5.23 reads the others, some only by CUDA kernels.
 _MIXER = frozenset(("out_proj", "conv1d"))
 _WEIGHT_IS_READ = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), _MIXER),
@@ -36,7 +37,7 @@ _WEIGHT_IS_READ = {
     "jamba": frozenset(("dt_proj",)),
     "wavlm": frozenset(("q_proj", "k_proj", "v_proj", "out_proj")),
 }
-# By model_type, the linear layers to whose weight's dtype their owner casts the input: FP8 would be the input's then.
+# By model_type: linear layers whose owner casts their input to the weight's dtype. An FP8 base would get an FP8 input.
 _DTYPE_IS_READ = {
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), frozenset(("wo",))),
     **dict.fromkeys(("pop2piano", "udop", "pix2struct", "kosmos-2.5"), frozenset(("wo",))),
@@ -54,8 +55,9 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     """The paths of the modules that get an adapter, in the order of `model.named_modules()`.
 
     Raises:
-        ValueError: there is none, or the owner of one reads its weight instead of calling it.
-        TypeError: one of them is not a linear layer that we can adapt, or has hooks or a forward of its own.
+        ValueError: `target_modules` is None or matches nothing, or an owner reads a target's weight instead of calling
+            the target. Or, with FP8, an owner casts a target's input to its weight's dtype.
+        TypeError: a target is not a linear layer that we can adapt, or has hooks or its own forward.
     """
     wanted = _wanted(model, config)
     if wanted is None:
@@ -77,12 +79,17 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
 
 
 def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
-    """The paths that end with a name of `config.modules_to_save`, after a dot or not."""
+    """The paths that end with a name of `config.modules_to_save`. As in PEFT, the name need not follow a dot.
+
+    Raises:
+        ValueError: a name matches nothing, or a module would be both adapted and trained whole.
+        TypeError: a name matches a ModuleList or a ModuleDict.
+    """
     names = tuple(config.modules_to_save or ())
     modules = model.named_modules(remove_duplicate=False)
     paths = {
         clean_path(path): path for path, _ in modules if path
-    }  # the inside of a wrapper, not itself
+    }  # of a wrapper and its inside, the inside
     found = [path for clean, path in paths.items() if names and clean.endswith(names)]
     for name in names:
         other_head = found and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)
@@ -123,7 +130,7 @@ def _names(config: LoRAConfig) -> _Wanted | None:
 
 
 def choose(config: LoRAConfig, paths: Iterable[str]) -> list[str]:
-    """Those of `paths` that the rules choose. For "all-linear" ask match_targets: it takes a model."""
+    """The paths among `paths` that the rules choose. "all-linear" needs a model: use match_targets."""
     wanted = _names(config)
     if wanted is None:
         return []
@@ -131,12 +138,12 @@ def choose(config: LoRAConfig, paths: Iterable[str]) -> list[str]:
 
 
 def is_target(config: LoRAConfig, path: str) -> bool:
-    """Whether the rules choose `path`. For "all-linear" ask match_targets: it takes a model."""
+    """Whether the rules choose `path`. "all-linear" needs a model: use match_targets."""
     return bool(choose(config, [path]))
 
 
 def tails(path: str) -> Iterator[str]:
-    """What is behind each dot of `path`, the shortest first; not the whole path."""
+    """The tail of `path` after each dot, the shortest first. The whole path is not among them."""
     parts = path.split(".")
     return (".".join(parts[at:]) for at in range(len(parts) - 1, 0, -1))
 
@@ -212,7 +219,7 @@ def _check_class(path: str, module: nn.Module) -> None:
 
 
 def _check_kept(path: str, module: nn.Module) -> None:
-    """Refuse what would be lost with the module that LoRALinear replaces, as it would never run again."""
+    """Refuse a module with hooks or its own forward. LoRALinear replaces the module, so they would never run again."""
     for attribute, what in _HOOKS.items():
         hooks = list(getattr(module, attribute, {}).values())
         if hooks:
@@ -222,7 +229,7 @@ def _check_kept(path: str, module: nn.Module) -> None:
                 "place. Remove it and register it after apply_lora, or leave the module out with exclude_modules"
             )
     forward = vars(module).get("forward")
-    # accelerate's remove_hook_from_module leaves the class's own, bound
+    # accelerate's remove_hook_from_module leaves the class's own forward, bound to the instance
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         hook = getattr(module, "_hf_hook", None)
         owner = f" by accelerate's {type(hook).__name__}" if hook is not None else ""
@@ -236,7 +243,7 @@ def _check_kept(path: str, module: nn.Module) -> None:
 
 
 def _check_owner(model: nn.Module, path: str, config: LoRAConfig) -> None:
-    """Refuse, by model_type, a target that its owner does not call, or to whose weight's dtype it casts the input."""
+    """Refuse, by model_type, a target whose owner does not call it, or casts its input to its weight's FP8 dtype."""
     name = path.rpartition(".")[2]
     for kind in _model_types(model, path):
         if name in _WEIGHT_IS_READ.get(kind, ()):
@@ -261,7 +268,7 @@ def _model_types(model: nn.Module, path: str) -> set[str]:
 
 
 def is_fp8_linear(module: nn.Module) -> bool:
-    """Whether `module` is transformers' FP8Linear (asked by name: transformers is not imported)."""
+    """Whether `module` is transformers' FP8Linear, by its name: transformers is not imported."""
     kind = type(module)
     return kind.__name__ == "FP8Linear" and kind.__module__.startswith("transformers.")
 

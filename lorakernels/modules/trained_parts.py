@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained besides adapters, `modules_to_save` and biases: originals are kept, to show the base again."""
+"""Train `modules_to_save` and biases besides the adapters. Original values are kept, to show the base model again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SHOWN = "_lorakernels_shows_original"
 def mark_saved(module: nn.Module, shared: set[int]) -> list[str]:
     """Make every parameter of `module` trainable and keep the originals.
 
-    Parameters whose `data_ptr` is in `shared` (tied to another module) get storage of their own first, as
-    PEFT's copy of such a module has: training lm_head must not train the embedding. Returns their names.
+    A parameter whose `data_ptr` is in `shared` is tied to another module. It gets its own storage first, as in PEFT's
+    copy of such a module: training lm_head must not train the embedding. Returns the names of these parameters.
     """
     untied = []
     for path, child in module.named_modules():
@@ -31,7 +31,7 @@ def mark_saved(module: nn.Module, shared: set[int]) -> list[str]:
 
 
 def keep_original(module: nn.Module, names: Iterable[str]) -> None:
-    """Train the parameters `names` of `module` itself and remember their values as they are now."""
+    """Make the parameters `names` of `module` itself trainable, and keep copies of their present values."""
     originals: dict[str, Tensor] = module.__dict__.setdefault(_ORIGINAL, {})
     for name in names:
         parameter = module._parameters[name]
@@ -46,20 +46,20 @@ def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def forget_originals(model: nn.Module) -> None:
-    """What is shown now stays; nothing is marked as trained besides adapters any more."""
+    """Drop all kept values and marks. Parameters keep the values that they show now."""
     for module in model.modules():
         for name in (_ORIGINAL, _SAVED, _SHOWN):
             module.__dict__.pop(name, None)
 
 
 def hidden_originals(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that have originals and show what was trained."""
+    """The modules of `model` that have kept originals and now show their trained values."""
     held = (m for m in model.modules() if m.__dict__.get(_ORIGINAL))
     return [m for m in held if not m.__dict__.get(_SHOWN, False)]
 
 
 def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
-    """Show the original values (`show`) or the trained ones; returns the modules that changed over."""
+    """Show the original values (`show=True`) or the trained ones. Returns the modules that changed."""
     changed = []
     for module in model.modules():
         if module.__dict__.get(_ORIGINAL) and module.__dict__.get(_SHOWN, False) != show:
@@ -70,8 +70,10 @@ def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
 
 
 def _swap(module: nn.Module) -> None:
-    """Exchange the storages: a graph that already saved the trained values keeps them, as a reference model between a
-    policy's forward and its backward needs."""
+    """Exchange storages rather than values, so that an autograd graph keeps the trained values that it has saved.
+
+    A reference model that runs between a policy's forward and its backward needs this.
+    """
     originals = module.__dict__[_ORIGINAL]
     pairs = []
     for name, original in originals.items():
