@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face decoder layer as three autograd nodes: `fuse` checks a model and rewires it, `unfuse` undoes that."""
+"""Run a Hugging Face decoder layer as three autograd nodes. `fuse` checks and rewires a model; `unfuse` undoes it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fuse` takes, asked of every layer before anything is changed. transformers is not imported: names will do."""
+"""Check every layer before `fuse` changes anything. transformers is not imported: classes are compared by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: there is none, one is fused already, or two places share one.
-        TypeError: there are decoder layers of another class.
+        TypeError: all decoder layers are of other classes.
     """
     found: dict[str, nn.Module] = {}
     others: dict[str, str] = {}
@@ -82,8 +82,9 @@ def check_layers(
     """Refuse what a fused layer would compute wrongly, or not at all.
 
     Raises:
-        TypeError: a module is of a class that has no place in a fused layer.
-        ValueError: a setting that fused layers do not have, hooks, parts shared or unequal, weights not finite.
+        TypeError: a module has a class or a place that a fused layer does not know.
+        ValueError: a setting is not supported, a module has hooks, or projections for one matrix do not fit together.
+            Or a weight is tied, trained, sharded, merged or not finite.
         RuntimeError: the FP8 state's memory is pinned, and new layers would have to be registered.
     """
     for path, layer in layers.items():
@@ -127,7 +128,7 @@ def _check_structure(path: str, layer: nn.Module) -> None:
 
 
 def _check_classes(path: str, layer: nn.Module) -> None:
-    """A fused layer computes what transformers' own classes do, and never calls another forward."""
+    """Refuse classes and forwards other than transformers' own: a fused layer computes what those compute."""
     parts: dict[str, tuple[str, Any]] = {
         "": ("DecoderLayer", layer),
         "self_attn": ("Attention", layer.self_attn),
@@ -156,7 +157,7 @@ def _check_classes(path: str, layer: nn.Module) -> None:
 
 
 def class_beside(layer: nn.Module, part: str) -> type[nn.Module] | None:
-    """The class that transformers defines for `part` in the module that defines the class of `layer`."""
+    """The class that transformers defines for `part` in the file that defines the class of `layer`, or None."""
     kind = original_class(layer) if isinstance(layer, FusedDecoderLayer) else type(layer)
     name = kind.__name__.removesuffix("DecoderLayer") + part
     found = getattr(sys.modules.get(kind.__module__), name, None)
@@ -257,7 +258,7 @@ def _check_group(path: str, members: Sequence[nn.Module], fp8: bool, shared_drop
 
 
 def _dtype(module: nn.Module, fp8: bool) -> str:
-    """What the weight is held in, once a plain nn.Linear is what the adapters' bases are."""
+    """The weight's dtype in the fused layer. With an FP8 state, plain weights become e4m3 as well."""
     if fp8:
         return "e4m3"
     weight = module.weight

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fuse: rewire a model's decoder layers to run as few kernels over few matrices, in place, and back."""
+"""fuse: rewire a model's decoder layers in place, to run few kernels over few matrices. unfuse: undo it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from lorakernels.modules.undo import all_or_nothing
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One fused layer: what it keeps for backward, and `bytes` per `FuseReport.tokens`, predicted."""
+    """One fused layer: its mode `save`, and the predicted `bytes` that it keeps for `FuseReport.tokens` tokens.
+
+    `frozen` names the projections that became FrozenFP8Linears.
+    """
 
     name: str
     kind: str
@@ -32,7 +35,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse` decided. `print(report)` shows it as a table, with the attention backends taken so far."""
+    """What `fuse` decided. `print(report)` shows it as a table, with the attention backends used so far.
+
+    `tokens` is the number of tokens that bytes are counted for, `element` the bytes per number.
+    """
 
     layers: list[LayerReport]
     tokens: int
@@ -44,19 +50,28 @@ class FuseReport:
 
     @property
     def saved_bytes(self) -> int:
-        """Of all layers, for `tokens` tokens."""
+        """Bytes that all layers keep for the backward of `tokens` tokens, predicted."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
     def backends(self) -> list[str]:
-        """Attention backends that forwards have taken since."""
+        """The attention backends that forwards have used so far."""
         return sorted({name for parts in self.parts for name in parts.chosen.values()})
 
     def backend_for(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
     ) -> str:
-        """The attention backend that forwards of such q, k and v will take. `rows` is "causal", "packed" for documents
-        by where they begin, or a mask. ValueError if `attention` does not take them."""
+        """The attention backend that forwards with such tensors will use.
+
+        Args:
+            q: [B, H, T, D].
+            k, v: [B, Hk, T, D].
+            rows: "causal", "packed" for sequences that are given by their starts, or a mask.
+
+        Raises:
+            ValueError: the backend `attention` does not take these tensors.
+            RuntimeError: it is "cudnn", and this process has loaded parts of two cuDNNs.
+        """
         if isinstance(rows, torch.Tensor):
             return attention_backends.choose(self.attention, q, k, v, rows, False)
         if rows == "packed":
@@ -96,31 +111,36 @@ def fuse(
 ) -> FuseReport:
     """Rewire the decoder layers of `model` (transformers' Llama, Mistral, Qwen2, Qwen3) in place, after `apply_lora`.
 
-    q, k, v become one matrix, gate and up another, with their adapters; norm, RoPE, SwiGLU, residual and quantization
-    happen on the way. Modules, parameters and state_dict names stay; `save_adapter`, `merge_lora` and the rest work as
-    before. Plain `nn.Linear` projections become `FrozenFP8Linear`s on the adapters' FP8State (with `fp8=None`: frozen
-    in their dtype), which is where the layer's names in state_dict do change, as with `apply_lora`. The norm behind the
-    layers becomes one kernel each way; embedding and head are left alone. `model.config.use_cache` becomes False.
+    q, k and v become one matrix, gate and up another, and so do their adapters. Norm and SwiGLU share kernels with
+    quantization, and the residual is added by the GEMMs. Modules, parameters and state_dict names stay;
+    `save_adapter`, `merge_lora` and the rest work as before.
+
+    A plain `nn.Linear` projection becomes a `FrozenFP8Linear` on the adapters' FP8State. Its names in state_dict
+    change, as with `apply_lora`. With `fp8=None` it is frozen in its dtype. The norm after the last layer becomes one
+    kernel each way. Embedding and head stay as they are. `model.config.use_cache` becomes False.
 
     Args:
         model: holds decoder layers, all on one device, with adapters on some of their projections.
         save: what a layer keeps for backward: "full", "recompute", "fp8" or "checkpoint" (fusion/memory.py).
-        memory_budget: bytes that all layers may keep together; chooses `save` per layer. Needs `tokens`.
-        tokens: per microbatch, for the budget and the report.
-        shared_dropout: one mask for the adapters of q, k, v, and one for gate, up; False draws one each, as PEFT does,
-            and takes a few kernels more.
+        memory_budget: bytes that all layers together may keep. It replaces `save` by a choice per layer, and needs
+            `tokens`.
+        tokens: number of tokens in a microbatch, for the budget and the report.
+        shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
+            adapter, as PEFT does, and runs a few more kernels.
         attention: "auto", "cudnn", "flash", "efficient" or "math".
-        keep_linears: hold on to the `nn.Linear`s that become FP8, at their full size, for `unfuse` to put back.
+        keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
 
-    `load_state_dict(strict=False)` of a fused model's state into one that is not fused copies FP8 values unscaled into
-    its `nn.Linear`s, which torch does not tell apart: load it with `strict=True`, or into a fused model.
+    Load the state_dict of a fused model into a fused model, or with `strict=True`. With `strict=False`, torch copies
+    the FP8 values without their scales into the `nn.Linear`s of a model that is not fused, and does not notice.
 
     Returns:
         A FuseReport.
 
     Raises:
-        ValueError, TypeError: there is no decoder layer, or one cannot be fused; the message names the layer and why.
-            Nothing is changed then, nor where an exception comes later, such as one of a full device.
+        ValueError, TypeError: there is no decoder layer, or one cannot be fused. The message names the layer and why.
+        RuntimeError: the memory of the FP8 state is pinned by a graph.
+
+    No exception leaves a change behind, not even a later one, for example when the device is full.
     """
     if save not in SAVE:
         raise ValueError(f"save must be one of {list(SAVE)}, found {save!r}")
@@ -159,10 +179,12 @@ def fuse(
 def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: the layers run their own forward, and every projection owns its memory again.
 
-    A projection that `fuse` turned into a FrozenFP8Linear stays one unless `keep_linears` was given. The kept
-    `nn.Linear` comes back in the layer's dtype and on its device if the FP8 weight still is what it was made into;
-    a warning names those that do not. Histories of the FP8 state that nothing was written to since are as before; else
-    the group's x goes to each member, and dy starts anew. An exception in the middle leaves the model fused.
+    A projection that `fuse` turned into a FrozenFP8Linear stays one unless `keep_linears` was given. A kept
+    `nn.Linear` comes back, in the layer's dtype and on its device, if the FrozenFP8Linear still holds what was made of
+    it. Otherwise it is dropped, and a warning names it.
+
+    FP8 histories that nothing has written since `fuse` are restored. Otherwise each member of a group gets the group's
+    history of x, and its history of dy starts empty. An exception leaves the model fused.
 
     Raises:
         ValueError: `model` is not fused.
@@ -178,7 +200,11 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:
-    """The first of the adapters. Where they were made one by one, they have one FP8State from now on."""
+    """The first adapter of `model`. Adapters that were made one by one share one FP8State from now on.
+
+    Raises:
+        ValueError: there is no adapter, or they cannot share one FP8State.
+    """
     found = list(adapted(model))
     if not found:
         raise ValueError(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedGroup: projections of one x that stay modules of their own, over memory that is one matrix.
+"""FusedGroup: projections of one x that remain separate modules, while their weights are rows of one matrix.
 
-The members' weights are rows of one [ΣN, K], their A rows of one [ΣR, K], their biases parts of one [ΣN]: the same
-Parameter objects under the same names, at new addresses. What is derived (scales by column, Wᵀ) is renewed when a
-member's weight or scale has been written (through torch: `.data.copy_` leaves no trace); memory that somebody moved
-(`.to`, deepcopy, `load_state_dict(assign=True)`) is joined again at the next forward.
+The members' weights are rows of one [ΣN, K], their A's rows of one [ΣR, K], their biases parts of one [ΣN]. The
+Parameter objects and their names stay; their addresses change.
+
+Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale. A write through
+`.data.copy_` goes unnoticed: it leaves the tensor's version as it was. After `.to`, deepcopy or
+`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lorakernels.values import Dropout
 
 
 class _Derived(NamedTuple):
-    """Of the members' weights; `Projections` says what each is."""
+    """Tensors derived from the members' weights. `Projections` describes each."""
 
     scale_inv: Tensor | None
     grad_scale_inv: Tensor | None
@@ -35,7 +37,10 @@ class _Derived(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """Of the mode and the adapters that take part; `masks` names the adapter that each mask belongs to."""
+    """Values that depend on the mode (training or eval) and on the active adapters.
+
+    `masks` holds, for each adapter, the index of the adapter that draws its mask; one entry if one mask serves all.
+    """
 
     spec: LoRASpec
     ranks: tuple[int, ...]
@@ -50,8 +55,8 @@ class FusedGroup:
     x and dy have one scale each, in the first member's columns of the FP8 state.
 
     Args:
-        members: of equal in_features, FP8 state, recipe and dropout.
-        shared_dropout: one mask for all adapters instead of one each.
+        members: modules of equal in_features, FP8 state and recipe.
+        shared_dropout: draw one mask for all adapters instead of one each. They must then have one lora_dropout.
     """
 
     def __init__(self, members: Sequence[FrozenFP8Linear], shared_dropout: bool) -> None:
@@ -64,7 +69,7 @@ class FusedGroup:
         self._weight: Tensor | None = None
         self._lora_A: dict[tuple[int, ...], Tensor] = {}
         self._bias: Tensor | None = None
-        self._biased: list[bool] = []  # members, when `_bias` was joined
+        self._biased: list[bool] = []  # had member i a bias when joined?
         self._seen: tuple[list[Any], list[int]] = ([], [])
         self._derived: _Derived | None = None
         self._variants: dict[tuple[Any, ...], _Variant] = {}
@@ -75,11 +80,19 @@ class FusedGroup:
 
     @property
     def adapted(self) -> list[LoRALinear]:
-        """Members whose adapter takes part: neither merged nor switched off."""
+        """Members with an active adapter, which is neither merged nor switched off."""
         return [m for m in self.members if is_active(m)]
 
     def call(self) -> tuple[Projections, list[Tensor | None]]:
-        """What one forward runs with, its masks' slots drawn, and what autograd gets for it (`fused_node.Trained`)."""
+        """Prepare one forward: join the members, update the FP8 state in training, and draw the masks.
+
+        Returns:
+            The Projections, and the flat list of tensors that autograd gets for them (`fused_node.Trained`).
+
+        Raises:
+            RuntimeError: members differ in mode, FSDP manages one, or memory was moved before a capture.
+            ValueError: adapters that share a mask differ in lora_dropout.
+        """
         derived = self.join()
         first, adapted = self.first, self.adapted
         state, training = first.fp8_state, first.training
@@ -108,7 +121,7 @@ class FusedGroup:
         return call, [*lora_A, *(m._parameters["lora_B"] for m in adapted), *biases]
 
     def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
-        """What depends on the mode and on which adapters take part, made once."""
+        """The _Variant for this mode and these adapters. Each variant is made once."""
         state = self.first.fp8_state
         place = (state, self.first._column)
         self._check_alike(training, adapted)
@@ -140,7 +153,7 @@ class FusedGroup:
             )
 
     def _scaling(self, adapted: Sequence[LoRALinear]) -> float:
-        """What the members' scalings are multiples of."""
+        """The scaling of the joined projection. `_factors` holds the members' ratios to it."""
         if len(self.members) == 1 and adapted:
             return adapted[0].scaling
         return next((m.scaling for m in adapted if m.scaling), 1.0)
@@ -148,7 +161,7 @@ class FusedGroup:
     def _masks(
         self, variant: _Variant, adapted: Sequence[LoRALinear]
     ) -> tuple[Dropout | None, ...]:
-        """Of each adapter, or one for all."""
+        """Draw the mask of each adapter, or one mask for all."""
         drawn: dict[int, Dropout | None] = {}
         for index in variant.masks:
             if index not in drawn:
@@ -159,7 +172,7 @@ class FusedGroup:
         return tuple(drawn[index] for index in variant.masks)
 
     def _biases(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(the bias of all, each that is trained)."""
+        """(the joined bias [ΣN] or None, each member's bias where it is trained and None where not)."""
         biases = [m._parameters.get("bias") for m in self.members]
         trained: list[Tensor | None] = [
             b if b is not None and b.requires_grad else None for b in biases
@@ -176,7 +189,7 @@ class FusedGroup:
         return torch.cat(parts) if whole is None else whole  # some adapters are switched off
 
     def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
-        """fp32 [2, n]: ρ_i and ρ_i / m_i."""
+        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/fused_linear.py. None for one member or without adapters."""
         if len(self.members) == 1 or not adapted or self._derived is None:
             return None
         scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]
@@ -185,10 +198,8 @@ class FusedGroup:
         ratios = ratios.float().to(self._derived.multiplier.device)
         return torch.stack((ratios, ratios / self._derived.multiplier))
 
-    # memory
-
     def join(self) -> _Derived:
-        """Make the members' weights and A's rows of one matrix, and what is derived of them current."""
+        """Join the members' weights, A's and biases where they are not, and renew derived tensors that are stale."""
         if len(self.members) > 1 and not self._is_joined():
             self._refuse_in_capture()
             self._refuse_fsdp()
@@ -202,7 +213,7 @@ class FusedGroup:
         assert self._derived is not None
         return self._derived
 
-    @torch.inference_mode(False)  # what is made here stays, for training too
+    @torch.inference_mode(False)  # training will use these tensors too
     def _join_all(self) -> None:
         self._forget()
         self._join_weights()
@@ -255,7 +266,7 @@ class FusedGroup:
 
     @torch.no_grad()
     def _join_biases(self) -> None:
-        """A member without one has zeros there."""
+        """Join the biases into one [ΣN], with zeros for a member without a bias."""
         biases = [m._parameters.get("bias") for m in self.members]
         self._bias, self._biased = None, [bias is not None for bias in biases]
         first = next((b for b in biases if b is not None), None)
@@ -283,8 +294,11 @@ class FusedGroup:
         self._forget()
 
     def _state_of_members(self) -> tuple[list[Any], list[int]]:
-        """Changes whenever a weight or scale has been written or replaced; its first part not by a scale being written
-        alone, as when a graph's capture puts buffers back."""
+        """Fingerprint of the members' tensors, to notice that the derived tensors are stale.
+
+        Returns (addresses and weight versions, scale versions). Only the second list changes when a scale alone is
+        written in place, as graph capture does when it restores buffers.
+        """
         found: list[Any] = []
         scales: list[int] = []
         for m in self.members:
@@ -300,7 +314,7 @@ class FusedGroup:
     def _derive(self) -> _Derived:
         """Scales by column, their largest, the multipliers of dy, and Wᵀ.
 
-        The scale of a weight that is zero says nothing: it takes no part in the largest, and its multiplier is one.
+        The scale of an all-zero weight is meaningless. It does not count for the largest, and its multiplier is one.
         """
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales:
@@ -319,12 +333,14 @@ class FusedGroup:
 
     @torch.no_grad()
     def _renew(self, derived: _Derived) -> None:
-        """Take the new values, in the memory of the old ones where they are alike: captured graphs read them there."""
+        """Take new derived tensors. If shapes, dtypes and devices are the old ones, copy the values into the old
+        tensors: captured graphs read them at their addresses."""
         before = self._derived
         if before is None or [_form(t) for t in before] != [_form(t) for t in derived]:
             self._derived, self._variants = derived, {}
             return
-        if len(self.members) == 1:  # the member's own tensors, and a one
+        # one member: the scales and Wᵀ are its own tensors, and the multiplier stays 1
+        if len(self.members) == 1:
             self._derived = derived._replace(multiplier=before.multiplier)
             return
         for old, new in zip(before, derived, strict=True):
@@ -370,7 +386,7 @@ class FusedGroup:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy take: the members; their memory is joined again."""
+        """State for pickle and deepcopy: the members. The next forward joins their memory again."""
         return {"members": self.members, "shared_dropout": self.shared_dropout, "rows": self.rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -379,7 +395,7 @@ class FusedGroup:
 
 
 def _is_zero(raw: Tensor) -> Tensor:
-    """bool []: whether e4m3 bytes are all 0 or −0 (0x80), without a copy of them."""
+    """bool []: whether all e4m3 bytes are 0 or −0 (0x80). The bytes are not copied."""
     return (raw.view(torch.int8).max() <= 0) & (raw.max() <= 0x80)
 
 
@@ -397,7 +413,7 @@ def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
 
 @torch.no_grad()
 def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """One contiguous matrix whose rows the parameters become."""
+    """Copy the parameters into one contiguous matrix, and make each a view of its rows."""
     counts = [p.shape[0] for p in parameters]
     whole = parameters[0].data.new_empty(sum(counts), parameters[0].shape[1])
     for parameter, part in zip(parameters, whole.split(counts), strict=True):

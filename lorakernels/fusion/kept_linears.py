@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nn.Linears that `fuse(keep_linears=True)` holds on to, and whether they still are what the model computes."""
+"""The nn.Linears that `fuse(keep_linears=True)` keeps, and the check that their weights are still the model's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 
 @dataclass(eq=False)
 class KeptLinear:
-    """`linear`, which was `parent.name` in the layer `layer`; `path` is for messages.
+    """`linear`, which was `parent.name` in the layer `layer`. `path` is for messages.
 
-    While it is outside of the model neither `.to` nor `load_state_dict` reach it. The layer's norm tells what `.to` has
-    done since, the FP8 bytes whether the weight is the same.
+    While it is outside of the model, neither `.to` nor `load_state_dict` reaches it. The layer's norm shows what `.to`
+    has done since; `dtype` is the norm's dtype when `fuse` ran. The FP8 bytes show whether the weight is the same.
     """
 
     path: str
@@ -34,7 +34,10 @@ class KeptLinear:
 
     @torch.no_grad()
     def weight(self) -> nn.Parameter | None:
-        """For `put_back`: on the layer's device and in its dtype; None if the layer computes with another weight."""
+        """The weight [N, K] for `put_back`, on the layer's device. It has the norm's dtype if `.to` changed that.
+
+        Returns None if the layer computes with another weight now.
+        """
         now = self.parent._modules.get(self.name)
         own: nn.Parameter = self.linear._parameters["weight"]  # type: ignore[assignment]
         if type(now) is not FrozenFP8Linear or not _holds(now, own):
@@ -59,7 +62,7 @@ def _norm(layer: nn.Module) -> Tensor:
 
 
 def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:
-    """Whether `layer` holds what it would make of `weight`."""
+    """Whether `layer` holds exactly what it would make of `weight`: FP8 bytes and scale, or plain values."""
     stored, scale_inv = layer._stored, layer.weight_scale_inv
     if stored.shape != weight.shape:
         return False

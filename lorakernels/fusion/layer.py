@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedDecoderLayer: what a decoder layer of transformers becomes by `fuse`; its modules stay where they are."""
+"""FusedDecoderLayer: the class that `fuse` gives a transformers decoder layer. The layer's modules stay."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ class Parts:
     Attributes:
         qkv, o, gate_up, down: the projections.
         places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
+        heads, kv_heads: H and Hk.
+        scale: factor of q kᵀ.
+        eps: ε of all norms in the layer.
         save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
-        attention: the backend asked for; `chosen` the ones that were taken, by what they were asked.
+        attention: the backend asked for.
+        chosen: the backend that is used, by shapes, dtype and kind of mask.
     """
 
     qkv: FusedGroup
@@ -59,7 +63,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Call:
-    """One forward: its calls, masks drawn, and the parameters that autograd gets."""
+    """The arguments of one forward: one call per autograd node, with masks drawn, and the parameters for autograd."""
 
     qkv: QKVCall
     o: OutputCall
@@ -68,19 +72,19 @@ class _Call:
 
 
 class FusedDecoderLayer(nn.Module):
-    """Mixed in before a decoder layer's class. `forward` takes what that takes.
+    """Mixin before a decoder layer's class. `forward` takes the arguments of that class.
 
-    With a key-value cache in eval it is the layer's own forward, over the same parameters. Sequences packed into rows
-    may come as transformers' flash attention takes them, `cu_seq_lens_q` and `max_length_q`: then `attention_mask` is
-    not read (autograd/attention.py). `cu_seq_lens_k` and `max_length_k`, where given, must be equal to them.
+    With a key-value cache, in eval, the layer's own forward runs over the same parameters. Sequences packed into rows
+    may be passed as for transformers' flash attention, by `cu_seq_lens_q` and `max_length_q`. `attention_mask` is not
+    read then (autograd/attention.py). `cu_seq_lens_k` and `max_length_k`, if given, must equal them.
 
-    Under `torch.compile` of a model around it, it runs as it is, as a graph break.
+    When `torch.compile` traces a model around it, the layer is a graph break and runs as it is.
     """
 
     _fused: Parts
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """RuntimeError: its kernels are fused already, and GraphManager takes their launches off the host."""
+        """Raise RuntimeError. The layer's kernels are fused already, and GraphManager saves the host their launches."""
         path = self._fused.qkv.first.name.rpartition(".self_attn.")[0]
         raise RuntimeError(
             f"{path or type(self).__name__} is fused and cannot be compiled: replay it with "
@@ -100,8 +104,9 @@ class FusedDecoderLayer(nn.Module):
         """[B, T, K] → [B, T, K].
 
         Raises:
-            RuntimeError: a cache in training, modules or hooks that `fuse` did not see, or autocast to another dtype.
-            TypeError, ValueError: an argument that this layer does not have.
+            RuntimeError: there is a cache in training, a module was exchanged since `fuse`, or autocast is to another
+                dtype.
+            TypeError, ValueError: an argument does not fit a fused layer, or a module in it has a hook.
         """
         if past_key_values is not None or kwargs.get("past_key_value") is not None:
             if self.training:
@@ -129,7 +134,7 @@ class FusedDecoderLayer(nn.Module):
         again = replace(call, mlp=replace(call.mlp, output=False))
         first = [call]
 
-        def body(h: Tensor) -> Tensor:  # a recomputation's output is read by nobody
+        def body(h: Tensor) -> Tensor:  # nobody reads a recomputation's output
             return _run(self, attended, h, first.pop() if first else again)
 
         found: Tensor = checkpoint(
@@ -139,7 +144,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 def _widened(layer: Any, h: Tensor) -> Tensor:
-    """h in the dtype that the layer's own norms would leave."""
+    """h in the dtype that the layer's own norms would return."""
     for norm in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight):
         if norm.dtype != h.dtype:
             h = h.to(torch.promote_types(h.dtype, norm.dtype))
@@ -171,7 +176,7 @@ def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tenso
 
 
 class _Visible(NamedTuple):
-    """What a token may look at: a mask, everything before it, or its own sequence of those packed into rows."""
+    """What a token attends to: what a mask allows, all tokens up to itself, or its packed sequence up to itself."""
 
     mask: Tensor | None
     causal: bool
@@ -248,8 +253,8 @@ def _check_call(
 
 
 def _check_packing(kwargs: dict[str, Any]) -> None:
-    """Queries and keys are the same tokens. That `cu_seq_lens_k` holds the same numbers is not looked at: it would
-    wait for the device."""
+    """Refuse queries and keys that are not the same tokens. The numbers in `cu_seq_lens_k` are not compared, since
+    the host would have to wait for the device."""
     starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32):
         found = f"{starts.dtype} {tuple(starts.shape)}"
@@ -269,7 +274,10 @@ def _form(x: Tensor) -> str:
 
 
 def _check_window(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> None:
-    """A sliding window is in a mask; packed sequences have none. Mistral's attention has it in its config alone."""
+    """Refuse packed sequences longer than a sliding window, which only a mask can express.
+
+    Mistral's attention has the window in its config alone.
+    """
     if kwargs.get("cu_seq_lens_q") is None:
         return
     attention = layer.self_attn
@@ -285,7 +293,8 @@ def _check_window(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> None:
 
 
 def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Those that would not run in a fused layer and do something: transformers' collectors of outputs are idle."""
+    """Yield the hooks of `module` that a fused layer would not run. transformers' output collectors do not count: they
+    do nothing unless a call collects outputs."""
     for name in _HOOKS:
         for hook in vars(module)[name].values():
             if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
@@ -293,7 +302,7 @@ def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def refuse_hooks(path: str, module: nn.Module) -> None:
-    """ValueError if `module`, inside of a fused layer, has a hook."""
+    """Raise ValueError if `module`, inside of a fused layer, has a hook that would not run."""
     for hook in hooks_of(module):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise ValueError(
@@ -305,7 +314,7 @@ _classes: dict[type, type] = {}
 
 
 def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`Fused<kind>`: FusedDecoderLayer before `kind`."""
+    """The class `Fused<kind>`, whose bases are FusedDecoderLayer and `kind`."""
     if kind not in _classes:
         name = f"Fused{kind.__name__}"
         reason = (
@@ -321,7 +330,7 @@ def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _reduce_fused(self: nn.Module, _: Any) -> tuple[Any, ...]:
-    """For pickle and deepcopy: the class is made where it is loaded."""
+    """For pickle and deepcopy: loading makes the class again, as no module defines it."""
     return _new_fused, (original_class(self),), self.__dict__
 
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fused layer keeps for backward, in bytes, and which layers keep what for a given budget.
+"""Count the bytes that a fused layer keeps for backward, and choose what each layer keeps within a budget.
 
-    M tokens, e bytes per element, H and Hk heads of D, K hidden, F ffn; ΣR ranks of the adapters of an input:
+    M tokens   e bytes per element   H query and Hk key heads of D   K hidden   F ffn   ΣR ranks of an input's adapters
 
     all        h, h2: 2 M K e        q, k, v: M (H + 2 Hk) D e      out: M H D e      logsumexp: 4 M H      2 rstd: 8 M
-               s of each adapted input: M ΣR e          with a norm on q and k, they before it: M (H + Hk) (D e + 4)
-    full       + gate, up: 2 M F e     + x8 of each adapted input: M K_in (over a plain base e, and out's is out)
+               s of each adapted input: M ΣR e       if q and k have norms, their input and rstd: M (H + Hk) (D e + 4)
+    full       + gate, up: 2 M F e     + x8 of each adapted input: M K_in (plain base: M K_in e, and none for out)
     recompute  + gate, up: 2 M F e
-    fp8        + gate, up: 2 M F, and their scales: 4 M ⌈F / 256⌉
+    fp8        + gate, up: 2 M F       + their scales: 4 M ⌈F / 256⌉
     checkpoint   h alone: M K e
 
-B of the adapters of q, k, v, and of gate, up, is kept as one matrix [ΣN, ΣR] besides, whatever M is (not by
-"checkpoint"). cos and sin are one pair for all layers and not counted, nor are 16-byte slots and 4-byte scales. Without
-adapters on gate, up and down and on q, k, v and o nothing but what attention and the norms need is kept.
+Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
+Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.
+A layer without adapters keeps only what attention, the norms and SwiGLU need.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.numerics.gate_up import packed_scales
 
-SAVE = ("full", "recompute", "fp8", "checkpoint")  # each is slower than the one before
+SAVE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What decides how much a layer keeps."""
+    """The sizes that decide how much a layer keeps.
+
+    `ranks` are ΣR of q, k, v; of o; of gate, up; and of down. `stacked` is the bytes of the stacked B's.
+    """
 
     hidden: int
     ffn: int
@@ -47,7 +50,7 @@ class LayerSize:
 
     @classmethod
     def of(cls, layer: Any, fp8: bool) -> LayerSize:
-        """Of a decoder layer, fused or not."""
+        """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8."""
         attention, config = layer.self_attn, layer.self_attn.config
         heads = config.num_attention_heads
         q, gate = attention.q_proj, layer.mlp.gate_proj
@@ -69,7 +72,7 @@ class LayerSize:
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
-        """Bytes kept between forward and backward of `tokens` tokens of `element` bytes per number."""
+        """Bytes kept between forward and backward of `tokens` tokens, with `element` bytes per number."""
         k, f, d, h, hk = self.hidden, self.ffn, self.head_dim, self.heads, self.kv_heads
         if save == "checkpoint":
             return tokens * k * element
@@ -85,7 +88,7 @@ class LayerSize:
 
 
 def _stacked(owner: nn.Module, names: Sequence[str]) -> int:
-    """Bytes of B of all adapters as one matrix."""
+    """Bytes of the B's of all adapters, stacked as one matrix [ΣN, ΣR]."""
     members = [projection(owner.get_submodule(name)) for name in names]
     factors = [m.lora_B for m in members if isinstance(m, LoRALinear)]
     rows = sum(m.out_features for m in members)
@@ -97,12 +100,18 @@ def _rank(owner: nn.Module, names: Sequence[str]) -> int:
 
 
 def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> list[str]:
-    """One of `SAVE` per layer, the fastest mix whose bytes sum to `budget` at most.
+    """One of `SAVE` for each layer: the fastest mix whose bytes sum to at most `budget`.
 
-    Layers step down one at a time, from the first on: the mix is of two neighbours in `SAVE`.
+    Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
+
+    Args:
+        sizes: of the layers.
+        budget: bytes that all layers together may keep.
+        tokens: number of tokens in a microbatch.
+        element: bytes per number.
 
     Raises:
-        ValueError: even with every layer recomputed as a whole it does not fit.
+        ValueError: the layers do not fit even if each keeps only its input.
     """
     found = [SAVE[0]] * len(sizes)
     costs = [s.saved_bytes(found[0], tokens, element) for s in sizes]

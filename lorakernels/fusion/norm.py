@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedRMSNorm: what the last norm of a model becomes by `fuse`; its weight and name stay."""
+"""FusedRMSNorm: the class that `fuse` gives a model's last norm. The norm's weight and name stay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lorakernels.autograd.rms_norm import rms_norm
 
 
 class FusedRMSNorm(nn.Module):
-    """Mixed in before a norm's class. Where weight and input differ in dtype, that class's own forward runs."""
+    """Mixin before a norm's class. If weight and input differ in dtype, that class's own forward runs."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., K] → [..., K]."""
+        """[..., K] → [..., K], normed over the last dimension."""
         norm: Any = self
         if hidden_states.dtype != norm.weight.dtype:
             own: Tensor = super().forward(hidden_states)
@@ -26,7 +26,7 @@ _classes: dict[type, type] = {}
 
 
 def fuse_norm(norm: nn.Module) -> None:
-    """In place; `unfuse_norm` puts the class back."""
+    """Change the norm's class, in place. `unfuse_norm` puts the old class back."""
     norm.__class__ = _fused_class(type(norm))
 
 
@@ -48,7 +48,7 @@ def _original(norm: nn.Module) -> type[nn.Module]:
 
 
 def _reduce(self: nn.Module, _: Any) -> tuple[Any, ...]:
-    """For pickle and deepcopy: the class is made where it is loaded."""
+    """For pickle and deepcopy: loading makes the class again, as no module defines it."""
     return _new, (_original(self),), self.__dict__
 
 

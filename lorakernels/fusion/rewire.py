@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fuse` changes in a model, and `unfuse` takes back; either as a whole or not at all."""
+"""Change a model for `fuse`, and change it back for `unfuse`. Either happens completely or not at all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 @dataclass(frozen=True)
 class Options:
-    """`fuse`'s, of all layers."""
+    """The options of `fuse` that hold for all layers."""
 
     attention: str
     shared_dropout: bool
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(eq=False)
 class Changed:
-    """What `rewire` did to a model, for `unwire`."""
+    """A record of what `rewire` did to a model, for `unwire`."""
 
     kept: list[KeptLinear] = field(default_factory=list)
     columns: dict[FusedGroup, list[torch.Tensor]] = field(default_factory=dict)
@@ -59,7 +59,11 @@ class Changed:
 
 
 def changed(model: nn.Module) -> Changed:
-    """ValueError if `model` is not what `fuse` was given."""
+    """The record of `model`'s changes.
+
+    Raises:
+        ValueError: `fuse` was not given this model, but a module above or inside it, or none.
+    """
     found = model.__dict__.get(_CHANGED)
     if found is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
         raise ValueError(
@@ -76,8 +80,18 @@ def rewire(
     modes: Sequence[str],
     options: Options,
 ) -> tuple[list[Parts], list[tuple[str, ...]]]:
-    """How each layer runs from now on, and its projections that became FrozenFP8Linears. `adapter` is one of those that
-    have the model's FP8State; `modes` are the layers' `save`."""
+    """Fuse `layers` and the last norm of `model`.
+
+    Args:
+        model: changed in place.
+        layers: {path: decoder layer}.
+        adapter: any adapter of the model; its FP8State is the model's.
+        modes: `save` of each layer.
+        options: for all layers.
+
+    Returns:
+        For each layer, its Parts and the names of its projections that became FrozenFP8Linears.
+    """
     found, frozen, parts = Changed(), [], []
     with all_or_nothing(model, _configs(model)) as before, _apart_on_failure(found.columns):
         for path, layer in layers.items():
@@ -95,7 +109,7 @@ def rewire(
 
 
 def unwire(model: nn.Module) -> list[str]:
-    """Take it back; the kept nn.Linears that no longer are what the model computes are left out, and returned."""
+    """Undo `rewire`. Returns the paths of kept nn.Linears that stay out, as their weights are no longer the model's."""
     found = changed(model)
     stale: list[str] = []
     with all_or_nothing(model, [config for config, _ in found.use_cache]):
@@ -123,7 +137,10 @@ def unwire(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _apart_on_failure(groups: Iterable[FusedGroup]) -> Iterator[None]:
-    """Where no memory is left for that, members stay rows of one matrix: their values are the same."""
+    """When an exception passes, give the members of `groups` memory of their own again.
+
+    Without memory for that, they stay rows of one matrix. Their values are the same.
+    """
     try:
         yield
     except BaseException:
@@ -144,7 +161,10 @@ def _freeze(
     options: Options,
     before: Before,
 ) -> tuple[str, ...]:
-    """Turn the layer's plain projections into FrozenFP8Linears, all on the adapters' FP8State; their names."""
+    """Turn the layer's plain projections into FrozenFP8Linears, and move all to the adapters' FP8State.
+
+    Returns the names of the projections that were plain.
+    """
     state, names = adapters.fp8_state, []
     for name, parent, module in projections(layer):
         full = f"{path}.{name}" if path else name
@@ -157,7 +177,7 @@ def _freeze(
         recipe = None if state is None else state.recipe
         held = {"weight_layout": adapters.weight_layout, "fp8_state": state, "name": full}
         new = before.patiently(partial(FrozenFP8Linear.from_linear, module, recipe, **held))
-        # trained or not, an optimizer may have it
+        # keep the Parameter itself: trained or not, an optimizer may hold it
         new._parameters["bias"] = module._parameters["bias"]
         leaf = name.rpartition(".")[2]
         if options.keep_linears:
@@ -205,14 +225,17 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
 
 
 def _last_norms(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The `norm` beside each list of layers, where it is of the class that the layers have for theirs."""
+    """The `norm` beside each list of layers, if it has the class of the layers' own norms."""
     owners = {path.rpartition(".")[0].rpartition(".")[0]: layer for path, layer in layers.items()}
     norms = ((model.get_submodule(o)._modules.get("norm"), layer) for o, layer in owners.items())
     return [norm for norm, layer in norms if norm and type(norm) is class_beside(layer, "RMSNorm")]
 
 
 def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
-    """The members' columns of the FP8 state; a group's dy then has one of its own, which starts anew."""
+    """Copies of the members' columns of the FP8 state.
+
+    With several members, the first one's column of dy becomes the group's and starts empty.
+    """
     state = group.first.fp8_state
     if state is None:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""unload and merge_and_unload: plain `nn.Linear`s again, in the places of ours."""
+"""unload and merge_and_unload: replace our layers by plain `nn.Linear`s."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from lorakernels.modules.trained_parts import forget_originals, swap_originals
 
 
 def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Put plain `nn.Linear`s in the places of LoRALinear and FrozenFP8Linear, in place; returns `model`.
+    """Replace every LoRALinear and FrozenFP8Linear by a plain `nn.Linear`, in place. Returns `model`.
 
-    Unmerged, the adapter is dropped and the base comes back: trained biases and `modules_to_save` have their first
-    values again. Merged, what was trained stays. A fused model is unfused first. All new weights are made before
-    anything changes, so that memory for them is needed beside the old ones.
+    If adapters are not merged, they are dropped: trained biases and `modules_to_save` get their original values back.
+    If they are merged, everything trained stays. A fused model is unfused first. All new weights are made before
+    anything changes, so memory must hold them beside the old ones.
 
     Args:
-        model: after `apply_lora`, `load_adapter` or `load_quantized`. A layer itself is returned as an `nn.Linear`.
-        dtype: of weights that were held in FP8; None takes that of the model's other weights. Others keep theirs.
+        model: after `apply_lora`, `load_adapter` or `load_quantized`. For a layer itself, an `nn.Linear` is returned.
+        dtype: dtype of weights that were held in FP8. None takes the dtype of the model's other weights. Plain weights
+            keep theirs.
 
     Raises:
-        ValueError: there is no such layer, some adapters are merged and some not, the model is inside `disable_lora`,
-            fused from a module above it, or inside a PeftModel; or a weight is not finite. Nothing is changed then.
+        ValueError: there is no such layer, or some adapters are merged and some not. Or the model is inside
+            `disable_lora`, is fused from a module above it, or has layers of a PeftModel; or a weight is not finite.
+            Nothing is changed then.
         TypeError: `dtype` is no floating-point type of two bytes or more.
         RuntimeError: parameters are sharded (FSDP2).
     """
@@ -40,9 +42,12 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """As `unload`, with the adapters added to the weights: W + scaling · B A in fp32, rounded once to their dtype.
+    """As `unload`, but with the adapters added to the weights: W + scaling · B A in fp32, rounded once to their dtype.
 
-    Over an FP8 base that is finer than `merge_lora`, whose weights are rounded to e4m3 once more. Raises as `unload`.
+    Over an FP8 base this is more precise than `merge_lora`, which rounds the sum to e4m3.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `unload`; ValueError also if there is no LoRALinear.
     """
     if not any(isinstance(m, LoRALinear) for m in model.modules()):
         raise ValueError(f"model has no LoRALinear: {type(model).__name__}; call apply_lora first")
@@ -96,7 +101,7 @@ def _check(model: nn.Module, layers: dict[str, FrozenFP8Linear]) -> None:
 
 
 def _plain_linear(name: str, layer: FrozenFP8Linear, dtype: torch.dtype, merge: bool) -> nn.Linear:
-    """Its weight is None where the layer's own will do, which `unfuse` may still move."""
+    """An nn.Linear for `layer`. Its weight is None if the layer's own can be used; `unfuse` may move that first."""
     weight, bias = _new_weight(layer, dtype, merge), layer.bias
     if weight is not None:
         if not weight.is_meta and not bool(weight.isfinite().all()):
