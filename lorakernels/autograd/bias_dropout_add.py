@@ -4,7 +4,7 @@
     out       = residual + mask ⊙ (x + bias) / (1 − p)
     dx        = mask ⊙ dout / (1 − p)        dbias = Σ_rows dx        dresidual = dout
 
-Saved for backward: the 16-byte slot that the mask is drawn from again; never a mask, never x.
+Saved for backward: only the 16-byte slot, from which the mask is drawn again; neither the mask nor x.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lorakernels.values import Dropout
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Shapes are flattened in here: a view outside would alias gradients, and lose those of an in-place residual."""
+    """Shapes are flattened inside the node. A view outside would alias gradients, and lose an in-place residual's."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        residual: Tensor
-        | None,  # first: where it is a view, autograd takes the first input for the one written
+        # If the written tensor is a view, autograd takes the first input for it: so residual comes first.
+        residual: Tensor | None,
         x: Tensor,
         bias: Tensor | None,
         slot: Tensor | None,
@@ -70,7 +70,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[M, N], contiguous."""
+    """[..., N] → [M, N], contiguous."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
@@ -92,22 +92,23 @@ def bias_dropout_add(
     Args:
         x: [..., N] fp32, bf16 or fp16.
         bias: [N], or expanded to x's shape as Megatron passes it; None adds nothing.
-        residual: of x's shape, cast to x's dtype where it has another; None adds nothing.
-        p: probability to drop, in [0, 1); survivors are scaled by the inverse of their exact probability.
+        residual: of x's shape. It is cast to x's dtype; None adds nothing.
+        p: probability to drop, in [0, 1). Kept elements are scaled by the inverse of their exact probability.
         training: False drops nothing.
-        state: where the mask is drawn from; None follows torch.manual_seed (state/philox.py).
+        state: the state that the mask is drawn from. None follows torch.manual_seed (state/philox.py).
         site: stream of this dropout within a slot.
-        row0, col0: where x[0, 0], as a matrix of rows, lies in the whole tensor: shards of a tensor that draw from
-            one slot draw their parts of one mask.
-        inplace: write the result over `residual`, which must be contiguous and of x's dtype and no leaf that
-            requires grad, and return it.
+        row0, col0: row and column of x[0, 0] in the whole tensor, where x is a matrix of rows. Shards of a tensor that
+            draw from one slot draw their parts of one mask.
+        inplace: write the result over `residual` and return it. It must be contiguous, of x's dtype, and no leaf that
+            requires grad.
 
     Returns:
-        x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
-        TypeError: a dtype is none of the three.
-        ValueError: p, site, an origin, a shape, a device or an in-place residual does not fit. Nothing is changed then.
+        TypeError: a dtype is not fp32, bf16 or fp16.
+        ValueError: p, site, row0, col0, a shape, a device or an in-place residual does not fit. Nothing is changed
+            then.
         RuntimeError: `state` is a `PhiloxStates` outside of `fork`.
     """
     bias = _row(bias)
@@ -153,7 +154,7 @@ def get_bias_dropout_add(
 
 
 def _row(bias: Tensor | None) -> Tensor | None:
-    """[N] of a bias that was expanded along its leading dimensions."""
+    """The bias [N] behind one that was expanded along leading dimensions. ValueError if it was not expanded."""
     if bias is None or bias.dim() < 2:
         return bias
     leading = list(zip(bias.shape, bias.stride(), strict=True))[:-1]
@@ -161,7 +162,7 @@ def _row(bias: Tensor | None) -> Tensor | None:
         raise ValueError(f"bias must be [N] or expanded from it, found {tuple(bias.shape)}")
     base = None if torch.compiler.is_compiling() else bias._base
     if base is not None and base.shape == bias.shape[-1:] and base.stride() == bias.stride()[-1:]:
-        return base  # its gradient need not pass through one of the expanded shape
+        return base  # so no gradient of the expanded shape is needed
     return bias.sum(list(range(len(leading)))) if bias.numel() == 0 else bias[(0,) * len(leading)]
 
 

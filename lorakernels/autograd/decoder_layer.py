@@ -10,13 +10,16 @@
     output'      dout = o'(dh2)     the residual's gradient is dh2
     norm_qkv'    dqkv = RoPE'(dq, dk, dv)                     dh = dh2 + RMSNorm'([q, k, v]'(dqkv))
 
-`norm_qkv` returns h again, for `output` to add to: so h's gradient comes back to where RMSNorm's backward adds it. The
-projections are `fused_linear`'s, with their adapters; a frozen one without adapters keeps nothing.
+`norm_qkv` also returns h, to which `output` adds. So h's gradient arrives at `norm_qkv`, and RMSNorm's backward adds it
+there. `fused_linear` computes the projections with their adapters. A frozen projection without adapters keeps no
+activation.
 
-Kept for backward: h, qkv and out (by attention, with its logsumexp), h2, gate and up; a rstd per norm, s of each
-adapted input, and the adapters' B of q, k, v and of gate, up as one matrix. "full" keeps x8 of each adapted input as
-well; "recompute" makes it again, unquantized, from h, out, h2, gate and up. "fp8" is "recompute" with gate and up in
-e4m3, 256 columns of a row to a scale; SwiGLU writes them.
+Kept for backward: h, h2, gate, up and a rstd per norm; attention keeps qkv, out and its logsumexp. Adapters add s of
+each adapted input, and two matrices of stacked B's: q, k, v have one, gate and up another.
+
+    "full"       also keeps x8 of each adapted input
+    "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up
+    "fp8"        as "recompute", with gate and up in e4m3, which SwiGLU writes: one scale for 256 columns of a row
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ from lorakernels.values import Scaled
 
 @dataclass(frozen=True)
 class QKVCall:
-    """What `norm_qkv` needs besides autograd's tensors; cos, sin [T, D] for a T that divides the number of tokens."""
+    """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens."""
 
     to: Projections
     eps: float
@@ -76,7 +79,7 @@ class OutputCall:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """`output` False: nobody reads what `mlp` returns, and it is not computed."""
+    """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed."""
 
     gate_up: Projections
     down: Projections
@@ -160,7 +163,7 @@ def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
 def _normed_heads(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, weight, columns of qkv) of the heads that have an RMSNorm of their own."""
+    """(name, weight [D], columns of qkv) for q and k, if their heads have an RMSNorm."""
     parts = zip(("q", "k"), (q_norm, k_norm), qkv.split(list(call.to.rows), 1)[:2], strict=True)
     return [(name, weight, part) for name, weight, part in parts if weight is not None]
 
@@ -168,7 +171,7 @@ def _normed_heads(
 def _norm_heads_(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> dict[str, Tensor]:
-    """Each head's RMSNorm in place; what its backward needs."""
+    """Norm each head of q and k in place, if they have norms. Returns what backward needs, by name."""
     saved: dict[str, Tensor] = {}
     for name, weight, columns in _normed_heads(qkv, call, q_norm, k_norm):
         x = columns.reshape(-1, weight.shape[0])
@@ -181,7 +184,7 @@ def _norm_heads_(
 def _heads_backward(
     call: QKVCall, saved: Kept, need: tuple[bool, ...], *grads: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """(dqkv [M, ΣN] times the multiplier, [dq_norm, dk_norm])."""
+    """Backward of RoPE and of the heads' norms: (dqkv [M, ΣN] times the multiplier, [dq_norm, dk_norm])."""
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     norms = (saved.get("q_norm"), saved.get("k_norm"))
     multiplier, dnorms = call.to.multiplier, [None, None]
@@ -241,7 +244,7 @@ class _Output(torch.autograd.Function):
 
 
 def _joined(out: Tensor) -> Tensor:
-    """[M, H D] of [B, H, T, D], contiguous; no copy of what attention wrote token by token."""
+    """[B, H, T, D] → [M, H D], contiguous. This is no copy if attention wrote `out` token by token."""
     joined = out.transpose(1, 2)
     return joined.reshape(joined.shape[:2].numel(), joined.shape[2:].numel()).contiguous()
 
@@ -306,7 +309,7 @@ class _MLP(torch.autograd.Function):
         found, dbias = no_gradients(gate_up)
         if mine:
             d, d8 = _swiglu_backward(after.x, g_u, gate_up, any(mine.bias))
-            after = after._replace(x=None)  # as large as act
+            after = after._replace(x=None)  # free dact, which is as large as act
             tensors = adapters("", saved, gate_up, saved["B"])
             found = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
             dbias = bias_gradients(gate_up, d, mine.bias)
@@ -318,7 +321,10 @@ class _MLP(torch.autograd.Function):
 def _down(
     g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained, needed: bool
 ) -> tuple[Tensor, Scaled | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """(residual + down(silu(gate) ⊙ up), its operand, its s, gate and up as they are kept if backward needs them)."""
+    """(residual + down(silu(gate) ⊙ up), down's operand, its s, (gate and up as kept for backward, their scale_inv)).
+
+    Without `call.output` the result has no meaningful values. gate and up are None unless backward needs them.
+    """
     to = call.down
     kept_g_u: tuple[Tensor | None, Tensor | None] = (g_u if needed else None, None)
     if not (call.output or to.adapted):
@@ -341,7 +347,10 @@ def _down(
 def _swiglu_backward(
     dact: Tensor | None, g_u: Scaled, to: Projections, biases: bool
 ) -> tuple[Tensor, Scaled | None]:
-    """(dgate_up [M, 2F] times the multiplier, empty where nobody reads it; its bytes and scale_inv)."""
+    """(dgate_up [M, 2F] times the multiplier, its bytes and scale_inv or None over a plain base).
+
+    dgate_up is empty if nothing reads it unquantized.
+    """
     assert dact is not None
     unquantized = to.adapted or biases or not to.quantized
     spec = to.spec
@@ -359,18 +368,18 @@ def norm_qkv(
     call: QKVCall,
     params: list[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] again. `params`: see `Trained`."""
+    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] itself. `params`: as `Trained` lists them."""
     q, k, v, h = _NormQKV.apply(h, norm, q_norm, k_norm, call, *params)
     return q, k, v, h
 
 
 def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
-    """residual [B, T, K] + o(out [B, H, T, D])."""
+    """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them."""
     y: Tensor = _Output.apply(out, residual, call, *params)
     return y
 
 
 def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
-    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: gate's and up's, then down's."""
+    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down."""
     y: Tensor = _MLP.apply(h, norm, call, *params)
     return y

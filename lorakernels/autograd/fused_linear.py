@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of one x held as one matrix, adapters included: the pieces that `decoder_layer` is made of.
+"""Projections of one x, held as one matrix with their adapters: the functions that `decoder_layer` calls.
 
-W = [W_1; …; W_n] [ΣN, K], A = [A_1; …; A_n] [ΣR, K] and B = diag(B_1, …, B_n) [ΣN, ΣR]: with one mask for all, n
-projections are one, of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by their own scale_inv [ΣN];
-backward takes dy' = m_i dy_i, m_i = scale_inv_i / max_j scale_inv_j, so that one scale_inv [1], the maximum, serves:
+    W = [W_1; …; W_n] [ΣN, K]      A = [A_1; …; A_n] [ΣR, K]      B = diag(B_1, …, B_n) [ΣN, ΣR]
+
+With one mask for all, n projections are one of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by
+their own scale_inv [ΣN]. Backward takes dy'_i = m_i dy_i with m_i = scale_inv_i / max_j scale_inv_j. So one
+scale_inv [1], the maximum, is enough:
 
     ds = scaling · dy' B',   B'_i = (ρ_i / m_i) B_i      dB_i = (ρ_i / m_i) scaling · dy'_iᵀ s_i      dx = dy' W + ds A
 
-ρ_i = scaling_i / scaling. Masks that differ by projection leave one GEMM over W; s, dA and what ds A adds to dx are
-then computed one after the other.
+ρ_i = scaling_i / scaling. If masks differ by projection, there is still one GEMM over W. But s, dA and the term ds A
+of dx are then computed one projection after the other.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ class Projections(NamedTuple):
     Attributes:
         weight: [ΣN, K], e4m3 bytes or plain.
         scale_inv: fp32 [ΣN] or [1]; None over a plain base.
-        grad_scale_inv: fp32 [1], the largest; None over a plain base.
+        grad_scale_inv: fp32 [1], the largest of the scale_inv; None over a plain base.
         weight_t: [K, ΣN] or None.
         bias: [ΣN] or None.
-        multiplier: fp32 [n], what comes in with dy; ones where nothing does.
+        multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base.
         rows: N_i.
         ranks: R_i; 0 without an adapter.
         lora_A: [ΣR, K] or None.
@@ -42,7 +44,7 @@ class Projections(NamedTuple):
         masks: one for all adapters, or one for each.
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
-        weights: W_i as parameters; saved with what backward reads, so that one written in between is noticed.
+        weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
     """
 
     weight: Tensor
@@ -79,23 +81,23 @@ class Projections(NamedTuple):
 
     @property
     def beside(self) -> SideBySide | None:
-        """The projections where `quantize_grad` takes them side by side, from B_i below each other."""
+        """`side` if `quantize_grad` takes these projections side by side, with the B_i below each other; else None."""
         if self.factors is None or not side_by_side(self.side):
             return None
         return self.side
 
     @property
     def grad_weight(self) -> Weight:
-        """W as the backward multiplies by it."""
+        """W with the scale_inv and the transposed copy that backward uses."""
         return Weight(self.weight, self.grad_scale_inv, self.weight_t)
 
     def parts(self, matrix: Tensor, dim: int = 0) -> list[Tensor]:
-        """Of each adapter, its share of the ΣR rows (or columns)."""
+        """Split the ΣR rows of `matrix` (with `dim=1`, its columns) by adapter."""
         return list(matrix.split([r for r in self.ranks if r], dim))
 
 
 def lora_down(x: Tensor, to: Projections) -> Tensor | None:
-    """s = D(x) Aᵀ [M, ΣR]; None without adapters."""
+    """s = D(x) Aᵀ [M, ΣR] of x [M, K]; None without adapters."""
     if to.lora_A is None:
         return None
     if len(to.masks) == 1:
@@ -105,7 +107,7 @@ def lora_down(x: Tensor, to: Projections) -> Tensor | None:
 
 
 def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
-    """(x8 and scale_inv, or x itself over a plain base; s), x read once where one mask serves."""
+    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask."""
     one = len(to.masks) <= 1
     mask = to.masks[0] if to.masks and one else None
     operand, s = Scaled(x), None
@@ -124,7 +126,7 @@ def project(
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual; B is the first that `stack_B` returns."""
+    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
     return ops.fp8_linear_lora(
@@ -151,8 +153,8 @@ class Adapters(NamedTuple):
 
     Attributes:
         s: [M, ΣR], or None.
-        A, B: those of the projections that have one.
-        stacked_B: the second that `stack_B` returned in forward; None with one projection, whose B is its own.
+        A, B: [R_i, K] and [N_i, R_i], one per adapter.
+        stacked_B: the second result of `stack_B` in forward; None for one projection, whose B is not stacked.
     """
 
     s: Tensor | None
@@ -170,10 +172,16 @@ def gradients(
     needs: Needs,
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Gradients of `project` from dy' [M, ΣN], its segments multiplied by `to.multiplier` already.
+    """Gradients of `project`.
 
-    `dy8` are its bytes and scale_inv where they are there already: dy may be empty then, unless there are adapters.
-    `operand` makes x, or x8 and its scale_inv, for dA. dx is in `dtype`, or dy's.
+    Args:
+        to: the projections.
+        dy: dy' [M, ΣN], which contains the factors `to.multiplier`. With `dy8` and no adapters it may be empty.
+        dy8: the bytes of dy' and their scale_inv, or None to quantize dy here.
+        operand: returns x, or x8 and its scale_inv. It is called if dA is needed.
+        adapters: what forward kept.
+        needs: which gradients to compute; the others are None.
+        dtype: of dx; None takes dy's.
     """
     s, lora_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
@@ -197,7 +205,7 @@ def _quantize(
     state: Tensor | None,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """dy8, its scale_inv, ds, dB, and the mask's bits where the kernels behind read them."""
+    """(dy8, its scale_inv, ds, dB, the mask's bits if `lora_grad_a` and `fp8_grad_input` will read them)."""
     spec, side = to.spec, to.beside
     up = None if block is None else Up(block, s if needs.B else None, spec.scaling)
     scaling = spec.of_state(state)
@@ -253,10 +261,10 @@ def _grad_x(
 
 
 def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """diag(f_i B_i) [ΣN, ΣR] with the forward's and with the backward's factors, in one launch; the backward's are one
-    below the other [ΣN, R] where `to.beside` says so.
+    """diag(f_i B_i) [ΣN, ΣR] for forward (f_i = ρ_i) and for backward (f_i = ρ_i / m_i), in one launch.
 
-    For one projection (B itself, None); without adapters (None, None).
+    If `to.beside` is set, the second has the f_i B_i below each other: [ΣN, R]. Returns (B itself, None) for one
+    projection, and (None, None) without adapters.
     """
     if not to.adapted:
         return None, None
@@ -277,7 +285,7 @@ def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
 def bias_gradients(
     to: Projections, dy: Tensor, dtypes: Sequence[torch.dtype | None]
 ) -> list[Tensor | None]:
-    """Σ_rows dy_i of each projection whose bias has a dtype here."""
+    """Σ_rows dy_i [N_i] for each projection with a dtype in `dtypes`, else None. m_i is divided out of dy' [M, ΣN]."""
     found: list[Tensor | None] = [None] * len(dtypes)
     for i, dtype in enumerate(dtypes):
         if dtype is not None:

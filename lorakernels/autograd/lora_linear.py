@@ -4,11 +4,12 @@
     forward    x8, s = quantize_lora_down(x, A)        y  = fp8_linear_lora(x8, W8, s, B, bias)
     backward   dy8, ds, dB = quantize_grad(dy, B, s)   dA = lora_grad_a(ds, x8)   dx = fp8_grad_input(dy8, W8, ds, A)
 
-Forward draws the dropout mask in `quantize_lora_down`; in backward `quantize_grad` draws it again, for both others.
+In forward, `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two
+ops, if all three can (`hands_mask_over`). Otherwise each of those two draws it.
 
-`dy B` first: it is rank-sized, so no [N, K] product is ever formed. Saved for backward: x8 and its 4-byte scale_inv
-(x itself when the base is not FP8), s, and the 16-byte slot; only what the gradients asked for need. The parameters are
-saved by reference.
+dy B is computed first: it is rank-sized, so no [N, K] product is ever formed. Backward may need x8 and its 4-byte
+scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the wanted gradients need is saved.
+Parameters are saved by reference.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
 class LoRASpec:
     """What one call needs besides tensors.
 
-    `column` is the layer's place in its FP8State, and `delayed` whether it follows it (else each tensor is scaled
-    by its own amax); `site` is its dropout stream, and x[0, 0] lies at (row0, col0) of the tensor that the mask is
-    drawn for. `split_fprop` and `split_dgrad` have the FP8 GEMMs add partial sums in fp32.
+    Attributes:
+        scaling: factor of B A.
+        p: dropout probability, in [0, 1).
+        site: the layer's dropout stream.
+        row0, col0: where x[0, 0] lies in the tensor that the mask is drawn for.
+        column: the layer's column in its FP8State.
+        delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
+        backward_dtype: FP8 dtype of dy.
+        split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
     """
 
     scaling: float = 1.0
@@ -50,7 +57,7 @@ class LoRASpec:
     split_dgrad: bool = True
 
     def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
-        """The same over an FP8 base that follows `recipe`."""
+        """A copy for an FP8 base that follows `recipe`."""
         return replace(
             self,
             column=column,
@@ -101,7 +108,7 @@ class Adapter(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients to compute; `ds` is that of an s which others made."""
+    """Which gradients to compute. `ds` is the gradient of an s that was computed outside of this node."""
 
     x: bool
     A: bool
@@ -249,7 +256,7 @@ def lora_linear(
 
     Raises:
         TypeError: x is not fp32, bf16 or fp16.
-        ValueError: x's last dimension is not K.
+        ValueError: x's last dimension is not K, or x and W are on two devices.
     """
     check_input(x, weight.data)
     if torch.is_autocast_enabled(x.device.type):
@@ -260,7 +267,7 @@ def lora_linear(
 
 
 def in_bytes(weight: Weight) -> Weight:
-    """With e4m3 data as uint8, as the ops take it."""
+    """`weight`, with e4m3 data viewed as uint8, which the ops take."""
     if weight.data.dtype == E4M3:
         return weight._replace(data=weight.data.view(torch.uint8))
     return weight

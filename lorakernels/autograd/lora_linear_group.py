@@ -5,10 +5,10 @@
     backward   dy8_i, ds_i, dB_i = quantize_grad(dy_i, B_i, s_i)        dx_i = fp8_grad_input(dy8_i, W8_i, ds_i, A_i)
                [dA_1; …; dA_n] = lora_grad_a([ds_1 … ds_n], x8)        dx = Σ dx_i, added up by autograd
 
-Each projection is an autograd node of its own, which runs as soon as its dy is there; a node in front of them turns the
-ds_i, which are the gradients of the s_i, into every dA by one product. Saved for backward: x8 and its scale_inv
-once, s_i per projection, one slot. A projection with a mask of its own has s_i = D_i(x) A_iᵀ and dA_i from ops of its
-own, over the same x8.
+Each projection is an autograd node of its own, which runs as soon as its dy exists. Before them in the graph is a node
+for the s_i: its backward gets their gradients ds_i and computes all dA_i in one product. Saved for backward: x8 and its
+scale_inv once, s_i per projection, one slot. A projection with its own mask computes s_i = D_i(x) A_iᵀ and dA_i by its
+own ops, over the same x8.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ from lorakernels.values import Scaled, Up, Weight
 class SharedInput:
     """What projections of one x share.
 
-    `rows` [M, K] is x in the compute dtype, outside of autograd; `x8` [M, K] e4m3 bytes and `x_scale_inv` fp32 [1], or
-    None for a plain base; `s` {projection: [M, R]}, drawn with `slot`, `p` and `site` of `spec`. `spent` is no
-    longer empty once a backward has gone through s.
+    Attributes:
+        rows: [M, K], x in the compute dtype, outside of autograd.
+        x8, x_scale_inv: e4m3 bytes [M, K] and fp32 [1]; None for a plain base.
+        s: {projection: [M, R]}, with the mask of `slot` and of `spec`'s p and site.
+        slot: int64 [2], or None without dropout.
+        spec: the mask's numbers, and x's column in the FP8 state.
+        spent: empty until a backward has gone through a stacked s.
     """
 
     rows: Tensor
@@ -59,7 +63,7 @@ class SharedInput:
 
 
 class _StackedDown(torch.autograd.Function):
-    """The parts of a stacked s, tied to their A's."""
+    """Splits a stacked s [M, ΣR] into one part per A. Backward computes all dA in one product."""
 
     @staticmethod
     def forward(
@@ -104,7 +108,7 @@ class _StackedDown(torch.autograd.Function):
 
 
 class _Projection(torch.autograd.Function):
-    """y of one projection from the shared x8 (x itself over a plain base) and its s."""
+    """y of one projection, from the shared x8 (over a plain base, x itself) and the projection's s."""
 
     @staticmethod
     def forward(
@@ -139,7 +143,7 @@ class _Projection(torch.autograd.Function):
 
 
 def share_input(x: Tensor, lora_A: Mapping[int, Tensor], call: Call) -> SharedInput:
-    """Read x once: x8, and s of the projections in `lora_A`, all with the one mask of `call.slot`.
+    """Compute x8, and s of the projections in `lora_A` with the one mask of `call.slot`, in one read of x.
 
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
@@ -179,12 +183,12 @@ def _cat(matrices: list[Tensor], dim: int = 0) -> Tensor:
     kind = matrices[0].device.type
     if not torch.is_autocast_enabled(kind):
         return torch.cat(matrices, dim)
-    with torch.autocast(kind, enabled=False):  # whose cat refuses the other 16-bit dtype
+    with torch.autocast(kind, enabled=False):  # autocast's cat refuses the other 16-bit dtype
         return torch.cat(matrices, dim)
 
 
 def _chunks(lora_A: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    """In order, the ranks of each summing to MAX_RANK at most; one empty chunk where there is no A."""
+    """Split the A's, in order, into chunks with a sum of ranks up to MAX_RANK. Without an A, one chunk is empty."""
     chunks: list[dict[int, Tensor]] = [{}]
     total = 0
     for index, a in lora_A.items():
@@ -205,10 +209,10 @@ def lora_projection(
     adapter: Adapter,
     call: Call,
 ) -> Tensor:
-    """`lora_linear` of projection `index`, differentiable alike, over what `share_input(x, …)` made.
+    """`lora_linear` of projection `index`, over the result of `share_input(x, …)`. It is differentiable likewise.
 
-    Its s is `shared.s[index]`; where it has none there, s is computed here, from `shared.rows`. `call` holds the mask
-    that its s was or will be drawn with, and the column of dy.
+    Its s is `shared.s[index]`. If there is none, s is computed here from `shared.rows`. `call` holds the mask for s,
+    whether s exists or is computed here, and the column of dy.
 
     Returns:
         [..., N] in the dtype of `shared.rows`.
@@ -219,6 +223,6 @@ def lora_projection(
         if s is None:
             s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, call.dropout)[2]
         elif s.requires_grad:
-            lora_A = lora_A.detach()  # its gradient takes the way through s
+            lora_A = lora_A.detach()  # A's gradient flows through s
     y: Tensor = _Projection.apply(x, lora_A, lora_B, bias, s, shared, in_bytes(weight), call)
     return y
