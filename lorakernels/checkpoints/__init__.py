@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and adapters as files: adapters in PEFT's format, loading straight into FP8, export of merged models."""
+"""Files of models and adapters: adapters in PEFT's format, checkpoints loaded straight into FP8, merged models."""
 
 from lorakernels.checkpoints.export import Exported, check_export, export_model
 

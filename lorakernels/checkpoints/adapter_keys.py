@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of an adapter file and their place in a model.
+"""The tensors of an adapter file, by key, and their places in a model. R is the rank, a layer's weight is [N, K].
 
 base_model.model.<path>.lora_A.weight [R, K]    base_model.model.<path>.lora_B.weight [N, R]
 base_model.model.<path>.base_layer.bias         a trained bias under an adapter
@@ -31,14 +31,14 @@ _WIDEST_FIRST = ("all", "lora_only", "none")
 
 
 class Slot(NamedTuple):
-    """The shape and dtype that a tensor of the file will have in the model."""
+    """The shape and dtype that the model expects of one tensor of the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """PEFT's key → the tensor of `model` it stands for: adapters, trained biases, saved modules."""
+    """{PEFT's key: tensor of `model`} for all adapters, trained biases and saved modules, not copied."""
     found: dict[str, Tensor] = {}
     layers = lora_modules(model)
     bias = bias_mode(layers.values())
@@ -63,7 +63,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def bias_mode(layers: Iterable[LoRALinear]) -> str:
-    """The widest `bias` of the layers' configs: it holds every bias that one of them trains."""
+    """The widest `bias` of the layers' configs. With it a file has room for every bias that any layer trains."""
     found = {layer.config.bias for layer in layers}
     return next((bias for bias in _WIDEST_FIRST if bias in found), "none")
 
@@ -73,7 +73,7 @@ def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
 
 
 def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
-    """The keys and shapes that `adapter_tensors` will have once `config` is applied to `model`."""
+    """The keys, shapes and dtypes that `adapter_tensors` will have once `config` is applied to `model`."""
     found: dict[str, Slot] = {}
     paths = match_targets(model, config)
     for path in paths:
@@ -96,7 +96,10 @@ def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
 
 
 def check_keys(file: Path, expected: Mapping[str, Slot], tensors: dict[str, Tensor]) -> None:
-    """Refuse a file whose tensors are not those expected, by a list of what is wrong with them."""
+    """Raise ValueError, listing every misfit, if `tensors` of `file` do not fit the slots `expected`.
+
+    Misfits are missing and unexpected keys, other shapes, other dtypes, and inf or NaN in an adapter.
+    """
     shared = sorted(expected.keys() & tensors.keys())
     wrong = {
         "missing": [key for key in expected if key not in tensors],
@@ -138,7 +141,10 @@ def _listed(what: str, items: list[str]) -> list[str]:
 
 
 def without_peft_copies(tensors: dict[str, Tensor], saved: list[str]) -> dict[str, Tensor]:
-    """PEFT's bias="all" also writes the biases inside its wrapper of a saved module: copies."""
+    """`tensors` without the copies that PEFT writes with bias="all".
+
+    PEFT then also saves the biases inside its wrapper of a saved module, under the wrapper's own names.
+    """
     copies = tuple(
         f"{_PREFIX}{path}.{inner}."
         for path in saved

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adapter_config.json has to say to choose the layers of a model, with their rank and scaling.
+"""The fields of adapter_config.json that select a model's adapted layers and give each its rank and scaling.
 
-Layers may come from several configs, or be made by hand: only what they are now counts. PEFT sorts the keys of
-rank_pattern and alpha_pattern where it saves a file again, and takes the first that matches. So no layer of ours is
-matched by two keys of different values.
+The layers may come from several configs or be made by hand, so the fields describe the layers as they are now.
+
+PEFT sorts the keys of rank_pattern and alpha_pattern when it saves a file again, and takes the first key that
+matches. Therefore no two keys written here match the same layer with different values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TARGET_FIELDS = ("target_modules", "exclude_modules", "layers_to_transform", "l
 
 
 def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, Any]:
-    """The fields of an adapter_config.json that give back `layers` of `model`, by path, and the modules saved.
+    """The fields of an adapter_config.json that recreate `layers` (path → layer) of `model` and its saved modules.
 
     Raises:
         ValueError: no rules of PEFT's choose exactly these modules, or a scaling is not a positive number.
@@ -48,7 +49,7 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
 
 
 def _one_for_all(name: str, found: list[Any], kept: Any) -> Any:
-    """`kept`, with a warning where the layers differ and the file has one value for them."""
+    """`kept`. Warns if the layers differ in `name`, because the file has room for one value only."""
     if len(set(found)) > 1:
         warnings.warn(
             f"the layers differ in {name}: {sorted(set(found))}. An adapter file has one value, {kept!r} is saved. "
@@ -61,7 +62,10 @@ def _one_for_all(name: str, found: list[Any], kept: Any) -> Any:
 def _target_rules(
     model: nn.Module, layers: Mapping[str, LoRALinear], given: LoRAConfig
 ) -> LoRAConfig:
-    """The shortest rules that choose exactly `layers`: those `given`, tails of paths, paths, or an expression."""
+    """The shortest rules that choose exactly `layers`.
+
+    The candidates are the `given` rules, ends of paths, whole paths, and one regular expression.
+    """
     paths = list(dict.fromkeys(clean_path(name) for name, _ in model.named_modules() if name))
     plain = replace(given, exclude_modules=None, layers_to_transform=None, layers_pattern=None)
     short = _short_names(layers, set(paths) - layers.keys())
@@ -81,8 +85,11 @@ def _target_rules(
 
 
 def _short_names(wanted: Iterable[str], others: Iterable[str]) -> dict[str, bool]:
-    """For every path of `wanted` its shortest tail without a number that no path of `others` has: {tail: True}. Where
-    there is none the whole path: {path: False}."""
+    """{end of a path: True} for each path of `wanted`: its shortest end that has no number and fits no path of
+    `others`.
+
+    A path without such an end appears whole, as {path: False}.
+    """
     taken = {name for path in others for name in (path, *tails(path))}
     found: dict[str, bool] = {}
     for path in wanted:
@@ -93,7 +100,7 @@ def _short_names(wanted: Iterable[str], others: Iterable[str]) -> dict[str, bool
 
 
 def _saved_names(model: nn.Module, configs: list[LoRAConfig]) -> tuple[str, ...] | None:
-    """Names that choose exactly the saved modules: those of the configs, else whole paths."""
+    """Names that choose exactly the saved modules: the names in the configs if they do, otherwise whole paths."""
     saved = {clean_path(path): module for path, module in saved_modules(model).items()}
     if not saved:
         return None
@@ -132,7 +139,7 @@ def _ranks_and_alphas(layers: Mapping[str, LoRALinear]) -> dict[str, Any]:
 
 
 def _says(config: LoRAConfig, path: str, layer: LoRALinear) -> bool:
-    """Whether `config` gives this layer its rank and scaling, in whatever order its patterns are read."""
+    """True if `config` gives this layer its rank and scaling, whatever the order in which its patterns are read."""
     ordered = all(
         len(set(matching(pattern, path))) <= 1
         for pattern in (config.rank_pattern, config.alpha_pattern)
@@ -142,7 +149,7 @@ def _says(config: LoRAConfig, path: str, layer: LoRALinear) -> bool:
 
 
 def _used(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
-    """Without the keys that match no layer, of which PEFT warns."""
+    """`pattern` without the keys that match no layer, because PEFT warns about such keys."""
     paths = list(layers)
     return {
         key: _whole(value)
@@ -152,7 +159,7 @@ def _used(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
 
 
 def _alpha(path: str, layer: LoRALinear, use_rslora: bool) -> int | float:
-    """The alpha that is `layer.scaling`, without rslora alpha / r."""
+    """The alpha that yields `layer.scaling`, which is alpha / r, or alpha / sqrt(r) with `use_rslora`."""
     if not (math.isfinite(layer.scaling) and layer.scaling > 0):
         raise ValueError(
             f"{path}.scaling must be finite and greater than 0 to be saved, got {layer.scaling!r}"
@@ -166,12 +173,12 @@ def _alpha(path: str, layer: LoRALinear, use_rslora: bool) -> int | float:
 
 
 def _whole(alpha: int | float) -> int | float:
-    """PEFT's and vLLM's lora_alpha is an int."""
+    """`alpha` as an int where it is whole, because PEFT and vLLM expect lora_alpha to be an int."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
-    """Keys for the paths whose value is not `default`. Keys that match the same path have the same value."""
+    """Keys for the paths whose value is not `default`. Two keys that match the same path have the same value."""
     found: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
         if value == default:

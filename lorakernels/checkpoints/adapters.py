@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in PEFT's file format, both ways: a directory with adapter_config.json (peft_format.py)
-and adapter_model.safetensors (adapter_keys.py)."""
+"""Save and load adapters in PEFT's file format.
+
+An adapter is a directory with adapter_config.json (peft_format.py) and adapter_model.safetensors (adapter_keys.py).
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,19 @@ def save_adapter(
     base_model_name_or_path: str | None = None,
     task_type: str | None = None,
 ) -> Path:
-    """Write the adapter of `model` to the directory `path`; `PeftModel.from_pretrained` reads it.
+    """Write the adapter of `model` to the directory `path`, for `PeftModel.from_pretrained` to read.
 
-    A new directory appears with both files at once. Over an existing one each file is written beside
-    its place, synced, then renamed over the old: an error, a full disk included, leaves the adapter
-    that was there; a crash between the two renames leaves new weights beside the old config. With
-    sharded parameters every rank must call this, and rank 0 writes.
+    A new directory appears with both files at once. In an existing directory, each file is written beside its
+    place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
+    crash between the two renames leaves new weights beside the old config. With sharded parameters every rank must
+    call this, and rank 0 writes.
 
-    Layers of several configs fit into one file: their scaling is written as their alpha. `task_type` is "CAUSAL_LM"
-    for a causal LM of transformers unless given.
+    Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
+    causal LM of transformers gets "CAUSAL_LM".
 
     Raises:
-        ValueError: no LoRALinear in `model`, it is inside `disable_lora`, `task_type` is none of PEFT's, or a layer's
-            scaling is not a positive number.
+        ValueError: `model` has no LoRALinear or is inside `disable_lora`, `task_type` is not one of PEFT's, or a
+            layer's scaling is not a positive number.
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
@@ -92,18 +94,17 @@ def load_adapter(
     is_trainable: bool = True,
     adapter_dtype: torch.dtype | None = torch.float32,
 ) -> LoRAReport:
-    """Read an adapter that we or PEFT wrote, into a plain model or over the same adapter.
+    """Read an adapter that lorakernels or PEFT wrote, into a plain model or over the same adapter.
 
-    On a plain model the file's config is applied first, with `fp8`, `weight_layout` and
-    `adapter_dtype` (None keeps the file's own). Where LoRALinears are already, shapes and scaling
-    must agree and the values are copied in place. `is_trainable=False` freezes the adapter and
-    calls `model.eval()`.
+    A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
+    `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
+    and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not valid, uses what we do not have, or does not fit `model`: missing,
-            unexpected, mis-shaped and mis-typed tensors and adapters with inf or NaN are listed. `model` is unchanged
-            then.
+        ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`. The message
+            lists missing, unexpected, mis-shaped and mis-typed tensors, and adapters with inf or NaN. `model` is
+            unchanged then.
     """
     model, folder = _unwrap(model), Path(path)
     config = read_config(folder, fp8, weight_layout)
@@ -133,7 +134,9 @@ def load_adapter(
 
 
 def _task_type(model: nn.Module) -> str | None:
-    """ "CAUSAL_LM" where PEFT's class for it takes the model, by the names transformers gives its classes."""
+    """ "CAUSAL_LM" if PEFT's class for causal LMs accepts the model, judged by the class names that transformers
+    uses.
+    """
     names = (kind.__name__ for kind in type(model).__mro__)
     is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     return "CAUSAL_LM" if is_causal and hasattr(model, "prepare_inputs_for_generation") else None
@@ -165,7 +168,7 @@ def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: bool) -> None:
-    """All values or none: those before are kept on the host, and put back if an exception ends this."""
+    """Copy all values or none. The old values are kept on the host and copied back if an exception occurs."""
     own = adapter_tensors(model)
     before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
     try:
@@ -186,7 +189,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU. In memory of its own, as safetensors writes no memory twice: layers may share."""
+    """A full copy of the tensor on the CPU.
+
+    The copy has its own memory because layers may share memory, and safetensors refuses to write shared memory.
+    """
     full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full.detach().to("cpu", copy=True).contiguous()
 
@@ -207,7 +213,7 @@ def _report_now(model: nn.Module) -> LoRAReport:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, torch.compile and checkpoint wrappers."""
+    """The user's model, taken out of DistributedDataParallel, torch.compile and checkpoint wrappers."""
     while True:
         names = ["_orig_mod", "_checkpoint_wrapped_module"]
         if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors a merged checkpoint has, and what each is made of, decided from headers before any value is read.
+"""Plan a merged checkpoint: which tensors it has and how each is made. Only headers are read, no values.
 
-A tensor of the base goes over as it is, gets an adapter added (W + scaling · B A), or is replaced by one that was
-trained whole. Floating-point values become bf16, but for tensors that are fp32 in a base whose embedding is not. With
-FP8 the linear layers' weights become e4m3 with one scale_inv per block, as transformers' FineGrainedFP8Config says.
-Layers whose sizes are no multiples of the block stay bf16: transformers derives the block from the shapes when it
-dequantizes, and vLLM shards by whole blocks. So do projections that vLLM packs with such a layer.
+A tensor of the base is copied, has an adapter added (W + scaling · B A), or is replaced by a trained tensor.
+Floating-point values become bf16. Tensors in fp32 stay fp32 if the base's embedding has another dtype.
+
+In the FP8 format, the weights of linear layers become e4m3 with one scale_inv per block, as defined by
+transformers' FineGrainedFP8Config. Layers whose sizes are not multiples of the block stay bf16, for two reasons.
+transformers derives the block from the shapes when it dequantizes, and vLLM shards by whole blocks. Projections
+that vLLM packs together with such a layer stay bf16 too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class Adapter:
-    """`deltas`: path → (A, B, scaling). `values`: a tensor's name → what takes its place."""
+    """The values of an adapter file, sorted by what they do to the base.
+
+    Attributes:
+        deltas: module path → (A [R, K], B [N, R], scaling).
+        values: tensor name → the value that replaces it.
+    """
 
     deltas: dict[str, tuple[Tensor, Tensor, float]]
     values: dict[str, Tensor]
@@ -38,10 +45,16 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Out:
-    """One tensor to write: `source` is its name in the base, `dtype` by safetensors' name.
+    """One tensor to write.
 
-    block: of FP8 with a scale per block, which is a tensor of its own, named `name` + "_scale_inv".
-    keeps: the source's bytes, and scales, as they are.
+    Attributes:
+        name: its name in the merged checkpoint.
+        source: the name of the base's tensor that it is made of.
+        dtype: by safetensors' name, e.g. "BF16".
+        shape: its shape.
+        block: rows and columns of an FP8 block, empty without FP8. The scales are a tensor named `name` +
+            "_scale_inv".
+        keeps: whether the bytes and scales of the source are copied unchanged.
     """
 
     name: str
@@ -65,7 +78,14 @@ class Out:
 
 @dataclass
 class MergePlan:
-    """`shards`: shard of the base → what is made of it. `plain`: linear layers that FP8 leaves in bf16."""
+    """The tensors of a merged checkpoint, by shard.
+
+    Attributes:
+        shards: name of a shard of the base → the tensors made of its contents.
+        block: rows and columns of an FP8 block.
+        untied: whether tied embeddings differ after the merge.
+        plain: paths of linear layers that stay bf16 in the FP8 format.
+    """
 
     shards: dict[str, list[Out]]
     block: tuple[int, ...]
@@ -82,11 +102,11 @@ class MergePlan:
 
 
 def read_adapter(model: nn.Module, folder: Path) -> Adapter:
-    """The adapter in `folder`, whose every tensor has a place in `model`, which may be on the meta device.
+    """Read the adapter in `folder` and check that it fits `model`, which may be on the meta device.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not valid, uses what we do not have, or does not fit `model`.
+        ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`.
     """
     config = read_config(folder, None, "single")
     tensors = read_weights(folder)
@@ -113,11 +133,12 @@ def read_adapter(model: nn.Module, folder: Path) -> Adapter:
 def plan_merge(
     model: nn.Module, files: Source, adapter: Adapter, block: tuple[int, ...], fp8: bool
 ) -> MergePlan:
-    """What to write for the base in `files`, whose modules `model` has, perhaps on the meta device.
+    """Plan the merge of `adapter` into the base in `files`. `model` is the base's model and may be on the meta
+    device.
 
     Raises:
-        ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or FP8 without scales;
-            or `fp8` would change no layer.
+        ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or holds FP8
+            without scales. Also if `fp8` would change no layer.
     """
     found = {k: i for k, i in files.tensors.items() if not _is_side(k)}
     _check_scales(found, files)
@@ -143,7 +164,7 @@ def plan_merge(
 
 
 def _is_side(name: str) -> bool:
-    """Of a weight in FP8: its scales, and fixed scales of activations, which merged weights outdate."""
+    """True for scales that accompany an FP8 weight, and for fixed activation scales, which a merge makes stale."""
     return name.endswith(("_scale_inv", ".activation_scale", ".input_scale"))
 
 
@@ -164,7 +185,7 @@ def _check_shapes(model: nn.Module, found: dict[str, TensorInfo]) -> None:
 def _names(
     model: nn.Module, found: dict[str, TensorInfo], adapter: Adapter
 ) -> tuple[dict[str, str], bool]:
-    """(Every tensor to write → the one of the base that it is made of, whether tied ones differ from now on)."""
+    """({tensor to write: tensor of the base that it is made of}, whether tied tensors differ after the merge)."""
     names, untied = {name: name for name in found}, False
     holders = holders_of(model)
     for name in (*(f"{path}.weight" for path in adapter.deltas), *adapter.values):
@@ -179,7 +200,7 @@ def _names(
 
 
 def _main_dtype(model: Any, found: dict[str, TensorInfo]) -> str:
-    """Of the input embedding, or of the first floating-point tensor."""
+    """The dtype of the input embedding, or else of the first floating-point tensor."""
     embedding = model.get_input_embeddings()
     for path, module in model.named_modules():
         if module is embedding and f"{path}.weight" in found:
@@ -202,7 +223,7 @@ def _blocks(info: TensorInfo, block: tuple[int, ...]) -> tuple[int, ...]:
 def _fp8_linear(
     model: Any, found: dict[str, TensorInfo], block: tuple[int, ...]
 ) -> tuple[set[str], list[str]]:
-    """(weights to write in FP8, modules that transformers must leave alone)."""
+    """(names of the weights to write in FP8, modules that transformers must not convert)."""
     head = model.get_output_embeddings()
     linear = {p: m for p, m in model.named_modules() if type(m) is nn.Linear}
     whole = {

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers checkpoint straight into FP8: the model never exists in bf16.
+"""Load a transformers checkpoint straight into FP8. The model never exists in bf16.
 
     loaded = load_quantized("path/to/llama", device="cuda", lora=LoRAConfig(r=16, target_modules="all-linear"))
     loaded.model, loaded.report
 
-The model is built without memory for its weights; shards are opened one after the other, tensors go one by one to the
-device and are quantized there. Peak on the host: one mapped shard (pages of a file, which the kernel may drop). Peak
-on the device: the model and, for the matrix that is being quantized, itself in `dtype` and twice in fp32. The result
-is, bit for bit, what `from_pretrained(dtype=dtype)` and `apply_lora` give (with `frozen="plain"`; "fp8" also quantizes
-the linear layers without an adapter). Block-FP8 checkpoints (e4m3 `weight`, `weight_scale_inv`) keep their bytes where
-all blocks agree, and are requantized from their exact amax, matrix by matrix, otherwise.
+The model is built without memory for its weights. Shards are opened one after the other. Each tensor is copied to
+the device by itself and quantized there.
+
+* Host peak: one mapped shard, whose pages the kernel may drop.
+* Device peak: the model, and the matrix being quantized once in `dtype` and twice in fp32.
+
+With `frozen="plain"` the result equals `from_pretrained(dtype=dtype)` followed by `apply_lora`, bit for bit. "fp8"
+also quantizes the linear layers without an adapter. A block-FP8 weight (e4m3 `weight`, `weight_scale_inv`) keeps
+its bytes if all its scales are equal. Otherwise it is requantized from its exact amax, one matrix at a time.
 """
 
 from __future__ import annotations
@@ -42,9 +45,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """`model`, in eval mode, and `report` of its adapters (None without `lora`).
+    """The result of `load_quantized`.
 
-    tensors, bytes: how many were read. peak_host_bytes: the largest sum of an open shard and a tensor read from it.
+    Attributes:
+        model: in eval mode.
+        report: the adapters' report; None without `lora`.
+        fp8_state: the scales and amax histories of the FP8 layers.
+        tensors, bytes: how many tensors were read, and their size.
+        peak_host_bytes: the largest sum of an open shard and a tensor read from it.
+        seconds: the time that loading took.
     """
 
     model: nn.Module = field(repr=False)
@@ -71,28 +80,31 @@ def load_quantized(
     attn_implementation: str = "sdpa",
     progress: bool | Progress = True,
 ) -> Loaded:
-    """Load a decoder-only model with its linear layers in FP8; nothing is downloaded, no code of the checkpoint runs.
+    """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
+    runs.
 
     Args:
-        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `Source` of tensors.
+        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `Source` of
+            tensors.
         config: transformers config; None reads `source`/config.json.
         model_class: e.g. LlamaForCausalLM; None asks AutoModelForCausalLM.
-        device: where the model goes; None is the current GPU, or the CPU without one.
-        dtype: of what stays unquantized (embedding, norms, head), and what weights are rounded to before their FP8
-            values.
-        lora: what gets adapters, as for `apply_lora`, which draws their values from torch's generator. None: nothing.
+        device: the model's device; None is the current GPU, or the CPU without one.
+        dtype: dtype of the unquantized parts (embedding, norms, head). Weights are rounded to it before they become
+            FP8.
+        lora: selects the layers that get adapters, as in `apply_lora`. Adapter values come from torch's generator.
+            None adds no adapters.
         fp8: recipe of the activations' scales; None takes `lora`'s, or the default.
-        frozen: linear layers without an adapter: "fp8" or "plain", in `dtype`. The output head, routers, tied weights
-            and layers that are not a plain `nn.Linear` are plain in any case.
+        frozen: "fp8" or "plain" (in `dtype`) for linear layers without an adapter. The output head, routers, tied
+            weights and layers that are not a plain `nn.Linear` are always plain.
         adapter_dtype, rng_state: as for `apply_lora`.
         attn_implementation: as for transformers.
-        progress: True shows one line on a terminal; a function is called with (bytes read, bytes in all).
+        progress: True shows one line on a terminal; a function is called with (bytes read, total bytes).
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the checkpoint and the model do not have the same tensors, a shape differs, a file is corrupted, a
-            weight is not finite, a kind of quantization is not known. All but the values is checked before the first
-            is read.
+        ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if a weight is
+            not finite, or a kind of quantization is not known. Everything but the values is checked before the first
+            value is read.
         ImportError: transformers is not installed.
     """
     began = time.perf_counter()
@@ -153,7 +165,10 @@ def config_of(source: Any, config: Any) -> Any:
 
 
 def block_size_of(config: Any) -> tuple[int, ...]:
-    """Of a block-FP8 checkpoint; the config forgets that it was one, as the model holds FP8 in its own way."""
+    """The block of a block-FP8 checkpoint, or the default. Removes quantization_config from `config`.
+
+    The model holds FP8 in lorakernels' own way, so its config must not call it quantized by transformers.
+    """
     found = config.__dict__.pop("quantization_config", None)
     if found is None:
         return BLOCK
@@ -166,8 +181,10 @@ def block_size_of(config: Any) -> tuple[int, ...]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """`torch.empty`, which linear and embedding layers take their weights from, without memory. What is computed
-    (rotary frequencies, norms' ones) stays."""
+    """Allocates no memory for `torch.empty`, from which linear and embedding layers take their weights.
+
+    Computed tensors, such as rotary frequencies and the ones of norms, are real.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -191,7 +208,10 @@ def _build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) ->
 
 
 def _read_generation_config(model: Any, source: Any) -> None:
-    """As from_pretrained does; without the file, the one made of the model's config stays."""
+    """Read generation_config.json as from_pretrained does.
+
+    Without the file, the model keeps the generation config made of its own config.
+    """
     import transformers
 
     name = transformers.utils.GENERATION_CONFIG_NAME
@@ -207,7 +227,7 @@ def _read_generation_config(model: Any, source: Any) -> None:
 
 
 class _Loader:
-    """Reads shard after shard and puts each tensor where the plan says."""
+    """Reads one shard after the other and puts each tensor where the plan says."""
 
     def __init__(
         self,
@@ -291,7 +311,7 @@ class _Loader:
     def _put_quantized(
         self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
     ) -> None:
-        """A FrozenFP8Linear in the linear layer's place; its bias is still to come, or there already."""
+        """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
         try:
             weight, scale_inv = (
                 quantize_weight(tensor.to(own.dtype)) if fp8 is None else per_tensor_weight(fp8)
@@ -307,7 +327,7 @@ class _Loader:
 
 
 class FP8Weight(nn.Module):
-    """A block-FP8 weight as convert.py reads transformers' FP8Linear."""
+    """A block-FP8 weight, with the attributes that convert.py reads from transformers' FP8Linear."""
 
     def __init__(self, name: str, weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> None:
         super().__init__()
@@ -318,7 +338,7 @@ class FP8Weight(nn.Module):
 
 
 class _Line:
-    """`loading 12.3 of 70.6 GB`, over itself, on a terminal only."""
+    """Shows `loading 12.3 of 70.6 GB` on a terminal, in a line that overwrites itself."""
 
     def __init__(self) -> None:
         self._shown = -1

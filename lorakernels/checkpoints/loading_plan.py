@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor of a checkpoint goes where in a model, decided and checked from headers, before any value is read."""
+"""Decide from headers which tensor of a checkpoint goes to which place in a model, and check it, before reading
+values.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.targets import match_saved, match_targets
 
 E4M3 = "F8_E4M3"
-COMPUTED = r"rotary_emb\.inv_freq$"  # which old checkpoints hold layer by layer, and models compute
+# Old checkpoints store these tensors for each layer. Models compute them, so they are ignored.
+COMPUTED = r"rotary_emb\.inv_freq$"
 
 
 class Plan:
-    """Which tensor goes where, decided from headers alone."""
+    """The place of each tensor of a checkpoint in a model, decided from headers alone."""
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class Plan:
         wanted = set(self.adapted)
         if frozen == "fp8":
             wanted |= set(frozen_targets(model, self.adapted, saved)[0])
-        # A tied weight is still whole when apply_lora looks at it, and unties it.
+        # A weight that is tied to another stays plain here, because apply_lora must see it to untie it.
         self.quantized = [
             path
             for path in (name for name, _ in model.named_modules())
@@ -50,7 +53,10 @@ class Plan:
         self.tensors, self.bytes = len(read), sum(found[k].bytes for k in read)
 
     def _match(self, model: nn.Module, found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Name → info of what is read: one name of each tied group; `copies` must hold the same values."""
+        """{name: info} of the tensors to read, one name of each tied group.
+
+        The group's other names go into `copies`; their values must be equal.
+        """
         groups = {id(group): group for group in self.holders.values()}
         take, missing, known = {}, [], set()
         self.copies: dict[str, str] = {}
@@ -104,7 +110,7 @@ class Plan:
 
 
 def holders_of(model: nn.Module) -> dict[str, list[str]]:
-    """Name of every parameter and persistent buffer → all names of the same tensor."""
+    """{name of a parameter or persistent buffer: all names of the same tensor}."""
     by_id: dict[int, list[str]] = {}
     holders = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

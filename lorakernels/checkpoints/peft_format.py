@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's two files, read and written as data: nothing in them is run.
+"""Read and write PEFT's two files as data. No code in them is run.
 
-Reading a config ignores keys that it does not know and refuses, by name, what changes the maths or
-the base in a way that LoRALinear does not have. Writing replaces a file only by a whole one.
+Reading a config ignores unknown keys. It refuses, by name, every option that changes the maths or the base in a way
+that LoRALinear does not have. Writing replaces a file only by a complete one.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ _REFUSED = {
     "megatron_config": "Megatron's parallel layers",
     "ensure_weight_tying": "adapters tied across layers",
 }
-# PEFT computes these from the base weight; those that also change it make the adapter one for
-# another base. A file converted by PEFT (path_initial_model_for_weight_conversion) says True.
+# PEFT computes these initial values from the base weight. Some of them also change the base weight, so their
+# adapter fits only the changed base. A file that PEFT converted (path_initial_model_for_weight_conversion) says
+# True.
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _INIT_OTHER_MATHS = ("mica",)
 
@@ -82,7 +83,7 @@ def from_peft_dict(
     """The LoRAConfig of a parsed adapter_config.json.
 
     Raises:
-        ValueError, TypeError: not a LoRA, a feature we do not have, or a value LoRAConfig refuses.
+        ValueError, TypeError: not a LoRA, a feature that lorakernels lacks, or a value that LoRAConfig refuses.
     """
     kind = data.get("peft_type")
     if kind != "LORA":
@@ -101,7 +102,10 @@ def from_peft_dict(
 
 
 def _init(value: Any) -> bool | str:
-    """How the adapter began does not matter once it is loaded, unless the base changed with it."""
+    """LoRAConfig's init_lora_weights for PEFT's value; refuses initializations that changed the base.
+
+    Any other initialization does not matter once the adapter is loaded.
+    """
     if isinstance(value, str):
         name = value.lower()
         if name.startswith(_INIT_CHANGES_BASE):
@@ -124,7 +128,7 @@ def to_peft_dict(
     auto_mapping: dict[str, str] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """What PEFT writes for `config`, ready for JSON; `changes` replace fields of it."""
+    """The fields that PEFT writes for `config`, ready for JSON. `changes` replace some of them."""
     fields = {key: changes.get(key, getattr(config, key)) for key in _SHARED}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
     return {
@@ -149,7 +153,7 @@ def to_peft_dict(
 
 
 def read_config(folder: Path, fp8: DelayedScaling | None, weight_layout: str) -> LoRAConfig:
-    """The LoRAConfig in `folder`; every error names the file."""
+    """The LoRAConfig in `folder`. Every error names the file."""
     file = _existing(folder, CONFIG_NAME)
     try:
         data = json.loads(file.read_bytes())
@@ -161,7 +165,7 @@ def read_config(folder: Path, fp8: DelayedScaling | None, weight_layout: str) ->
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in `folder`, on the CPU; ValueError naming the file if it is damaged."""
+    """The tensors in `folder`, on the CPU. Raises ValueError, which names the file, if it is damaged."""
     file = _existing(folder, WEIGHTS_NAME)
     try:
         return from_safetensors(file.read_bytes())
@@ -182,7 +186,7 @@ def _existing(folder: Path, name: str) -> Path:
 
 
 def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write both files, each whole or not at all; a new `folder` appears with both at once."""
+    """Write both files, each whole or not at all. A new `folder` appears with both at once."""
     files = {
         WEIGHTS_NAME: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_NAME: json.dumps(dict(sorted(config.items())), indent=2).encode(),

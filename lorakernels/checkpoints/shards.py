@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of safetensors files as a table of tensors, read one at a time from the mapped file.
+"""A directory of safetensors files as a table of tensors. Each tensor is read by itself from the mapped file.
 
-Every header is read before any value: a missing or truncated file, or one whose index lies, is an error then.
+All headers are read before any value. A missing or truncated file, or a wrong index, raises at that point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it is; `dtype` by safetensors' name, e.g. "BF16" or "F8_E4M3"."""
+    """The file, shape and dtype of a tensor. `dtype` is safetensors' name, e.g. "BF16" or "F8_E4M3"."""
 
     shard: str
     shape: tuple[int, ...]
@@ -36,27 +36,27 @@ class TensorInfo:
 
 
 class Source(Protocol):
-    """What `load_quantized` reads: a table, and shards that open one after the other."""
+    """The tensors that `load_quantized` reads: a table, and shards that are opened one after the other."""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]: ...
 
     def mapped_bytes(self, shard: str) -> int:
-        """What an open shard keeps mapped on the host."""
+        """The bytes that an open shard keeps mapped on the host."""
         ...
 
     def open(self, shard: str) -> AbstractContextManager[Callable[[str], Tensor]]:
-        """Within the context, a function from a tensor's name to the tensor on the CPU."""
+        """A context that yields a function from a tensor's name to the tensor on the CPU."""
         ...
 
 
 class Directory:
-    """The safetensors files of one directory: those that the index names, or model.safetensors.
+    """The safetensors files of one directory: the files that the index names, or model.safetensors.
 
     Raises:
-        FileNotFoundError: no such directory, no safetensors in it, or a file of the index is missing.
-        ValueError: a file is truncated or corrupted, or does not hold what the index says; a tensor is in two files
-            and the index does not say in which.
+        FileNotFoundError: there is no such directory, it has no safetensors, or a file of the index is missing.
+        ValueError: a file is truncated, corrupted or differs from the index, or two files hold a tensor that the
+            index does not list.
     """
 
     def __init__(self, path: str | Path) -> None:
