@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer whose token ids are the bytes of the UTF-8 text, as ordinary tokenizer files."""
+"""A tokenizer whose token ids are the bytes of the UTF-8 text. It saves as ordinary tokenizer files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 from lorakernels.train.errors import require
 
 SPECIALS = ("<pad>", "<bos>", "<eos>")
-VOCABULARY = 264  # 256 bytes and the specials, up to a multiple of 8
+VOCABULARY = 264  # 256 bytes and the specials, rounded up to a multiple of 8
 
 
 def byte_symbols() -> list[str]:
-    """The character that stands for each byte in byte-level tokenizers (GPT-2's rule): printable ones for themselves,
-    the rest from U+0100 on."""
+    """The character that stands for each byte in byte-level tokenizers, by GPT-2's rule.
+
+    A printable character stands for its own byte. The other bytes get the characters from U+0100 on.
+    """
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -24,7 +26,7 @@ def byte_symbols() -> list[str]:
 
 
 def byte_tokenizer() -> Any:
-    """Byte b is token b; then <pad>, <bos>, <eos>."""
+    """A tokenizer in which byte b is token b, followed by <pad>, <bos> and <eos>."""
     tokenizers = require("tokenizers")
     transformers = require("transformers")
     byte_level = require("tokenizers.pre_tokenizers").ByteLevel(
