@@ -26,7 +26,7 @@ def scripts() -> dict[str, Path]:
 
 
 def tests_of(name: str) -> list[Path]:
-    """The test files of an op or a layer: tests/**/test_NAME.py, or those of the folder tests/NAME."""
+    """The test files of an op or a layer: tests/**/test_NAME.py and the files of the folder tests/NAME."""
     return sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
 
 
@@ -71,7 +71,7 @@ def _bench(name: str, script: Path, options: list[str], test: bool) -> int:
 
 
 def _test(name: str, options: list[str]) -> int:
-    """0 if all tests of `name` passed on the device that will be timed."""
+    """Returns 0 if all tests of `name` passed on the device that will be timed."""
     files = tests_of(name)
     if not files:
         return _fail(f"{name} has no test (tests/**/test_{name}.py); --no-test times it anyway")
