@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed-scaling state of a whole model: scales and amax histories in one contiguous tensor per direction.
 
-`forward` (x of every layer) and `backward` (dy of every layer) are fp32 [amax_history_len + 1, n]: row 0 collects the
-current iteration's amax, rows 1… are the history, the last row holds the scales. Quantizing ops read their scale and
-write their amax there; `reduce_and_update` turns amaxes into scales. Nothing here reads a device value on the host,
-except where `check_nan` asks for it.
+`forward` (x of every layer) and `backward` (dy of every layer) are fp32 [amax_history_len + 1, n]. Row 0 collects the
+current iteration's amax, rows 1… are the history, and the last row holds the scales. Quantizing ops read their scale
+and write their amax there. `reduce_and_update` turns amaxes into scales. The host reads no device value here, except
+with `check_nan`.
 
-Departures from Transformer Engine's DelayedScaling, on purpose:
+This state departs from Transformer Engine's DelayedScaling on purpose:
 
-* A scale of 0 means "no amax seen yet": the tensor is scaled by its own amax instead of by 1.0, so that small first
-  gradients do not underflow (in a deep model they would take one step per layer to get through).
+* A scale of 0 means "no amax seen yet". The tensor is then scaled by its own amax instead of by 1.0, so that small
+  first gradients do not underflow. In a deep model they would take one step per layer to get through.
 * One inf or NaN amax keeps the scale for that iteration, not for a whole history.
-* One roll per iteration over all microbatches, never one per module call.
-* In eval mode a tensor is scaled by its own amax, and the state is neither read nor written: a base that is left in
-  eval while the rest trains has no stale scale.
+* The history is rolled once per iteration over all microbatches, never once per module call.
+* In eval mode a tensor is scaled by its own amax, and the state is neither read nor written. A base that stays in eval
+  while the rest trains therefore has no stale scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ENTRIES = {"names", "recipe", "in_charge", "forward", "backward"}
 
 @dataclass(frozen=True)
 class FP8Snapshot:
-    """What `FP8State.save` took: copies of both tensors and who was in charge."""
+    """The result of `FP8State.save`: copies of both tensors and of the record of who runs the updates."""
 
     names: tuple[str, ...]
     forward: Tensor
@@ -52,10 +52,14 @@ class FP8State:
 
     Args:
         names: one name per layer; column i of both directions belongs to `names[i]`.
-        recipe: the `DelayedScaling` recipe all of them follow.
+        recipe: the `DelayedScaling` recipe that all of them follow.
         device: where the two tensors live. Their addresses stay until the device changes or a tensor is registered.
-        check_nan: every update first reads the amaxes on the host, a synchronization with the device, and warns once
-            per tensor of a NaN. It may be switched at any time, by `state.check_nan = True`.
+        check_nan: every update first reads the amaxes on the host, which synchronizes with the device. It warns once
+            per tensor with a NaN. `state.check_nan` may be changed at any time.
+
+    Attributes:
+        forward, backward: fp32 [amax_history_len + 1, n], for x and for dy.
+        in_charge: "auto" while layers start the updates, "explicit" after a call of `reduce_and_update`.
 
     Raises:
         ValueError: two of `names` are equal.
@@ -82,31 +86,38 @@ class FP8State:
         self._seen: set[int] = set()
         self._pins: list[str] = []
         self._warned: set[tuple[str, str]] = set()
-        self.joint: set[int] = set()  # columns whose dy is that of several fused projections
+        self.joint: set[int] = set()  # columns that hold a joint dy of several fused projections
 
     @property
     def device(self) -> torch.device:
         return self.forward.device
 
     def column(self, name: str) -> int:
-        """Index of `name`; KeyError with the known names otherwise."""
+        """Index of `name`.
+
+        Raises:
+            KeyError: there is no such tensor; the message lists the known names.
+        """
         if name not in self.names:
             raise KeyError(f"no tensor named {name!r} in this FP8State; it has {list(self.names)}")
         return self.names.index(name)
 
     def values(self, column: int) -> Tensor:
-        """fp32 [amax_history_len + 1, 2]: a copy of a column's amax history and scale, of x and of dy."""
+        """fp32 [amax_history_len + 1, 2]: a copy of a column's amax history and scale, for x and for dy."""
         return torch.stack((self.forward[:, column], self.backward[:, column]), 1)
 
     def set_values(self, column: int, values: Tensor) -> None:
-        """The reverse, in place; a state that is still on "meta" takes the device of `values`."""
+        """Copy `values`, as returned by `values`, into a column, in place.
+
+        A state that is still on "meta" first moves to the device of `values`.
+        """
         if self.forward.is_meta and not values.is_meta:
             self.to(values.device)
         self.forward[:, column] = values[:, 0]
         self.backward[:, column] = values[:, 1]
 
     def register(self, name: str) -> int:
-        """Add a tensor; returns its column. The others keep theirs.
+        """Add a tensor and return its column. The other columns stay.
 
         Both directions get new memory, so register between iterations, not between a forward and its backward.
 
@@ -124,30 +135,33 @@ class FP8State:
 
     @property
     def pinned_by(self) -> str | None:
-        """Who relies on the addresses staying as they are; None if nobody does."""
+        """The holders that rely on constant addresses, joined by ", "; None if there are none."""
         return ", ".join(self._pins) or None
 
     def pin(self, by: str) -> None:
-        """From now on, what would change an address raises and names `by`.
+        """Keep the addresses constant: any call that would change one now raises and names `by`.
 
-        A training forward or an update that runs under stream capture pins by itself, as "a CUDA graph".
+        A training forward or an update under stream capture pins by itself, as "a CUDA graph".
         """
         if by not in self._pins:
             self._pins.append(by)
 
     def unpin(self, by: str | None = None) -> None:
-        """The graphs of `by`, or all of them, are gone: where nobody is left, addresses may change again."""
+        """Drop the pin of `by`, or all pins. Addresses may change again once no pin is left."""
         self._pins = [] if by is None else [pin for pin in self._pins if pin != by]
 
     @_disable_dynamo
     def reduce_and_update(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take charge: reduce row 0 over `group`, roll the histories, compute the new scales. Once per iteration.
+        """Take over the updates: reduce row 0 over `group`, roll the histories, compute the new scales. Call once per
+        iteration.
 
-        One all-reduce(MAX) of one row when torch.distributed has more than one rank in `group` (None is the world) and
-        the recipe has `reduce_amax` (without it `group` is not used), then one update of both directions. All ranks of
-        `group` must call it, on states of the same names; a rank without new amaxes gets the others' scales. From the
-        first call on, the automatic update is off. A second call without new amaxes in between changes nothing. A CUDA
-        graph may capture it. In a compiled function it is a graph break: call it beside what is compiled.
+        With more than one rank in `group` (None is the world) and `reduce_amax` in the recipe, one all-reduce(MAX) of
+        one row comes first. Without `reduce_amax`, `group` is not used. One update of both directions follows. All
+        ranks of `group` must call this, on states of the same names. A rank without new amaxes gets the others'
+        scales.
+
+        From the first call on, the automatic update is off. A second call without new amaxes in between changes
+        nothing. A CUDA graph may capture this call. In a compiled function it is a graph break, so call it outside.
 
         Raises:
             ValueError: this rank is not in `group`.
@@ -160,12 +174,12 @@ class FP8State:
         current = None
         if size > 1:
             current = torch.cat((self.forward[0], self.backward[0]))
-            # As int32, which orders non-negative floats alike with NaN on top: a backend's float MAX may lose NaN.
+            # int32 orders non-negative floats the same way, with NaN on top. A backend's float MAX may lose NaN.
             dist.all_reduce(current.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
         self._update(current, gated=False)
 
     def begin(self, device: torch.device, column: int, training: bool) -> None:
-        """What precedes a layer's forward on `device`; in training `on_training_forward`.
+        """Called before a layer's forward on `device`. In training it calls `on_training_forward`.
 
         Raises:
             ValueError: this state is in use on another device.
@@ -176,18 +190,21 @@ class FP8State:
             self.on_training_forward(column)
 
     def on_training_forward(self, column: int) -> None:
-        """Automatic update, called by a layer as its training forward begins; does nothing once someone is in charge.
+        """Automatic update, called by a layer as its training forward begins. It does nothing unless `in_charge` is
+        "auto".
 
-        The first layer that runs leads: each of its forwards begins an outermost training forward. A layer that comes
-        round twice without the leader having run takes the lead. The update then waits, on the device, for a
-        backward to have run since the last one, so that microbatches whose forwards precede the first
-        backward keep one scale. A recomputation updates nothing (ops.py). No communication between ranks.
+        The first layer that runs leads: each of its forwards begins an outermost training forward. A layer that runs
+        twice without the leader in between becomes the leader.
+
+        The update waits, on the device, for a backward to have run since the last update. Microbatches whose forwards
+        precede the first backward therefore keep one scale. A recomputation updates nothing. Ranks do not
+        communicate.
         """
         if self._capturing():
             self.pin(_CAPTURE)
         if self.in_charge != "auto":
             return
-        if torch._C._current_graph_task_id() != -1:  # a recomputation, inside a backward
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: a recomputation
             return
         if self._leader is None or column in self._seen:
             self._leader = column
@@ -198,12 +215,12 @@ class FP8State:
             self._update(None, gated=True)
 
     def reset(self) -> None:
-        """Back to "no amax seen", in place; who is in charge does not change."""
+        """Back to "no amax seen", in place. `in_charge` does not change."""
         self.forward.zero_()
         self.backward.zero_()
 
     def save(self) -> FP8Snapshot:
-        """Copies on this device of everything that iterations change: take one before warming up a graph."""
+        """Copies, on this device, of everything that iterations change. Save before the warm-up of a graph."""
         return FP8Snapshot(
             self.names,
             self.forward.clone(),
@@ -214,10 +231,10 @@ class FP8State:
         )
 
     def restore(self, snapshot: FP8Snapshot) -> None:
-        """Back to `snapshot`, in place: no address changes, and what is pinned stays so.
+        """Restore `snapshot` in place: no address changes, and pins stay.
 
         Raises:
-            ValueError: it was taken of other tensors or of another history length; nothing is changed then.
+            ValueError: the snapshot has other tensors or another history length; nothing is changed then.
         """
         self._refuse_others("snapshot", snapshot.names, snapshot.forward, snapshot.backward)
         self.forward.copy_(snapshot.forward)
@@ -226,7 +243,7 @@ class FP8State:
         self._leader, self._seen = snapshot.leader, set(snapshot.seen)
 
     def to(self, device: torch.device | str) -> FP8State:
-        """Move in place. From "meta" there is nothing to copy: the state starts anew.
+        """Move in place. A state on "meta" has no values to copy, so it starts anew.
 
         Raises:
             RuntimeError: the addresses are pinned and `device` is another one.
@@ -242,12 +259,15 @@ class FP8State:
         return self
 
     def check_move(self, device: torch.device) -> None:
-        """RuntimeError if moving to `device` would change pinned addresses."""
+        """Raise RuntimeError if moving to `device` would change pinned addresses."""
         if device != self.device:
             self._refuse_when_pinned(f"move this FP8State from {self.device} to {device}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors (cloned) and the names and recipe they belong to; "joint" where `fuse` has joined some."""
+        """Cloned tensors, the names and recipe that they belong to, and `in_charge`.
+
+        After `fuse` has joined projections, the entry "joint" names the columns that hold a joint dy.
+        """
         joint = {"joint": [self.names[column] for column in sorted(self.joint)]}
         return {
             **(joint if self.joint else {}),
@@ -261,7 +281,7 @@ class FP8State:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore in place: no address changes. The state may come from another device.
 
-        Of layers that are fused on one side only, the history of dy is not taken: it is of another tensor.
+        If a layer is fused on one side only, its dy history is not taken, because it describes another tensor.
 
         Raises:
             ValueError: an entry is missing, or names, recipe, shapes or dtypes differ; nothing is changed then.
@@ -271,7 +291,7 @@ class FP8State:
                 f"state must have the entries {sorted(_ENTRIES)}, found {sorted(state)}"
             )
         own = asdict(self.recipe)
-        # states saved before these fields were there: both GEMMs added up as they do by default
+        # Older states lack these fields. Both GEMMs then accumulated in the way that is still the default.
         found = {k: v for k, v in asdict(DelayedScaling()).items() if k in GEMM_FIELDS}
         found |= state["recipe"]
         differing = sorted(k for k in found.keys() | own.keys() if found.get(k) != own.get(k))
@@ -289,7 +309,7 @@ class FP8State:
         self.in_charge = state["in_charge"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy take: the copy has other addresses, which nobody relies on."""
+        """The state for pickle and deepcopy. A copy has its own addresses, so it starts without pins."""
         return {**self.__dict__, "_pins": []}
 
     def __repr__(self) -> str:
@@ -299,7 +319,7 @@ class FP8State:
         )
 
     def _ranks(self, group: dist.ProcessGroup | None) -> int:
-        """How many ranks reduce together: 1 without torch.distributed or without `reduce_amax`."""
+        """Number of ranks that reduce together: 1 without torch.distributed or without `reduce_amax`."""
         if not (self.recipe.reduce_amax and dist.is_available() and dist.is_initialized()):
             return 1
         size = dist.get_world_size(group)
@@ -308,7 +328,9 @@ class FP8State:
         return size
 
     def _follow(self, device: torch.device) -> None:
-        """FSDP2 moves a CPU model's parameters to its devices, and knows of no state."""
+        """Move to `device` from the CPU or "meta". FSDP2 moves a CPU model's parameters, but does not know
+        this state.
+        """
         from_cpu = self.device.type == "cpu" and device.type != "meta"
         if not (from_cpu or self.forward.is_meta):
             raise ValueError(
@@ -318,7 +340,7 @@ class FP8State:
         self.to(device)
 
     def _capturing(self) -> bool:
-        """Whether what runs now on this state's device is being recorded."""
+        """True if a CUDA graph records the current stream on this state's device."""
         return self.forward.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _before_update(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled layer passes to its ops in place of its own numbers.
+"""Handles by which a compiled layer's ops find the layer's numbers.
 
-A trace holds Python numbers as constants, so that layers which differ in one of them cannot share it. A layer's FP8
-state cannot be an argument either: a tensor that ops write may not be saved for backward. So a compiled layer passes a
-handle, a tensor that nobody writes. The ops look up what belongs to it when they run, by its address.
+A trace holds Python numbers as constants, so layers that differ in a number could not share it. A layer's FP8 state
+cannot be an argument either, because a tensor that ops write may not be saved for backward. A compiled layer therefore
+passes a handle, a tensor that is never written. When the ops run, they look up its numbers by its address.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from lorakernels.state.fp8 import FP8State
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """A layer's own: FP8 state, the columns of x and dy in it, dropout site, scaling and dropout probability.
+    """The numbers of one layer.
 
-    `made` keeps what ops derive from them.
+    Attributes:
+        name: the layer's name.
+        state: its FP8 state.
+        column_x, column_dy: the columns of x and dy in that state.
+        site: the dropout site.
+        scaling, p: the adapter's scaling and dropout probability.
+        made: a cache of values that ops derive from the numbers.
     """
 
     name: str
@@ -42,16 +48,16 @@ _serials = count(1)
 
 
 class Handle:
-    """A tensor that stands for `numbers` for as long as it lives: new numbers need a new handle.
+    """A tensor that stands for `numbers` as long as it lives. New numbers need a new handle.
 
     Attributes:
         tensor: int64 [1], a serial number.
-        drops: whether the layer has dropout; the one number that a trace may ask.
+        drops: whether the layer has dropout, the only number that a trace may read.
     """
 
     def __init__(self, numbers: Numbers, device: torch.device) -> None:
         serial = next(_serials)
-        with torch.inference_mode(False):  # autograd saves it
+        with torch.inference_mode(False):  # autograd cannot save inference tensors
             self.tensor = torch.full((1,), serial, dtype=torch.int64, device=device)
         self.drops = numbers.p > 0
         if type(self.tensor) is Tensor and not self.tensor.is_meta:
@@ -65,10 +71,10 @@ def _forget(address: int, serial: int) -> None:
 
 
 def numbers_of(handle: Tensor) -> Numbers:
-    """The numbers of the layer whose handle this is, or a copy of it, as saved-tensor hooks make.
+    """The numbers that belong to `handle`, which may be a copy, as saved-tensor hooks make.
 
     Raises:
-        RuntimeError: no living layer has it, or it is a copy and cannot be read under stream capture.
+        RuntimeError: no living layer has this handle, or it is a copy and cannot be read under stream capture.
     """
     found = _by_address.get(handle.data_ptr())
     if found is None:

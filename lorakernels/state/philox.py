@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random state that lives in device memory: kernels read it, the host never does.
+"""Random state in device memory, which kernels read and the host never does.
 
-A dropout site draws its mask from a slot, int64 [2] = (key, offset), 16 bytes that backward keeps instead of a mask
-(reference.dropout_keep has the formula). A slot comes from
+A dropout site draws its mask from a slot, int64 [2] = (key, offset). Backward keeps these 16 bytes instead of a mask.
+reference.dropout_keep has the formula. There are two sources of slots:
 
-* torch's generator of the device, when nobody is in charge: `torch.manual_seed` reproduces the run, and
-  `torch.utils.checkpoint`, which restores that generator, recomputes the same mask;
-* a `PhiloxState`, when one is attached: slot = (seed + nonce, offset). The nonce is one draw from torch's CPU
-  generator, so that calls differ and recomputation still repeats its forward's mask; `advance()` moves the
-  offset on the device, once per iteration or graph replay, where the nonce is frozen in the graph.
+* Without a `PhiloxState`, torch's generator of the device. `torch.manual_seed` then reproduces the run.
+  `torch.utils.checkpoint` restores that generator and so recomputes the same mask.
+* With a `PhiloxState`, slot = (seed + nonce, offset). The nonce is one draw from torch's CPU generator. Calls
+  therefore differ, and a recomputation still repeats its forward's mask. `advance()` moves the offset on the device,
+  once per iteration or graph replay, because the nonce is frozen in a graph.
 
-So ranks that must draw equal masks need equal states and CPU generators in step (the same `torch.manual_seed`, the same
-number of draws since), as Megatron-LM's ranks need equal CUDA generators.
+Ranks that must draw equal masks need equal states and CPU generators in step. That takes the same `torch.manual_seed`
+and the same number of draws since. Megatron-LM's ranks need equal CUDA generators for the same reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MASK32 = (1 << 32) - 1
 
 
 def default_slot(device: torch.device) -> Tensor:
-    """int64 [2] drawn from torch's generator of `device`."""
+    """int64 [2], drawn from torch's generator of `device`."""
     return torch.randint(-_INT63, _INT63, (2,), dtype=torch.int64, device=device)
 
 
@@ -43,7 +43,7 @@ def _integer(name: str, value: Any, bits: int) -> int:
 
 
 def _check_saved(name: str, found: Any, state: PhiloxState) -> None:
-    """ValueError, naming both sides, unless `found` can be copied into `state`."""
+    """Raise ValueError, which names both sides, unless `found` can be copied into `state`."""
     if not isinstance(found, Tensor):
         raise ValueError(f"{name} must be a tensor int64 [2], found {type(found).__name__}")
     if found.shape != (2,) or found.dtype != torch.int64 or found.is_meta:
@@ -58,15 +58,15 @@ def _check_saved(name: str, found: Any, state: PhiloxState) -> None:
 class PhiloxState:
     """Seed and offset as one int64 [2] tensor on `device`.
 
-    deepcopy and pickle give an independent state that draws the same masks from the same torch CPU generator.
+    deepcopy and pickle give an independent state. It draws the same masks from the same torch CPU generator.
 
     Args:
-        seed: any integer in [0, 2**63), numpy's too.
+        seed: any integer in [0, 2**63), also of numpy's types.
         device: where the state lives; kernels on that device read it.
 
     Attributes:
         tensor: int64 [2]. Its address changes only with the device.
-        seed: the seed as the host knows it, so that nobody needs to read the device for it.
+        seed: the seed on the host, so that reading it needs no device access.
 
     Raises:
         ValueError: the seed is not such an integer.
@@ -75,9 +75,8 @@ class PhiloxState:
     def __init__(self, seed: int, device: torch.device | str | None = None) -> None:
         self.seed = _integer("seed", seed, 63)
         self.tensor = torch.tensor([self.seed, 0], dtype=torch.int64, device=device)
-        self._key = torch.tensor(
-            [1, 0], dtype=torch.int64, device=device
-        )  # what a nonce is added to
+        # A slot adds nonce · _key to the state, which changes only the first element, the seed.
+        self._key = torch.tensor([1, 0], dtype=torch.int64, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -88,27 +87,27 @@ class PhiloxState:
         nonce = torch.randint(_INT63, (), dtype=torch.int64, device="cpu")
         if torch.compiler.is_compiling():
             return self.tensor + self._key * nonce
-        return torch.add(self.tensor, self._key, alpha=int(nonce))  # one launch
+        return torch.add(self.tensor, self._key, alpha=int(nonce))  # a single kernel launch
 
     def advance(self, steps: int = 1) -> None:
-        """Move the offset on the device, without a host sync; every site draws new masks from here on.
+        """Add `steps` to the offset on the device, without a host sync. Every site then draws new masks.
 
-        Call it after the iteration's last backward: a recomputation takes its slot anew and needs its forward's offset.
-        The low 32 bits of the offset count, so masks of one nonce repeat after 2**32 steps.
+        Call it after the iteration's last backward: a recomputation takes its slot anew and needs its forward's
+        offset. Only the low 32 bits of the offset count, so masks of one nonce repeat after 2**32 steps.
         """
         self.tensor[1].add_(steps)
 
     def to(self, device: torch.device | str) -> PhiloxState:
-        """Move in place; the tensor's address changes when the device does."""
+        """Move in place. The tensor's address changes if the device does."""
         self.tensor, self._key = self.tensor.to(device), self._key.to(device)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A snapshot on the CPU. Save torch's CPU generator too: the nonces come from it."""
+        """A snapshot on the CPU. Save torch's CPU generator too, because the nonces come from it."""
         return {"philox": self.tensor.detach().cpu().clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore in place, from a tensor on any device: this state's address and device stay.
+        """Restore in place, from a tensor on any device. This state's address and device stay.
 
         Raises:
             ValueError: `state` is not one int64 [2] tensor named "philox"; nothing is changed then.
@@ -127,7 +126,7 @@ class PhiloxState:
 
 
 def _check_seeds_differ(seeds: dict[str, int]) -> None:
-    """Two equal seeds would draw equal masks."""
+    """Raise ValueError if two seeds are equal, because their states would draw equal masks."""
     owner: dict[int, str] = {}
     for name, seed in seeds.items():
         if seed in owner:
@@ -138,9 +137,9 @@ def _check_seeds_differ(seeds: dict[str, int]) -> None:
 
 
 class PhiloxStates:
-    """Named states with Transformer Engine's `CudaRNGStatesTracker` interface: one per kind of parallel region.
+    """Named states with the interface of Transformer Engine's `CudaRNGStatesTracker`: one per kind of parallel region.
 
-    A deepcopy or pickle holds copies of the states and stands outside of any fork.
+    A deepcopy or pickle holds copies of the states and is outside of any fork.
     """
 
     def __init__(self) -> None:
@@ -157,15 +156,15 @@ class PhiloxStates:
         self._states = {}
 
     def get_states(self) -> dict[str, PhiloxState]:
-        """A new dict of the states themselves, by name; they go on living. `state_dict` takes a snapshot."""
+        """A new dict of the state objects by name. They are not copied; `state_dict` takes a snapshot."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, PhiloxState]) -> None:
-        """Replace all states by `states`: the objects themselves, so that layers and graphs go on sharing them.
+        """Replace all states by the objects in `states`, which layers and graphs may go on sharing.
 
         Raises:
             RuntimeError: inside `fork`.
-            TypeError: a value is no PhiloxState.
+            TypeError: a value is not a PhiloxState.
             ValueError: two of them have the same seed.
         """
         self._refuse_inside_fork("set_states")
@@ -178,10 +177,10 @@ class PhiloxStates:
         self._states = dict(states)
 
     def add(self, name: str, seed: int, device: torch.device | str | None = None) -> PhiloxState:
-        """Create a state; `name` and `seed` must both be new, as two equal seeds would draw equal masks.
+        """Create a state. `name` and `seed` must both be new, because two equal seeds would draw equal masks.
 
         Raises:
-            ValueError: the name or the seed is taken, or is no seed.
+            ValueError: the name or the seed is taken, or the seed is not an integer in [0, 2**63).
         """
         if name in self._states:
             raise ValueError(f"name {name!r} is taken; states: {sorted(self._states)}")
@@ -196,11 +195,11 @@ class PhiloxStates:
     def fork(self, name: str = "model-parallel-rng") -> Iterator[PhiloxState]:
         """Inside the context, layers that hold this `PhiloxStates` draw from state `name`.
 
-        Fork inside the function given to `torch.utils.checkpoint`, so that recomputation forks again; a layer that
-        would have to draw outside of any fork raises.
+        Fork inside the function given to `torch.utils.checkpoint`, so that recomputation forks again. A layer that
+        draws outside of any fork raises.
 
         Raises:
-            KeyError: no such state.
+            KeyError: there is no such state.
         """
         if name not in self._states:
             raise KeyError(f"no state named {name!r}; states: {sorted(self._states)}")
@@ -230,11 +229,14 @@ class PhiloxStates:
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A snapshot: int64 [2] by name, on the CPU. Save torch's CPU generator too: the nonces come from it."""
+        """A snapshot on the CPU: int64 [2] by name.
+
+        Save torch's CPU generator too, because the nonces come from it.
+        """
         return {name: state.state_dict()["philox"] for name, state in self._states.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore in place: every address stays.
+        """Restore in place. Every address stays.
 
         Raises:
             ValueError: the names differ, a value is not int64 [2], or two seeds are equal; nothing is changed then.
@@ -266,20 +268,24 @@ def model_parallel_states(
     pipeline_parallel_rank: int = 0,
     device: torch.device | str | None = None,
 ) -> PhiloxStates:
-    """This rank's two states, under the names and with the roles of Megatron-LM's `model_parallel_cuda_manual_seed`.
+    """This rank's two states, with the names and roles of Megatron-LM's `model_parallel_cuda_manual_seed`.
 
-    * "data-parallel-rng", for tensors that every tensor-parallel rank holds whole: equal on all tensor-parallel ranks,
-      different on every data- and pipeline-parallel rank. With `row0`, `col0` it also serves sharded tensors, whose
-      ranks then draw their parts of one mask.
-    * "model-parallel-rng", for sharded tensors that each rank treats as its own: differs by tensor-parallel rank too.
+    * "data-parallel-rng" is for tensors that every tensor-parallel rank holds whole. It is equal on all
+      tensor-parallel ranks and different on every data- and pipeline-parallel rank. With `row0`, `col0` it also serves
+      sharded tensors, whose ranks then draw their parts of one mask.
+    * "model-parallel-rng" is for sharded tensors that each rank treats as its own. It also differs by tensor-parallel
+      rank.
 
-    The seeds are 63 bits of Philox4x32-10(counter = (tensor, data, pipeline rank, kind), key = seed), with kind 0 and
-    tensor rank 0 for the first, kind 1 for the second. Megatron adds ranks up instead (seed + 100 · pipeline rank, and
-    + 2718 + tensor rank), where different ranks, and runs whose seeds differ by little, can come to the same
-    sum; these collide no more often than random numbers do.
+    The seeds are 63 bits of Philox4x32-10(counter = (tensor, data, pipeline rank, kind), key = seed). Kind and tensor
+    rank are 0 for the first state; kind is 1 for the second.
 
-    A slot adds a nonce from torch's CPU generator to the seed: tensor-parallel ranks draw equal "data-parallel-rng"
-    masks only while their CPU generators are in step. Call `torch.manual_seed` with the same value on all of them.
+    Megatron adds ranks up instead (seed + 100 · pipeline rank, and + 2718 + tensor rank). There, different ranks, and
+    runs whose seeds differ by little, can get the same sum. The seeds here collide no more often than random numbers
+    do.
+
+    A slot adds a nonce from torch's CPU generator to the seed. Tensor-parallel ranks therefore draw equal
+    "data-parallel-rng" masks only while their CPU generators are in step. Call `torch.manual_seed` with the same value
+    on all of them.
 
     Args:
         seed: the run's seed, the same on every rank; an integer in [0, 2**63).
@@ -308,10 +314,11 @@ def model_parallel_states(
 
 
 def draw_slot(state: PhiloxState | PhiloxStates | None, device: torch.device) -> Tensor:
-    """int64 [2] for one call of one dropout site: from `state`, or from torch's generator of `device`.
+    """int64 [2] for one call of one dropout site, from `state`, or from torch's generator of `device` if it is None.
 
     Raises:
-        RuntimeError: `state` is a `PhiloxStates` outside of `fork`; another generator's mask would be silent.
+        RuntimeError: `state` is a `PhiloxStates` outside of `fork`. Using another generator would change the mask
+            silently.
         ValueError: `state` lives on another device.
     """
     if state is None:
