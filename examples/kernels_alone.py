@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops without modules: one linear layer with an adapter, forward and backward, beside plain PyTorch in float64.
+"""The ops without modules: one linear layer with an adapter, forward and backward, compared with float64 PyTorch.
 
-Each op is torch.ops.lorakernels.*: PyTorch on a CPU, one kernel on a GPU. `lorakernels doctor` says which.
+Each op is torch.ops.lorakernels.*. It is PyTorch on a CPU and one kernel on a GPU; `lorakernels doctor` says which.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ def main() -> dict[str, float]:
     x, dy = (torch.randn(M, n, device=device, dtype=torch.bfloat16) for n in (K, N))
     weight = torch.randn(N, K, device=device) / K**0.5
     lora_a, lora_b = torch.randn(R, K, device=device) / K**0.5, torch.randn(N, R, device=device)
-    state = torch.zeros(2, 2, device=device)  # amax and scale of x and dy: 0 is "by its own amax"
-    slot = PhiloxState(1, device).slot()  # 16 bytes that stand for the mask
+    state = torch.zeros(
+        2, 2, device=device
+    )  # rows: amax, scale (0: by its own amax); columns: x, dy
+    slot = PhiloxState(1, device).slot()  # 16 bytes from which the mask is drawn
 
     scale = 448.0 / weight.abs().max()
     w8, w_inv = (weight * scale).to(E4M3).view(torch.uint8), (1 / scale).view(1)
