@@ -2,7 +2,7 @@
 """residual + dropout(x + bias) by ours, by PyTorch and as Megatron-LM has it: inputs, checks, times of each direction.
 
 Every provider sees the same inputs and runs backward through autograd on a graph that is kept. Each is checked in
-float64 before it is timed, ours with the mask that reference.py draws.
+float64 before it is timed, ours with the reference's mask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch.nn import functional
 import lorakernels
 from benchmarks.lib.op_checks import beyond
 from benchmarks.lib.timing import Timing, time_of
-from lorakernels import PhiloxState, reference
+from lorakernels import PhiloxState
+from lorakernels.numerics.dropout import dropout_keep, dropout_threshold
+from lorakernels.values import Dropout
 
 SEED = 7
 
@@ -96,7 +98,7 @@ def drawn_by_reference(inputs: Inputs) -> Tensor:
     """The mask of ours after torch.manual_seed(SEED), from the formula in PyTorch."""
     torch.manual_seed(SEED)
     slot = copy.deepcopy(inputs.state).slot()
-    return reference.dropout_keep(slot, inputs.p, 0, *inputs.x.shape)
+    return dropout_keep(Dropout(slot, inputs.p, 0), *inputs.x.shape)
 
 
 def off(found: Tensor, exact: Tensor, bound: Tensor) -> bool:
@@ -114,7 +116,7 @@ def fault(inputs: Inputs, out: Tensor, grads: list[Tensor], keep: Tensor, exact:
     """
     unit = torch.finfo(out.dtype).eps / 2
     roundings = unit if exact else 4 * unit
-    p = reference.dropout_threshold(inputs.p) / 65536 if exact else inputs.p
+    p = dropout_threshold(inputs.p) / 65536 if exact else inputs.p
     rate, sigma = float(keep.double().mean()), (p * (1 - p) / keep.numel()) ** 0.5
     granularity = 0.0 if exact else p * 2 * unit  # peers may compare random numbers of x's dtype
     if abs(rate - (1 - p)) > 6 * sigma + granularity:

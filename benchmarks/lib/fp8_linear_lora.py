@@ -9,28 +9,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.op_checks import relative_error
-from lorakernels import reference
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.values import Scaled, Up, Weight
 
 CHECKED_ROWS = 64
 
 
 @dataclass
 class Inputs:
-    x: Tensor
-    x_scale_inv: Tensor
-    weight: Tensor
-    weight_scale_inv: Tensor
+    x: Scaled
+    weight: Weight
     bias: Tensor
-    s: Tensor
-    lora_B: Tensor
-    scaling: float = 2.0
+    up: Up
     out_dtype: torch.dtype = torch.bfloat16
-
-    def all(self) -> tuple:  # type: ignore[type-arg]
-        return tuple(vars(self).values())
-
-    def base(self) -> tuple:  # type: ignore[type-arg]
-        return *self.all()[:4], None, None, None, 1.0, self.out_dtype
 
 
 def make_inputs(shape: str, rank: int, device: torch.device) -> Inputs:
@@ -41,27 +32,32 @@ def make_inputs(shape: str, rank: int, device: torch.device) -> Inputs:
         return torch.randn(*size, generator=generator, device=device)
 
     one = torch.ones(1, device=device)
-    x, weight = (normal(*size).to(reference.E4M3).view(torch.uint8) for size in ((m, k), (n, k)))
+    x, weight = (normal(*size).to(E4M3).view(torch.uint8) for size in ((m, k), (n, k)))
     bias, s = normal(n).bfloat16(), normal(m, rank).bfloat16()
-    return Inputs(x, one / 8, weight, one / k**0.5, bias, s, normal(n, rank) / rank**0.5)
+    up = Up(normal(n, rank) / rank**0.5, s, 2.0)
+    return Inputs(Scaled(x, one / 8), Weight(weight, one / k**0.5), bias, up)
 
 
 def exact(i: Inputs, rows: int, lora: bool) -> Tensor:
     """float64, of the first `rows` rows."""
-    x, w = i.x[:rows].view(reference.E4M3).double(), i.weight.view(reference.E4M3).double()
-    y = (x @ w.t()) * i.x_scale_inv.double() * i.weight_scale_inv.double()
+    assert i.x.scale_inv is not None and i.weight.scale_inv is not None
+    x, w = i.x.data[:rows].view(E4M3).double(), i.weight.data.view(E4M3).double()
+    y = (x @ w.t()) * i.x.scale_inv.double() * i.weight.scale_inv.double()
     if lora:
-        y += i.scaling * (i.s[:rows].double() @ i.lora_B.to(i.s.dtype).double().t())
+        lora_B, s, scaling = i.up
+        assert s is not None
+        y += scaling * (s[:rows].double() @ lora_B.to(s.dtype).double().t())
         y += i.bias.double()
     return y
 
 
 def base_only(i: Inputs, bias: Tensor | None = None) -> Tensor:
+    assert i.x.scale_inv is not None and i.weight.scale_inv is not None
     return torch._scaled_mm(
-        i.x.view(reference.E4M3),
-        i.weight.view(reference.E4M3).t(),
-        scale_a=i.x_scale_inv,
-        scale_b=i.weight_scale_inv,
+        i.x.data.view(E4M3),
+        i.weight.data.view(E4M3).t(),
+        scale_a=i.x.scale_inv,
+        scale_b=i.weight.scale_inv,
         bias=bias,
         out_dtype=i.out_dtype,
         use_fast_accum=True,
@@ -70,7 +66,9 @@ def base_only(i: Inputs, bias: Tensor | None = None) -> Tensor:
 
 def pytorch(i: Inputs) -> Tensor:
     y = base_only(i, i.bias)
-    return y.addmm_(i.s, i.lora_B.to(i.s.dtype).t(), alpha=i.scaling)
+    lora_B, s, scaling = i.up
+    assert s is not None
+    return y.addmm_(s, lora_B.to(s.dtype).t(), alpha=scaling)
 
 
 def error(y: Tensor, i: Inputs, lora: bool) -> float:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_floor, verdict
 from benchmarks.lib.rows import Row
-
-COLUMN = 1
+from lorakernels.values import Scaling
 
 
 @dataclass
@@ -31,11 +29,11 @@ class Pass:
 Passes = Callable[[str, torch.dtype, torch.device], Iterator[Pass]]
 
 
-def delayed_state(scale: float, device: torch.device) -> Tensor:
-    """An FP8 state of three tensors with a set scale."""
+def delayed_scaling(scale: float, device: torch.device) -> Scaling:
+    """By an FP8 state of three tensors with a set scale."""
     state = torch.zeros(4, 3, device=device)
     state[-1] = scale
-    return state
+    return Scaling(state, 1, True)
 
 
 def runs(each: Pass, providers: list[str]) -> dict[str, Callable[[], object]]:

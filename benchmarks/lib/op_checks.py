@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what an op computed is what lorakernels.reference says in float64, for the benchmarks of single ops.
+"""Whether what an op computed is what its equation says in float64, for the benchmarks of single ops.
 
 The bounds count roundings. A result that misses one is a wrong kernel's, and is not timed.
 """

@@ -12,7 +12,7 @@
     …, mask given            the same, but it reads a mask of a bit an element. A layer's backward calls it so, as
                              `quantize_grad_and_mask` has drawn the mask already
 
-Every dx is compared with float64's before it is timed, on 64 rows and under reference.py's mask. "error" is relative,
+Every dx is compared with float64's before it is timed, on 64 rows and under the reference's mask. "error" is relative,
 in the Frobenius norm. More than twice the error of "cublaslt, split" is WRONG and exit code 1; cuBLASLt's fast
 accumulation is shown and not judged. An H200 under load lowers its clock within a second. So "÷ cublaslt" divides by
 the mean of two runs of "cublaslt, split", one before and one after the provider.
@@ -35,7 +35,10 @@ from torch import Tensor
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_cublaslt, main, verdict
 from benchmarks.lib.op_checks import relative_error
 from benchmarks.lib.rows import Row
-from lorakernels import ops, reference
+from lorakernels import ops
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits, keep_scale
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.values import Dropout, Scaled, Weight
 
 CHECKED_ROWS, SITE = 64, 5
 E5M2 = torch.float8_e5m2
@@ -43,16 +46,12 @@ E5M2 = torch.float8_e5m2
 
 @dataclass
 class Inputs:
-    dy: Tensor
-    dy_scale_inv: Tensor
-    weight: Tensor
-    weight_t: Tensor
-    weight_scale_inv: Tensor
+    dy: Scaled
+    weight: Weight
     ds: Tensor
     lora_A: Tensor
-    slot: Tensor | None
-    p: float
-    dropped: Tensor | None = None
+    dropout: Dropout | None
+    given: Dropout | None  # with the mask, drawn already
     out_dtype: torch.dtype = torch.bfloat16
 
 
@@ -64,29 +63,28 @@ def make_inputs(shape: str, rank: int, p: float, device: torch.device) -> Inputs
         return torch.randn(*size, generator=generator, device=device)
 
     one = torch.ones(1, device=device)
-    weight = normal(n, k).to(reference.E4M3).view(torch.uint8)
-    i = Inputs(
-        dy=(normal(m, n) * 1024).to(E5M2).view(torch.uint8),
-        dy_scale_inv=one / 1024,
-        weight=weight,
-        weight_t=weight.t().contiguous(),
-        weight_scale_inv=one / n**0.5,
+    weight = normal(n, k).to(E4M3).view(torch.uint8)
+    dropout = given = None
+    if p > 0:
+        dropout = Dropout(torch.tensor([12345, 678], device=device), p, SITE)
+        given = dropout._replace(dropped=dropped_bits(drawn_mask(dropout, m, k)))
+    return Inputs(
+        dy=Scaled((normal(m, n) * 1024).to(E5M2).view(torch.uint8), one / 1024),
+        weight=Weight(weight, one / n**0.5, weight.t().contiguous()),
         ds=normal(m, rank).bfloat16(),
         lora_A=normal(rank, k) / rank**0.5,
-        slot=torch.tensor([12345, 678], device=device) if p > 0 else None,
-        p=p,
+        dropout=dropout,
+        given=given,
     )
-    if p > 0:
-        i.dropped = reference.dropped_bits(reference.drawn_mask(i.slot, p, SITE, m, k))
-    return i
 
 
 def cublaslt(i: Inputs, fast: bool) -> Tensor:
+    assert i.weight.t is not None and i.weight.scale_inv is not None and i.dy.scale_inv is not None
     return torch._scaled_mm(
-        i.dy.view(E5M2),
-        i.weight_t.view(reference.E4M3).t(),
-        scale_a=i.dy_scale_inv,
-        scale_b=i.weight_scale_inv,
+        i.dy.data.view(E5M2),
+        i.weight.t.view(E4M3).t(),
+        scale_a=i.dy.scale_inv,
+        scale_b=i.weight.scale_inv,
         out_dtype=i.out_dtype,
         use_fast_accum=fast,
     )
@@ -94,28 +92,16 @@ def cublaslt(i: Inputs, fast: bool) -> Tensor:
 
 def pytorch(i: Inputs) -> Tensor:
     dx, branch = cublaslt(i, False), i.ds @ i.lora_A.to(i.ds.dtype)
-    if i.slot is not None:
-        keep = reference.drawn_mask(i.slot, i.p, SITE, *dx.shape)
-        branch = torch.where(keep, branch, 0.0) * reference.keep_scale(i.p)
+    if i.dropout is not None:
+        keep = drawn_mask(i.dropout, *dx.shape)
+        branch = torch.where(keep, branch, 0.0) * keep_scale(i.dropout.p)
     return dx.add_(branch)
 
 
 def through_op(i: Inputs, both: bool, given: bool = False) -> Tensor:
-    return ops.fp8_grad_input(
-        i.dy,
-        i.dy_scale_inv,
-        E5M2,
-        i.weight,
-        i.weight_scale_inv,
-        i.weight_t if both else None,
-        i.ds,
-        i.lora_A,
-        i.slot,
-        i.p,
-        SITE,
-        i.out_dtype,
-        dropped=i.dropped if given else None,
-    )
+    weight = i.weight if both else Weight(i.weight.data, i.weight.scale_inv)
+    dropout = i.given if given else i.dropout
+    return ops.fp8_grad_input(i.dy, E5M2, weight, i.ds, i.lora_A, dropout, i.out_dtype)
 
 
 PROVIDERS: dict[str, tuple[Callable[[Inputs], Tensor], bool]] = {  # and whether it has LoRA
@@ -133,13 +119,14 @@ NEEDS_MASK = ("ours, single, mask given", "ours, both, mask given")
 
 def exact(i: Inputs, rows: int, lora: bool) -> Tensor:
     """float64, of the first `rows` rows."""
-    dy, w = i.dy[:rows].view(E5M2).double(), i.weight.view(reference.E4M3).double()
-    dx = (dy @ w) * i.dy_scale_inv.double() * i.weight_scale_inv.double()
+    assert i.weight.scale_inv is not None and i.dy.scale_inv is not None
+    dy, w = i.dy.data[:rows].view(E5M2).double(), i.weight.data.view(E4M3).double()
+    dx = (dy @ w) * i.dy.scale_inv.double() * i.weight.scale_inv.double()
     if lora:
         branch = i.ds[:rows].double() @ i.lora_A.to(i.ds.dtype).double()
-        if i.slot is not None:
-            keep = reference.drawn_mask(i.slot, i.p, SITE, i.ds.shape[0], w.shape[1])[:rows]
-            branch = torch.where(keep, branch, 0.0) * reference.keep_scale(i.p)
+        if i.dropout is not None:
+            keep = drawn_mask(i.dropout, i.ds.shape[0], w.shape[1])[:rows]
+            branch = torch.where(keep, branch, 0.0) * keep_scale(i.dropout.p)
         dx += branch
     return dx
 

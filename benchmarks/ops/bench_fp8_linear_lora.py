@@ -30,8 +30,11 @@ from lorakernels import ops
 
 PROVIDERS: dict[str, tuple[Callable[[Inputs], Tensor], bool]] = {  # and whether it has LoRA
     "cublaslt, base only": (base_only, False),
-    "ours": (lambda i: ops.fp8_linear_lora(*i.all()), True),
-    "ours, base only": (lambda i: ops.fp8_linear_lora(*i.base()), False),
+    "ours": (lambda i: ops.fp8_linear_lora(i.x, i.weight, i.bias, i.up, i.out_dtype), True),
+    "ours, base only": (
+        lambda i: ops.fp8_linear_lora(i.x, i.weight, None, None, i.out_dtype),
+        False,
+    ),
     "pytorch": (pytorch, True),
 }
 OPTIONS = (

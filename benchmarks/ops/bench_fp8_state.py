@@ -8,7 +8,7 @@
 Every sample starts from fresh amaxes and random histories. The algorithm is max, the margin 0, and nothing is reduced
 over processes. "te" keeps the n scales of a direction in n histories [L, 1]. "te, n Linears" keeps them in n of [L, 3]
 and n of [L, 2], as that many te.Linear do: their weights and outputs have scales as well, 2.5 times the bytes. Each
-provider's scales and histories are compared with reference.py's, bit for bit, before it is timed. The exit code is 1
+provider's scales and histories are compared with the reference's, bit for bit, before it is timed. The exit code is 1
 if one differs.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.lib.op_bench import Bench, Option, Setting, main
 from benchmarks.lib.rows import Row, ratio
 from benchmarks.lib.timing import NOT_TIMED, time_of
-from lorakernels import DelayedScaling, FP8State, reference
+from lorakernels import DelayedScaling, FP8State, ops
 
 OPTIONS = (
     Option("tensors", [70, 560, 2240], cpu=[70, 560]),
@@ -56,9 +56,9 @@ class Provider:
 
 
 def update_by_reference(states: list[Tensor], recipe: DelayedScaling) -> None:
-    reference.amax_and_scale_update(
-        *states, None, False, recipe.fp8_max_forward, recipe.fp8_max_backward, recipe.margin, False
-    )
+    forward, backward = states
+    most = (recipe.fp8_max_forward, recipe.fp8_max_backward)
+    ops.amax_and_scale_update.reference(forward, backward, None, False, *most, recipe.margin, False)
 
 
 def make_problem(n: int, length: int, device: torch.device) -> Problem:

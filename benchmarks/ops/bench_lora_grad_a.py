@@ -26,7 +26,11 @@ from torch import Tensor
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
 from benchmarks.lib.op_checks import off_product
 from benchmarks.lib.rows import Row
-from lorakernels import kernels, ops, reference
+from lorakernels import ops
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits, masked
+from lorakernels.numerics.fp8 import E4M3, quantize_fp8
+from lorakernels.ops.lora_grad_a import by_torch
+from lorakernels.values import Dropout, Scaled
 
 SITE = 3
 
@@ -34,15 +38,9 @@ SITE = 3
 @dataclass
 class Inputs:
     ds: Tensor
-    x: Tensor
-    scale_inv: Tensor | None
-    slot: Tensor | None
-    p: float
-    dropped: Tensor | None = None
-
-    def arguments(self) -> tuple[object, ...]:
-        operands = (self.ds, self.x, self.scale_inv, self.slot)
-        return (*operands, self.p, SITE, torch.float32)
+    x: Scaled
+    dropout: Dropout | None
+    given: Dropout | None  # with the mask, drawn already
 
 
 def make_inputs(shape: str, rank: int, p: float, fp8: bool, device: torch.device) -> Inputs:
@@ -52,30 +50,29 @@ def make_inputs(shape: str, rank: int, p: float, fp8: bool, device: torch.device
         torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
         for size in ((rows, rank), (rows, cols))
     )
-    slot = torch.tensor([11, 5], device=device) if p else None
-    bits = None
-    if slot is not None:
-        bits = reference.dropped_bits(reference.drawn_mask(slot, p, SITE, rows, cols))
+    dropout = given = None
+    if p:
+        dropout = Dropout(torch.tensor([11, 5], device=device), p, SITE)
+        given = dropout._replace(dropped=dropped_bits(drawn_mask(dropout, rows, cols)))
     if not fp8:
-        return Inputs(ds, x, None, slot, p, bits)
-    x8 = reference.quantize_fp8(x, torch.full((1,), 60.0, device=device), reference.E4M3)
-    return Inputs(
-        ds, x8.view(torch.uint8), torch.full((1,), 1 / 60.0, device=device), slot, p, bits
-    )
+        return Inputs(ds, Scaled(x), dropout, given)
+    x8 = quantize_fp8(x, torch.full((1,), 60.0, device=device), E4M3)
+    scaled = Scaled(x8.view(torch.uint8), torch.full((1,), 1 / 60.0, device=device))
+    return Inputs(ds, scaled, dropout, given)
 
 
 def ours(i: Inputs) -> Tensor:
-    return ops.lora_grad_a(*i.arguments())
+    return ops.lora_grad_a(i.ds, i.x, i.dropout, torch.float32)
 
 
 def pytorch(i: Inputs) -> Tensor:
     """What the op is where the one-pass kernel cannot be used."""
-    return sys.modules[kernels.lora_grad_a.__module__].in_torch(*i.arguments(), 0, 0)
+    return by_torch(i.ds, i.x, i.dropout, torch.float32)
 
 
 def with_mask(i: Inputs) -> Tensor:
     """As in a layer's backward, where quantize_grad has drawn the mask."""
-    return ops.lora_grad_a(*i.arguments(), 0, 0, i.dropped)
+    return ops.lora_grad_a(i.ds, i.x, i.given, torch.float32)
 
 
 GIVEN = "ours, mask given"
@@ -88,8 +85,9 @@ PROVIDERS: dict[str, Callable[[Inputs], Tensor]] = {
 
 def fault(i: Inputs, found: Tensor) -> str:
     """What is wrong, "" if nothing. A sum may be rounded to bf16 first and lose an fp32 eps of each product."""
-    x = i.x.double() if i.scale_inv is None else i.x.view(reference.E4M3).double() * i.scale_inv
-    x, factor = reference.masked(x, i.slot, i.p, SITE)
+    data, scale_inv = i.x
+    x = data.double() if scale_inv is None else data.view(E4M3).double() * scale_inv
+    x, factor = masked(x, i.dropout)
     return "dA" if off_product(found, i.ds.double().t(), x, factor, eps=2.0**-8) else ""
 
 
@@ -111,10 +109,10 @@ def rows(setting: Setting) -> Iterator[Row]:
     args = setting.args
     for shape, rank, p, x in product(args.shapes, args.ranks, args.p, args.x):
         i = make_inputs(shape, rank, p, x == "x8", setting.device)
-        names = [name for name in args.providers if name != GIVEN or i.dropped is not None]
+        names = [name for name in args.providers if name != GIVEN or i.given is not None]
         calls = calls_of(PROVIDERS, names, i, fault)
         case: Row = {"shape": shape, "rank": rank, "p": p, "reads": x}
-        yield from against_floor(case, calls, i.x.numel() * i.x.element_size(), setting)
+        yield from against_floor(case, calls, i.x.data.numel() * i.x.data.element_size(), setting)
 
 
 BENCH = Bench("lora_grad_a", "lora_grad_a against PyTorch's kernels", OPTIONS, rows)

@@ -26,7 +26,8 @@ from benchmarks.lib.bias_dropout_add import make_inputs, moved, timed
 from benchmarks.lib.op_bench import Bench, Option, Setting, main
 from benchmarks.lib.rows import Row, ratio
 from benchmarks.lib.timing import NOT_TIMED
-from lorakernels import reference
+from lorakernels.numerics.dropout import drawn_mask
+from lorakernels.values import Dropout
 
 P = 0.1
 # Per element. On a GPU F.dropout writes a bool mask as well; torch.bernoulli only writes
@@ -78,10 +79,10 @@ def with_and_without(shape: str, setting: Setting) -> list[Row]:
 def draws(shape: str, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     """Draws of a mask alone; what they return is nonzero where an element is kept."""
     rows, cols = map(int, shape.split("x"))
-    slot = torch.tensor([7, 0], dtype=torch.int64, device=device)
+    dropout = Dropout(torch.tensor([7, 0], dtype=torch.int64, device=device), P, 0)
     x = torch.ones(rows, cols, dtype=torch.bfloat16, device=device)
     return {
-        "drawn_mask": lambda: reference.drawn_mask(slot, P, 0, rows, cols),
+        "drawn_mask": lambda: drawn_mask(dropout, rows, cols),
         "F.dropout": lambda: functional.dropout(x, P, True),
         "torch.bernoulli": lambda: torch.bernoulli(x, 1 - P),
     }

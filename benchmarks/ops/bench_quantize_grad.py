@@ -26,7 +26,10 @@ from torch import Tensor
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
 from benchmarks.lib.op_checks import off_product
 from benchmarks.lib.rows import Row
-from lorakernels import kernels, ops, reference
+from lorakernels import ops
+from lorakernels.numerics.fp8 import quantize
+from lorakernels.ops.quantize_grad import by_torch
+from lorakernels.values import Dropout, Scaling, Up
 
 SCALING, COLUMN, FP8 = 0.5, 1, torch.float8_e5m2
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -35,15 +38,9 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 @dataclass
 class Inputs:
     dy: Tensor
-    lora_B: Tensor | None
-    s: Tensor | None
-    state: Tensor
-    delayed: bool
-    slot: Tensor
-
-    def arguments(self) -> tuple[object, ...]:
-        operands = (self.dy, self.lora_B, self.s, self.state)
-        return (*operands, COLUMN, self.delayed, SCALING, FP8)
+    up: Up | None
+    scaling: Scaling
+    dropout: Dropout
 
 
 def make_inputs(shape: str, rank: int, delayed: bool, device: torch.device) -> Inputs:
@@ -53,24 +50,25 @@ def make_inputs(shape: str, rank: int, delayed: bool, device: torch.device) -> I
         torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
         for size in ((rows, cols), (cols, rank), (rows, rank))
     )
-    state = torch.full((2, 2), 3.0, device=device)
-    slot = torch.tensor([11, 5], device=device)
-    return Inputs(dy, lora_B if rank else None, s if rank else None, state, delayed, slot)
+    scaling = Scaling(torch.full((2, 2), 3.0, device=device), COLUMN, delayed)
+    dropout = Dropout(torch.tensor([11, 5], device=device), 0.1, 3)
+    return Inputs(dy, Up(lora_B, s, SCALING) if rank else None, scaling, dropout)
 
 
 def ours(i: Inputs) -> Results:
-    return ops.quantize_grad(*i.arguments())
+    return ops.quantize_grad(i.dy, i.up, i.scaling, FP8)
 
 
 def with_mask(i: Inputs) -> Results:
     """And a mask of as many columns drawn beside, as in a layer's backward."""
-    found = ops.quantize_grad_and_mask(*i.arguments(), i.slot, 0.1, 3, i.dy.shape[1])
+    assert i.up is not None
+    found = ops.quantize_grad_and_mask(i.dy, i.up, i.scaling, FP8, i.dropout, i.dy.shape[1])
     return found[0], found[1], found[2], found[3]
 
 
 def pytorch(i: Inputs) -> Results:
     """What the op is where the fused kernel cannot be used."""
-    return sys.modules[kernels.quantize_grad.__module__].in_torch(*i.arguments())
+    return by_torch(i.dy, i.up, i.scaling, FP8)
 
 
 DRAWS = "ours, drawing a mask"
@@ -84,12 +82,13 @@ PROVIDERS: dict[str, Callable[[Inputs], Results]] = {
 def fault(inputs: Inputs, results: Results) -> str:
     """What is wrong, "" if nothing. Sums may be rounded twice to bf16 and lose an fp32 eps of each product."""
     dy8, scale_inv, ds, dB = results
-    expected = reference.quantize(inputs.dy, inputs.state.clone(), COLUMN, inputs.delayed, FP8)
+    scaling = inputs.scaling._replace(state=inputs.scaling.state.clone())
+    expected = quantize(inputs.dy, scaling, FP8)
     if not torch.equal(dy8, expected[0]) or not torch.equal(scale_inv, expected[1]):
         return "dy8"
-    if inputs.lora_B is None or inputs.s is None:
+    if inputs.up is None or inputs.up.s is None:
         return ""
-    dy, lora_B, s = inputs.dy.double(), inputs.lora_B.double(), inputs.s.double()
+    dy, lora_B, s = inputs.dy.double(), inputs.up.lora_B.double(), inputs.up.s.double()
     for name, found, left, right in (("ds", ds, dy, lora_B), ("dB", dB, dy.t(), s)):
         if off_product(found, left, right, SCALING):
             return name
@@ -113,7 +112,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     args = setting.args
     for shape, rank, mode in product(args.shapes, args.ranks, args.modes):
         i = make_inputs(shape, rank, mode == "delayed", setting.device)
-        names = [name for name in args.providers if name != DRAWS or i.lora_B is not None]
+        names = [name for name in args.providers if name != DRAWS or i.up is not None]
         calls = calls_of(PROVIDERS, names, i, fault)
         case: Row = {"shape": shape, "rank": rank, "mode": mode}
         yield from against_floor(case, calls, 3 * i.dy.numel(), setting)

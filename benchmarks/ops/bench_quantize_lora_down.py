@@ -7,7 +7,7 @@
 
 The floor is those bytes at the bandwidth of a copy measured in the same run. Rank 0 is the quantization alone. In eval
 the tensor's own amax is found first, which reads another 2 MK bytes, and there is no dropout. Each provider is checked
-before it is timed: x8 bit for bit, and s in float64 under the mask of reference.py. One that misses is not timed, and
+before it is timed: x8 bit for bit, and s in float64 under the reference's mask. One that misses is not timed, and
 the exit code is 1.
 """
 
@@ -27,7 +27,11 @@ from torch import Tensor
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
 from benchmarks.lib.op_checks import off_product
 from benchmarks.lib.rows import Row
-from lorakernels import kernels, ops, reference
+from lorakernels import ops
+from lorakernels.numerics.dropout import masked
+from lorakernels.numerics.fp8 import E4M3, quantize
+from lorakernels.ops.quantize_lora_down import by_torch
+from lorakernels.values import Dropout, Scaling
 
 COLUMN, SITE = 1, 3
 Results = tuple[Tensor, Tensor, Tensor]
@@ -37,14 +41,8 @@ Results = tuple[Tensor, Tensor, Tensor]
 class Inputs:
     x: Tensor
     lora_A: Tensor | None
-    state: Tensor
-    delayed: bool
-    slot: Tensor | None
-    p: float
-
-    def arguments(self) -> tuple[object, ...]:
-        drop = (self.slot, self.p, SITE)
-        return (self.x, self.lora_A, self.state, COLUMN, self.delayed, *drop)
+    scaling: Scaling
+    dropout: Dropout | None
 
 
 def make_inputs(shape: str, rank: int, p: float, delayed: bool, device: torch.device) -> Inputs:
@@ -54,18 +52,18 @@ def make_inputs(shape: str, rank: int, p: float, delayed: bool, device: torch.de
         torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
         for size in ((rows, cols), (rank, cols))
     )
-    slot = torch.tensor([12345, 678], device=device) if p > 0 else None
-    state = torch.full((2, 2), 3.0, device=device)
-    return Inputs(x, lora_A if rank else None, state, delayed, slot, p)
+    dropout = Dropout(torch.tensor([12345, 678], device=device), p, SITE) if p > 0 else None
+    scaling = Scaling(torch.full((2, 2), 3.0, device=device), COLUMN, delayed)
+    return Inputs(x, lora_A if rank else None, scaling, dropout)
 
 
 def ours(i: Inputs) -> Results:
-    return ops.quantize_lora_down(*i.arguments())
+    return ops.quantize_lora_down(i.x, i.lora_A, i.scaling, i.dropout)
 
 
 def pytorch(i: Inputs) -> Results:
     """What the op is where the fused kernel cannot be used."""
-    return sys.modules[kernels.quantize_lora_down.__module__].in_torch(*i.arguments(), 0, 0)
+    return by_torch(i.x, i.lora_A, i.scaling, i.dropout)
 
 
 PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pytorch}
@@ -74,12 +72,12 @@ PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pyto
 def fault(i: Inputs, results: Results) -> str:
     """What is wrong, "" if nothing. s may be rounded twice to bf16 and lose an fp32 eps of each product."""
     x8, scale_inv, s = results
-    expected = reference.quantize(i.x, i.state.clone(), COLUMN, i.delayed, reference.E4M3)
+    expected = quantize(i.x, i.scaling._replace(state=i.scaling.state.clone()), E4M3)
     if not torch.equal(x8, expected[0]) or not torch.equal(scale_inv, expected[1]):
         return "x8"
     if i.lora_A is None:
         return ""
-    dropped, factor = reference.masked(i.x, i.slot, i.p, SITE)
+    dropped, factor = masked(i.x, i.dropout)
     wrong = off_product(s, dropped.double(), i.lora_A.double().t(), factor)
     return "s" if wrong else ""
 

@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.layer_ops import COLUMN, Pass, bench_of, delayed_state
+from benchmarks.lib.layer_ops import Pass, bench_of, delayed_scaling
 from benchmarks.lib.op_bench import main
 from benchmarks.lib.op_checks import off, off_fp8
-from lorakernels import ops, reference, reference_layer
+from lorakernels import ops
+from lorakernels.numerics.fp8 import E4M3
 
 GPU_SHAPES = ["8192x8192", "8192x16384", "2048x4096", "1024x2048"]
 CPU_SHAPES = ["128x256"]
@@ -44,7 +45,7 @@ def forward_fault(x: Tensor, weight: Tensor, keep: bool, results: tuple[Tensor, 
         normed, exact, 2.0
     ):  # x · rstd and its product with the weight, as Transformers
         return "normed"
-    return "x8" if off_fp8(x8, scale_inv, reference.E4M3, exact) else ""
+    return "x8" if off_fp8(x8, scale_inv, E4M3, exact) else ""
 
 
 def backward_fault(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> str:
@@ -63,13 +64,13 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
 
     x, dnormed, dresidual = (normal(rows, cols) for _ in range(3))
     weight = 1 + 0.1 * normal(cols)
-    state = delayed_state(60.0, device)
+    scaling = delayed_scaling(60.0, device)
     for name, keep, size in (("forward", False, 3), ("forward, normed kept", True, 5)):
         yield Pass(
             name,
             ops.rms_norm_quantize,
-            reference_layer.rms_norm_quantize,
-            lambda keep=keep: (x, weight, EPS, state, COLUMN, True, keep),
+            ops.rms_norm_quantize.reference,
+            lambda keep=keep: (x, weight, EPS, scaling, keep),
             partial(forward_fault, x, weight, keep),
             size * rows * cols,
         )
@@ -78,7 +79,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     yield Pass(
         "backward",
         ops.rms_norm_backward,
-        reference_layer.rms_norm_backward,
+        ops.rms_norm_backward.reference,
         lambda: (*arguments, False),
         partial(backward_fault, arguments),
         8 * rows * cols,

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.lib.layer_ops import Pass, bench_of
 from benchmarks.lib.op_bench import main
 from benchmarks.lib.op_checks import off
-from lorakernels import ops, reference_layer
+from lorakernels import ops
 
 GPU_SHAPES = ["8192x64x8x128", "2048x32x8x128", "1024x32x8x64"]
 CPU_SHAPES = ["64x4x2x32"]
@@ -76,7 +76,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     yield Pass(
         "forward",
         partial(in_place, ops.rope_qkv_),
-        partial(in_place, reference_layer.rope_qkv_),
+        partial(in_place, ops.rope_qkv_.reference),
         lambda: (qkv.clone(), cos, sin, heads, kv_heads),
         partial(forward_fault, qkv, cos, sin, heads + kv_heads),
         4 * tokens * (heads + kv_heads) * dim,
@@ -90,7 +90,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         yield Pass(
             f"backward, {layout}",
             ops.rope_qkv_backward,
-            reference_layer.rope_qkv_backward,
+            ops.rope_qkv_backward.reference,
             lambda arguments=arguments: arguments,
             partial(backward_fault, parts, cos, sin, multiplier),
             4 * tokens * (heads + 2 * kv_heads) * dim,

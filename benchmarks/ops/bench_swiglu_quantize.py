@@ -25,55 +25,56 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lorakernels.checks_layer import packed_scales
 from torch import Tensor
 
-from benchmarks.lib.layer_ops import COLUMN, Pass, bench_of, delayed_state
+from benchmarks.lib.layer_ops import Pass, bench_of, delayed_scaling
 from benchmarks.lib.op_bench import main
 from benchmarks.lib.op_checks import off, off_fp8
-from lorakernels import ops, reference, reference_layer
+from lorakernels import ops
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.gate_up import halves, packed_scales
+from lorakernels.values import Scaled
 
 GPU_SHAPES = ["8192x28672", "2048x14336", "1024x8192"]
 CPU_SHAPES = ["128x256"]
 CHECKED = 64  # rows: float64 of more would take longer than all timings
-E4M3, E5M2 = reference.E4M3, torch.float8_e5m2
+E5M2 = torch.float8_e5m2
 
 
-def _head(gate_up: Tensor, scale_inv: Tensor | None) -> tuple[Tensor, Tensor]:
-    scales = None if scale_inv is None else scale_inv[:CHECKED]
-    gate, up = (t.double() for t in reference_layer._gate_up(gate_up[:CHECKED], scales))
+def _head(gate_up: Scaled) -> tuple[Tensor, Tensor]:
+    scales = None if gate_up.scale_inv is None else gate_up.scale_inv[:CHECKED]
+    gate, up = (t.double() for t in halves(Scaled(gate_up.data[:CHECKED], scales)))
     return gate, up
 
 
-def forward_fault(gate_up: Tensor, scale_inv: Tensor | None, keep: bool, results: tuple) -> str:  # type: ignore[type-arg]
+def forward_fault(gate_up: Scaled, keep: bool, results: tuple[Tensor, ...]) -> str:
     act, a8, a_scale_inv = results
-    gate, up = _head(gate_up, scale_inv)
+    gate, up = _head(gate_up)
     exact = torch.nn.functional.silu(gate) * up
     if keep and off(act[:CHECKED], exact):
         return "act"
     return "a8" if off_fp8(a8[:CHECKED], a_scale_inv, E4M3, exact) else ""
 
 
-def packed_fault(gate_up: Tensor, results: tuple) -> str:  # type: ignore[type-arg]
+def packed_fault(gate_up: Tensor, results: tuple[Tensor, ...]) -> str:
     *of_act, packed, scale_inv = results
-    gate, up = _head(packed, scale_inv)
+    gate, up = _head(Scaled(packed, scale_inv))
     exact = gate_up[:CHECKED].double()
     error = (torch.cat((gate, up), 1) - exact).abs()
     if bool((error > 2.0**-4 * exact.abs() + 2.0**-9 * scale_inv.max()).any()):
         return "gate_up's bytes"
-    return forward_fault(gate_up, None, False, tuple(of_act))
+    return forward_fault(Scaled(gate_up), False, tuple(of_act))
 
 
 def backward_fault(
     dact: Tensor,
-    gate_up: Tensor,
-    scale_inv: Tensor | None,
+    gate_up: Scaled,
     multiplier: Tensor,
     keep: bool,
     results: tuple[Tensor, ...],
 ) -> str:
     dgate_up, d8, d_scale_inv = results
-    gate, up = _head(gate_up, scale_inv)
+    gate, up = _head(gate_up)
     d, sigmoid = dact[:CHECKED].double(), torch.sigmoid(gate)
     m0, m1 = multiplier.tolist()
     dgate = m0 * d * up * sigmoid * (1 + gate * (1 - sigmoid))
@@ -91,40 +92,41 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     dact = torch.randn(rows, cols, generator=generator, device=device, dtype=dtype)
     scale_inv = torch.full(packed_scales(rows, 2 * cols), 0.05, device=device)
     multiplier = torch.tensor([0.8, 1.3], device=device)
-    state = delayed_state(20.0, device)
-    for name, source, inverse, keep, size in (
-        ("forward", gate_up, None, False, 5),
-        ("forward, act kept", gate_up, None, True, 7),
-        ("forward, e4m3", bytes_, scale_inv, False, 3),
+    scaling = delayed_scaling(20.0, device)
+    plain, packed = Scaled(gate_up), Scaled(bytes_, scale_inv)
+    for name, source, keep, size in (
+        ("forward", plain, False, 5),
+        ("forward, act kept", plain, True, 7),
+        ("forward, e4m3", packed, False, 3),
     ):
-        forward = (source, inverse, state, COLUMN, True, keep, dtype)
+        forward = (source, scaling, keep, dtype)
         yield Pass(
             name,
             ops.swiglu_quantize,
-            reference_layer.swiglu_quantize,
+            ops.swiglu_quantize.reference,
             lambda forward=forward: forward,
-            partial(forward_fault, source, inverse, keep),
+            partial(forward_fault, source, keep),
             size * rows * cols,
         )
     yield Pass(
         "forward, packed",
         ops.swiglu_quantize_and_pack,
-        reference_layer.swiglu_quantize_and_pack,
-        lambda: (gate_up, state, COLUMN, True, False),
+        ops.swiglu_quantize_and_pack.reference,
+        lambda: (gate_up, scaling, False),
         partial(packed_fault, gate_up),
         7 * rows * cols,
     )
-    for name, source, inverse, keep, size in (
-        ("backward", gate_up, None, False, 8),
-        ("backward, dgate_up kept", gate_up, None, True, 12),
-        ("backward, e4m3", bytes_, scale_inv, False, 6),
+    for name, source, keep, size in (
+        ("backward", plain, False, 8),
+        ("backward, dgate_up kept", plain, True, 12),
+        ("backward, e4m3", packed, False, 6),
     ):
-        operands = (dact, source, inverse, multiplier)
-        backward = (*operands, state, COLUMN, True, E5M2, keep)
+        operands = (dact, source, multiplier)
+        backward = (*operands, scaling, E5M2, keep)
         yield Pass(
             name,
             ops.swiglu_quantize_grad,
-            reference_layer.swiglu_quantize_grad,
+            ops.swiglu_quantize_grad.reference,
             lambda backward=backward: backward,
             partial(backward_fault, *operands, keep),
             size * rows * cols,

@@ -34,6 +34,7 @@ import torch
 from benchmarks.lib.rows import Row, environment, table, write_csv, write_markdown
 from lorakernels import DelayedScaling, ops
 from lorakernels.state.fp8 import FP8State
+from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
 
 SECTIONS = (
     "SpeedOfLight",
@@ -83,18 +84,20 @@ def step(m: int, n: int, k: int, rank: int) -> None:
     a, b = torch.randn(rank, k, device=device) * 0.01, torch.randn(n, rank, device=device) * 0.01
     one, slot = torch.full((1,), 0.01, device=device), torch.tensor([1, 2], device=device)
     state = FP8State(["layer"], DelayedScaling(), device)
-    place = (slot, 0.1, 3)
+    dropout = Dropout(slot, 0.1, 3)
 
     def run() -> None:
-        x8, x_inv, s = ops.quantize_lora_down(x, a, state.forward, 0, True, *place)
-        ops.fp8_linear_lora(x8, x_inv, weight, one, None, s, b, 2.0, x.dtype)
-        grad = (dy, b, s, state.backward, 0, True, 2.0, e5m2)
-        dy8, dy_inv, ds, _, mask = ops.quantize_grad_and_mask(*grad, *place, k)
-        ops.lora_grad_a(ds, x8, x_inv, *place, torch.float32, 0, 0, mask)
+        x8, x_inv, s = ops.quantize_lora_down(x, a, Scaling(state.forward, 0, True), dropout)
+        up = Up(b, s, 2.0)
+        ops.fp8_linear_lora(Scaled(x8, x_inv), Weight(weight, one), None, up, x.dtype)
+        backward = Scaling(state.backward, 0, True)
+        dy8, dy_inv, ds, _, mask = ops.quantize_grad_and_mask(dy, up, backward, e5m2, dropout, k)
+        drawn = dropout._replace(dropped=mask)
+        ops.lora_grad_a(ds, Scaled(x8, x_inv), drawn, torch.float32)
         weight_t = ops.transpose_fp8(weight)
-        base = (dy8, dy_inv, e5m2, weight, one, weight_t, ds, a, *place, x.dtype, 0, 0)
-        ops.fp8_grad_input(*base, True, mask)
-        ops.fp8_grad_input(*base, False, mask)
+        both, grad = Weight(weight, one, weight_t), Scaled(dy8, dy_inv)
+        for split in (True, False):
+            ops.fp8_grad_input(grad, e5m2, both, ds, a, drawn, x.dtype, split)
         for left, scale, right, fast in (
             (x8.view(e4m3), x_inv, weight, True),
             (dy8.view(e5m2), dy_inv, weight_t, False),

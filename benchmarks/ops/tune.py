@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times tile sizes of the Triton FP8 GEMM, for kernels/tuning.py. Nothing is chosen by it: a person pastes the lines.
+"""Times tile sizes of the Triton FP8 GEMM, for kernels/tune.py. Nothing is chosen by it: a person pastes the lines.
 
     lorakernels bench --tune [--shapes 8192x8192x8192 …] [--ranks 16] [--top 8] [--budget-s 60]
 
     shapes are M x N x K; every configuration of `candidates` that fits this GPU is compiled, compared with cuBLASLt's
     product, and timed, for --budget-s a problem: those of the table come first. Compiling takes a second or two each.
 
-Per problem the fastest are printed as lines of `TILES`, each with its time, and with what `tuning.choose` takes now.
+Per problem the fastest are printed as lines of `TILES`, each with its time, and with what `tune.choose` takes now.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 from benchmarks.lib.fp8_linear_lora import Inputs, error, make_inputs, pytorch
 from benchmarks.lib.rows import arguments, environment, parser
 from benchmarks.lib.timing import repetitions_within, time_of
-from lorakernels.kernels import tuning
-from lorakernels.kernels.tuning import KernelConfig, Problem
+from lorakernels.kernels import tune
+from lorakernels.kernels.tune import KernelConfig, Problem
 
 SHAPES = ["4096x4096x4096", "8192x8192x8192", "2048x8192x8192"]
 SECONDS = 0.05  # of calls per configuration
 
 
 def candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[KernelConfig]:
-    """Tile sizes worth trying, those of the table first; only what `tuning.is_valid` takes."""
-    known = tuning.TILES.get(capability, tuning.DEFAULT)
+    """Tile sizes worth trying, those of the table first; only what `tune.is_valid` takes."""
+    known = tune.TILES.get(capability, tune.DEFAULT)
     grid = (
         KernelConfig(m, n, k, num_warps=warps, num_stages=stages, group=8, resident=resident)
         for (m, n), k, stages, resident in product(
@@ -45,7 +45,7 @@ def candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Kernel
         for warps in ((8,) if m * n > 128 * 128 else (4, 8))
     )
     for config in dict.fromkeys([*known, *grid]):
-        if tuning.is_valid(config, problem, capability):
+        if tune.is_valid(config, problem, capability):
             yield config
 
 
@@ -53,15 +53,14 @@ def milliseconds(
     config: KernelConfig, problem: Problem, i: Inputs, device: torch.device, at_most: int
 ) -> float | str:
     """The device's time, or why there is none."""
-    from lorakernels.kernels.fp8_linear_lora_triton import launch
+    from lorakernels.kernels.triton.fp8_linear_lora import launch
 
     y = torch.empty(problem.m, problem.n, dtype=i.out_dtype, device=device)
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = tuning.programs(config, problem, count)
-    operands = (i.x, i.x_scale_inv, i.weight, i.weight_scale_inv, i.bias, i.s, i.lora_B, i.scaling)
+    programs = tune.programs(config, problem, count)
 
     def run() -> None:
-        launch(y, *operands, config, programs)
+        launch(y, i.x, i.weight, i.bias, i.up, config, programs)
 
     try:
         run()
@@ -94,7 +93,7 @@ def milliseconds_of(
 
 
 def line(config: KernelConfig) -> str:
-    """`config` as it stands in tuning.py."""
+    """`config` as it stands in kernels/tune.py."""
     tile = f"{config.block_m}, {config.block_n}, {config.block_k}"
     rest = f"num_warps={config.num_warps}, num_stages={config.num_stages}, group={config.group}"
     resident = f", resident={config.resident}" if config.resident != 1 else ""
@@ -133,7 +132,7 @@ def main() -> int:
     for shape, rank in product(args.shapes, args.ranks):
         problem = Problem(*map(int, shape.split("x")), rank)
         times = milliseconds_of(problem, capability, device, args.repetitions, args.budget_s)
-        taken = tuning.choose(problem, capability, count)
+        taken = tune.choose(problem, capability, count)
         printed.append(table(problem, times, taken, args.top))
         print(printed[-1], flush=True)
         wrong |= any(str(ms).startswith("WRONG") for ms in times.values())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.base import Case, Peer, Unavailable, need_gpu
 from benchmarks.peers.plain import PlainLora
-from lorakernels import reference
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, scale_of
 
 
 def te_or_unavailable() -> Any:
@@ -185,7 +185,7 @@ def _fp8_weight(weight: Tensor) -> Tensor:
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    scale = reference.scale_of(reference.amax_of(weight), reference.FP8_MAX[reference.E4M3])
+    scale = scale_of(amax_of(weight), FP8_MAX[E4M3])
     amax = torch.zeros(1, device=weight.device)
     quantizer = Float8Quantizer(scale.reshape(1), amax, tex.DType.kFloat8E4M3)
     return quantizer(weight)

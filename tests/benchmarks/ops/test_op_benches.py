@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from benchmarks.lib import bias_dropout_add, layer_ops
 from benchmarks.ops import bench_fp8_grad_input
 from lorakernels import ops
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits
+from lorakernels.values import Weight
 from tests.benchmarks.aliases import Load, RowsOf, Run
 
 TIMES = ("ms", "p20 ms", "p80 ms", "CPU µs")
@@ -71,16 +74,21 @@ def last_scaled(i: Any, found: Any) -> Any:
 
 
 def another_slot(i: Any, found: Any) -> Any:
-    i = type(i)(**{**vars(i), "slot": None if i.slot is None else i.slot + 1})
-    return ops.quantize_lora_down(*i.arguments())
+    dropout = i.dropout and i.dropout._replace(slot=i.dropout.slot + 1)
+    return ops.quantize_lora_down(i.x, i.lora_A, i.scaling, dropout)
 
 
-def dx_with(**changed: Any) -> Change:
+def dx_with(**changed: Callable[[Any], Any]) -> Change:
     def change(i: Any, found: Any) -> Tensor:
-        new = {k: v if v is None else getattr(i, k) * v for k, v in changed.items()}
-        return bench_fp8_grad_input.through_op(type(i)(**{**vars(i), **new}), True)
+        new = {k: changed[k](getattr(i, k)) for k in changed}
+        return bench_fp8_grad_input.through_op(replace(i, **new), True)
 
     return change
+
+
+def two_percent_larger(weight: Weight) -> Weight:
+    assert weight.scale_inv is not None
+    return weight._replace(scale_inv=1.02 * weight.scale_inv)
 
 
 def nearly(i: Any, found: Any) -> Any:
@@ -119,10 +127,12 @@ WRONG: dict[str, tuple[str, str, Change, str]] = {
     "bias_dropout_add: dbias": ("bias_dropout_add", "ours", a_bias_of_its_own, "dbias"),
     "fp8_state": ("fp8_state", "ours", stale, "scales or histories differ"),
     "fp8_linear_lora: y": ("fp8_linear_lora", "ours", nearly, "error"),
-    "fp8_grad_input: mask": ("fp8_grad_input", "ours, both", dx_with(slot=None), "error"),
-    "fp8_grad_input: LoRA": ("fp8_grad_input", "ours, both", dx_with(ds=0), "error"),
+    "fp8_grad_input: mask": ("fp8_grad_input", "ours, both", dx_with(dropout=lambda _: None), "error"),
+    "fp8_grad_input: LoRA": (
+        "fp8_grad_input", "ours, both", dx_with(ds=torch.zeros_like), "error",
+    ),
     "fp8_grad_input: scale": (
-        "fp8_grad_input", "ours, both", dx_with(weight_scale_inv=1.02), "error",
+        "fp8_grad_input", "ours, both", dx_with(weight=two_percent_larger), "error",
     ),
     "lora_grad_a: dA": ("lora_grad_a", "ours", last_scaled, "dA"),
     "quantize_grad: dy8": ("quantize_grad", "ours", first_bit, "dy8"),
@@ -179,12 +189,15 @@ def test_only_mask_given_is_given_the_mask_that_the_others_draw(
     """The CPU's op draws it whatever it is given, so what is asked is what it is called with."""
     bench, cpu, given = bench_fp8_grad_input, torch.device("cpu"), {}
     i = bench.make_inputs("32x64x128", 16, 0.1, cpu)
-    keep = bench.reference.drawn_mask(i.slot, 0.1, bench.SITE, 32, 128)
-    assert torch.equal(i.dropped, bench.reference.dropped_bits(keep))
+    assert i.dropout is not None and i.given is not None and i.given.dropped is not None
+    assert torch.equal(i.given.dropped, dropped_bits(drawn_mask(i.dropout, 32, 128)))
+    assert i.dropout == (i.dropout.slot, 0.1, bench.SITE, 0, 0, None)
     for name, (run, _) in bench.PROVIDERS.items():
         if name.startswith("ours"):
-            call = lambda *_, dropped, name=name: given.update({name: dropped})  # noqa: E731
+            call = lambda *a, name=name: given.update({name: a[5].dropped})  # noqa: E731
             monkeypatch.setattr(bench.ops, "fp8_grad_input", call)
             run(i)
-    assert {name for name, mask in given.items() if mask is i.dropped} == set(bench.NEEDS_MASK)
-    assert len(given) == 4 and bench.make_inputs("32x64x128", 16, 0.0, cpu).dropped is None
+    assert {name for name, mask in given.items() if mask is i.given.dropped} == set(
+        bench.NEEDS_MASK
+    )
+    assert len(given) == 4 and bench.make_inputs("32x64x128", 16, 0.0, cpu).given is None

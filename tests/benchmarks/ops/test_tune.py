@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench --tune`: what it would time is valid, and what it prints can be pasted into tuning.py."""
+"""`bench --tune`: what it would time is valid, and what it prints can be pasted into kernels/tune.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.kernels import tuning
-from lorakernels.kernels.tuning import KernelConfig, Problem
+from lorakernels.kernels.tune import TILES, KernelConfig, Problem, choose, is_valid
 from tests.benchmarks.aliases import Load
 
 HOPPER = (9, 0)
@@ -25,8 +24,8 @@ def test_candidates_fit_the_gpu_and_hold_the_table(tune: Any, m: int) -> None:
     problem = Problem(m, 4096, 4096, 16)
     found = list(tune.candidates(problem, HOPPER))
     assert len(set(found)) == len(found) > 20
-    assert all(tuning.is_valid(config, problem, HOPPER) for config in found)
-    table = [c for c in tuning.TILES[HOPPER] if tuning.is_valid(c, problem, HOPPER)]
+    assert all(is_valid(config, problem, HOPPER) for config in found)
+    table = [c for c in TILES[HOPPER] if is_valid(c, problem, HOPPER)]
     assert found[: len(table)] == table, "what is used now is timed too, and first"
 
 
@@ -71,7 +70,7 @@ def test_a_configuration_is_timed_on_the_gpu_and_a_wrong_one_is_not(
 ) -> None:
     device, problem = torch.device("cuda"), Problem(256, 512, 1024, 16)
     i = tune.make_inputs("256x512x1024", 16, device)
-    config = tuning.choose(problem, torch.cuda.get_device_capability(), 132)
+    config = choose(problem, torch.cuda.get_device_capability(), 132)
     assert 0 < tune.milliseconds(config, problem, i, device, 3) < 10
     monkeypatch.setattr(
         tune, "error", lambda y, *_: float(y.isnan().any()) + 1 if y is not None else 0
