@@ -134,7 +134,7 @@ def _function(
     """
     known = {kind.__name__: kind for kind in (Dropout, Scaled, Scaling, SideBySide, Up, Weight)}
     source = f"lambda {', '.join(parameters)}: target({', '.join(arguments)})"
-    return eval(source, {"target": target, **known})
+    return eval(source, {"target": target, "new": tuple.__new__, **known})
 
 
 class _Parameter(NamedTuple):
@@ -188,8 +188,11 @@ def _together(parameters: list[_Parameter], flat: list[str], names: dict[str, st
             found.append(parameter)
             continue
         known = {name: _flat_name(parameter, name, names) for name in kind._fields}
-        given = [f"{name}={argument}" for name, argument in known.items() if argument in flat]
-        made = f"{kind.__name__}({', '.join(given)})"
+        given = [
+            argument if argument in flat else repr(kind._field_defaults[name])
+            for name, argument in known.items()
+        ]
+        made = f"new({kind.__name__}, ({', '.join(given)},))"
         found.append(f"(None if {_is_absent(kind, known)} else {made})" if optional else made)
     return found
 
