@@ -67,6 +67,7 @@ class Op(Generic[P, R]):
     implementations: tuple[Implementation, ...]
     chosen: Callable[[Place], tuple[str, str]] | None = None
     _call: Callable[..., Any] = field(init=False, repr=False)
+    __signature__: inspect.Signature = field(init=False, repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
@@ -113,9 +114,11 @@ def define(
         _LIBRARY.impl(op.name, implementation, device_type.upper())
     torch.library.register_fake(f"lorakernels::{op.name}", behind(op.fake), lib=_LIBRARY)
     _LIBRARY.impl(op.name, _undifferentiable(overload), "Autograd", with_keyset=True)
-    own = inspect.signature(op.reference).parameters.values()
+    op.__signature__ = inspect.signature(op.reference)  # inspect.signature and editors show it
+    own = op.__signature__.parameters.values()
     called = [_named(p.name, p.default, p.default is not p.empty) for p in own]
     op._call = _function(called, _apart(parameters, flat, names), overload)
+    op._call.__qualname__ = op.name  # Python's errors about arguments show it
     OPS[op.name] = op
     return op
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -135,6 +136,13 @@ def test_of_no_rows_it_gives_what_the_fake_and_the_reference_say(name, case, dev
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in faked]
     expected = tensors(op.reference(*twins), twins)
     torch.testing.assert_close([*found, *tensors(values)], expected, rtol=0, atol=0)
+
+
+def test_an_op_shows_its_values_in_its_signature_and_its_name_in_errors():
+    assert list(inspect.signature(ops.rms_norm_backward).parameters)[:2] == ["dnormed", "x"]
+    assert all(inspect.signature(op) == inspect.signature(op.reference) for op in OPS.values())
+    with pytest.raises(TypeError, match=r"quantize_lora_down\(\) missing .*'lora_A'"):
+        ops.quantize_lora_down(torch.zeros(1, 1))  # type: ignore[call-arg]
 
 
 def test_differentiating_a_kernel_op_directly_raises():
