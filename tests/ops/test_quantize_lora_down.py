@@ -158,16 +158,9 @@ def test_no_rows():
 
 @gpu
 @pytest.mark.parametrize(("k", "r"), [(1048, 24), (1040, 24), (1040, 48)])
-def test_every_element_is_written(k, r, monkeypatch):
-    """torch.empty hands out NaN and 0xFF: what the kernel skips shows."""
-    real = torch.empty
-
-    def poisoned(*shape, **options):
-        out = real(*shape, **options)
-        return out.fill_(255 if out.dtype == torch.uint8 else torch.nan)
-
+def test_every_element_is_written(k, r):
+    """New memory is poisoned: an element that the kernel skips is NaN."""
     x, lora_A, state, slot = inputs(4099, k, r, torch.bfloat16)
-    monkeypatch.setattr(torch, "empty", poisoned)
     x8, scale_inv, s = run(x, lora_A, Scaling(state, 1, True), Dropout(slot, 0.2, 0))
     assert x8.view(E4M3).float().isfinite().all() and s.isfinite().all() and scale_inv.isfinite()
 
