@@ -24,7 +24,9 @@ def error_in_eps(found: Tensor, exact: Tensor, size: Tensor, eps: float) -> floa
 def exact_lora(
     layer: LoRALinear, x: Tensor, dy: Tensor, keep: Tensor | None, p: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """{name: (value, size)} of y, dx, dA, dB, dbias: design.md §2 in float64 on the values the kernels see.
+    """{name: (value, size)} of y, dx, dA, dB, dbias in float64, by the formulas of autograd/lora_linear.py.
+
+    They take the values that the kernels see.
 
     x and dy pass through FP8 with the layer's own scales where the base (and dA) read them. `size` is the
     same formula with the magnitudes of everything that was rounded before, plus the value: rounding s by

@@ -66,7 +66,7 @@ def test_kept_bytes_are_the_predicted_ones(family: str, fp8, save: str, targets)
 
 
 def test_the_largest_layer_in_fp8_keeps_little() -> None:
-    """design.md §8: hidden 8192, ffn 28672, 64 / 8 heads, 8192 tokens, r = 16 on q, k, v, o: at most 1.1 GB."""
+    """Llama-2-70B: hidden 8192, ffn 28672, 64 / 8 heads, 8192 tokens, r = 16 on q, k, v, o: at most 1.1 GB."""
     from lorakernels.fusion.memory import LayerSize
 
     size = LayerSize(8192, 28672, 64, 8, 128, (48, 16, 0, 0), True, False)
