@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds lorakernels._C with ninja; everything else about the package is in pyproject.toml.
 
-LORAKERNELS_CUDA        unset: compile csrc/*.cu if nvcc is found; 0: never; 1: fail if it is not found
+LORAKERNELS_CUDA        unset: compile csrc's .cu files if nvcc is found; 0: never; 1: fail if it is not found
 LORAKERNELS_CUDA_ARCHS  "90a;100": default the local GPUs', or 90a
 CUDA_HOME, CUDA_PATH, PATH are searched for nvcc in that order; CXX names the C++ compiler, CXXFLAGS is added to its
 flags, MAX_JOBS limits how many files compile at once.
@@ -23,6 +23,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
 CXX_FLAGS = "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unused-parameter"
 NVCC_FLAGS = (
     "-std=c++17 -O3 -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
@@ -148,7 +149,8 @@ def build_info_defines(version: str, cuda: Cuda | None) -> str:
 
 def ninja_rules(build_dir: Path, cuda: Cuda | None) -> list[str]:
     cxx = find_cxx()
-    compile_cpp = f"{words(*cxx)} {CXX_FLAGS} {os.environ.get('CXXFLAGS', '')}"
+    include = words("-I", CSRC)
+    compile_cpp = f"{words(*cxx)} {CXX_FLAGS} {os.environ.get('CXXFLAGS', '')} {include}"
     for path in (sysconfig.get_paths()["include"], pybind11_include(build_dir)):
         compile_cpp += " " + words("-isystem", path)
     link = f"{words(*cxx)} {LINK_FLAGS}"
@@ -167,7 +169,7 @@ def ninja_rules(build_dir: Path, cuda: Cuda | None) -> list[str]:
         f"  command = {link} $in -o $out",
     ]
     if cuda:
-        compile_cu = f"{nvcc} {NVCC_FLAGS} {cuda.gencode}"
+        compile_cu = f"{nvcc} {NVCC_FLAGS} {cuda.gencode} {include}"
         # ptxas' report stays beside the object: tests/csrc/test_compile.py reads it
         keep = "2> $out.log; code=$$?; cat $out.log >&2; exit $$code"
         rules += ["rule nvcc", f"  command = {compile_cu} {depfile} -c $in -o $out {keep}", deps]
@@ -175,13 +177,13 @@ def ninja_rules(build_dir: Path, cuda: Cuda | None) -> list[str]:
 
 
 def ninja_file(build_dir: Path, target: Path, version: str, cuda: Cuda | None) -> str:
-    csrc = ROOT / "csrc"
     lines = ninja_rules(build_dir, cuda)
     objects = []
-    for source in sorted([*csrc.glob("*.cpp"), *(csrc.glob("*.cu") if cuda else ())]):
+    for source in sorted([*CSRC.rglob("*.cpp"), *(CSRC.rglob("*.cu") if cuda else ())]):
         if cuda and source.name == "no_cuda.cpp":
             continue
-        obj = esc(build_dir / (source.name + ".o"))
+        # In folders as csrc has them: every op has a bind.cpp.
+        obj = esc(build_dir / f"{source.relative_to(CSRC)}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         lines.append(f"build {obj}: {rule} {esc(source)}")
         if source.name == "build_info.cpp":

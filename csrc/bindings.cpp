@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, m) {
   lorakernels::register_amax(m);
   lorakernels::register_build_info(m);
   lorakernels::register_philox(m);
+  lorakernels::register_dropout_mask(m);
   lorakernels::register_fp8(m);
   lorakernels::register_graph(m);
   lorakernels::register_graph_watch(m);

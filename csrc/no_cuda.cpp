@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for the .cu files in a build without nvcc: the same functions, each saying what is missing.
+// Takes the place of the .cu files in a build without nvcc. Each function throws and says what is missing.
 #include <stdexcept>
 #include <string>
 
-#include "amax.h"
-#include "amax_and_scale_update.h"
-#include "bias_dropout_add.h"
-#include "cuda_runtime_info.h"
-#include "dropout_mask.h"
-#include "fp8_gemm.h"
-#include "graph.h"
-#include "lora_grad_a.h"
-#include "quantize_grad.h"
-#include "quantize_lora_down.h"
-#include "transpose_fp8.h"
+#include "graphs/graph.h"
+#include "host/cuda_runtime_info.h"
+#include "ops/amax/params.h"
+#include "ops/amax_and_scale_update/params.h"
+#include "ops/bias_dropout_add/params.h"
+#include "ops/dropout_mask/params.h"
+#include "ops/fp8_gemm/params.h"
+#include "ops/lora_grad_a/params.h"
+#include "ops/quantize_grad/params.h"
+#include "ops/quantize_lora_down/params.h"
+#include "ops/transpose_fp8/params.h"
 
 namespace lorakernels {
 namespace {
@@ -42,7 +42,7 @@ void launch_bias_dropout_add_backward(const BiasDropoutAddBackwardParams&, void*
 void launch_fp8_linear_lora(const Fp8GemmParams&, void*, int) { not_compiled("fp8_linear_lora"); }
 
 void launch_fp8_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
-void launch_fp8_grad_input_turned(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
+void launch_fp8_grad_input_untransposed(const Fp8GemmParams&, void*, int) { not_compiled("fp8_grad_input"); }
 
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
 
@@ -66,12 +66,10 @@ std::string Graph::update(Graph&) { not_compiled("Graph.update"); }
 std::vector<NodeCount> Graph::census() const { not_compiled("Graph.census"); }
 int64_t Graph::programmatic_edges() const { not_compiled("Graph.programmatic_edges"); }
 void Graph::write_dot(const std::string&) const { not_compiled("Graph.write_dot"); }
-void Graph::drop_template() { not_compiled("Graph.drop_template"); }
 void Graph::destroy() noexcept {}
 void begin_capture(uintptr_t, CaptureMode) { not_compiled("graph_begin_capture"); }
 void* end_capture(uintptr_t) { not_compiled("graph_end_capture"); }
 bool abort_capture(uintptr_t) noexcept { return false; }
-CaptureStatus capture_status(uintptr_t) { not_compiled("graph_capture_status"); }
 
 CudaRuntimeInfo cuda_runtime_info() {
   CudaRuntimeInfo info;

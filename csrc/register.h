@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every binding file shares. Tensors are checked in Python; here only what would read or write out of bounds.
+// What every binding file shares. Python checks tensors. Bindings check only what would make a kernel read or write out
+// of bounds.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,9 +24,24 @@ inline void check_sizes(const char* op, std::initializer_list<std::pair<const ch
   }
 }
 
+inline void check_multiprocessors(const char* op, int64_t multiprocessors) {
+  if (multiprocessors < 1) {
+    throw std::invalid_argument(std::string(op) + ": multiprocessors must be at least 1, got " +
+                                std::to_string(multiprocessors));
+  }
+}
+
+// Makes `_C.limits.<op>`, from which Python reads what the op's kernels take. `values` has a number for each name.
+inline void add_limits(py::module_& m, const char* op, const py::dict& values) {
+  const py::object space = py::module_::import("types").attr("SimpleNamespace");
+  if (!py::hasattr(m, "limits")) m.attr("limits") = space();
+  m.attr("limits").attr(op) = space(**values);
+}
+
 void register_amax(py::module_& m);
 void register_build_info(py::module_& m);
 void register_philox(py::module_& m);
+void register_dropout_mask(py::module_& m);
 void register_fp8(py::module_& m);
 void register_graph(py::module_& m);
 void register_graph_watch(py::module_& m);

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python drop_in.py MODEL_DIR OUTPUT_DIR: ten lines from a checkpoint to an adapter that PEFT reads, on random
-tokens."""
+"""python drop_in.py MODEL_DIR OUTPUT_DIR
+
+Ten lines from a checkpoint to an adapter that PEFT reads, trained on random tokens.
+"""
 
 import sys
 
@@ -10,7 +12,7 @@ from lorakernels import LoRAConfig, fuse, linear_cross_entropy, load_quantized, 
 
 lora = LoRAConfig(r=16, lora_alpha=32, target_modules="all-linear")
 loaded = load_quantized(sys.argv[1], lora=lora)  # FP8 base, tensor by tensor
-model, report = loaded.model.train(), fuse(loaded.model)  # prints what each layer keeps
+model, report = loaded.model.train(), fuse(loaded.model)  # report: what each layer keeps
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
 for step in range(4):
     tokens = torch.randint(model.config.vocab_size, (1, 65), device=model.device)

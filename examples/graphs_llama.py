@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama of transformers, plain PyTorch, its decoder layers as CUDA graphs. No kernel of lorakernels is used.
+"""Capture the decoder layers of a transformers Llama as CUDA graphs. It is plain PyTorch, without lorakernels'
+kernels.
 
 python examples/graphs_llama.py
 """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same with LoRA over an FP8 base: dropout from a state in device memory, scales updated once per iteration.
+"""Capture the decoder layers of a Llama with LoRA over an FP8 base as CUDA graphs.
+
+Dropout draws from a state in device memory, and the scales are updated once per iteration.
 
 python examples/graphs_lora.py
 """

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HF Trainer with fused decoder layers, replayed as CUDA graphs on a GPU; one epoch on this file's own bytes.
+"""HF Trainer with fused decoder layers, replayed as CUDA graphs on a GPU. It trains one epoch on this file's own
+bytes.
 
     python examples/trainer.py [MODEL_DIR]      # without one, a small Llama with random weights
 
-One process, one GPU: the loss below goes around DistributedDataParallel, which would not reduce its gradients.
-What graphs ask for: batches whose shapes repeat, here blocks of a fixed length. What stays eager: embedding, last norm,
-head and loss, clipping, optimizer, evaluation.
+It runs in one process on one GPU, because the loss below bypasses DistributedDataParallel, which would not reduce its
+gradients. Graphs need batches whose shapes repeat; here these are blocks of a fixed length. Embedding, last norm, head
+and loss, clipping, optimizer and evaluation run eagerly.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LORA = LoRAConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-line
 
 
 class LoRATrainer(Trainer):
-    """The model's loss without the logits of all tokens."""
+    """Computes the model's loss without the logits of all tokens."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's SFTTrainer over chats: PEFT's adapters on our layers, fused, packed, replayed as CUDA graphs on a GPU.
+"""TRL's SFTTrainer on chats: PEFT's adapters over our layers, fused, packed, and replayed as CUDA graphs on a GPU.
 
     python examples/trl_sft.py [MODEL_DIR]      # without one, a small Llama with random weights and a byte tokenizer
 
-The loss is of the assistant's turns alone. Documents are packed and do not see each other; `FixedShapes` gives every
-batch the shapes that graphs ask for. The adapter that SFTTrainer saves is PEFT's.
+Only the assistant's turns have a loss. Documents are packed and do not see each other. `FixedShapes` gives every batch
+the shapes that graphs need. The adapter that SFTTrainer saves is PEFT's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEMPLATE = """{%- for message in messages %}{{ '<|' + message['role'] + '|>' }}{
 
 
 def chats() -> list[list[dict[str, str]]]:
-    """Sums: what there is to learn is in the assistant's turns."""
+    """Chats about sums. All that can be learned is in the assistant's turns."""
     found = []
     for a in range(2, 26):
         for b in (a % 7, a % 5 + 3):
@@ -94,8 +94,8 @@ def main(folder: str | None = None, output: str = "sft-output", **options: Any) 
         learning_rate=5e-3,
         logging_steps=1,
         report_to=[],
-        bf16=False,  # the model's dtype is the one it computes in
-        gradient_checkpointing=False,  # fuse(save="checkpoint") does so inside its layers
+        bf16=False,  # the model computes in its own dtype
+        gradient_checkpointing=False,  # fuse(save="checkpoint") recomputes inside its layers instead
         use_cpu=device == "cpu",
     )
     trainer = SFTTrainer(

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs that follow the order in which layers run. Knows callables; knows nothing of LoRA."""
 
-from .backend import CudaBackend
+from .device.backend import CudaBackend
 from .errors import CaptureError, GraphError, ReplayError
-from .manager import GraphManager
+from .layers.manager import GraphManager
+from .options import GraphOptions
 from .order import Direction, Order, OrderError, ReplayOrderError, Step
-from .recorder import OrderRecorder
+from .record.hooks import Hook
+from .record.order_recorder import OrderRecorder
 from .report import GraphReport, Report
-from .schedule import gpipe, interleaved_one_forward_one_backward, one_forward_one_backward
+from .signature import TensorSpec, flatten
+from .whole.step_graph import StepGraph
 
 __all__ = [
     "GraphManager",
+    "StepGraph",
+    "GraphOptions",
     "CudaBackend",
     "Report",
     "GraphReport",
@@ -23,7 +28,8 @@ __all__ = [
     "OrderRecorder",
     "ReplayOrderError",
     "Step",
-    "gpipe",
-    "interleaved_one_forward_one_backward",
-    "one_forward_one_backward",
+    # for who drives a manager from outside of the loop
+    "Hook",
+    "TensorSpec",
+    "flatten",
 ]

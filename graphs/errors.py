@@ -57,10 +57,7 @@ class ReplayError(GraphError):
 def explain(error: BaseException) -> str:
     """What an error of this package means and what to do about it."""
     if isinstance(error, CaptureError):
-        todo = "The layers run eagerly until capture() succeeds."
-        if error.phase == "eval":
-            todo = "Training is as before; calls like this one stay refused: use eval='eager'."
-        return f"{error}\nNothing was changed. {todo}"
+        return f"{error}\nNothing was changed. The layers run eagerly until capture() succeeds."
     if isinstance(error, ReplayError):
         todo = (
             "If the change is meant: recapture() between iterations."

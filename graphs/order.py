@@ -2,8 +2,8 @@
 """The order of one training iteration, and the check that a replay follows it.
 
 A step is the forward or the backward of one layer for one microbatch. Graphs that share memory are
-right only when they replay in the order in which they were captured, so the order is a value of its
-own: validated once, immutable, and compared with every launch before the launch.
+right only if they replay in the order in which they were captured. So the order is a value of its
+own: it is validated once, cannot change, and every launch is compared with it first.
 
 Pure Python; nothing here knows of torch.
 """
@@ -40,9 +40,10 @@ class Step:
 
 
 class OrderError(RuntimeError):
-    """A sequence of steps is not the one it has to be. Carries what a handler needs to know.
+    """A sequence of steps is not the expected one.
 
-    `expected` is None where no step would have been right, `found` where the sequence ended.
+    Attributes: `reason`, `position`, `names` of the layers; `expected`, None if no step would have been right; `found`,
+    None if the sequence ended.
     """
 
     def __init__(
@@ -125,19 +126,11 @@ class Order:
         return self.steps[position]
 
     def index(self, step: Step) -> int:
-        """Position of `step`; which is also the index of the graph captured for it."""
+        """Position of `step`, which is also the index of the graph that is captured for it."""
         try:
             return self._positions[step]
         except KeyError:
             raise ValueError(f"{describe(step, self.layers)} is not in the order") from None
-
-    def max_in_flight(self) -> tuple[int, ...]:
-        """For each layer, the most microbatches that are at any time forward-done, backward-not."""
-        alive, most = [0] * len(self.layers), [0] * len(self.layers)
-        for step in self.steps:
-            alive[step.layer] += 1 if step.direction is Direction.FORWARD else -1
-            most[step.layer] = max(most[step.layer], alive[step.layer])
-        return tuple(most)
 
     @cached_property
     def _positions(self) -> dict[Step, int]:

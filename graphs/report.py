@@ -10,9 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph. `capture_s`: wall time in seconds, instantiation and upload included. `made`: "instantiated";
-    "updated" where recapture() gave an executable graph new addresses; or "instantiated: …", why it could not. `shape`:
-    the number of its set of graphs."""
+    """One graph.
+
+    Attributes:
+        nodes, kernels: how many there are, by kind and by name.
+        capture_s: wall time in seconds, instantiation and upload included.
+        made: "instantiated"; "updated" if `recapture` gave an executable graph new addresses; "instantiated: …" with
+            the reason if it could not.
+        shape: the number of the captured shape, counted from 0.
+    """
 
     layer: str
     microbatch: int
@@ -26,11 +32,20 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Report:
-    """`pool_bytes`: what the graphs' pool holds, activations included; `driver_bytes`: what the driver took for the
-    graphs beside it; `grad_bytes`: the slabs for gradients. `buffers` and `buffer_bytes` are the inputs, outputs and
-    gradients that layers hand on, `unshared_*` what they were if every call had its own. All of it together for all
-    sets of graphs, whose first call's inputs are in `shapes`; `microbatches_captured` is of the longest block.
-    `eval_graphs`: those of `eval="capture"`, whose memory is not counted."""
+    """What is captured, over all shapes.
+
+    Attributes:
+        phase: the manager's.
+        microbatches_captured: microbatches of the longest captured block.
+        buffers, buffer_bytes: the inputs, outputs and gradients that layers hand on.
+        unshared_buffers, unshared_bytes: the same if every call had buffers of its own.
+        copied: names of the buffers that eager code gets as copies.
+        pool_bytes: what the graphs' pools hold, activations included.
+        driver_bytes: what the driver took for the graphs besides.
+        grad_bytes: the memory for gradients of parameters.
+        capture_s: wall time in seconds.
+        shapes: the inputs of the first call, for each shape.
+    """
 
     phase: str
     graphs: tuple[GraphReport, ...] = ()
@@ -45,11 +60,10 @@ class Report:
     grad_bytes: int = 0
     capture_s: float = 0.0
     shapes: tuple[str, ...] = ()
-    eval_graphs: int = 0
 
     @classmethod
-    def of_sets(cls, reports: Sequence[Report], **more: Any) -> Report:
-        """The report of several sets of graphs; `more`: what belongs to none of them."""
+    def of_shapes(cls, reports: Sequence[Report], **more: Any) -> Report:
+        """The sum of the reports of several shapes; `more`: fields that belong to none of them."""
         summed = "graphs shapes buffers buffer_bytes unshared_buffers unshared_bytes pool_bytes"
         values: dict[str, Any] = {
             name: sum((getattr(r, name) for r in reports[1:]), getattr(reports[0], name))
@@ -81,7 +95,6 @@ class Report:
             lines += [f"shape {i}: {shape}" for i, shape in enumerate(self.shapes)]
         if updated := sum(g.made == "updated" for g in self.graphs):
             lines.append(f"recaptured: {updated} of {len(self.graphs)} graphs by an update")
-        lines += [f"{self.eval_graphs} graphs for eval()"] if self.eval_graphs else []
         lines += [f"handed out as copies: {', '.join(self.copied)}"] if self.copied else []
         for g in self.graphs:
             nodes = ", ".join(f"{count} {kind}" for kind, count in sorted(g.nodes.items()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call looks like: the tensors in it, and everything else, which a graph freezes."""
+"""A call taken apart: its tensors, and its constants, which a graph freezes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PLAIN = (
+CONSTANT_TYPES = (
     bool,
     int,
     float,
@@ -42,7 +42,7 @@ def extension() -> ModuleType:
 
 
 class TensorSpec(NamedTuple):
-    """Everything about a tensor that a graph has in it, but its address. Strides count elements."""
+    """What a graph fixes of a tensor, besides its address. Strides count elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -63,7 +63,7 @@ class TensorSpec(NamedTuple):
         return (1 + sum(steps)) * self.dtype.itemsize
 
     def dense_stride(self) -> tuple[int, ...]:
-        """Its own if it is dense, in any order of dimensions, else a contiguous tensor's: a gradient's layout."""
+        """The strides of its gradient: its own if it is dense in some order of dimensions, else contiguous ones."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size > 1 and stride != expected:
@@ -78,7 +78,7 @@ class TensorSpec(NamedTuple):
 
 
 def distinct(x: Tensor) -> Tensor:
-    """`x` without what `expand` repeats, for copies: memory cannot be written to through a repeated dimension."""
+    """`x` with size 1 in the dimensions that `expand` repeats: those cannot be copied into."""
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if stride == 0 and size > 1:
             x = x.narrow(dim, 0, 1)
@@ -86,14 +86,20 @@ def distinct(x: Tensor) -> Tensor:
 
 
 def number_types(spec: list[Any]) -> list[tuple[int, type]]:
-    """Where `spec` has numbers, and their types: 1, 1.0 and True are equal, but do not compute the same."""
+    """Positions and types of the numbers in `spec`: 1, 1.0 and True are equal, but do not compute the same."""
     numbers = (int, float, complex)
     return [(i, type(value)) for i, value in enumerate(spec) if isinstance(value, numbers)]
 
 
 def typed(spec: list[Any]) -> tuple[tuple[type, Any], ...]:
-    """`spec` as a key: equal if the constants are, and their types."""
+    """`spec` as a key, which is equal if the constants are equal in value and type."""
     return tuple((type(value), value) for value in spec)
+
+
+def autocast_state(device_type: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is on for the device, and to which dtype if it is."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return enabled, torch.get_autocast_dtype(device_type) if enabled else None
 
 
 class Signature:
@@ -126,9 +132,13 @@ class Signature:
             self.constants.append((path or "value", next(spec) if head is type else head))
 
     def unsupported(self) -> str | None:
-        """The first constant whose changes nobody could see, described; None if there is none."""
+        """The first constant that could change unseen, described; None if there is none."""
         for path, value in self.constants:
-            if value is not None and not isinstance(value, PLAIN) and not _is_function(value):
+            if (
+                value is not None
+                and not isinstance(value, CONSTANT_TYPES)
+                and not _is_function(value)
+            ):
                 return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
         return None
 

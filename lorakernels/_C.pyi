@@ -3,20 +3,40 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-# The scale of a bf16 or fp16 tensor, known on the device alone (csrc/amax.h, shared by the quantizing kernels): their
-# launchers call launch_amax_if_unset(ScaleSource, ...) themselves, with `partials` int32 [AMAX_PARTIALS] of the caller
-# (uninitialized is fine); their kernels, launched with programmatic stream serialization, call scale_to_use.
+# How many int32 elements `partials` of quantize_grad has; they need not be initialized (csrc/ops/amax/params.h).
 AMAX_PARTIALS: int
 
-def amax_if_unset(
-    kept: int,  # address of the state's scale; 0: always by x's own amax
-    partials: int,
-    x: int,  # 16-byte aligned
-    count: int,  # a multiple of 8
-    dtype: Literal["bfloat16", "float16"],
-    stream: int = 0,
-    device: int = -1,
-) -> None: ...
+class _QuantizeLoraDownLimits:
+    rank: int  # the highest
+    cols_multiple: int  # of K, and of first_col
+
+class _QuantizeGradLimits:
+    rank: int
+    drawn_rank: int  # the highest with `dropped`
+    cols_multiple: int  # of N, and of first_col
+    projections: int  # the most side by side
+    projection_multiple: int  # of the columns of each projection but the last
+
+class _LoraGradALimits:
+    rank: int
+    cols_multiple: int  # of K, and of first_col
+    fp8_cols_multiple: int  # of K, where x is FP8
+
+class _Fp8GemmLimits:
+    cols_multiple: int  # of the output's columns, of stride and of first_col
+    untransposed_cols_multiple: (
+        int  # of the output's columns, where fp8_grad_input takes the weight untransposed
+    )
+    depth_multiple: int
+
+class _Limits:
+    quantize_lora_down: _QuantizeLoraDownLimits
+    quantize_grad: _QuantizeGradLimits
+    lora_grad_a: _LoraGradALimits
+    fp8_gemm: _Fp8GemmLimits
+
+limits: _Limits  # what the kernels take; also in a build without CUDA
+
 def build_info() -> dict[str, Any]: ...
 def cuda_runtime_info() -> dict[str, Any]: ...
 def philox4x32_10(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
@@ -58,7 +78,7 @@ def dropout_mask(
     first_row: int = 0,
     first_col: int = 0,
 ) -> None: ...
-def bias_grad_chunks(rows: int, cols: int, first_col: int = 0) -> int: ...
+def bias_grad_chunks(rows: int, cols: int, multiprocessors: int, first_col: int = 0) -> int: ...
 def bias_dropout_add(
     out: int,
     x: int,
@@ -97,7 +117,12 @@ def quantize_lora_down_workspace(rows: int, cols: int, rank: int, device: int) -
 
 # projections: (columns, rank or 0) of each that stands side by side in dy; none: one of all columns
 def quantize_grad_workspace(
-    rows: int, cols: int, rank: int, has_dB: bool, projections: Sequence[tuple[int, int]] = ()
+    rows: int,
+    cols: int,
+    rank: int,
+    has_dB: bool,
+    multiprocessors: int,
+    projections: Sequence[tuple[int, int]] = (),
 ) -> int: ...
 def quantize_grad(
     dy8: int,
@@ -208,7 +233,7 @@ def fp8_grad_input(
     stream: int,
     device: int,
 ) -> None: ...
-def lora_grad_a_partial(rows: int, cols: int, rank: int) -> int: ...
+def lora_grad_a_partial(rows: int, cols: int, rank: int, multiprocessors: int) -> int: ...
 def lora_grad_a(
     dA: int,
     partial: int,
@@ -261,10 +286,8 @@ def amax_and_scale_update(
 ) -> None: ...
 
 class Graph:
-    """A captured CUDA graph, and its executable form once instantiated (csrc/graph.h)."""
+    """A captured CUDA graph, and its executable form once instantiated (csrc/graphs/graph.h)."""
 
-    has_template: bool
-    instantiated: bool
     def instantiate(self) -> None: ...
     def upload(self, stream: int) -> None: ...
     def launch(self, stream: int) -> None: ...
@@ -273,16 +296,14 @@ class Graph:
     def census(self) -> list[tuple[str, str, int]]: ...  # type, kernel name or direction, count
     def programmatic_edges(self) -> int: ...
     def write_dot(self, path: str) -> None: ...
-    def drop_template(self) -> None: ...
     def destroy(self) -> None: ...
 
 def graph_begin_capture(stream: int, mode: Literal["thread_local", "relaxed"]) -> None: ...
 def graph_end_capture(stream: int) -> Graph: ...
 def graph_abort_capture(stream: int) -> bool: ...
-def graph_capture_status(stream: int) -> Literal["none", "active", "invalidated"]: ...
 
 class Watch:
-    """What a replay relies on in Python, compared before each launch (csrc/graph_watch.cpp)."""
+    """What a replay relies on in Python, compared before each launch (csrc/graphs/watch.cpp)."""
 
     def add_dict(self, dict: dict[str, Any], keys: Sequence[str] | None = None) -> None: ...
     def add_address(self, data_ptr: Any, expected: int) -> None: ...
@@ -304,7 +325,7 @@ class Matcher:
     """What a function that `matcher` makes is bound to."""
 
 class GradSlots:
-    """Where parameters' gradients are (csrc/graph_call.cpp)."""
+    """Where parameters' gradients are (csrc/graphs/call.cpp)."""
 
     def __init__(self, targets: list[Any]) -> None: ...
     def state(self) -> int: ...  # 0: all installed, 1: all None and nobody's, 2: anything else

@@ -1,31 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
 
-from lorakernels.adapters import load_adapter, save_adapter
 from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add, linear_cross_entropy
 from lorakernels.checkpoints import Exported, check_export, export_model
+from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.loading import Loaded, load_quantized
 from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
-from lorakernels.fp8 import FP8State
-from lorakernels.loading import Loaded, load_quantized
+from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
+from lorakernels.fusion.unload import merge_and_unload, unload
 from lorakernels.loops import Attached, attach
 from lorakernels.modules import (
     FrozenFP8Linear,
-    FuseReport,
     LoRALinear,
     LoRALinearGroup,
     LoRAReport,
     apply_lora,
     disable_lora,
-    fuse,
     group_projections,
-    merge_and_unload,
     merge_lora,
     training_state_dict,
-    unfuse,
-    unload,
     unmerge_lora,
 )
-from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ import torch
 
 ALL_LINEAR = "all-linear"
 Names = str | tuple[str, ...] | None
-# Fields of Transformer Engine's DelayedScaling that ours lacks, and the one value ours can follow.
+# Fields of Transformer Engine's DelayedScaling that ours lacks, each with the only value that ours can follow.
 _TE_ONLY: Mapping[str, object] = {
     "scaling_factor_compute_algo": None,
     "fp8_dpa": False,
@@ -32,8 +32,11 @@ _WRAPPERS = re.compile(
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a GEMM adds up, by Transformer Engine's name: with `use_split_accumulator` partial sums are added in fp32, of
-    which Hopper's FP8 tensor cores by themselves keep about 14 bits."""
+    """How an FP8 GEMM adds up. The name is Transformer Engine's.
+
+    Hopper's FP8 tensor cores by themselves keep about 14 bits of an fp32 sum. With `use_split_accumulator`, partial
+    sums are added in fp32.
+    """
 
     use_split_accumulator: bool = True
 
@@ -48,9 +51,12 @@ class DelayedScaling:
     """FP8 recipe: a tensor's scale comes from the amax history of the iterations before.
 
     `scale = fp8_max / (amax · 2**margin)` with `amax` the largest ("max") or the newest
-    ("most_recent") entry of the history. HYBRID holds activations and weights in e4m3 and gradients
-    in e5m2; E4M3 holds everything in e4m3. The GEMMs' defaults are what Transformer Engine does under this recipe; the
-    fields are those of its Float8CurrentScaling.
+    ("most_recent") entry of the history. HYBRID holds activations and weights in e4m3 and gradients in e5m2. E4M3
+    holds everything in e4m3. The GEMM fields are named as in Transformer Engine's Float8CurrentScaling. Their defaults
+    are what Transformer Engine does under this recipe.
+
+    Raises:
+        TypeError, ValueError: a field has a wrong type or value.
     """
 
     margin: int = 0
@@ -78,8 +84,8 @@ class DelayedScaling:
 
         Raises:
             TypeError: `recipe` is of another kind (current scaling, MXFP8, blockwise, …).
-            ValueError: a field says what this library has not: a function as an algorithm, pure E5M2, FP8 attention, a
-                GEMM in higher precision. The message names the field, what was found and what is possible.
+            ValueError: a field asks for what this library lacks: a function as an algorithm, pure E5M2, FP8 attention,
+                a GEMM in higher precision. The message names the field, what was found and what is possible.
         """
         kind = type(recipe).__name__
         fields = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
@@ -95,16 +101,16 @@ class DelayedScaling:
                 raise _unexpected(cls.__name__, name, found, repr(possible))
         values = {name: getattr(recipe, name) for name in fields}
         values["fp8_format"] = getattr(values["fp8_format"], "name", values["fp8_format"])
-        for name in GEMM_FIELDS:  # TE's class has none, but TE's GEMMs follow those of a subclass
+        for name in GEMM_FIELDS:  # TE's class lacks them, but its GEMMs follow a subclass's
             if hasattr(recipe, name):
                 values[name] = MMParams(getattr(recipe, name).use_split_accumulator)
         return cls(**values)
 
     def to_te(self) -> Any:
-        """A `transformer_engine.common.recipe.DelayedScaling` that says the same; imports Transformer Engine.
+        """The same recipe as a `transformer_engine.common.recipe.DelayedScaling`. Imports Transformer Engine.
 
         Raises:
-            ValueError: a GEMM adds up otherwise than TE's always does under this recipe.
+            ValueError: a GEMM field differs from what TE always does under this recipe.
         """
         values = asdict(self)
         for name in GEMM_FIELDS:
@@ -137,8 +143,10 @@ class DelayedScaling:
 class LoRAConfig:
     """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus two of our own.
 
-    `fp8=None` keeps the base weight in its own dtype.
-    `weight_layout="both"` holds a second, transposed FP8 copy of it.
+    `fp8=None` keeps the base weight in its own dtype. `weight_layout="both"` holds a second, transposed FP8 copy of it.
+
+    Raises:
+        TypeError, ValueError: a field has a wrong type or value, or two fields do not fit together.
     """
 
     r: int = 8
@@ -188,15 +196,15 @@ class LoRAConfig:
         _choice(where, "weight_layout", self.weight_layout, ("single", "both"))
 
     def rank_for(self, path: str) -> int:
-        """The rank at `path`: of the first key of rank_pattern matching, else `r`."""
+        """The rank at `path`: the value of the first key in rank_pattern that matches, else `r`."""
         return next(matching(self.rank_pattern, path), self.r)
 
     def alpha_for(self, path: str) -> float:
-        """The alpha at `path`: of the first key of alpha_pattern matching, else `lora_alpha`."""
+        """The alpha at `path`: the value of the first key in alpha_pattern that matches, else `lora_alpha`."""
         return next(matching(self.alpha_pattern, path), self.lora_alpha)
 
     def scaling_for(self, path: str) -> float:
-        """alpha / r, or alpha / √r with `use_rslora`."""
+        """The scaling at `path`: alpha / r, or alpha / √r with `use_rslora`."""
         r = self.rank_for(path)
         return self.alpha_for(path) / (math.sqrt(r) if self.use_rslora else r)
 
@@ -219,8 +227,10 @@ class LoRAConfig:
 
 
 def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:
-    """The values of the keys that match `path` or its tail after a dot, in their order: PEFT takes the first. Behind
-    them that of a key that is the path itself and, read as an expression, does not match it."""
+    """The values of the keys that match `path` or its tail after a dot, in their order. PEFT takes the first.
+
+    The value of a key that equals `path` comes last: read as an expression, the key may not match.
+    """
     path = clean_path(path)
     for key, value in patterns.items():
         if _expression(key).match(path):
@@ -229,7 +239,7 @@ def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:
         yield patterns[path]
 
 
-# re keeps 512, of which a file with a key for every layer may have more
+# re caches only 512 expressions; a file with a key for every layer may have more
 @lru_cache(maxsize=1 << 16)
 def _expression(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})$")

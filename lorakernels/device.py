@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this machine, asked at first use and never at import: GPUs, and the C++/CUDA extension."""
+"""Facts about this machine: GPUs, and the C++/CUDA extension. They are found at first use, never at import."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def capability(index: int) -> tuple[int, int]:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a "cuda" device; without an index, of the current one."""
+    """Compute capability of a "cuda" device. A device without an index is the current one."""
     return capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
 def multiprocessors_of(index: int) -> int:
-    """Of GPU `index`."""
+    """The number of multiprocessors of GPU `index`."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @cache
 def extension() -> ModuleType:
-    """`lorakernels._C`.
+    """The compiled module `lorakernels._C`.
 
     Raises:
         ImportError: it was not built, or was built for another Python.
@@ -57,8 +57,8 @@ def extension_error() -> str | None:
 def why_not_csrc(capability: tuple[int, int]) -> str | None:
     """None if csrc's CUDA kernels were built and run on this compute capability; otherwise the reason why not.
 
-    Machine code for sm_XY runs on X.Y and later minors of X, for sm_XYa on X.Y alone (CUDA C++ programming guide,
-    "binary compatibility").
+    Machine code for sm_XY runs on X.Y and on later minors of X. Code for sm_XYa runs on X.Y alone (CUDA C++
+    programming guide, "binary compatibility").
     """
     if (error := extension_error()) is not None:
         return error
@@ -77,11 +77,12 @@ def why_not_csrc(capability: tuple[int, int]) -> str | None:
 
 
 def cudnn_folders(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """Folders of the cuDNNs that this process has loaded; [] where there is no /proc.
+    """Folders of the cuDNN libraries that this process has loaded, as `maps` lists them; [] without /proc.
 
-    Parts of different ones do not fit together. torch loads libcudnn.so.9 with itself and the parts as it needs them,
-    and a loaded part serves whoever asks for its name: Transformer Engine 2.12 needs all of them, from where the
-    system's loader finds those that are not there yet, and torch's attention then ran with those and left NaN.
+    Parts of different cuDNNs do not fit together. torch loads libcudnn.so.9 with itself, and each part when it needs
+    it. A part that is loaded already is used for every later request of its name. Transformer Engine 2.12 loads all
+    parts, and the system's loader finds the missing ones elsewhere. torch's attention then ran with those and computed
+    NaN.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace")

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared fixtures: fresh random inputs per test, the `gpu` marker, devices to run on."""
+"""Shared fixtures: poisoned memory, fresh random inputs per test, the `gpu` marker, devices to run on."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from tests.poison import AVAILABLE, poisoned_memory
+
 HAS_CUDA = torch.cuda.is_available()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "leave new memory as it is: a tool that looks for reads of unwritten memory finds them"
+    parser.addoption("--unpoisoned", action="store_true", help=what)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poison(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An element that nobody writes is NaN in every test; tests/poison.py says where it is not."""
+    leave = request.config.getoption("unpoisoned") or not AVAILABLE
+    with nullcontext() if leave else poisoned_memory():
+        yield
 
 
 @pytest.fixture(autouse=True)

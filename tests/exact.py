@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import LoRALinear, reference
+from lorakernels import LoRALinear
+from lorakernels.numerics.dropout import keep_scale
+from lorakernels.numerics.fp8 import FP8_MAX, amax_of, quantize_fp8, scale_of
 
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
@@ -22,7 +24,9 @@ def error_in_eps(found: Tensor, exact: Tensor, size: Tensor, eps: float) -> floa
 def exact_lora(
     layer: LoRALinear, x: Tensor, dy: Tensor, keep: Tensor | None, p: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """{name: (value, size)} of y, dx, dA, dB, dbias: design.md §2 in float64 on the values the kernels see.
+    """{name: (value, size)} of y, dx, dA, dB, dbias in float64, by the formulas of autograd/lora_linear.py.
+
+    They take the values that the kernels see.
 
     x and dy pass through FP8 with the layer's own scales where the base (and dA) read them. `size` is the
     same formula with the magnitudes of everything that was rounded before, plus the value: rounding s by
@@ -31,7 +35,7 @@ def exact_lora(
     x, dy = x.detach().flatten(0, -2), dy.detach().flatten(0, -2)
     w = layer.dequantized_weight().double()
     a, b = (t.detach().to(x.dtype).double() for t in (layer.lora_A, layer.lora_B))
-    factor = 1.0 if keep is None else reference.keep_scale(p)
+    factor = 1.0 if keep is None else keep_scale(p)
     mask = torch.ones_like(x, dtype=torch.bool) if keep is None else keep
     x8, dy8, dy = x.double(), dy.double(), dy.double()
     state, column = layer.fp8_state, layer._column
@@ -57,5 +61,5 @@ def through_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float = 0.0) -> T
     """x quantized and back, in float64; with scale 0 by its own amax, as before a first update."""
     scale = torch.as_tensor(scale, device=x.device)
     if float(scale) == 0.0:
-        scale = reference.scale_of(reference.amax_of(x), reference.FP8_MAX[dtype])
-    return reference.quantize_fp8(x, scale, dtype).double() / scale.double()
+        scale = scale_of(amax_of(x), FP8_MAX[dtype])
+    return quantize_fp8(x, scale, dtype).double() / scale.double()

@@ -15,8 +15,8 @@ from lorakernels import LoRAConfig, apply_lora, load_quantized
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich", reason="the generator of checkpoints is finetune's")
-from lorakernels.train.synthetic import Synthetic as Synthetic  # noqa: E402
-from lorakernels.train.synthetic import write_checkpoint as write_checkpoint  # noqa: E402
+from tests.synthetic import Synthetic as Synthetic  # noqa: E402
+from tests.synthetic import write_checkpoint as write_checkpoint  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 

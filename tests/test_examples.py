@@ -47,7 +47,7 @@ def losses(trainer: Any) -> list[float]:
 def test_drop_in(tmp_path, monkeypatch, capsys):
     pytest.importorskip("rich")
     transformers = pytest.importorskip("transformers")
-    from lorakernels.train.synthetic import write_checkpoint
+    from tests.synthetic import write_checkpoint
 
     config = transformers.LlamaConfig(
         vocab_size=128,
@@ -186,7 +186,7 @@ def test_a_capture_that_fails_is_a_warning_and_training_goes_on(tmp_path):
 def test_accelerate_loop_with_fused_and_replayed_layers(device):
     """Accelerate's prepare and backward around the same calls; imitated graphs on a CPU."""
     from accelerate import Accelerator
-    from lorakernels.graphs import GraphManager
+    from lorakernels.graphs import GraphManager, GraphOptions
 
     from lorakernels import PhiloxState, fuse
 
@@ -198,9 +198,9 @@ def test_accelerate_loop_with_fused_and_replayed_layers(device):
     model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(trained, lr=5e-3))
     state = report.fp8_state
     state.reduce_and_update()
-    backend = FakeBackend if device.type == "cpu" else None
+    options = GraphOptions(backend=FakeBackend if device.type == "cpu" else None)
     manager = GraphManager(
-        model.model.layers, fp8_state=state, rng_states=[philox], backend=backend
+        model.model.layers, fp8_state=state, rng_states=[philox], options=options
     )
     tokens = torch.arange(256, device=device).view(4, 64)
     found = []

@@ -9,8 +9,10 @@ import math
 import pytest
 import torch
 
-from lorakernels import PhiloxState, model_parallel_states, reference
-from lorakernels.philox import default_slot
+from lorakernels import PhiloxState, model_parallel_states
+from lorakernels.numerics.dropout import drawn_mask, dropout_threshold, keep_scale
+from lorakernels.state.philox import default_slot
+from lorakernels.values import Dropout
 
 # Rates
 
@@ -19,12 +21,12 @@ from lorakernels.philox import default_slot
 def test_keep_rate_and_mean(p):
     """2²² draws. Bounds: 5 sigma of the binomial around 1 − p′, p′ = round(65536 p) / 65536; the mean of D(1) is 1."""
     n = 2**22
-    keep = reference.drawn_mask(torch.tensor([11, 5]), p, 1, 2048, n // 2048)
-    exact = reference.dropout_threshold(p) / 65536
+    keep = drawn_mask(Dropout(torch.tensor([11, 5]), p, 1), 2048, n // 2048)
+    exact = dropout_threshold(p) / 65536
     sigma = math.sqrt(exact * (1 - exact) / n)
     rate = keep.double().mean().item()
     assert abs(rate - (1 - exact)) < 5 * sigma
-    assert abs(rate * reference.keep_scale(p) - 1) < 5 * sigma / (1 - exact)
+    assert abs(rate * keep_scale(p) - 1) < 5 * sigma / (1 - exact)
     assert abs(exact - p) <= 0.5 / 65536 + 1e-12
 
 
@@ -36,7 +38,7 @@ ALPHA = 1e-6  # of a false alarm, over all comparisons of one test (Bonferroni)
 
 def stream(slot, site=0, rows=256, cols=256):
     """int64 [rows, cols]: the four highest bits of each element's 16-bit lane, read off 15 masks."""
-    masks = (reference.drawn_mask(slot, k / 16, site, rows, cols) for k in range(1, 16))
+    masks = (drawn_mask(Dropout(slot, k / 16, site), rows, cols) for k in range(1, 16))
     return sum(mask.long() for mask in masks)
 
 

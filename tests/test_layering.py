@@ -12,24 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
-    ("_C", "config", "graphs"),
-    ("checks", "device", "peft_format", "targets"),
-    ("checks_layer", "frozen_targets"),
-    ("philox", "reference"),
-    ("reference_blocks", "reference_layer"),
+    ("_C", "config", "graphs", "values"),
+    ("device",),
+    ("numerics",),
     ("kernels",),
-    ("define",),
-    ("ops_layer",),
     ("ops",),
-    ("fp8",),
-    ("handles",),
+    ("state",),
     ("autograd",),
     ("modules",),
-    ("adapter_keys", "shards"),
-    ("adapter_rules",),
-    ("adapters", "loading_plan"),
-    ("loading", "loops"),
-    ("checkpoints",),
+    ("fusion",),
+    ("checkpoints", "loops"),
     ("",),
     ("integrations",),
     ("train",),
@@ -38,6 +30,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOOLS = {"cli/doctor.py"}  # shows what is inside
+SCRIPT = 'if __name__ == "__main__":'
 
 
 def imports(text: str, package: str) -> Iterator[str]:
@@ -84,22 +77,79 @@ def test_imports_go_down(path: str) -> None:
     assert upward((ROOT / "lorakernels" / path).read_text(), path) == []
 
 
-@pytest.mark.parametrize("path", sorted(p.name for p in ROOT.glob("graphs/**/*.py")))
+@pytest.mark.parametrize(
+    "path", sorted(p.relative_to(ROOT / "graphs").as_posix() for p in ROOT.glob("graphs/**/*.py"))
+)
 def test_graphs_knows_nothing_of_lorakernels(path: str) -> None:
     """Only the extension, which knows nothing of LoRA either: `lorakernels._C.Graph`, `.Watch`, `.flatten`."""
-    names = imports((ROOT / "graphs" / path).read_text(), "graphs")
+    package = ".".join(["graphs", *path.split("/")[:-1]])
+    names = imports((ROOT / "graphs" / path).read_text(), package)
     found = {n for n in names if n.split(".")[0] == "lorakernels"}
     assert found <= {"lorakernels._C"}
+
+
+BENCHMARKS = {
+    p.relative_to(ROOT).with_suffix("").as_posix(): p.read_text(encoding="utf-8")
+    for p in sorted(ROOT.glob("benchmarks/*/*.py"))
+}
+
+
+def wrong_way(path: str, text: str) -> list[str]:
+    """Imports of `path`, a module of benchmarks/, of a script, or of a kind that is not its own, peers' or lib's."""
+    kind = path.split("/")[1]
+    allowed = {"peers"} if kind == "peers" else {"peers", "lib", kind}
+    found = [
+        n
+        for n in imports(text, path.rpartition("/")[0].replace("/", "."))
+        if n.startswith("benchmarks.")
+    ]
+    scripts = tuple(other.replace("/", ".") for other, code in BENCHMARKS.items() if SCRIPT in code)
+    return [n for n in found if n.split(".")[1] not in allowed or n.startswith(scripts)]
+
+
+@pytest.mark.parametrize("path", BENCHMARKS)
+def test_benchmarks_import_down_and_no_scripts(path: str) -> None:
+    assert wrong_way(path, BENCHMARKS[path]) == []
 
 
 @pytest.mark.parametrize(
     ("path", "line", "found"),
     [
-        ("ops.py", "from lorakernels import fp8", ["lorakernels.fp8"]),
+        ("peers/te", "from benchmarks.lib import rows", ["benchmarks.lib.rows"]),
+        ("lib/x", "def f():\n    import benchmarks.models.quality", ["benchmarks.models.quality"]),
+        (
+            "ops/tune",
+            "from benchmarks.ops.bench_philox import P",
+            ["benchmarks.ops.bench_philox.P"],
+        ),
+        (
+            "models/x",
+            "from benchmarks.peers.base import Peer\nfrom benchmarks.lib import rows",
+            [],
+        ),
+    ],
+    ids=["peers-to-lib", "lib-to-models", "of-a-script", "down"],
+)
+def test_the_check_of_benchmarks(path: str, line: str, found: list[str]) -> None:
+    assert wrong_way(f"benchmarks/{path}", line) == found
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        ("ops/x.py", "from lorakernels import state", ["lorakernels.state"]),
         ("kernels/x.py", "from ..autograd import f", ["lorakernels.autograd.f"]),
-        ("fp8.py", "def f():\n    import lorakernels.modules.lora", ["lorakernels.modules.lora"]),
+        (
+            "state/fp8.py",
+            "def f():\n    import lorakernels.modules.lora",
+            ["lorakernels.modules.lora"],
+        ),
         ("config.py", "from lorakernels import LoRALinear", ["lorakernels.LoRALinear"]),
-        ("train/loop.py", "from lorakernels.modules.use import x", ["lorakernels.modules.use.x"]),
+        (
+            "train/loop.py",
+            "from lorakernels.modules.merge import x",
+            ["lorakernels.modules.merge.x"],
+        ),
         ("train/loop.py", "from lorakernels import apply_lora", []),
         ("modules/a.py", "from .b import c\nimport torch", []),
     ],

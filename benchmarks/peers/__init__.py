@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from peers.base import Case, Peer, Unavailable
-from peers.cublaslt import CublasltGemms
-from peers.ours import Graphed, Ours, OursPlainBase
-from peers.plain import FrozenLinear, HandAutograd, PeftCompiled, PeftLora
-from peers.te import TeBase, TeGraphed, TeOpFuser, TeTorchLora
+from benchmarks.peers.base import Case, Peer, Unavailable
+from benchmarks.peers.cublaslt import CublasltGemms
+from benchmarks.peers.ours import Graphed, Ours, OursPlainBase
+from benchmarks.peers.plain import FrozenLinear, HandAutograd, PeftCompiled, PeftLora
+from benchmarks.peers.te import TeBase, TeGraphed, TeOpFuser, TeTorchLora
 
 PEERS: dict[str, Callable[[Case], Peer]] = {
     "cublaslt fp8, gemms only": CublasltGemms,

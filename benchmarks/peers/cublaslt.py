@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels import reference
-from peers.base import Case, Peer, need_gpu
+from benchmarks.peers.base import Case, Peer, need_gpu
+from lorakernels.numerics.fp8 import FP8_MAX, amax_of, quantize_fp8, scale_of
 
 
 class CublasltGemms(Peer):
@@ -56,5 +56,5 @@ class CublasltGemms(Peer):
 
 
 def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale = reference.scale_of(reference.amax_of(x), reference.FP8_MAX[dtype])
-    return reference.quantize_fp8(x, scale, dtype), 1.0 / scale
+    scale = scale_of(amax_of(x), FP8_MAX[dtype])
+    return quantize_fp8(x, scale, dtype), 1.0 / scale

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.peers.base import Case, Peer, need_gpu
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
-from peers.base import Case, Peer, need_gpu
 
 
 class Ours(Peer):

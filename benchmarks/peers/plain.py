@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peers.base import Case, Peer, Unavailable, need_gpu
+from benchmarks.peers.base import Case, Peer, Unavailable, need_gpu
 
 
 class FrozenLinear(Peer):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine: its FP8 linear layer without LoRA, with LoRA in torch ops, graphed, and its op fuser's LoRA.
 
-DelayedScaling with TE's defaults, HYBRID, the recipe that ours follows. W is frozen and cast to FP8 once
-(`is_first_microbatch`; the op fuser has no such cache and is given an FP8 weight), which is TE at its best: by default
-it casts W every step.
+All use DelayedScaling with TE's defaults, HYBRID, which is the recipe that ours follows. W is frozen and cast to FP8
+once (`is_first_microbatch`). The op fuser has no such cache and is given an FP8 weight. That is TE at its best: by
+default it casts W in every step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels import reference
-from peers.base import Case, Peer, Unavailable, need_gpu
-from peers.plain import PlainLora
+from benchmarks.peers.base import Case, Peer, Unavailable, need_gpu
+from benchmarks.peers.plain import PlainLora
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, scale_of
 
 
 def te_or_unavailable() -> Any:
@@ -185,7 +185,7 @@ def _fp8_weight(weight: Tensor) -> Tensor:
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    scale = reference.scale_of(reference.amax_of(weight), reference.FP8_MAX[reference.E4M3])
+    scale = scale_of(amax_of(weight), FP8_MAX[E4M3])
     amax = torch.zeros(1, device=weight.device)
     quantizer = Float8Quantizer(scale.reshape(1), amax, tex.DType.kFloat8E4M3)
     return quantizer(weight)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's decoder layers: te.TransformerLayer with and without LoRA, te.Linear in transformers' layer.
 
-DelayedScaling with TE's defaults, HYBRID. All base weights are frozen and cast to FP8 once (`is_first_microbatch`).
-te.TransformerLayer keeps q, k and v in one weight, and its adapter is one too (one A, one B), as MLPerf's Llama-2-70B
-submission has it: less work than three. LoRA is in torch ops with bf16 adapters, on the normed x that TE returns if
-asked to. "graphed" is te.make_graphed_callables.
+All use DelayedScaling with TE's defaults, HYBRID. All base weights are frozen and cast to FP8 once
+(`is_first_microbatch`). te.TransformerLayer keeps q, k and v in one weight, and its adapter is one too, with one A and
+one B. MLPerf's Llama-2-70B submission has it so, and it is less work than three. LoRA is in torch ops with bf16
+adapters, on the normed x that TE returns if it is asked to. "graphed" is te.make_graphed_callables.
 """
 
 from __future__ import annotations
@@ -15,20 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peers.base import Unavailable
-from peers.layers import (
-    ADAPTED,
-    EPS,
-    SCALING,
-    THETA,
-    LayerCase,
-    LayerPeer,
-    hf_model,
-    linear_of,
-    parent_of,
-    rotary,
-)
-from peers.te import autocast, frozen_linear, te_or_unavailable
+from benchmarks.peers.base import Unavailable
+from benchmarks.peers.layer_case import ADAPTED, SCALING, LayerCase, LayerPeer
+from benchmarks.peers.layers import EPS, THETA, hf_model, linear_of, parent_of, rotary
+from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
 
 
 class Adapter(nn.Module):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole models that train one batch at a time: ours and its peers, one class each, behind one interface.
 
-All compute LoRA over the same base (models.py), AdamW (fused) on the adapters alone, the loss of each next token. Our
-step also updates the FP8 scales, once, and advances the random state.
+All compute LoRA over the base of models.py. AdamW (fused) updates the adapters alone, and the loss is of each next
+token. Our step also updates the FP8 scales, once, and advances the random state.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from models import ADAPTED, ALPHA, RANK, STD, P, Random, Spec, dtype_of, plain_model, value
 from torch import Tensor, nn
 
 import lorakernels
+from benchmarks.peers.base import Unavailable
+from benchmarks.peers.models import (
+    ADAPTED,
+    ALPHA,
+    RANK,
+    STD,
+    P,
+    Random,
+    Spec,
+    dtype_of,
+    plain_model,
+    value,
+)
+from benchmarks.peers.te import autocast, te_or_unavailable
+from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
-from peers.base import Unavailable
-from peers.te import autocast, te_or_unavailable
-from peers.te_layers import Adapter, Cached, First, WithAdapter
 
 LR = 2e-4
 SPARE = 6 << 30  # bytes; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
@@ -198,7 +209,7 @@ class HfTe(Training):
 
 
 class Ours(Training):
-    """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" or "iteration" by GraphManager.
+    """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" by GraphManager or "iteration" by StepGraph.
 
     `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device. `weight_layout` is LoRAConfig's,
     `fp8_head` linear_cross_entropy's `fp8`.
@@ -306,13 +317,13 @@ class Ours(Training):
     def _make_run(self) -> Callable[[Tensor], Tensor]:
         if self.graphs is None:
             return self._eager_and_advance
-        from lorakernels.graphs import GraphManager
+        from lorakernels.graphs import GraphManager, StepGraph
 
         states = {"fp8_state": self.state, "rng_states": [self.rng]}
         states["warmup_steps"] = self.warmup_steps - 1
         if self.graphs == "iteration":
             options = {"modules": [self.model], "optimizers": [self.optimizer], **states}
-            self.manager = GraphManager(self._eager, scope="iteration", **options)
+            self.manager = StepGraph(self._eager, **options)
             return self.manager
         self.manager = GraphManager(self.model.model.layers, **states)
         return self._replay_layers

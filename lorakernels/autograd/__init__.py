@@ -9,10 +9,12 @@ from lorakernels.autograd.compiled_linear import (
     rows_of,
 )
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
-from lorakernels.autograd.lora_linear import LoRASpec, check_input, lora_linear
+from lorakernels.autograd.lora_linear import Adapter, Call, LoRASpec, check_input, lora_linear
 from lorakernels.autograd.lora_linear_group import SharedInput, lora_projection, share_input
 
 __all__ = [
+    "Adapter",
+    "Call",
     "LoRASpec",
     "SharedInput",
     "bias_dropout_add",

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled dot product attention through the fastest of torch's backends that takes the tensors: one visible table.
+"""Scaled dot product attention through the fastest of torch's backends that takes the tensors.
 
-SDPA causal, 64 heads × 128, 8192 tokens, forward and backward, on one H200: flash 12.9 ms, cuDNN 7.3 ms (design.md §4).
-A mask rules flash out; "efficient" wants as many key heads as query heads, and gets copies. Sequences packed into a row
-that come as `starts`, the tokens' running count int32 [N + 1], are flash's variable lengths: what is between them is
-never computed. They begin at 0 and end at B T; the same number again is a sequence without tokens, so that N may be
-fixed. Backends without variable lengths get a mask.
+Causal SDPA, 64 heads × 128, 8192 tokens, forward and backward, on one H200: flash 12.9 ms, cuDNN 7.3 ms.
+Flash takes no mask. "efficient" needs as many key heads as query heads, so it gets copies of k and v.
+
+Sequences packed into rows may be given by `starts`, int32 [N + 1]: the running count of tokens, from 0 to B T. Flash
+takes them as variable lengths and computes nothing between sequences. Two equal neighbours are a sequence without
+tokens, so that N may be fixed. Backends without variable lengths get a mask.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def preference(capability: tuple[int, int] | None, masked: bool) -> tuple[str, ...]:
-    """Backends, the best first; without a capability, a CPU, the choice is torch's."""
+    """Names of backends, the best first. Without a capability (on a CPU), torch chooses."""
     if capability is None:
         return ("torch",)
     if masked:
@@ -42,12 +43,21 @@ def preference(capability: tuple[int, int] | None, masked: bool) -> tuple[str, .
 
 
 def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
-    """The backend for these tensors: `wanted`, or with "auto" the first of `preference` that takes them. "auto" leaves
-    cuDNN out, with a warning, where this process has loaded parts of two: torch's attention then computes NaN.
+    """The backend for these tensors: `wanted`, or with "auto" the first of `preference` that takes them.
+
+    If this process has loaded parts of two cuDNNs, torch's attention computes NaN with them. "auto" then leaves cuDNN
+    out and warns.
+
+    Args:
+        wanted: "auto" or a name in BACKENDS.
+        q: [B, H, T, D].
+        k, v: [B, Hk, T, D].
+        mask: as `attn_mask` of torch's scaled_dot_product_attention, or None.
+        causal: whether tokens attend only to tokens up to themselves.
 
     Raises:
-        ValueError: `wanted` is none, or does not take these tensors.
-        RuntimeError: `wanted` is "cudnn", and this process has loaded parts of two.
+        ValueError: `wanted` is unknown, or does not take these tensors.
+        RuntimeError: `wanted` is "cudnn", and this process has loaded parts of two cuDNNs.
     """
     check(wanted)
     capability = capability_of(q.device) if q.is_cuda else None
@@ -71,13 +81,13 @@ def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ca
 
 
 def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """As `choose`, for sequences packed into rows: "packed", or the backend that takes their mask."""
+    """As `choose`, for sequences packed into rows: "packed" for flash's variable lengths, else a backend for a mask."""
     check(wanted)
     takes = q.is_cuda and capability_of(q.device) >= AMPERE and q.dtype in HALVES
     if wanted in ("auto", "flash") and takes and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
         return "packed"
     rows = _one_row(q), _one_row(k), _one_row(v)
-    tokens = rows[0].shape[2]  # "efficient" takes no mask whose last stride is not 1
+    tokens = rows[0].shape[2]  # "efficient" needs a mask with last stride 1
     mask = torch.ones(tokens, dtype=torch.bool, device=q.device).expand(1, 1, tokens, tokens)
     return choose(wanted, *rows, mask, False)
 
@@ -88,7 +98,7 @@ def check(wanted: str) -> None:
 
 
 def _mixed_cudnn() -> str:
-    """What is wrong with this process' cuDNN, and what helps; "" if it has but one."""
+    """Why this process' cuDNN does not work, and what helps; "" unless it has loaded parts of two."""
     folders = [] if torch.compiler.is_compiling() else cudnn_folders()
     if len(folders) < 2:
         return ""
@@ -108,7 +118,7 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 
 def expanded(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v as the backend wants them."""
+    """k and v for the backend: [B, Hk, T, D], for "efficient" repeated to [B, H, T, D]."""
     if name != "efficient" or not _grouped(q, k):
         return k, v
     n = q.shape[1] // k.shape[1]
@@ -118,7 +128,7 @@ def expanded(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 def attend(
     name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """out [B, H, T, D] of q [B, H, T, D], k and v [B, Hk, T, D] through backend `name`, as `choose` returned it."""
+    """out [B, H, T, D] of q [B, H, T, D], k and v [B, Hk, T, D], by the backend that `choose` returned."""
     k, v = expanded(name, q, k, v)
     arguments: dict[str, Any] = {
         "attn_mask": mask,
@@ -135,7 +145,10 @@ def attend(
 def attend_packed(
     name: str, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """out [B, H, T, D], each token seeing its own sequence up to itself; `longest` bounds the sequences' lengths."""
+    """out [B, H, T, D]: each token attends to its own sequence up to itself.
+
+    `name` is from `choose_packed`, `starts` int32 [N + 1]. No sequence is longer than `longest` tokens.
+    """
     if name == "packed":
         tokens = (_tokens(q), _tokens(k), _tokens(v), starts, starts, longest, longest)
         flash = torch.ops.aten._flash_attention_forward
@@ -148,17 +161,17 @@ def attend_packed(
 
 
 def packed_mask(starts: Tensor, tokens: int) -> Tensor:
-    """bool [1, 1, B T, B T] of `starts`."""
+    """bool [1, 1, B T, B T] from `starts`: True where a token (row) attends to another (column)."""
     at = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
     sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
     return ((sequence[:, None] == sequence) & (at[:, None] >= at))[None, None]
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[B T, H, D] of [B, H, T, D]: a view of what `norm_qkv` returns."""
+    """[B, H, T, D] → [B T, H, D]. This is a view if `norm_qkv` returned x."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _one_row(x: Tensor) -> Tensor:
-    """[1, H, B T, D]."""
+    """[B, H, T, D] → [1, H, B T, D]."""
     return _tokens(x)[None].transpose(1, 2)

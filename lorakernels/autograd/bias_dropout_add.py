@@ -4,7 +4,7 @@
     out       = residual + mask ⊙ (x + bias) / (1 − p)
     dx        = mask ⊙ dout / (1 − p)        dbias = Σ_rows dx        dresidual = dout
 
-Saved for backward: the 16-byte slot that the mask is drawn from again; never a mask, never x.
+Saved for backward: only the 16-byte slot, from which the mask is drawn again; neither the mask nor x.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops, reference, reference_layer
-from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels import ops
+from lorakernels.numerics.dropout import dropout_threshold, drops
+from lorakernels.ops.bias_dropout_add import check_operands
+from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.values import Dropout
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Shapes are flattened in here: a view outside would alias gradients, and lose those of an in-place residual."""
+    """Shapes are flattened inside the node. A view outside would alias gradients, and lose an in-place residual's."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        residual: Tensor
-        | None,  # first: where it is a view, autograd takes the first input for the one written
+        # If the written tensor is a view, autograd takes the first input for it: so residual comes first.
+        residual: Tensor | None,
         x: Tensor,
         bias: Tensor | None,
         slot: Tensor | None,
@@ -39,28 +42,25 @@ class _BiasDropoutAdd(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         rows = _rows(x)
         add = None if residual is None else _rows(residual)
-        p, site, row0, col0 = where
+        dropout = None if slot is None else Dropout(slot, *where)
         if not inplace:
-            return ops.bias_dropout_add(rows, bias, add, slot, p, site, row0, col0).view(x.shape)
+            return ops.bias_dropout_add(rows, bias, add, dropout).view(x.shape)
         assert residual is not None and add is not None
         ctx.mark_dirty(residual)
-        ops.bias_dropout_add_(rows, bias, add, slot, p, site, row0, col0)
+        ops.bias_dropout_add_(rows, bias, add, dropout)
         return residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (slot,) = ctx.saved_tensors
-        p, site, row0, col0 = ctx.where
+        dropout = None if slot is None else Dropout(slot, *ctx.where)
         need_residual, need_x, need_bias = ctx.needs_input_grad[:3]
-        drops = slot is not None and reference.dropout_threshold(p) > 0
         dx, dbias = dout, None
-        if need_bias or (need_x and drops):
+        if need_bias or (need_x and drops(dropout)):
             bias_dtype = ctx.bias_dtype if need_bias else None
-            found, dbias = ops.bias_dropout_add_backward(
-                _rows(dout), slot, p, site, bias_dtype, row0, col0
-            )
-            dx = found.view(dout.shape) if drops else dout
+            found, dbias = ops.bias_dropout_add_backward(_rows(dout), dropout, bias_dtype)
+            dx = found.view(dout.shape) if drops(dropout) else dout
         return (
             dout if need_residual else None,
             dx if need_x else None,
@@ -70,7 +70,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[M, N], contiguous."""
+    """[..., N] → [M, N], contiguous."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
@@ -92,28 +92,28 @@ def bias_dropout_add(
     Args:
         x: [..., N] fp32, bf16 or fp16.
         bias: [N], or expanded to x's shape as Megatron passes it; None adds nothing.
-        residual: of x's shape, cast to x's dtype where it has another; None adds nothing.
-        p: probability to drop, in [0, 1); survivors are scaled by the inverse of their exact probability.
+        residual: of x's shape. It is cast to x's dtype; None adds nothing.
+        p: probability to drop, in [0, 1). Kept elements are scaled by the inverse of their exact probability.
         training: False drops nothing.
-        state: where the mask is drawn from; None follows torch.manual_seed (philox.py).
+        state: the state that the mask is drawn from. None follows torch.manual_seed (state/philox.py).
         site: stream of this dropout within a slot.
-        row0, col0: where x[0, 0], as a matrix of rows, lies in the whole tensor: shards of a tensor that draw from
-            one slot draw their parts of one mask.
-        inplace: write the result over `residual`, which must be contiguous and of x's dtype and no leaf that
-            requires grad, and return it.
+        row0, col0: row and column of x[0, 0] in the whole tensor, where x is a matrix of rows. Shards of a tensor that
+            draw from one slot draw their parts of one mask.
+        inplace: write the result over `residual` and return it. It must be contiguous, of x's dtype, and no leaf that
+            requires grad.
 
     Returns:
-        x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
-        TypeError: a dtype is none of the three.
-        ValueError: p, site, an origin, a shape, a device or an in-place residual does not fit. Nothing is changed then.
+        TypeError: a dtype is not fp32, bf16 or fp16.
+        ValueError: p, site, row0, col0, a shape, a device or an in-place residual does not fit. Nothing is changed
+            then.
         RuntimeError: `state` is a `PhiloxStates` outside of `fork`.
     """
     bias = _row(bias)
     _check(x, bias, residual, p, (site, row0, col0), inplace)
-    drops = training and reference.dropout_threshold(p) > 0
-    slot = draw_slot(state, x.device) if drops else None
+    slot = draw_slot(state, x.device) if training and dropout_threshold(p) > 0 else None
     if residual is not None:
         residual = residual.to(x.dtype)
     out: Tensor = _BiasDropoutAdd.apply(
@@ -144,16 +144,17 @@ def get_bias_dropout_add(
     ) -> Tensor:
         x, bias = x_with_bias[0], _row(x_with_bias[1])
         _check(x, bias, residual, prob, (site, 0, 0), False)
-        drops = training and reference.dropout_threshold(prob) > 0
-        slot = draw_slot(state, x.device) if drops else None
+        dropout = None
+        if training and dropout_threshold(prob) > 0:
+            dropout = Dropout(draw_slot(state, x.device), prob, site)
         rows, add = _rows(x), _rows(residual.to(x.dtype))
-        return reference_layer.bias_dropout_add(rows, bias, add, slot, prob, site).view(x.shape)
+        return ops.bias_dropout_add.reference(rows, bias, add, dropout).view(x.shape)
 
     return fused_form if fused else unfused_form
 
 
 def _row(bias: Tensor | None) -> Tensor | None:
-    """[N] of a bias that was expanded along its leading dimensions."""
+    """The bias [N] behind one that was expanded along leading dimensions. ValueError if it was not expanded."""
     if bias is None or bias.dim() < 2:
         return bias
     leading = list(zip(bias.shape, bias.stride(), strict=True))[:-1]
@@ -161,7 +162,7 @@ def _row(bias: Tensor | None) -> Tensor | None:
         raise ValueError(f"bias must be [N] or expanded from it, found {tuple(bias.shape)}")
     base = None if torch.compiler.is_compiling() else bias._base
     if base is not None and base.shape == bias.shape[-1:] and base.stride() == bias.stride()[-1:]:
-        return base  # its gradient need not pass through one of the expanded shape
+        return base  # so no gradient of the expanded shape is needed
     return bias.sum(list(range(len(leading)))) if bias.numel() == 0 else bias[(0,) * len(leading)]
 
 
@@ -173,7 +174,7 @@ def _check(
     where: tuple[int, int, int],
     inplace: bool,
 ) -> None:
-    checks.bias_dropout_add(x, bias, residual, p)
+    check_operands(x, bias, residual, p)
     for name, value in zip(("site", "row0", "col0"), where, strict=True):
         if not 0 <= value < 2**32:
             raise ValueError(f"{name} must be in [0, 2**32), found {value}")

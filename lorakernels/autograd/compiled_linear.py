@@ -4,26 +4,27 @@
     forward    y, x8, s = linear_forward(x, W8, A, B, handle)
     backward   dx, dA, dB = linear_backward(dy, x8, s, W8, A, B, handle)
 
-Inside they call what the ops of `lora_linear` call, with the same numbers. A layer's own (its dropout site, FP8
-columns, scaling) and its FP8 state are found by the handle when an op runs, so that one trace serves all layers.
+Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
+site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
 
-The compiler does not see that the state is read and written, and need not: backward adds amaxes by a maximum, a forward
-that runs twice records the same amax, and the automatic update is made by the first layer's op before it reads a scale.
-A visible write would be worse: the state would be saved for backward, which then finds it overwritten.
+The compiler does not see that the state is read and written. This is safe: backward adds amaxes by a maximum, and a
+forward that runs twice records the same amax. The first layer's op makes the automatic update before it reads a scale.
+A visible write would do harm: the state would be saved for backward, which would then find it overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lorakernels import kernels, reference
+from lorakernels import ops
 from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
-from lorakernels.define import define_composed, empty
-from lorakernels.handles import Numbers, numbers_of
+from lorakernels.ops.register import Op, define_composed, empty
+from lorakernels.state.handles import Numbers, numbers_of
+from lorakernels.values import Scaled, Scaling, Up, Weight
 
 
 class _Saved:
@@ -60,19 +61,25 @@ def _spec(
     return spec
 
 
-def _implementations(x: Tensor) -> Any:
-    """What the ops would call: this op's call has been through the dispatcher already."""
-    return kernels if x.is_cuda else reference
+def _directly(x: Tensor) -> Callable[..., Any]:
+    """Returns `run(op, *arguments)`, which calls the op's implementation for x's device without the dispatcher.
+
+    The enclosing op's call has been through the dispatcher already.
+    """
+
+    def run(op: Op[..., Any], *arguments: Any) -> Any:
+        return op.run(*arguments) if x.is_cuda else op.reference(*arguments)
+
+    return run
 
 
 def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """x8 and its scale_inv, for several `linear_forward` of one x [M, K]."""
+    """x8 [M, K] and its scale_inv [1], for several calls of `linear_forward` with one x [M, K]."""
     numbers = numbers_of(handle)
     assert numbers.state is not None
     numbers.state.begin(x.device, numbers.column_dy, training)
-    state, column = numbers.state.forward, numbers.column_x
-    quantize = _implementations(x).quantize_lora_down
-    x8, scale_inv, _ = quantize(x, None, state, column, training, None, 0.0, 0)
+    scaling = Scaling(numbers.state.forward, numbers.column_x, training)
+    x8, scale_inv, _ = _directly(x)(ops.quantize_lora_down, x, None, scaling, None)
     return x8, scale_inv
 
 
@@ -93,35 +100,34 @@ def linear_forward(
     x8: Tensor | None = None,
     x_scale_inv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, x8, x_scale_inv, s) of x [M, K]; x8 and its scale_inv are empty where they are given, or W is plain.
+    """(y, x8, x_scale_inv, s) of x [M, K]. x8 and its scale_inv are empty if they are given, or if W is plain.
 
-    `scaling` and `p` stand for the layer's own where given, and `mask` is the handle of the layer whose dropout site
-    and p are taken. `weight` may be e4m3.
+    `scaling` and `p`, if given, replace the layer's own. `mask` is the handle of the layer whose dropout site and p
+    are used. `weight` may be e4m3.
     """
     numbers = numbers_of(handle)
     state = numbers.state
     owns_x = numbers.column_x == numbers.column_dy  # else the first layer of its group does
-    if state is not None and not (owns_x and x8 is not None):  # which `quantize_input` began
+    # with x8 given to the layer that owns x, `quantize_input` has called `begin` already
+    if state is not None and not (owns_x and x8 is not None):
         state.begin(x.device, numbers.column_dy, training)
     spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
     state_x = None if state is None or x8 is not None else state.forward
-    via = _implementations(x)
-    made8, made_scale_inv, s = via.quantize_lora_down(
-        x, lora_A, state_x, spec.column, spec.delayed, slot, spec.p, spec.site
+    run = _directly(x)
+    made8, made_scale_inv, s = run(
+        ops.quantize_lora_down, x, lora_A, spec.of_state(state_x), spec.dropout(slot)
     )
     if state_x is not None:
         x8, x_scale_inv = made8, made_scale_inv
-    y = via.fp8_linear_lora(
-        x if x8 is None else x8,
-        x_scale_inv,
-        weight,
-        weight_scale_inv,
+    up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
+    y = run(
+        ops.fp8_linear_lora,
+        Scaled(x) if x8 is None else Scaled(x8, x_scale_inv),
+        Weight(weight, weight_scale_inv, weight_t),
         bias,
-        s if lora_A is not None else None,
-        lora_B,
-        spec.scaling,
+        up,
         x.dtype,
         spec.split_fprop,
     )
@@ -158,7 +164,10 @@ def linear_backward(
     p: float | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dA, dB, dbias) from dy [M, N]; empty what `needs` does not ask for. `operand` is x8, or x over a plain W."""
+    """(dx, dA, dB, dbias) from dy [M, N]. Those that `needs` does not ask for are empty.
+
+    `operand` is x8, or x over a plain W.
+    """
     numbers = numbers_of(handle)
     if weight is not None and weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
@@ -167,7 +176,7 @@ def linear_backward(
     saved.state_dy = None if numbers.state is None else numbers.state.backward
     saved.spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
     saved.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
-    found = gradients(saved, Needs(*needs), dy.contiguous(), _implementations(dy))[:4]
+    found = gradients(saved, Needs(*needs), dy.contiguous(), _directly(dy))[:4]
     dx, dA, dB, dbias = (dy.new_empty(0) if t is None else t for t in found)
     return dx, dA, dB, dbias
 
@@ -238,9 +247,9 @@ forward_op = define_composed(
 
 
 def is_compiling() -> bool:
-    """Whether `compiled_linear` is to be traced. An exported program knows no handles where it is loaded.
+    """Whether to trace `compiled_linear`. torch.export must not: an exported program has no handles when it is loaded.
 
-    The flag is read since `torch.compiler.is_exporting()` is true in every trace of torch 2.8.
+    The private flag is read because `torch.compiler.is_exporting()` is true in every trace of torch 2.8.
     """
     return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
 
@@ -261,9 +270,10 @@ def compiled_linear(
     training: bool,
     **options: Any,
 ) -> Tensor:
-    """`lora_linear` for a trace: `base` is (weight, its scale_inv, its second copy, bias), `adapter` (A, B).
+    """`lora_linear` for a trace: x [..., K] → [..., N].
 
-    `options` are `linear_forward`'s last arguments.
+    `base` is (weight, its scale_inv, its transposed copy, bias), `adapter` is (A, B). `options` are the optional
+    arguments of `linear_forward`.
     """
     check_input(x, base[0])
     y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]

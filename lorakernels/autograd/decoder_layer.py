@@ -10,13 +10,16 @@
     output'      dout = o'(dh2)     the residual's gradient is dh2
     norm_qkv'    dqkv = RoPE'(dq, dk, dv)                     dh = dh2 + RMSNorm'([q, k, v]'(dqkv))
 
-`norm_qkv` returns h again, for `output` to add to: so h's gradient comes back to where RMSNorm's backward adds it. The
-projections are `fused_linear`'s, with their adapters; a frozen one without adapters keeps nothing.
+`norm_qkv` also returns h, to which `output` adds. So h's gradient arrives at `norm_qkv`, and RMSNorm's backward adds it
+there. `fused_linear` computes the projections with their adapters. A frozen projection without adapters keeps no
+activation.
 
-Kept for backward: h, qkv and out (by attention, with its logsumexp), h2, gate and up; a rstd per norm, s of each
-adapted input, and the adapters' B of q, k, v and of gate, up as one matrix. "full" keeps x8 of each adapted input as
-well; "recompute" makes it again, unquantized, from h, out, h2, gate and up. "fp8" is "recompute" with gate and up in
-e4m3, 256 columns of a row to a scale; SwiGLU writes them.
+Kept for backward: h, h2, gate, up and a rstd per norm; attention keeps qkv, out and its logsumexp. Adapters add s of
+each adapted input, and two matrices of stacked B's: q, k, v have one, gate and up another.
+
+    "full"       also keeps x8 of each adapted input
+    "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up
+    "fp8"        as "recompute", with gate and up in e4m3, which SwiGLU writes: one scale for 256 columns of a row
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.autograd.fused_linear import (
-    Operand,
     Projections,
     bias_gradients,
     gradients,
@@ -53,11 +55,12 @@ from lorakernels.autograd.fused_node import (
     rms_norm_backward,
     weights,
 )
+from lorakernels.values import Scaled
 
 
 @dataclass(frozen=True)
 class QKVCall:
-    """What `norm_qkv` needs besides autograd's tensors; cos, sin [T, D] for a T that divides the number of tokens."""
+    """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens."""
 
     to: Projections
     eps: float
@@ -76,7 +79,7 @@ class OutputCall:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """`output` False: nobody reads what `mlp` returns, and it is not computed."""
+    """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed."""
 
     gate_up: Projections
     down: Projections
@@ -97,10 +100,10 @@ class _NormQKV(torch.autograd.Function):
         *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
         to, trained, rows = call.to, Trained.of(call.to, params), flat(h)
-        state = (to.state_x, to.spec.column, to.spec.delayed)
+        scaling = to.spec.of_state(to.state_x)
         unquantized = to.adapted or not to.quantized
-        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
-        operand: Operand = (x8[0], x8[1]) if to.quantized else (normed, None)
+        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, scaling, unquantized)
+        operand = Scaled(*x8) if to.quantized else Scaled(normed)
         s = lora_down(normed, to)
         B, B_back = stack_B(to, trained.B)
         qkv = project(operand, s, to, B, h.dtype)
@@ -128,15 +131,15 @@ class _NormQKV(torch.autograd.Function):
         call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
         dqkv, dnorms = _heads_backward(call, saved, need[2:4], dq, dk, dv)
 
-        def operand() -> Operand:
+        def operand() -> Scaled:
             if call.save == "full":
-                return saved["x8"], saved["x_scale_inv"]
-            return rms_norm(saved["h"], saved["norm"], call.eps), None
+                return Scaled(saved["x8"], saved["x_scale_inv"])
+            return Scaled(rms_norm(saved["h"], saved["norm"], call.eps))
 
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
-            tensors = adapters("", saved, call.to)
-            found = gradients(call.to, dqkv, None, operand, *tensors, saved["B"], ctx.wanted.needs)
+            tensors = adapters("", saved, call.to, saved["B"])
+            found = gradients(call.to, dqkv, None, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
         dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
         return (
@@ -160,7 +163,7 @@ def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
 def _normed_heads(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, weight, columns of qkv) of the heads that have an RMSNorm of their own."""
+    """(name, weight [D], columns of qkv) for q and k, if their heads have an RMSNorm."""
     parts = zip(("q", "k"), (q_norm, k_norm), qkv.split(list(call.to.rows), 1)[:2], strict=True)
     return [(name, weight, part) for name, weight, part in parts if weight is not None]
 
@@ -168,11 +171,11 @@ def _normed_heads(
 def _norm_heads_(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> dict[str, Tensor]:
-    """Each head's RMSNorm in place; what its backward needs."""
+    """Norm each head of q and k in place, if they have norms. Returns what backward needs, by name."""
     saved: dict[str, Tensor] = {}
     for name, weight, columns in _normed_heads(qkv, call, q_norm, k_norm):
         x = columns.reshape(-1, weight.shape[0])
-        normed, _, _, rstd = ops.rms_norm_quantize(x, weight, call.eps, None, 0, False, True)
+        normed, _, _, rstd = ops.rms_norm_quantize(x, weight, call.eps, None, True)
         columns.copy_(normed.view_as(columns))
         saved |= {f"{name}_h": x, f"{name}_norm": weight, f"{name}_rstd": rstd}
     return saved
@@ -181,7 +184,7 @@ def _norm_heads_(
 def _heads_backward(
     call: QKVCall, saved: Kept, need: tuple[bool, ...], *grads: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """(dqkv [M, ΣN] times the multiplier, [dq_norm, dk_norm])."""
+    """Backward of RoPE and of the heads' norms: (dqkv [M, ΣN] times the multiplier, [dq_norm, dk_norm])."""
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     norms = (saved.get("q_norm"), saved.get("k_norm"))
     multiplier, dnorms = call.to.multiplier, [None, None]
@@ -224,15 +227,15 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
         call, saved = ctx.call, kept(ctx)
 
-        def operand() -> Operand:
-            return (
-                (saved["x8"], saved["x_scale_inv"]) if ctx.full else (_joined(saved["out"]), None)
-            )
+        def operand() -> Scaled:
+            if ctx.full:
+                return Scaled(saved["x8"], saved["x_scale_inv"])
+            return Scaled(_joined(saved["out"]))
 
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
             dy, tensors = flat(dh), adapters("", saved, call.to)
-            found = gradients(call.to, dy, None, operand, *tensors, None, ctx.wanted.needs)
+            found = gradients(call.to, dy, None, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dy, ctx.wanted.bias)
         dx = found.x
         if dx is not None:
@@ -241,7 +244,7 @@ class _Output(torch.autograd.Function):
 
 
 def _joined(out: Tensor) -> Tensor:
-    """[M, H D] of [B, H, T, D], contiguous; no copy of what attention wrote token by token."""
+    """[B, H, T, D] → [M, H D], contiguous. This is no copy if attention wrote `out` token by token."""
     joined = out.transpose(1, 2)
     return joined.reshape(joined.shape[:2].numel(), joined.shape[2:].numel()).contiguous()
 
@@ -252,10 +255,10 @@ class _MLP(torch.autograd.Function):
         gate_up, down, rows = call.gate_up, call.down, flat(h)
         ours = Trained.of(gate_up, params)
         theirs = Trained.of(down, params[ours.length :])
-        state = (gate_up.state_x, gate_up.spec.column, gate_up.spec.delayed)
+        scaling = gate_up.spec.of_state(gate_up.state_x)
         unquantized = gate_up.adapted or not gate_up.quantized
-        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, *state, unquantized)
-        x: Operand = (x8[0], x8[1]) if gate_up.quantized else (normed, None)
+        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, scaling, unquantized)
+        x = Scaled(*x8) if gate_up.quantized else Scaled(normed)
         s = lora_down(normed, gate_up)
         B, B_back = stack_B(gate_up, ours.B)
         g_u = project(x, s, gate_up, B, h.dtype)
@@ -286,29 +289,29 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
         gate_up, (mine, last) = call.gate_up, ctx.wanted
-        g_u, dy = (saved["gate_up"], saved["gate_up_scale_inv"]), flat(dout)
+        g_u, dy = Scaled(saved["gate_up"], saved["gate_up_scale_inv"]), flat(dout)
 
-        def act() -> Operand:
+        def act() -> Scaled:
             if call.save == "full":
-                return saved["down_x8"], saved["down_x_scale_inv"]
-            return ops.swiglu_quantize(*g_u, None, 0, False, True, dout.dtype)[0], None
+                return Scaled(saved["down_x8"], saved["down_x_scale_inv"])
+            return Scaled(ops.swiglu_quantize(g_u, None, True, dout.dtype)[0])
 
-        def operand() -> Operand:
+        def operand() -> Scaled:
             if call.save == "full":
-                return saved["x8"], saved["x_scale_inv"]
-            return rms_norm(saved["h"], saved["norm"], call.eps), None
+                return Scaled(saved["x8"], saved["x_scale_inv"])
+            return Scaled(rms_norm(saved["h"], saved["norm"], call.eps))
 
         after, dbias_down = no_gradients(call.down)
         if last:
             tensors = adapters("down_", saved, call.down)
-            after = gradients(call.down, dy, None, act, *tensors, None, last.needs)
+            after = gradients(call.down, dy, None, act, tensors, last.needs)
             dbias_down = bias_gradients(call.down, dy, last.bias)
         found, dbias = no_gradients(gate_up)
         if mine:
             d, d8 = _swiglu_backward(after.x, g_u, gate_up, any(mine.bias))
-            after = after._replace(x=None)  # as large as act
-            tensors = adapters("", saved, gate_up)
-            found = gradients(gate_up, d, d8, operand, *tensors, saved["B"], mine.needs, dout.dtype)
+            after = after._replace(x=None)  # free dact, which is as large as act
+            tensors = adapters("", saved, gate_up, saved["B"])
+            found = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
             dbias = bias_gradients(gate_up, d, mine.bias)
         dx, dweight = rms_norm_backward(saved, found.x, dy, need[1])
         ours = (*found.A, *found.B, *dbias, *after.A, *after.B, *dbias_down)
@@ -317,20 +320,23 @@ class _MLP(torch.autograd.Function):
 
 def _down(
     g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained, needed: bool
-) -> tuple[Tensor, Operand | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """(residual + down(silu(gate) ⊙ up), its operand, its s, gate and up as they are kept if backward needs them)."""
+) -> tuple[Tensor, Scaled | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """(residual + down(silu(gate) ⊙ up), down's operand, its s, (gate and up as kept for backward, their scale_inv)).
+
+    Without `call.output` the result has no meaningful values. gate and up are None unless backward needs them.
+    """
     to = call.down
-    kept_g_u = (g_u if needed else None, None)
+    kept_g_u: tuple[Tensor | None, Tensor | None] = (g_u if needed else None, None)
     if not (call.output or to.adapted):
         return torch.empty_like(residual), None, None, kept_g_u
-    state = (to.state_x, to.spec.column, to.spec.delayed)
+    scaling = to.spec.of_state(to.state_x)
     unquantized = to.adapted or not to.quantized
     if needed and call.save == "fp8":
-        act, *a8, bytes_, scale_inv = ops.swiglu_quantize_and_pack(g_u, *state, unquantized)
+        act, *a8, bytes_, scale_inv = ops.swiglu_quantize_and_pack(g_u, scaling, unquantized)
         kept_g_u = (bytes_, scale_inv)
     else:
-        act, *a8 = ops.swiglu_quantize(g_u, None, *state, unquantized)
-    operand: Operand = (a8[0], a8[1]) if to.quantized else (act, None)
+        act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
+    operand = Scaled(*a8) if to.quantized else Scaled(act)
     s = lora_down(act, to)
     if not call.output:
         return torch.empty_like(residual), operand, s, kept_g_u
@@ -339,14 +345,19 @@ def _down(
 
 
 def _swiglu_backward(
-    dact: Tensor | None, g_u: tuple[Tensor, Tensor | None], to: Projections, biases: bool
-) -> tuple[Tensor, Operand | None]:
-    """(dgate_up [M, 2F] times the multiplier, empty where nobody reads it; its bytes and scale_inv)."""
+    dact: Tensor | None, g_u: Scaled, to: Projections, biases: bool
+) -> tuple[Tensor, Scaled | None]:
+    """(dgate_up [M, 2F] times the multiplier, its bytes and scale_inv or None over a plain base).
+
+    dgate_up is empty if nothing reads it unquantized.
+    """
     assert dact is not None
     unquantized = to.adapted or biases or not to.quantized
-    state = (to.state_dy, to.spec.column, to.spec.delayed, to.spec.backward_dtype)
-    d, d8, scale_inv = ops.swiglu_quantize_grad(dact, *g_u, to.multiplier, *state, unquantized)
-    return d, (d8, scale_inv) if to.quantized else None
+    spec = to.spec
+    d, d8, scale_inv = ops.swiglu_quantize_grad(
+        dact, g_u, to.multiplier, spec.of_state(to.state_dy), spec.backward_dtype, unquantized
+    )
+    return d, Scaled(d8, scale_inv) if to.quantized else None
 
 
 def norm_qkv(
@@ -357,18 +368,18 @@ def norm_qkv(
     call: QKVCall,
     params: list[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] again. `params`: see `Trained`."""
+    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] itself. `params`: as `Trained` lists them."""
     q, k, v, h = _NormQKV.apply(h, norm, q_norm, k_norm, call, *params)
     return q, k, v, h
 
 
 def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
-    """residual [B, T, K] + o(out [B, H, T, D])."""
+    """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them."""
     y: Tensor = _Output.apply(out, residual, call, *params)
     return y
 
 
 def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
-    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: gate's and up's, then down's."""
+    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down."""
     y: Tensor = _MLP.apply(h, norm, call, *params)
     return y

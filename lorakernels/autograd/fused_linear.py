@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of one x held as one matrix, adapters included: the pieces that `decoder_layer` is made of.
+"""Projections of one x, held as one matrix with their adapters: the functions that `decoder_layer` calls.
 
-W = [W_1; …; W_n] [ΣN, K], A = [A_1; …; A_n] [ΣR, K] and B = diag(B_1, …, B_n) [ΣN, ΣR]: with one mask for all, n
-projections are one, of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by their own scale_inv [ΣN];
-backward takes dy' = m_i dy_i, m_i = scale_inv_i / max_j scale_inv_j, so that one scale_inv [1], the maximum, serves:
+    W = [W_1; …; W_n] [ΣN, K]      A = [A_1; …; A_n] [ΣR, K]      B = diag(B_1, …, B_n) [ΣN, ΣR]
+
+With one mask for all, n projections are one of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by
+their own scale_inv [ΣN]. Backward takes dy'_i = m_i dy_i with m_i = scale_inv_i / max_j scale_inv_j. So one
+scale_inv [1], the maximum, is enough:
 
     ds = scaling · dy' B',   B'_i = (ρ_i / m_i) B_i      dB_i = (ρ_i / m_i) scaling · dy'_iᵀ s_i      dx = dy' W + ds A
 
-ρ_i = scaling_i / scaling. Masks that differ by projection leave one GEMM over W; s, dA and what ds A adds to dx are
-then computed one after the other.
+ρ_i = scaling_i / scaling. If masks differ by projection, there is still one GEMM over W. But s, dA and the term ds A
+of dx are then computed one projection after the other.
 """
 
 from __future__ import annotations
@@ -20,16 +22,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, draws_mask
-from lorakernels.kernels import ladder
-
-
-class Mask(NamedTuple):
-    """A dropout mask; no slot, no mask."""
-
-    slot: Tensor | None
-    p: float
-    site: int
+from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
+from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
 
 
 class Projections(NamedTuple):
@@ -38,10 +33,10 @@ class Projections(NamedTuple):
     Attributes:
         weight: [ΣN, K], e4m3 bytes or plain.
         scale_inv: fp32 [ΣN] or [1]; None over a plain base.
-        grad_scale_inv: fp32 [1], the largest; None over a plain base.
+        grad_scale_inv: fp32 [1], the largest of the scale_inv; None over a plain base.
         weight_t: [K, ΣN] or None.
         bias: [ΣN] or None.
-        multiplier: fp32 [n], what comes in with dy; ones where nothing does.
+        multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base.
         rows: N_i.
         ranks: R_i; 0 without an adapter.
         lora_A: [ΣR, K] or None.
@@ -49,7 +44,7 @@ class Projections(NamedTuple):
         masks: one for all adapters, or one for each.
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
-        weights: W_i as parameters; saved with what backward reads, so that one written in between is noticed.
+        weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
     """
 
     weight: Tensor
@@ -62,7 +57,7 @@ class Projections(NamedTuple):
     ranks: tuple[int, ...]
     lora_A: Tensor | None
     factors: Tensor | None
-    masks: tuple[Mask, ...]
+    masks: tuple[Dropout | None, ...]
     state_x: Tensor | None
     state_dy: Tensor | None
     spec: LoRASpec
@@ -81,68 +76,61 @@ class Projections(NamedTuple):
         return self.state_x is not None
 
     @property
-    def beside(self) -> tuple[list[int] | None, list[int] | None]:
-        """rows and ranks where `quantize_grad` takes the projections side by side, from B_i below each other."""
-        if self.factors is None or not ladder.side_by_side(self.rows, self.ranks):
-            return None, None
-        return list(self.rows), list(self.ranks)
+    def side(self) -> SideBySide:
+        return SideBySide(list(self.rows), list(self.ranks))
+
+    @property
+    def beside(self) -> SideBySide | None:
+        """`side` if `quantize_grad` takes these projections side by side, with the B_i below each other; else None."""
+        if self.factors is None or not side_by_side(self.side):
+            return None
+        return self.side
+
+    @property
+    def grad_weight(self) -> Weight:
+        """W with the scale_inv and the transposed copy that backward uses."""
+        return Weight(self.weight, self.grad_scale_inv, self.weight_t)
 
     def parts(self, matrix: Tensor, dim: int = 0) -> list[Tensor]:
-        """Of each adapter, its share of the ΣR rows (or columns)."""
+        """Split the ΣR rows of `matrix` (with `dim=1`, its columns) by adapter."""
         return list(matrix.split([r for r in self.ranks if r], dim))
 
 
-Operand = tuple[Tensor, Tensor | None]
-
-
 def lora_down(x: Tensor, to: Projections) -> Tensor | None:
-    """s = D(x) Aᵀ [M, ΣR]; None without adapters."""
+    """s = D(x) Aᵀ [M, ΣR] of x [M, K]; None without adapters."""
     if to.lora_A is None:
         return None
     if len(to.masks) == 1:
-        return ops.quantize_lora_down(x, to.lora_A, None, 0, False, *to.masks[0])[2]
+        return ops.quantize_lora_down(x, to.lora_A, None, to.masks[0])[2]
     parts = zip(to.parts(to.lora_A), to.masks, strict=True)
-    return torch.cat(
-        [ops.quantize_lora_down(x, a, None, 0, False, *mask)[2] for a, mask in parts], 1
-    )
+    return torch.cat([ops.quantize_lora_down(x, a, None, mask)[2] for a, mask in parts], 1)
 
 
-def quantize_down(x: Tensor, to: Projections) -> tuple[Operand, Tensor | None]:
-    """(x8 and scale_inv, or x itself over a plain base; s), x read once where one mask serves."""
+def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
+    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask."""
     one = len(to.masks) <= 1
-    mask = to.masks[0] if to.masks and one else Mask(None, 0.0, 0)
-    state = (to.state_x, to.spec.column, to.spec.delayed)
-    operand: Operand = (x, None)
-    s = None
+    mask = to.masks[0] if to.masks and one else None
+    operand, s = Scaled(x), None
     if to.quantized or (to.adapted and one):
         lora_A = to.lora_A if one else None
-        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, *state, *mask)
-        operand = (x8, scale_inv) if to.quantized else operand
+        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.spec.of_state(to.state_x), mask)
+        operand = Scaled(x8, scale_inv) if to.quantized else operand
     return operand, s if one and to.adapted else lora_down(x, to)
 
 
 def project(
-    operand: Operand,
+    operand: Scaled,
     s: Tensor | None,
     to: Projections,
     stacked_B: Tensor | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual; B is the first that `stack_B` returns."""
-    x, x_scale_inv = operand
+    """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
+    up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
+    weight = Weight(to.weight, to.scale_inv)
     return ops.fp8_linear_lora(
-        x,
-        x_scale_inv,
-        to.weight,
-        to.scale_inv,
-        to.bias,
-        s,
-        stacked_B,
-        to.spec.scaling,
-        out_dtype,
-        to.spec.split_fprop,
-        residual,
+        operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual
     )
 
 
@@ -160,31 +148,49 @@ class Gradients(NamedTuple):
     B: list[Tensor | None]
 
 
+class Adapters(NamedTuple):
+    """What backward reads of n projections' adapters.
+
+    Attributes:
+        s: [M, ΣR], or None.
+        A, B: [R_i, K] and [N_i, R_i], one per adapter.
+        stacked_B: the second result of `stack_B` in forward; None for one projection, whose B is not stacked.
+    """
+
+    s: Tensor | None
+    A: Sequence[Tensor]
+    B: Sequence[Tensor]
+    stacked_B: Tensor | None = None
+
+
 def gradients(
     to: Projections,
     dy: Tensor,
-    dy8: Operand | None,
-    operand: Callable[[], Operand],
-    s: Tensor | None,
-    lora_A: Sequence[Tensor],
-    lora_B: Sequence[Tensor],
-    stacked_B: Tensor | None,
+    dy8: Scaled | None,
+    operand: Callable[[], Scaled],
+    adapters: Adapters,
     needs: Needs,
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Gradients of `project` from dy' [M, ΣN], its segments multiplied by `to.multiplier` already.
+    """Gradients of `project`.
 
-    `stacked_B` is the second that `stack_B` returned in forward; without one, there is one projection and B is its own.
-    `dy8` are its bytes and scale_inv where they are there already: dy may be empty then, unless there are adapters.
-    `operand` makes x, or x8 and its scale_inv, for dA. dx is in `dtype`, or dy's.
+    Args:
+        to: the projections.
+        dy: dy' [M, ΣN], which contains the factors `to.multiplier`. With `dy8` and no adapters it may be empty.
+        dy8: the bytes of dy' and their scale_inv, or None to quantize dy here.
+        operand: returns x, or x8 and its scale_inv. It is called if dA is needed.
+        adapters: what forward kept.
+        needs: which gradients to compute; the others are None.
+        dtype: of dx; None takes dy's.
     """
+    s, lora_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
     if dy8 is None or block is not None:
         state = to.state_dy if dy8 is None else None
         found8, scale_inv, ds, dB, dropped = _quantize(to, dy, block, s, state, needs)
         if dy8 is None:
-            dy8 = (found8, scale_inv) if to.quantized else (dy, None)
+            dy8 = Scaled(found8, scale_inv) if to.quantized else Scaled(dy)
     dA = _grad_A(to, ds, operand, lora_A, needs, dropped)
     dx = _grad_x(to, dy8, ds, dropped, dtype or dy.dtype) if needs.x else None
     unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
@@ -199,84 +205,72 @@ def _quantize(
     state: Tensor | None,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """dy8, its scale_inv, ds, dB, and the mask's bits where the kernels behind read them."""
-    spec, (rows, ranks) = to.spec, to.beside
-    s = s if needs.B else None
-    operands = (dy, block, s, state, spec.column, spec.delayed, spec.scaling)
-    arguments = (*operands, spec.backward_dtype)
-    if block is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
-        mask, scale_inv = to.masks[0], to.grad_scale_inv  # that of x may be unknown yet
-        one = (to.lora_A, scale_inv, mask.slot, mask.p, to.weight, 0, rows)
-        if draws_mask(dy, block, s, *one):
-            place = (to.weight.shape[1], 0, 0)
-            return ops.quantize_grad_and_mask(*arguments, *mask, *place, rows, ranks)
-    return *ops.quantize_grad(*arguments, rows, ranks), None
+    """(dy8, its scale_inv, ds, dB, the mask's bits if `lora_grad_a` and `fp8_grad_input` will read them)."""
+    spec, side = to.spec, to.beside
+    up = None if block is None else Up(block, s if needs.B else None, spec.scaling)
+    scaling = spec.of_state(state)
+    if up is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
+        mask = to.masks[0]
+        if hands_mask_over(dy, up, mask, to.grad_weight, side):
+            assert mask is not None
+            return ops.quantize_grad_and_mask(
+                dy, up, scaling, spec.backward_dtype, mask, to.weight.shape[1], side
+            )
+    return *ops.quantize_grad(dy, up, scaling, spec.backward_dtype, side), None
 
 
 def _grad_A(
     to: Projections,
     ds: Tensor | None,
-    operand: Callable[[], Operand],
+    operand: Callable[[], Scaled],
     lora_A: Sequence[Tensor],
     needs: Needs,
     dropped: Tensor | None,
 ) -> list[Tensor | None]:
     if not (needs.A and to.adapted) or ds is None:
         return [None] * len(lora_A)
-    x, x_scale_inv = operand()
-    dtype = lora_A[0].dtype
+    x, dtype = operand(), lora_A[0].dtype
     if len(to.masks) > 1:
         pieces = zip(to.parts(ds, 1), to.masks, strict=True)
-        return [ops.lora_grad_a(d.contiguous(), x, x_scale_inv, *mask, dtype) for d, mask in pieces]
-    dA = ops.lora_grad_a(ds, x, x_scale_inv, *to.masks[0], dtype, 0, 0, dropped)
+        return [ops.lora_grad_a(d.contiguous(), x, mask, dtype) for d, mask in pieces]
+    dA = ops.lora_grad_a(ds, x, _handed_over(to.masks[0], dropped), dtype)
     return [*to.parts(dA)]
 
 
+def _handed_over(mask: Dropout | None, dropped: Tensor | None) -> Dropout | None:
+    return mask if mask is None or dropped is None else mask._replace(dropped=dropped)
+
+
 def _grad_x(
-    to: Projections, dy8: Operand, ds: Tensor | None, dropped: Tensor | None, dtype: torch.dtype
+    to: Projections, dy8: Scaled, ds: Tensor | None, dropped: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     several = len(to.masks) > 1
-    mask = to.masks[0] if to.masks else Mask(None, 0.0, 0)
+    mask = _handed_over(to.masks[0], dropped) if to.masks else None
     lora_A = to.lora_A
     d, a = ds if lora_A is not None else None, lora_A
     if several and ds is not None and lora_A is not None:
         d, a = to.parts(ds, 1)[0].contiguous(), to.parts(lora_A)[0]
     dx = ops.fp8_grad_input(
-        dy8[0],
-        dy8[1],
-        to.spec.backward_dtype,
-        to.weight,
-        to.grad_scale_inv,
-        to.weight_t,
-        d,
-        a,
-        *mask,
-        dtype,
-        0,
-        0,
-        to.spec.split_dgrad,
-        dropped,
+        dy8, to.spec.backward_dtype, to.grad_weight, d, a, mask, dtype, to.spec.split_dgrad
     )
     if several and ds is not None and lora_A is not None:
         rest = zip(to.parts(ds, 1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
-        for d, a, (slot, p, site) in rest:
-            dx = ops.bias_dropout_add(d @ a.to(d.dtype), None, dx, slot, p, site)
+        for d, a, mask in rest:
+            dx = ops.bias_dropout_add(d @ a.to(d.dtype), None, dx, mask)
     return dx
 
 
 def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """diag(f_i B_i) [ΣN, ΣR] with the forward's and with the backward's factors, in one launch; the backward's are one
-    below the other [ΣN, R] where `to.beside` says so.
+    """diag(f_i B_i) [ΣN, ΣR] for forward (f_i = ρ_i) and for backward (f_i = ρ_i / m_i), in one launch.
 
-    For one projection (B itself, None); without adapters (None, None).
+    If `to.beside` is set, the second has the f_i B_i below each other: [ΣN, R]. Returns (B itself, None) for one
+    projection, and (None, None) without adapters.
     """
     if not to.adapted:
         return None, None
     if to.factors is None:
         return lora_B[0], None
-    compact = to.beside[0] is not None
-    sizes = (list(to.rows), list(to.ranks))
-    first, second = ops.block_diagonal(list(lora_B), *sizes, to.factors, compact)
+    first, second = ops.block_diagonal(list(lora_B), to.side, to.factors, to.beside is not None)
     return first, second
 
 
@@ -284,14 +278,14 @@ def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
-    sizes, compact = (list(to.rows), list(to.ranks)), to.beside[0] is not None
-    return [*ops.block_diagonal_parts(dB, *sizes, to.factors[1], compact)]
+    compact = to.beside is not None
+    return [*ops.block_diagonal_parts(dB, to.side, to.factors[1], compact)]
 
 
 def bias_gradients(
     to: Projections, dy: Tensor, dtypes: Sequence[torch.dtype | None]
 ) -> list[Tensor | None]:
-    """Σ_rows dy_i of each projection whose bias has a dtype here."""
+    """Σ_rows dy_i [N_i] for each projection with a dtype in `dtypes`, else None. m_i is divided out of dy' [M, ΣN]."""
     found: list[Tensor | None] = [None] * len(dtypes)
     for i, dtype in enumerate(dtypes):
         if dtype is not None:

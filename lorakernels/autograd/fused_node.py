@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of a decoder layer share: their parameters, what they keep for backward, what they owe."""
+"""Shared by the autograd nodes of a decoder layer: parameters, kept tensors, and which gradients to compute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_linear import Gradients, Needs, Operand, Projections
+from lorakernels.autograd.fused_linear import Adapters, Gradients, Needs, Projections
+from lorakernels.values import Scaled
 
 Kept = dict[str, Any]
 
 
 class Trained(NamedTuple):
-    """What may be trained of `Projections`: A and B of each adapter, a bias of each projection, None where frozen."""
+    """Parameters of `Projections`: A and B of each adapter, and each projection's bias, or None if it is frozen."""
 
     A: list[Any]
     B: list[Any]
@@ -34,7 +35,7 @@ class Trained(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients a node owes for one `Projections`: x, A, B, and the biases with a dtype."""
+    """Which gradients a node computes for one `Projections`: of x, A, B, and each bias with a dtype in `bias`."""
 
     needs: Needs
     bias: tuple[torch.dtype | None, ...]
@@ -66,9 +67,12 @@ def kept(ctx: Any) -> Kept:
 
 
 def adapter_tensors(
-    prefix: str, trained: Trained, s: Tensor | None, operand: Operand | None, wanted: Wanted
+    prefix: str, trained: Trained, s: Tensor | None, operand: Scaled | None, wanted: Wanted
 ) -> Kept:
-    """What backward reads of adapters: s [M, ΣR], x8 if kept; the parameters by reference, which notices changes."""
+    """The tensors of adapters that backward reads, by name: s [M, ΣR], x8 if kept, and the parameters.
+
+    Parameters are saved by reference, so that autograd notices a change before backward.
+    """
     by_name: Kept = {f"{prefix}s": s if wanted.needs.B else None}
     for i, (a, b) in enumerate(zip(trained.A, trained.B, strict=True)):
         by_name |= {f"{prefix}A{i}": a, f"{prefix}B{i}": b} if wanted else {}
@@ -77,15 +81,17 @@ def adapter_tensors(
 
 
 def weights(prefix: str, to: Projections, wanted: Wanted) -> Kept:
-    """W by reference, for autograd's check that nobody wrote it before backward."""
+    """The W_i by name. They are saved by reference, so that autograd notices a change before backward."""
     return {f"{prefix}W{i}": w for i, w in enumerate(to.weights)} if wanted.needs.x else {}
 
 
-def adapters(prefix: str, saved: Kept, to: Projections) -> tuple[Any, list[Any], list[Any]]:
-    """(s, all A, all B) that `adapter_tensors` kept."""
+def adapters(
+    prefix: str, saved: Kept, to: Projections, stacked_B: Tensor | None = None
+) -> Adapters:
+    """The Adapters whose tensors `adapter_tensors` named."""
     numbers = range(to.adapters)
     a, b = ([saved[f"{prefix}{name}{i}"] for i in numbers] for name in "AB")
-    return saved[f"{prefix}s"], a, b
+    return Adapters(saved[f"{prefix}s"], a, b, stacked_B)
 
 
 def no_gradients(to: Projections) -> tuple[Gradients, list[Tensor | None]]:
@@ -94,18 +100,18 @@ def no_gradients(to: Projections) -> tuple[Gradients, list[Tensor | None]]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[M, N], contiguous."""
+    """[..., N] → [M, N], contiguous."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
 def rms_norm(h: Tensor, norm: Tensor, eps: float) -> Tensor:
-    return ops.rms_norm_quantize(h, norm, eps, None, 0, False, True)[0]
+    return ops.rms_norm_quantize(h, norm, eps, None, True)[0]
 
 
 def rms_norm_backward(
     saved: Kept, dnormed: Tensor | None, dresidual: Tensor, need_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the residual stream's gradient [M, K], dweight) from the `h`, `norm` and `rstd` kept."""
+    """(the residual stream's gradient [M, K], dweight [K] or None), from the kept `h`, `norm` and `rstd`."""
     if dnormed is None:
         return dresidual, None
     norm = saved["norm"]

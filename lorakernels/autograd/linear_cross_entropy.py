@@ -4,18 +4,22 @@
     z = h Wᵀ + b       loss = f · Σ_t ( log Σ_v exp z_tv − z_t,label )       f = 1, or 1 / items for the mean
     dz = f · (softmax(z) − onehot(label))       dh = dz W       dW = dzᵀ h       db = Σ_t dz
 
-    h [M, K]   W [V, K]   b [V]   labels [M], those equal to `ignore_index` left out
+    h [M, K]   W [V, K]   b [V]   labels [M]; a token whose label is `ignore_index` does not count
 
-Logits exist for `chunk` tokens at a time, in h's dtype: forward multiplies, takes losses and dz in one kernel that
-writes dz over z, and multiplies back. Only dh is kept for backward, which multiplies it by the incoming gradient.
-Bytes beside h and W, at their peak in forward, with b bytes a value of h:
+Logits exist for `chunk` tokens at a time, in h's dtype. For each chunk, forward computes z. One kernel computes
+the losses and writes dz over z. Forward then computes dh, and dW and db if they are trained. Only these gradients are
+kept for backward, which multiplies them by the incoming gradient.
+
+Peak bytes in forward beside h and W, with b bytes per value of h:
 
     frozen head         b MK + b·chunk·V + 4 M
     trained head        + 4 VK (dW in fp32) + 4 VK (its product)
     fp8                 + MK + chunk·V, and VK where W is not FP8 already
 
-against 4 MV (fp32 logits) + b MV + 4 MV of PyTorch's: at M = 8192, V = 128256, K = 4096 in bf16 and chunk 2048, 0.6 GB
-against 10.5. Nothing here waits for the device: counts stay on it, and a CUDA graph may capture all of it.
+PyTorch's needs 4 MV (fp32 logits) + b MV + 4 MV. At M = 8192, V = 128256, K = 4096 in bf16 with chunk 2048, this
+needs 0.6 GB and PyTorch's 10.5 GB.
+
+On a GPU, the host never waits for the device: counts stay on the device, and a CUDA graph may capture all of it.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import checks, ops
-from lorakernels.reference import E4M3
+from lorakernels import ops
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.hardware import FLOATS
+from lorakernels.values import Scaled, Scaling, Weight
 
 _E5M2 = torch.float8_e5m2
 CHUNK = 2048
@@ -40,7 +46,7 @@ class _How:
 
 
 class _Plain:
-    """z = h Wᵀ + b and dh = dz W in h's dtype; one buffer holds every chunk's z."""
+    """z = h Wᵀ + b and dh = dz W in h's dtype. All chunks use one buffer for z."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
@@ -58,31 +64,31 @@ class _Plain:
 
 
 class _FP8:
-    """The same on e4m3 h and W and e5m2 dz, each scaled by its own amax (h's and W's over the whole tensor)."""
+    """As _Plain, with e4m3 h and W and e5m2 dz. Each is scaled by its own amax: dz by chunk, h and W as a whole."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, scale_inv: Tensor | None, bias: Tensor | None
     ) -> None:
         self.dtype, self.bias = hidden.dtype, bias
-        self._state = torch.zeros(2, 1, device=hidden.device)
+        self._scaling = Scaling(torch.zeros(2, 1, device=hidden.device), 0, False)
         self.hidden, self.hidden_inv = self._quantized(hidden)
         if scale_inv is None:
-            self.weight, self.weight_inv = self._quantized(weight)
+            self.weight = Weight(*self._quantized(weight))
         else:
-            self.weight, self.weight_inv = weight.view(torch.uint8), scale_inv
+            self.weight = Weight(weight.view(torch.uint8), scale_inv)
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x8, inv, _ = ops.quantize_lora_down(x, None, self._state, 0, False, None, 0.0, 0)
+        x8, inv, _ = ops.quantize_lora_down(x, None, self._scaling, None)
         return x8, inv
 
     def logits(self, rows: slice) -> Tensor:
-        base = (self.hidden[rows], self.hidden_inv, self.weight, self.weight_inv)
-        return ops.fp8_linear_lora(*base, self.bias, None, None, 1.0, self.dtype)
+        hidden = Scaled(self.hidden[rows], self.hidden_inv)
+        return ops.fp8_linear_lora(hidden, self.weight, self.bias, None, self.dtype)
 
     def grad(self, dz: Tensor, out: Tensor) -> None:
-        dz8, inv, _, _ = ops.quantize_grad(dz, None, None, self._state, 0, False, 1.0, _E5M2)
-        base = (dz8, inv, _E5M2, self.weight, self.weight_inv)
-        out.copy_(ops.fp8_grad_input(*base, None, None, None, None, 0.0, 0, self.dtype))
+        dz8, inv, _, _ = ops.quantize_grad(dz, None, self._scaling, _E5M2)
+        quantized = Scaled(dz8, inv)
+        out.copy_(ops.fp8_grad_input(quantized, _E5M2, self.weight, None, None, None, self.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -98,9 +104,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how: _How,
     ) -> Tensor:
         needs = need_h, need_w, need_b = ctx.needs_input_grad[:3]
-        late = (
-            hidden.dtype == torch.float16
-        )  # whose range ends where a loss scale has not come in yet
+        # fp16: f could make dz underflow before a loss scale is applied, so f is applied in backward
+        late = hidden.dtype == torch.float16
         d_hidden = torch.empty_like(hidden) if need_h else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if need_w else None
@@ -160,31 +165,35 @@ def linear_cross_entropy(
     fp8: bool = False,
     weight_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of `hidden` Wᵀ + bias against `labels`, fp32 scalar (fp64 of fp64); never all logits at once.
+    """Cross-entropy of `hidden` Wᵀ + bias against `labels`. The logits of all tokens never exist at once.
 
     Args:
-        hidden: [..., K], of W's dtype (under autocast all are cast to its dtype).
+        hidden: [..., K], of W's dtype unless W is e4m3. Under autocast, all but an e4m3 W are cast to its dtype.
         weight: [V, K], frozen or trained; e4m3 with `weight_scale_inv` and `fp8=True`.
-        labels: int64 [...], shifted by the caller. On the CPU one outside of [0, V) raises; on a GPU, where nobody
-            waits for the device, loss and gradient become NaN.
-        bias: [V].
+        labels: int64 [...], shifted by the caller. A label outside of [0, V) raises on the CPU. On a GPU, where the
+            host does not wait to see it, it makes loss and gradient NaN.
+        bias: [V], of hidden's dtype, or None.
         ignore_index: the label of tokens that are left out.
-        chunk: tokens whose logits exist at the same time.
+        chunk: number of tokens whose logits exist at the same time.
         reduction: "mean" divides by `num_items`, "sum" does not.
-        num_items: what "mean" divides by: a number, which a CUDA graph freezes, or a tensor of one, e.g. the tokens of
-            all microbatches and ranks. None counts the labels that are not ignored; where there are none the loss is 0.
-        fp8: multiply in FP8, forward e4m3 × e4m3, backward e5m2 × e4m3. The head must be frozen. A W that is not
-            FP8 is quantized here at each call, 3 VK bytes moved.
+        num_items: the divisor of "mean", e.g. the tokens of all microbatches and ranks. A CUDA graph freezes a number,
+            but not a tensor of one value. None counts the labels that are not ignored; if there are none, the loss
+            is 0.
+        fp8: multiply in FP8, e4m3 × e4m3 in forward and e5m2 × e4m3 in backward. The head must be frozen. A W that is
+            not FP8 is quantized at each call, which moves 3 VK bytes.
         weight_scale_inv: fp32 [1], of an e4m3 `weight`.
 
+    Returns:
+        An fp32 scalar (fp64 if hidden is fp64).
+
     Raises:
-        TypeError, ValueError: an argument does not fit; nothing was computed.
+        TypeError, ValueError: an argument does not fit. Nothing has been computed then.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)
         weight = weight if weight.dtype == E4M3 else weight.to(dtype)
-    checks.linear_cross_entropy(hidden, weight, bias, labels, fp8, weight_scale_inv)
+    _check(hidden, weight, bias, labels, fp8, weight_scale_inv)
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, found {chunk}")
     if reduction not in ("mean", "sum"):
@@ -209,7 +218,7 @@ def linear_cross_entropy(
 def _factor(
     labels: Tensor, ignore_index: int, num_items: int | float | Tensor | None, like: Tensor
 ) -> Tensor:
-    """1 / items, on the device."""
+    """f = 1 / items, a scalar on the device. ValueError if `num_items` is a number that is not positive."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     if num_items is None:
         num_items = (labels != ignore_index).sum().clamp(min=1)
@@ -228,3 +237,48 @@ def _check_range(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
         raise ValueError(
             f"labels must be {ignore_index} or in [0, {vocabulary}), found {int(asked.min())} to {int(asked.max())}"
         )
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    fp8: bool,
+    weight_scale_inv: Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError, naming the argument, for what `linear_cross_entropy` does not take."""
+    is_fp8 = weight.dtype == E4M3
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [..., K] and weight [V, K], found {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be int64 {list(hidden.shape[:-1])}, hidden's leading dimensions, found {labels.dtype} "
+            f"{list(labels.shape)}"
+        )
+    if hidden.dtype not in (*FLOATS, torch.float64):
+        raise TypeError(f"hidden must be floating, found {hidden.dtype}")
+    if not fp8 and weight.dtype != hidden.dtype:
+        hint = ": pass fp8=True and weight_scale_inv" if is_fp8 else ""
+        raise TypeError(
+            f"weight must have hidden's dtype {hidden.dtype}, found {weight.dtype}{hint}"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype):
+        raise ValueError(
+            f"bias must be {hidden.dtype} [{weight.shape[0]}], found {bias.dtype} {list(bias.shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
+    if (weight_scale_inv is not None) != (is_fp8 and fp8):
+        raise ValueError(
+            f"weight_scale_inv belongs to an e4m3 weight with fp8=True, found {weight_scale_inv!r} with fp8={fp8} "
+            f"and a weight of {weight.dtype}"
+        )
+    trained = [
+        n for n, t in (("weight", weight), ("bias", bias)) if t is not None and t.requires_grad
+    ]
+    if fp8 and trained:
+        raise ValueError(f"fp8=True multiplies by a frozen head, found {trained} trained")

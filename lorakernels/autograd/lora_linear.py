@@ -4,16 +4,17 @@
     forward    x8, s = quantize_lora_down(x, A)        y  = fp8_linear_lora(x8, W8, s, B, bias)
     backward   dy8, ds, dB = quantize_grad(dy, B, s)   dA = lora_grad_a(ds, x8)   dx = fp8_grad_input(dy8, W8, ds, A)
 
-Forward draws the dropout mask in `quantize_lora_down`; in backward `quantize_grad` draws it again, for both others.
+In forward, `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two
+ops, if all three can (`hands_mask_over`). Otherwise each of those two draws it.
 
-`dy B` first: it is rank-sized, so no [N, K] product is ever formed. Saved for backward: x8 and its 4-byte scale_inv
-(x itself when the base is not FP8), s, and the 16-byte slot; only what the gradients asked for need. The parameters are
-saved by reference.
+dy B is computed first: it is rank-sized, so no [N, K] product is ever formed. Backward may need x8 and its 4-byte
+scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the wanted gradients need is saved.
+Parameters are saved by reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,19 +22,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import checks, ops, reference
+from lorakernels import ops
 from lorakernels.config import DelayedScaling
-from lorakernels.device import capability_of
-from lorakernels.kernels import ladder
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.hardware import FLOATS
+from lorakernels.ops.quantize_grad import hands_mask_over
+from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
 
 
 @dataclass(frozen=True)
 class LoRASpec:
     """What one call needs besides tensors.
 
-    `column` is the layer's place in its FP8State, and `delayed` whether it follows it (else each tensor is scaled
-    by its own amax); `site` is its dropout stream, and x[0, 0] lies at (row0, col0) of the tensor that the mask is
-    drawn for. `split_fprop` and `split_dgrad` have the FP8 GEMMs add partial sums in fp32.
+    Attributes:
+        scaling: factor of B A.
+        p: dropout probability, in [0, 1).
+        site: the layer's dropout stream.
+        row0, col0: where x[0, 0] lies in the tensor that the mask is drawn for.
+        column: the layer's column in its FP8State.
+        delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
+        backward_dtype: FP8 dtype of dy.
+        split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
     """
 
     scaling: float = 1.0
@@ -48,7 +57,7 @@ class LoRASpec:
     split_dgrad: bool = True
 
     def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
-        """The same over an FP8 base that follows `recipe`."""
+        """A copy for an FP8 base that follows `recipe`."""
         return replace(
             self,
             column=column,
@@ -58,9 +67,48 @@ class LoRASpec:
             split_dgrad=recipe.fp8_gemm_dgrad.use_split_accumulator,
         )
 
+    def of_state(self, state: Tensor | None) -> Scaling | None:
+        """This call's scale in one direction of an FP8 state; None over a plain base."""
+        return None if state is None else Scaling(state, self.column, self.delayed)
+
+    def dropout(self, slot: Tensor | None) -> Dropout | None:
+        """The mask that `slot` draws for this call; None without a slot."""
+        return None if slot is None else Dropout(slot, self.p, self.site, self.row0, self.col0)
+
+
+class Call(NamedTuple):
+    """A `LoRASpec` and the tensors that it refers to.
+
+    Attributes:
+        spec: scaling, dropout probability and which columns of the FP8 state to use.
+        slot: int64 [2] random slot; None draws no mask (dropout off).
+        state_x, state_dy: `FP8State.forward` and `.backward`; None over a plain base.
+    """
+
+    spec: LoRASpec
+    slot: Tensor | None = None
+    state_x: Tensor | None = None
+    state_dy: Tensor | None = None
+
+    @property
+    def scaling_x(self) -> Scaling | None:
+        return self.spec.of_state(self.state_x)
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return self.spec.dropout(self.slot)
+
+
+class Adapter(NamedTuple):
+    """A [R, K], B [N, R], and s = D(x) Aᵀ [M, R] where it has been computed; all None without an adapter."""
+
+    A: Tensor | None = None
+    B: Tensor | None = None
+    s: Tensor | None = None
+
 
 class Needs(NamedTuple):
-    """Which gradients to compute; `ds` is that of an s which others made."""
+    """Which gradients to compute. `ds` is the gradient of an s that was computed outside of this node."""
 
     x: bool
     A: bool
@@ -72,113 +120,77 @@ class Needs(NamedTuple):
 def save_for_gradients(
     ctx: Any,
     needs: Needs,
-    x8: Tensor,
-    x_scale_inv: Tensor | None,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None,
-    weight_t: Tensor | None,
+    x: Scaled,
+    weight: Weight,
     bias: Tensor | None,
-    lora_A: Tensor | None,
-    lora_B: Tensor | None,
-    s: Tensor | None,
-    slot: Tensor | None,
-    state_dy: Tensor | None,
-    spec: LoRASpec,
+    adapter: Adapter,
+    call: Call,
 ) -> None:
-    """Keep what `gradients` reads. Over a plain base x8 is x and `x_scale_inv` None."""
+    """Keep what `gradients` reads."""
+    lora_A, lora_B, s = adapter
     ctx.save_for_backward(
-        weight if needs.x else None,
-        weight_scale_inv if needs.x else None,
-        weight_t if needs.x else None,
+        weight.data if needs.x else None,
+        weight.scale_inv if needs.x else None,
+        weight.t if needs.x else None,
         lora_A if needs.x else None,
         lora_B if needs.x or needs.A or needs.B or needs.ds else None,
-        slot if needs.x or needs.A else None,
-        x8 if needs.A else None,
-        x_scale_inv if needs.A else None,
+        call.slot if needs.x or needs.A else None,
+        x.data if needs.A else None,
+        x.scale_inv if needs.A else None,
         s if needs.B else None,
     )
-    ctx.state_dy, ctx.spec = state_dy, spec
+    ctx.state_dy, ctx.spec = call.state_dy, call.spec
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
 
 
-def gradients(ctx: Any, needs: Needs, dy: Tensor, via: Any = ops) -> tuple[Tensor | None, ...]:
+def through_dispatcher(op: Any, *arguments: Any) -> Any:
+    return op(*arguments)
+
+
+def gradients(
+    ctx: Any, needs: Needs, dy: Tensor, run: Callable[..., Any] = through_dispatcher
+) -> tuple[Tensor | None, ...]:
     """(dx [M, K], dA, dB, dbias, ds) from a contiguous dy [M, N]; None for what is not needed.
 
-    `via` has the ops, or their implementations on dy's device.
+    `run(op, *arguments)` calls an op.
     """
     weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
-    spec, state_dy = ctx.spec, ctx.state_dy
-    dx = dA = dbias = dropped = None
-    place = (spec.row0, spec.col0)
-    arguments = (
-        dy,
-        lora_B,
-        s,
-        state_dy,
-        spec.column,
-        spec.delayed,
-        spec.scaling,
-        spec.backward_dtype,
-    )
-    if (
-        needs.A
-        and needs.x
-        and draws_mask(dy, lora_B, s, lora_A, x_scale_inv, slot, spec.p, weight, spec.col0)
-    ):
-        mask = (slot, spec.p, spec.site, weight.shape[1], *place)
-        dy8, dy_scale_inv, ds, dB, dropped = via.quantize_grad_and_mask(*arguments, *mask)
-    else:
-        dy8, dy_scale_inv, ds, dB = via.quantize_grad(*arguments)
-    if needs.A:
-        source = (x8, x_scale_inv, slot, spec.p, spec.site)
-        dA = via.lora_grad_a(ds, *source, ctx.dtypes[0], *place, dropped)
-    if needs.x:
-        quantized = state_dy is not None
-        dx = via.fp8_grad_input(
-            dy8 if quantized else dy,
-            dy_scale_inv if quantized else None,
+    spec: LoRASpec = ctx.spec
+    scaling, dropout = spec.of_state(ctx.state_dy), spec.dropout(slot)
+    up = None if lora_B is None else Up(lora_B, s, spec.scaling)
+    frozen = Weight(weight, w_scale_inv, weight_t)
+    dx = dA = dbias = None
+    if needs.A and needs.x and up is not None and hands_mask_over(dy, up, dropout, frozen):
+        dy8, dy_scale_inv, ds, dB, dropped = run(
+            ops.quantize_grad_and_mask,
+            dy,
+            up,
+            scaling,
             spec.backward_dtype,
-            weight,
-            w_scale_inv,
-            weight_t,
+            dropout,
+            weight.shape[1],
+        )
+        assert dropout is not None
+        dropout = dropout._replace(dropped=dropped)
+    else:
+        dy8, dy_scale_inv, ds, dB = run(ops.quantize_grad, dy, up, scaling, spec.backward_dtype)
+    if needs.A:
+        dA = run(ops.lora_grad_a, ds, Scaled(x8, x_scale_inv), dropout, ctx.dtypes[0])
+    if needs.x:
+        dx = run(
+            ops.fp8_grad_input,
+            Scaled(dy) if scaling is None else Scaled(dy8, dy_scale_inv),
+            spec.backward_dtype,
+            frozen,
             ds if lora_A is not None else None,
             lora_A,
-            slot,
-            spec.p,
-            spec.site,
+            dropout,
             dy.dtype,
-            *place,
             spec.split_dgrad,
-            dropped,
         )
     if needs.bias:
         dbias = dy.float().sum(0).to(ctx.dtypes[1])
     return dx, dA, dB if needs.B else None, dbias, ds if needs.ds else None
-
-
-def draws_mask(
-    dy: Tensor,
-    lora_B: Tensor,
-    s: Tensor | None,
-    lora_A: Tensor,
-    scale_inv: Tensor | None,
-    slot: Tensor | None,
-    p: float,
-    weight: Tensor,
-    col0: int = 0,
-    rows: Sequence[int] | None = None,
-) -> bool:
-    """Whether `quantize_grad` draws the mask for `lora_grad_a` and `fp8_grad_input`, a bit an element for the length of
-    one backward: over an FP8 base (`scale_inv`), where all three are kernels that can. A trace asks the dtypes and
-    ranks only: on a GPU without these kernels its mask is drawn once more, and dA and dx are the same."""
-    if scale_inv is None or slot is None or not dy.is_cuda or dy.dtype == torch.float32:
-        return False
-    if reference.dropout_threshold(p) == 0 or lora_A.shape[0] > ladder.GRAD_A_RANK or col0 % 8:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    readable = ladder.can_hand_mask_over(capability_of(dy.device), *weight.shape)
-    return readable and not ladder.why_not_one_pass(dy, lora_B, s, rows)
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -186,62 +198,36 @@ class _LoRALinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        weight_scale_inv: Tensor | None,
-        weight_t: Tensor | None,
         bias: Tensor | None,
         lora_A: Tensor | None,
         lora_B: Tensor | None,
-        slot: Tensor | None,
-        state_x: Tensor | None,
-        state_dy: Tensor | None,
-        spec: LoRASpec,
+        weight: Weight,
+        call: Call,
     ) -> Tensor:
-        x8, x_scale_inv, s = ops.quantize_lora_down(
-            x,
-            lora_A,
-            state_x,
-            spec.column,
-            spec.delayed,
-            slot,
-            spec.p,
-            spec.site,
-            spec.row0,
-            spec.col0,
-        )
-        if state_x is None:
-            x8, x_scale_inv = x, None
-        y = ops.fp8_linear_lora(
-            x8,
-            x_scale_inv,
-            weight,
-            weight_scale_inv,
-            bias,
-            s if lora_A is not None else None,
-            lora_B,
-            spec.scaling,
-            x.dtype,
-            spec.split_fprop,
-        )
-        needs = _needs(ctx)
-        base = (x8, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
-        save_for_gradients(ctx, needs, *base, lora_A, lora_B, s, slot, state_dy, spec)
+        x8, x_scale_inv, s = ops.quantize_lora_down(x, lora_A, call.scaling_x, call.dropout)
+        operand = Scaled(x) if call.state_x is None else Scaled(x8, x_scale_inv)
+        spec = call.spec
+        up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
+        y = ops.fp8_linear_lora(operand, weight, bias, up, x.dtype, spec.split_fprop)
+        adapter = Adapter(lora_A, lora_B, s)
+        save_for_gradients(ctx, _needs(ctx), operand, weight, bias, adapter, call)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dA, dB, dbias, _ = gradients(ctx, _needs(ctx), dy.contiguous())
-        return dx, None, None, None, dbias, dA, dB, None, None, None, None
+        return dx, dbias, dA, dB, None, None
 
 
 def _needs(ctx: Any) -> Needs:
-    return Needs(*(ctx.needs_input_grad[i] for i in (0, 5, 6, 4)))
+    x, bias, lora_A, lora_B = ctx.needs_input_grad[:4]
+    return Needs(x, lora_A, lora_B, bias)
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
-    if x.dtype not in checks.COMPUTE_DTYPES:
+    if x.dtype not in FLOATS:
         is_fp8 = x.is_floating_point() and x.element_size() == 1
         cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""
         raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}{cause}")
@@ -254,55 +240,34 @@ def check_input(x: Tensor, weight: Tensor) -> None:
 
 
 def lora_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None = None,
-    bias: Tensor | None = None,
-    lora_A: Tensor | None = None,
-    lora_B: Tensor | None = None,
-    *,
-    spec: LoRASpec,
-    slot: Tensor | None = None,
-    weight_t: Tensor | None = None,
-    state_x: Tensor | None = None,
-    state_dy: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, adapter: Adapter, call: Call
 ) -> Tensor:
     """y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ, differentiable in x, bias, A and B; W is frozen.
 
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
-        weight: [N, K], e4m3 (or its bytes, uint8) with `weight_scale_inv` fp32 [1], or a plain dtype without.
+        weight: [N, K], e4m3 (or its bytes, uint8) with a scale_inv [1], or of a plain dtype without.
         bias: [N] or None.
-        lora_A, lora_B: [R, K] and [N, R], fp32, bf16 or fp16; both or neither.
-        spec: scaling, dropout probability and which columns of the FP8 state to use.
-        slot: int64 [2] random slot; None draws no mask (dropout off).
-        weight_t: [K, N] second copy of an FP8 weight's bytes, or None.
-        state_x, state_dy: `FP8State.forward` and `.backward`; None with a plain weight.
+        adapter: A and B, fp32, bf16 or fp16; both or neither.
+        call: the numbers of this call, its random slot and its FP8 state.
 
     Returns:
         [..., N] in x's dtype (the autocast dtype under autocast).
 
     Raises:
         TypeError: x is not fp32, bf16 or fp16.
-        ValueError: x's last dimension is not K.
+        ValueError: x's last dimension is not K, or x and W are on two devices.
     """
-    check_input(x, weight)
+    check_input(x, weight.data)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
-    y = _LoRALinear.apply(
-        rows,
-        weight,
-        weight_scale_inv,
-        weight_t,
-        bias,
-        lora_A,
-        lora_B,
-        slot,
-        state_x,
-        state_dy,
-        spec,
-    )
-    return y.view(*x.shape[:-1], weight.shape[0])
+    y = _LoRALinear.apply(rows, bias, adapter.A, adapter.B, in_bytes(weight), call)
+    return y.view(*x.shape[:-1], weight.data.shape[0])
+
+
+def in_bytes(weight: Weight) -> Weight:
+    """`weight`, with e4m3 data viewed as uint8, which the ops take."""
+    if weight.data.dtype == E4M3:
+        return weight._replace(data=weight.data.view(torch.uint8))
+    return weight

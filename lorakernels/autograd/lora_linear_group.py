@@ -5,10 +5,10 @@
     backward   dy8_i, ds_i, dB_i = quantize_grad(dy_i, B_i, s_i)        dx_i = fp8_grad_input(dy8_i, W8_i, ds_i, A_i)
                [dA_1; …; dA_n] = lora_grad_a([ds_1 … ds_n], x8)        dx = Σ dx_i, added up by autograd
 
-Each projection is an autograd node of its own, which runs as soon as its dy is there; a node in front of them turns the
-ds_i, which are the gradients of the s_i, into every dA by one product. Saved for backward: x8 and its scale_inv
-once, s_i per projection, one slot. A projection with a mask of its own has s_i = D_i(x) A_iᵀ and dA_i from ops of its
-own, over the same x8.
+Each projection is an autograd node of its own, which runs as soon as its dy exists. Before them in the graph is a node
+for the s_i: its backward gets their gradients ds_i and computes all dA_i in one product. Saved for backward: x8 and its
+scale_inv once, s_i per projection, one slot. A projection with its own mask computes s_i = D_i(x) A_iᵀ and dA_i by its
+own ops, over the same x8.
 """
 
 from __future__ import annotations
@@ -23,17 +23,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, Needs, gradients, save_for_gradients
-from lorakernels.kernels.ladder import DOWN_RANK
+from lorakernels.autograd.lora_linear import (
+    Adapter,
+    Call,
+    LoRASpec,
+    Needs,
+    gradients,
+    in_bytes,
+    save_for_gradients,
+)
+from lorakernels.ops.quantize_lora_down import MAX_RANK
+from lorakernels.values import Scaled, Up, Weight
 
 
 @dataclass(frozen=True)
 class SharedInput:
     """What projections of one x share.
 
-    `rows` [M, K] is x in the compute dtype, outside of autograd; `x8` [M, K] e4m3 bytes and `x_scale_inv` fp32 [1], or
-    None for a plain base; `s` {projection: [M, R]}, drawn with `slot`, `p` and `site` of `spec`. `spent` is no
-    longer empty once a backward has gone through s.
+    Attributes:
+        rows: [M, K], x in the compute dtype, outside of autograd.
+        x8, x_scale_inv: e4m3 bytes [M, K] and fp32 [1]; None for a plain base.
+        s: {projection: [M, R]}, with the mask of `slot` and of `spec`'s p and site.
+        slot: int64 [2], or None without dropout.
+        spec: the mask's numbers, and x's column in the FP8 state.
+        spent: empty until a backward has gone through a stacked s.
     """
 
     rows: Tensor
@@ -44,9 +57,13 @@ class SharedInput:
     spec: LoRASpec
     spent: list[bool]
 
+    @property
+    def operand(self) -> Scaled:
+        return Scaled(self.rows) if self.x8 is None else Scaled(self.x8, self.x_scale_inv)
+
 
 class _StackedDown(torch.autograd.Function):
-    """The parts of a stacked s, tied to their A's."""
+    """Splits a stacked s [M, ΣR] into one part per A. Backward computes all dA in one product."""
 
     @staticmethod
     def forward(
@@ -80,14 +97,9 @@ class _StackedDown(torch.autograd.Function):
             ranks, dtypes = zip(*(ctx.shapes[i] for i in used), strict=True)
             stacked = ops.lora_grad_a(
                 _cat(list(used.values()), 1),
-                operand,
-                x_scale_inv,
-                slot,
-                spec.p,
-                spec.site,
+                Scaled(operand, x_scale_inv),
+                spec.dropout(slot),
                 reduce(torch.promote_types, dtypes),
-                spec.row0,
-                spec.col0,
             )
             parts = stacked.split(list(ranks))
             for i, part, dtype in zip(used, parts, dtypes, strict=True):
@@ -96,7 +108,7 @@ class _StackedDown(torch.autograd.Function):
 
 
 class _Projection(torch.autograd.Function):
-    """y of one projection from the shared x8 (`operand`; x itself over a plain base) and its s."""
+    """y of one projection, from the shared x8 (over a plain base, x itself) and the projection's s."""
 
     @staticmethod
     def forward(
@@ -106,23 +118,19 @@ class _Projection(torch.autograd.Function):
         lora_B: Tensor | None,
         bias: Tensor | None,
         s: Tensor | None,
-        operand: Tensor,
-        x_scale_inv: Tensor | None,
-        weight: Tensor,
-        weight_scale_inv: Tensor | None,
-        weight_t: Tensor | None,
-        slot: Tensor | None,
-        state_dy: Tensor | None,
-        spec: LoRASpec,
-        dtype: torch.dtype,
+        shared: SharedInput,
+        weight: Weight,
+        call: Call,
     ) -> Tensor:
-        base = (operand, x_scale_inv, weight, weight_scale_inv, bias)
-        y = ops.fp8_linear_lora(*base, s, lora_B, spec.scaling, dtype, spec.split_fprop)
-        parts = (operand, x_scale_inv, weight, weight_scale_inv, weight_t, bias)
+        up = None if lora_B is None else Up(lora_B, s, call.spec.scaling)
+        y = ops.fp8_linear_lora(
+            shared.operand, weight, bias, up, shared.rows.dtype, call.spec.split_fprop
+        )
         needs = Needs(*ctx.needs_input_grad[:5])
-        save_for_gradients(ctx, needs, *parts, lora_A, lora_B, s, slot, state_dy, spec)
+        adapter = Adapter(lora_A, lora_B, s)
+        save_for_gradients(ctx, needs, shared.operand, weight, bias, adapter, call)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return y.view(*x.shape[:-1], weight.data.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -131,27 +139,19 @@ class _Projection(torch.autograd.Function):
         dx, *others = gradients(ctx, Needs(*ctx.needs_input_grad[:5]), dy)
         if dx is not None:
             dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
-        return (dx, *others) + (None,) * 9
+        return (dx, *others) + (None,) * 3
 
 
-def share_input(
-    x: Tensor,
-    lora_A: Mapping[int, Tensor],
-    *,
-    spec: LoRASpec,
-    slot: Tensor | None = None,
-    state_x: Tensor | None = None,
-) -> SharedInput:
-    """Read x once: x8, and s of the projections in `lora_A`, all with the one mask of `slot`.
+def share_input(x: Tensor, lora_A: Mapping[int, Tensor], call: Call) -> SharedInput:
+    """Compute x8, and s of the projections in `lora_A` with the one mask of `call.slot`, in one read of x.
 
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
         lora_A: {projection: [R, K]}; may be empty. Where the ranks sum to more than `quantize_lora_down` takes at
-            once (ladder.DOWN_RANK), x is read again for the rest.
-        spec: p, site, row0 and col0 of the mask; column and delayed of x in `state_x`.
-        slot: int64 [2] random slot; None draws no mask.
-        state_x: `FP8State.forward`; None with plain weights.
+            once (MAX_RANK), x is read again for the rest.
+        call: the mask's numbers and slot, and x's place in the FP8 state.
     """
+    spec, slot, state_x, _ = call
     with torch.no_grad():
         rows = x
         if torch.is_autocast_enabled(x.device.type):
@@ -160,12 +160,11 @@ def share_input(
     x8 = x_scale_inv = None
     parts: dict[int, Tensor] = {}
     spent: list[bool] = []
-    mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
     for chunk in _chunks(lora_A):
         stack = [a.detach() for a in chunk.values()]
         a = _cat(stack) if len(stack) > 1 else stack[0] if stack else None
         state = state_x if x8 is None else None
-        out = ops.quantize_lora_down(rows, a, state, spec.column, spec.delayed, *mask)
+        out = ops.quantize_lora_down(rows, a, spec.of_state(state), spec.dropout(slot))
         if state is not None:
             x8, x_scale_inv = out[:2]
         if len(chunk) > 1:
@@ -184,16 +183,16 @@ def _cat(matrices: list[Tensor], dim: int = 0) -> Tensor:
     kind = matrices[0].device.type
     if not torch.is_autocast_enabled(kind):
         return torch.cat(matrices, dim)
-    with torch.autocast(kind, enabled=False):  # whose cat refuses the other 16-bit dtype
+    with torch.autocast(kind, enabled=False):  # autocast's cat refuses the other 16-bit dtype
         return torch.cat(matrices, dim)
 
 
 def _chunks(lora_A: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    """In order, the ranks of each summing to DOWN_RANK at most; one empty chunk where there is no A."""
+    """Split the A's, in order, into chunks with a sum of ranks up to MAX_RANK. Without an A, one chunk is empty."""
     chunks: list[dict[int, Tensor]] = [{}]
     total = 0
     for index, a in lora_A.items():
-        if chunks[-1] and total + a.shape[0] > DOWN_RANK:
+        if chunks[-1] and total + a.shape[0] > MAX_RANK:
             chunks.append({})
             total = 0
         chunks[-1][index] = a
@@ -205,48 +204,25 @@ def lora_projection(
     x: Tensor,
     shared: SharedInput,
     index: int,
-    weight: Tensor,
-    weight_scale_inv: Tensor | None = None,
-    bias: Tensor | None = None,
-    lora_A: Tensor | None = None,
-    lora_B: Tensor | None = None,
-    *,
-    spec: LoRASpec,
-    slot: Tensor | None = None,
-    weight_t: Tensor | None = None,
-    state_dy: Tensor | None = None,
+    weight: Weight,
+    bias: Tensor | None,
+    adapter: Adapter,
+    call: Call,
 ) -> Tensor:
-    """`lora_linear` of projection `index`, differentiable alike, over what `share_input(x, …)` made.
+    """`lora_linear` of projection `index`, over the result of `share_input(x, …)`. It is differentiable likewise.
 
-    Its s is `shared.s[index]`; where it has none there, s is computed here, from `shared.rows`. `spec` and `slot`
-    hold the mask that its s was or will be drawn with, and the column of dy.
+    Its s is `shared.s[index]`. If there is none, s is computed here from `shared.rows`. `call` holds the mask for s,
+    whether s exists or is computed here, and the column of dy.
 
     Returns:
         [..., N] in the dtype of `shared.rows`.
     """
-    s = None
+    lora_A, lora_B, s = adapter
     if lora_A is not None:
         s = shared.s.get(index)
         if s is None:
-            mask = (slot, spec.p, spec.site, spec.row0, spec.col0)
-            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, 0, False, *mask)[2]
+            s = ops.quantize_lora_down(shared.rows, lora_A.detach(), None, call.dropout)[2]
         elif s.requires_grad:
-            lora_A = lora_A.detach()  # its gradient takes the way through s
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
-    return _Projection.apply(
-        x,
-        lora_A,
-        lora_B,
-        bias,
-        s,
-        shared.rows if shared.x8 is None else shared.x8,
-        shared.x_scale_inv,
-        weight,
-        weight_scale_inv,
-        weight_t,
-        slot,
-        state_dy,
-        spec,
-        shared.rows.dtype,
-    )
+            lora_A = lora_A.detach()  # A's gradient flows through s
+    y: Tensor = _Projection.apply(x, lora_A, lora_B, bias, s, shared, in_bytes(weight), call)
+    return y

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm by itself, as a model's last: one kernel each way, x and a rstd per row kept."""
+"""RMSNorm alone, for a model's last norm: one kernel each way. x and one rstd per row are kept for backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = flat(x)
-        normed, _, _, rstd = ops.rms_norm_quantize(rows, weight, eps, None, 0, False, True)
+        normed, _, _, rstd = ops.rms_norm_quantize(rows, weight, eps, None, True)
         ctx.save_for_backward(rows, weight, rstd)
         return normed.view(x.shape)
 
@@ -35,6 +35,6 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight [K] ⊙ x / √(mean(x²) + ε) of x [..., K], rounded as transformers' norms round, in x's dtype."""
+    """weight [K] ⊙ x / √(mean(x²) + ε) for x [..., K], in x's dtype and rounded as in transformers' norms."""
     found: Tensor = _RMSNorm.apply(x, weight, eps)
     return found

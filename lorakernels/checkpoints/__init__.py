@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints made of checkpoints, tensor by tensor: no model is ever in memory."""
+"""Files of models and adapters: adapters in PEFT's format, checkpoints loaded straight into FP8, merged models."""
 
 from lorakernels.checkpoints.export import Exported, check_export, export_model
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A base and an adapter, both directories, become the directory of a merged model; one tensor at a time is in memory.
+"""Merge an adapter into its base. Both are directories, and so is the merged model.
 
     export_model("path/to/llama", "path/to/adapter", "merged")                  # bf16
     export_model("path/to/llama", "path/to/adapter", "merged", format="fp8")    # transformers' fine-grained FP8
 
-W + scaling · B A is added in fp32 and rounded once, bit for bit what `merge_and_unload` gives over `fp8=None` where the
-base is in bf16. Weights that the base holds in block FP8 are dequantized; in FP8, those without an adapter keep their
-bytes. transformers reads both forms with `from_pretrained`; the FP8 one also says to vLLM which modules stay bf16.
+Only one tensor of the base is in memory at a time. W + scaling · B A is added in fp32 and rounded once. For a bf16
+base the result equals `merge_and_unload` with `fp8=None`, bit for bit. Block-FP8 weights of the base are
+dequantized first. In the FP8 format, block-FP8 weights without an adapter keep their bytes. transformers reads both
+formats with `from_pretrained`. The FP8 config also tells vLLM which modules stay bf16.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorakernels.checkpoints.export_plan import Adapter, MergePlan, Out, plan_merge, read_adapter
 from lorakernels.checkpoints.files import copy_files, write_config
-from lorakernels.checkpoints.plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.loading import FP8Weight, block_size_of, config_of
+from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory
 from lorakernels.checkpoints.writer import (
     DTYPES,
     ShardWriter,
@@ -31,22 +34,25 @@ from lorakernels.checkpoints.writer import (
     recover,
     write_json,
 )
-from lorakernels.loading import FP8Weight, block_size_of, config_of
 from lorakernels.modules.convert import dequantize
 from lorakernels.modules.lora import delta_of
-from lorakernels.shards import INDEX, SINGLE, Directory
 
 FORMATS = ("bf16", "fp8")
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_SPARE = 1 << 24  # of the disk: configs, tokenizer, the file system's own
+_SPARE = 1 << 24  # bytes to leave free for configs, tokenizer and the file system
 
 
 @dataclass(frozen=True)
 class Exported:
     """What `export_model` wrote.
 
-    merged: linear layers whose adapter went in. plain: in FP8, the linear layers that are in bf16.
-    bytes: of all tensors. shards: files that hold them.
+    Attributes:
+        path: the directory of the merged model.
+        format: "bf16" or "fp8".
+        shards: number of weight files.
+        bytes: total size of all tensors.
+        merged: number of linear layers that had an adapter.
+        plain: with "fp8", the paths of the linear layers that stay bf16.
     """
 
     path: Path
@@ -66,23 +72,26 @@ def export_model(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Write the merged model of a base and an adapter to the directory `output`, which appears whole or not at all.
+    """Merge `adapter` into `model` and write the result to the directory `output`, which appears whole or not at
+    all.
 
-    Tokenizer, chat template, generation config and the other small files come along from `model`; a tokenizer beside
-    the adapter wins. Memory: the adapter, one tensor and what fp32 copies of it take.
+    The tokenizer, chat template, generation config and other small files are copied from `model`. A tokenizer
+    beside the adapter takes precedence. Memory holds the adapter, one tensor of the base and its fp32 copies.
 
     Args:
         model: a directory with config.json and safetensors, in one or many files, plain or block FP8.
-        adapter: a directory in PEFT's format: patterns, rslora, trained biases and modules_to_save included.
-        output: a directory that is new or empty, or with `overwrite` one that holds a model, which it replaces.
+        adapter: a directory in PEFT's format. Patterns, rslora, trained biases and modules_to_save are supported.
+        output: a new or empty directory. With `overwrite` it may hold a model, which is replaced.
         format: "bf16", or "fp8" for e4m3 with a scale per 128×128 block in all linear layers but the head.
-        progress: called with (bytes written, bytes in all).
+        overwrite: whether to replace the model that `output` holds.
+        progress: called with (bytes written, total bytes).
 
     Raises:
-        ValueError: `output` is, contains or lies in one of the other directories, or it is not empty; the adapter does
-            not fit the model; a kind of adapter or quantization is not known; a merged weight is not finite.
+        ValueError: `output` is, contains or lies in one of the other directories, or it is not empty. Also if the
+            adapter does not fit the model, a kind of adapter or quantization is not known, or a merged weight is
+            not finite.
         FileNotFoundError: a file is missing.
-        OSError: the disk lacks the space, or a file cannot be written. Nothing is at `output` then, or what was there.
+        OSError: the disk lacks the space, or a file cannot be written. `output` is then as it was before the call.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, found {format!r}")
@@ -107,7 +116,7 @@ def export_model(
 def check_export(
     model: str | os.PathLike[str], output: str | os.PathLike[str], *, format: str = "bf16"
 ) -> None:
-    """What `export_model(model, …, output, format=format, overwrite=True)` would refuse whatever the adapter.
+    """Check everything about an export that does not depend on the adapter. `output` may be overwritten.
 
     Raises:
         ValueError, FileNotFoundError: as `export_model`.
@@ -120,7 +129,7 @@ def check_export(
 
 
 def _skeleton(config: Any) -> Any:
-    """The model without memory."""
+    """The model on the meta device, without memory for its weights."""
     import transformers
 
     with torch.device("meta"):
@@ -169,7 +178,7 @@ def _check_space(target: Path, size: int) -> None:
 
 
 class _Merge:
-    """Writes shard after shard."""
+    """Writes the merged tensors, one shard of the base after the other."""
 
     def __init__(
         self,
@@ -184,7 +193,7 @@ class _Merge:
 
     @torch.no_grad()
     def write(self, folder: Path) -> int:
-        """Fill `folder` with the weights and their index; how many files that took."""
+        """Fill `folder` with the weights and, for several files, their index. Returns the number of weight files."""
         self._read_scales()
         count, weight_map = len(self.plan.shards), {}
         for index, (shard, outs) in enumerate(self.plan.shards.items(), 1):
@@ -198,7 +207,7 @@ class _Merge:
         return count
 
     def _read_scales(self) -> None:
-        """All of them: small, and not always in their weight's file."""
+        """Read all scales up front: they are small, and a scale may be in another file than its weight."""
         wanted = {f"{out.source}_scale_inv" for out in self.plan.outs} & set(self.files.tensors)
         for shard in sorted({self.files.tensors[name].shard for name in wanted}):
             with self.files.open(shard) as read:
@@ -242,7 +251,7 @@ class _Merge:
         return {out.name: value}
 
     def _value(self, out: Out, read: Callable[[str], Tensor]) -> Tensor:
-        """Before it is rounded."""
+        """The merged value before it is rounded."""
         if out.name in self.adapter.values:
             return self.adapter.values[out.name]
         value = read(out.source)
@@ -263,7 +272,10 @@ def _as_float(scales: Tensor) -> Tensor:
 
 
 def quantize_blocks(weight: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(e4m3 [N, K], scale_inv fp32 [⌈N/bn⌉, ⌈K/bk⌉]): a block's largest value becomes 448; one of zeros has scale 1."""
+    """(e4m3 [N, K], scale_inv fp32 [⌈N/bn⌉, ⌈K/bk⌉]) of `weight` [N, K] in blocks of (bn, bk).
+
+    The largest absolute value of a block becomes 448. A block of zeros has scale 1.
+    """
     weight = weight.float()
     (n, k), (bn, bk) = weight.shape, block
     padded = torch.nn.functional.pad(weight, (0, -k % bk, 0, -n % bn))

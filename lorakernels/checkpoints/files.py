@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies beside the weights of a model: config.json, written anew, and the small files, which come along."""
+"""The files beside the weights of a merged model: config.json, written anew, and small files, which are copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lorakernels.checkpoints.plan import MergePlan
+from lorakernels.checkpoints.export_plan import MergePlan
 from lorakernels.checkpoints.writer import write_json
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -25,9 +25,9 @@ _NOT_SMALL_FILES = ("adapter_config.json", "config.json")
 
 
 def copy_files(model: Path, adapter: Path, folder: Path) -> None:
-    """Tokenizer, templates, generation config, licence and other small files of `model`.
+    """Copy the tokenizer, templates, generation config, licence and other small files of `model` to `folder`.
 
-    Where the adapter's directory holds a tokenizer, as trainers write it, its files take the place of the model's.
+    If the adapter's directory holds a tokenizer, as trainers write it, its files replace those of the model.
     """
     own = [path for path in _small(adapter) if path.name.startswith(_TOKENIZER)]
     has_own = any(path.name.startswith("tokenizer") for path in own)
@@ -52,7 +52,7 @@ def _small(folder: Path) -> list[Path]:
 
 
 def write_config(model: Path, folder: Path, fp8: MergePlan | None, untied: bool) -> None:
-    """config.json of the merged model, from the base's: dtype, quantization, and whether embeddings are tied."""
+    """Write config.json of the merged model: the base's, with new dtype, quantization and tying of the embeddings."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
@@ -72,7 +72,7 @@ def write_config(model: Path, folder: Path, fp8: MergePlan | None, untied: bool)
 
 
 def _fp8_config(plan: MergePlan) -> dict[str, Any]:
-    """As transformers' FineGrainedFP8Config and vLLM's Fp8Config read it."""
+    """The quantization_config that transformers' FineGrainedFP8Config and vLLM's Fp8Config read."""
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory that is whole or absent, and safetensors files written tensor by tensor."""
+"""Write safetensors files tensor by tensor, into a directory that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = {
 
 
 class ShardWriter:
-    """One safetensors file, whose tensors are known by dtype and shape before the first is given.
+    """Writes one safetensors file. The dtypes and shapes of all its tensors are known from the start.
 
     Args:
         path: the file.
@@ -36,7 +36,8 @@ class ShardWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._places: dict[str, tuple[int, int]] = {}
         end = 0
-        for name in sorted(layout, key=lambda name: (-_width(layout[name]), name)):  # aligned
+        # The widest dtypes come first, so every tensor is aligned.
+        for name in sorted(layout, key=lambda name: (-_width(layout[name]), name)):
             dtype, shape, size = layout[name]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
             self._places[name] = (end, size)
@@ -55,7 +56,7 @@ class ShardWriter:
         self._file.write(flat.numpy().data)
 
     def close(self) -> None:
-        """Synced, when every tensor is there."""
+        """Check that every tensor was written, sync the file and close it."""
         assert not self._places, f"never written: {sorted(self._places)}"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -72,13 +73,14 @@ def _width(entry: tuple[str, tuple[int, ...], int]) -> int:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Fill the directory that this yields; on leaving it is synced and takes `target`'s place.
+    """Yield a temporary directory to fill. On leaving, it is synced and replaces `target`.
 
-    On an error it is removed. What a killed process left is removed by the next one. Between the two renames that
-    replace an old target, that one is beside it as `.old-NAME`, and the next call puts it back.
+    On an error the temporary directory is removed. If the process is killed, the next call removes the leftovers.
+    Two renames replace an old `target`. Between them the old one is beside it as `.old-NAME`, and the next call
+    restores it.
 
     Raises:
-        BlockingIOError: another process is filling it.
+        BlockingIOError: another process is filling the directory.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{what}-{target.name}") for what in ("partial", "old"))
@@ -107,7 +109,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Put an old target back that a kill between two renames left beside its place."""
+    """Restore the old `target` if a process was killed between the two renames of `new_directory`."""
     old = target.with_name(f".old-{target.name}")
     if old.exists() and not target.exists():
         old.rename(target)
@@ -134,7 +136,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The files in `folder`, and itself."""
+    """fsync the files in `folder` and `folder` itself."""
     for path in [*(p for p in folder.iterdir() if p.is_file()), folder]:
         _sync_one(path)
 

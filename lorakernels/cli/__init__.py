@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lorakernels` command. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`."""
+"""The `lorakernels` command. Each subcommand is a module with `add_arguments(parser)` and `run(args) -> int`."""

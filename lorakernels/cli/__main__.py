@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels SUBCOMMAND …`; only the module of the subcommand that was asked for is imported.
+"""`lorakernels SUBCOMMAND …`. Only the module of the chosen subcommand is imported.
 
-Beside `add_arguments` and `run` a subcommand may have `PASSES_ARGUMENTS_ON`, for arguments that others read, or
-`unknown(words) -> str`, its message about words that are no option.
+Beside `add_arguments` and `run` a subcommand may define `PASSES_ARGUMENTS_ON`, if other programs read its remaining
+arguments. It may also define `unknown(words) -> str`, the message about words that are no option.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Whole option names only, and errors of one line: --help has the options."""
+    """Takes whole option names only and prints errors of one line, without the usage, which --help shows."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **keywords})

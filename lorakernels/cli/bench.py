@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels bench`: the tests of an op, then benchmarks/bench_NAME.py, of the source tree this was installed from.
+"""`lorakernels bench`: the tests of an op, then its benchmark, in the source tree that this was installed from.
 
 A red test stops its benchmark: numbers of a wrong kernel are worth nothing. `--tune` times the tile sizes of
-`kernels/tuning.py` instead.
+`kernels/tune.py` instead.
 """
 
 from __future__ import annotations
@@ -13,40 +13,42 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+TUNE = FOLDER / "ops" / "tune.py"
 TESTS = FOLDER.parent / "tests"
 PASSES_ARGUMENTS_ON = True
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 
 
-def names() -> list[str]:
-    """The benchmarks that are there; empty for an installed wheel."""
-    return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+def scripts() -> dict[str, Path]:
+    """Name → benchmarks/KIND/bench_NAME.py, by name; empty for an installed wheel."""
+    found = {path.stem.removeprefix("bench_"): path for path in FOLDER.glob("*/bench_*.py")}
+    return dict(sorted(found.items()))
 
 
 def tests_of(name: str) -> list[Path]:
-    """The test files of an op or a layer: tests/**/test_NAME.py, or those of the folder tests/NAME."""
+    """The test files of an op or a layer: tests/**/test_NAME.py and the files of the folder tests/NAME."""
     return sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = "|".join([*names(), "all"])
+    known = "|".join([*scripts(), "all"])
     parser.usage = (
         f"lorakernels bench [{known}] [--no-test] [--output DIR] [--device D] [--repetitions N] ...\n"
         "       lorakernels bench --tune [--shapes MxNxK ...] [--ranks R ...] [--top N] [--budget-s S]"
     )
     parser.add_argument("--no-test", action="store_true", help="do not run the op's tests first")
     parser.add_argument(
-        "--tune", action="store_true", help="time tile sizes, print lines for kernels/tuning.py"
+        "--tune", action="store_true", help="time tile sizes, print lines for kernels/tune.py"
     )
     parser.epilog = (
         "The name comes first; without one, all are run. Options of a single benchmark: "
-        "`python benchmarks/bench_NAME.py --help`. Exit code 1: a test was red, or a provider's results were wrong."
+        "`python benchmarks/KIND/bench_NAME.py --help`. Exit code 1: a test was red, or a result was wrong."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """The largest exit code of what ran; 2 where there are no benchmarks, the name is unknown or has no test."""
-    if not (known := names()):
+    if not (known := scripts()):
         return _fail(
             "the benchmarks are in the source tree, not in an installed wheel; "
             "run `make bench` there, or install it with `pip install -e .`"
@@ -54,22 +56,22 @@ def run(args: argparse.Namespace) -> int:
     named = bool(args.rest) and not args.rest[0].startswith("-")
     name, options = (args.rest[0], args.rest[1:]) if named else ("all", args.rest)
     if args.tune:
-        return _fail(f"--tune takes no name, found {name!r}") if named else _script("tune", options)
+        return _fail(f"--tune takes no name, found {name!r}") if named else _script(TUNE, options)
     if name not in (*known, "all"):
         return _fail(f"no benchmark named {name!r}; there are {', '.join(known)} and all")
-    chosen = known if name == "all" else [name]
-    return max(_bench(each, options, not args.no_test) for each in chosen)
+    chosen = known if name == "all" else {name: known[name]}
+    return max(_bench(*each, options, not args.no_test) for each in chosen.items())
 
 
-def _bench(name: str, options: list[str], test: bool) -> int:
+def _bench(name: str, script: Path, options: list[str], test: bool) -> int:
     print(f"{name}:", flush=True)
     if test and (code := _test(name, options)):
         return code
-    return _script(f"bench_{name}", options)
+    return _script(script, options)
 
 
 def _test(name: str, options: list[str]) -> int:
-    """0 if all tests of `name` passed on the device that will be timed."""
+    """Returns 0 if all tests of `name` passed on the device that will be timed."""
     files = tests_of(name)
     if not files:
         return _fail(f"{name} has no test (tests/**/test_{name}.py); --no-test times it anyway")
@@ -93,8 +95,8 @@ def _on_gpu(options: list[str]) -> bool:
     return torch.cuda.is_available()
 
 
-def _script(stem: str, options: list[str]) -> int:
-    code = subprocess.run([sys.executable, str(FOLDER / f"{stem}.py"), *options]).returncode
+def _script(path: Path, options: list[str]) -> int:
+    code = subprocess.run([sys.executable, str(path), *options]).returncode
     return code if code >= 0 else 128 - code  # a signal's number, as a shell would say it
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels doctor`: versions, devices, what was built, which implementation each op takes and why."""
+"""`lorakernels doctor`: versions, devices, the extension's build, and the implementation of each op with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if lorakernels can train here (a GPU is not needed for that), 1 if the extension is missing."""
+    """Returns 0 if lorakernels can train here (this takes no GPU), 1 if the extension is missing."""
     facts = collect()
     print(json.dumps(facts, indent=2) if args.json else render(facts))
     return 0 if facts["extension"]["error"] is None else 1
 
 
 def collect() -> dict[str, Any]:
-    """Everything doctor knows, as plain JSON values."""
+    """All facts that doctor reports, as plain JSON values."""
     import torch
 
-    # torch's own word has the build in it (+cpu, +cu130), its package's does not always
+    # torch.__version__ names the build (+cpu, +cu130); the version of its package does not always.
     versions = {**{name: _version(name) for name in PACKAGES}, "torch": str(torch.__version__)}
     return {
         "python": platform.python_version(),
@@ -69,7 +71,7 @@ def _version(name: str) -> str | None:
 
 
 def _transformer_engine(version: str | None) -> str:
-    """Imported in a process of its own: a library built for another torch may abort instead of raising."""
+    """Import Transformer Engine in a separate process, because a library built for another torch may abort."""
     if version is None:
         return "not installed"
     command = [sys.executable, "-c", PROBE]
@@ -123,9 +125,10 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[str, dict[str, str]]:
-    from lorakernels.kernels.ladder import implementations
+    from lorakernels.ops.choice import implementations
+    from lorakernels.ops.hardware import Place
 
-    table = implementations(device_type, capability)
+    table = implementations(device_type, Place(capability or (0, 0)))
     return {op: {"implementation": impl, "reason": reason} for op, (impl, reason) in table.items()}
 
 
@@ -173,7 +176,7 @@ def _render_extension(extension: dict[str, Any]) -> list[str]:
 
 
 def _render_ops(ops: dict[str, dict[str, str]]) -> list[str]:
-    """A line each, or one where all are the same, as on a CPU."""
+    """One line per op, or a single line if all ops have the same implementation, as on a CPU."""
     rows = {op: (entry["implementation"], entry["reason"]) for op, entry in ops.items()}
     if len(set(rows.values())) == 1:
         rows = {f"all {len(rows)} ops": next(iter(rows.values()))}

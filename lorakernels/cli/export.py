@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lorakernels export``: a base and an adapter become the directory of a merged model. The work is export_model's."""
+"""``lorakernels export``: merge a base and an adapter into the directory of a merged model, by `export_model`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export; every expected failure becomes one line on stderr and an exit code."""
+    """Run the export. Every expected failure becomes one line on stderr and an exit code."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         from lorakernels import export_model

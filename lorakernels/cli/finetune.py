@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lorakernels finetune``: options in, exit code out. The work is in lorakernels.train."""
+"""``lorakernels finetune``: parse the options and return an exit code. lorakernels.train does the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ exit codes: 0 done, 1 the run failed (the message says why), 2 an option is wron
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of FinetuneOptions; a flag that is not given leaves no trace in the namespace."""
+    """Add one flag per field of FinetuneOptions. A flag that is not given sets nothing in the namespace."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     groups: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def unknown(words: Sequence[str]) -> str:
-    """What to say to words that are no option, with the option that another trainer's name stands for."""
+    """The message about words that are no option. It suggests our option for a name that another trainer uses."""
     return unknown_argument(words, [*kinds(), "config"])
 
 
@@ -72,7 +72,7 @@ def _help(item: Any) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job; every expected failure becomes one line on stderr and an exit code."""
+    """Run the job. Every expected failure becomes one line on stderr and an exit code."""
     known = set(kinds()) | {"config"}
     given = {name: value for name, value in vars(args).items() if name in known}
     for stream in (sys.stdout, sys.stderr):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries, one file each: a file imports its library, and nothing else imports the file."""
+"""Support for other libraries, one file each. Only that file imports the library, and no module imports the file."""

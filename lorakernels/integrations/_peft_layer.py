@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's LoRA layer over our op.
+"""PEFT's LoRA layer, computed by lorakernels' op.
 
     y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ        one op when one plain adapter is active
 
-Anything else that PEFT can do (several active adapters, mixed batches, variants) runs through
-PEFT's own forward over the same base, and `lorakernels_path` says why.
+All other features of PEFT (several active adapters, mixed batches, variants) run through PEFT's own forward over the
+same base. `lorakernels_path` then says why.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from lorakernels.autograd import LoRASpec, lora_linear
+from lorakernels.autograd import Adapter, Call, LoRASpec, lora_linear
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.values import Weight
 
 FUSED = "lorakernels"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DROPOUTS = (nn.Dropout, nn.Identity)  # as a tuple, which torch 2.8 can trace
+_DROPOUTS = (nn.Dropout, nn.Identity)  # a tuple, because torch 2.8 can trace it
 _READS_BASE = (
     "use_dora",
     "kasa_config",
@@ -39,15 +40,15 @@ _INIT_WITHOUT_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 class LoraKernelsLinear(PeftLinear):
-    """`peft.tuners.lora.Linear` whose forward is `lora_linear`, over an `nn.Linear` or an FP8 base.
+    """A `peft.tuners.lora.Linear` whose forward is `lora_linear`, over an `nn.Linear` or an FP8 base.
 
-    `merge` on an FP8 base requantizes base + deltas; `unmerge` restores the base's bytes. `rng_state` is what dropout
-    draws from; None is torch's generator.
+    `merge` on an FP8 base requantizes base + deltas, and `unmerge` restores the base's bytes. Dropout draws from
+    `rng_state`, or from torch's generator if it is None.
     """
 
     base_layer: Any
     rng_state: PhiloxState | PhiloxStates | None
-    is_merged: bool  # `merged`, which PEFT derives from a list, for graphs to watch
+    is_merged: bool  # copy of `merged`, which PEFT derives from a list; graphs watch this one
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class LoraKernelsLinear(PeftLinear):
             self.use_fp8_base(fp8, weight_layout)
 
     def start(self) -> None:
-        """What this class has that PEFT's has not."""
+        """Set the attributes that PEFT's class lacks."""
         self.rng_state, self.is_merged = None, self.merged
 
     def stop(self) -> None:
@@ -79,12 +80,13 @@ class LoraKernelsLinear(PeftLinear):
         fp8_state: FP8State | None = None,
         name: str = "",
     ) -> None:
-        """Hold the base weight in FP8 from now on."""
+        """Quantize the base weight to FP8 and hold it so from now on."""
         linear = self.base_layer
         base = FrozenFP8Linear.from_linear(
             linear, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name
         )
-        base._parameters["bias"] = linear.bias  # PEFT's low_cpu_mem_usage put a new one on "meta"
+        # Under PEFT's low_cpu_mem_usage the new layer's bias is on "meta", so the original is put back.
+        base._parameters["bias"] = linear.bias
         base.unquantized_dtype = linear.weight.dtype
         self.base_layer = base
 
@@ -135,10 +137,15 @@ class LoraKernelsLinear(PeftLinear):
         base = self.base_layer
         if isinstance(base, FrozenFP8Linear):
             return base._linear(x, lora_A, lora_B, spec, slot)
-        return lora_linear(x, base.weight, None, base.bias, lora_A, lora_B, spec=spec, slot=slot)
+        adapter, call = Adapter(lora_A, lora_B), Call(spec, slot)
+        return lora_linear(x, Weight(base.weight), base.bias, adapter, call)
 
     def _takes(self, x: Tensor) -> bool:
-        """A plain base computes in its own dtype, as nn.Linear does; an FP8 one in x's."""
+        """True if our op accepts `x`.
+
+        An FP8 base takes every dtype. A plain base computes in its own dtype, so `x` must have it, or autocast must be
+        on.
+        """
         if isinstance(self.base_layer, FrozenFP8Linear) and self.is_fp8:
             return True
         return x.dtype == self.base_layer.weight.dtype or torch.is_autocast_enabled(x.device.type)
@@ -149,11 +156,11 @@ class LoraKernelsLinear(PeftLinear):
 
     @property
     def dropout_p(self) -> float:
-        """The largest of all adapters."""
+        """The largest dropout probability of all adapters."""
         return max(map(self.dropout_of, self.lora_dropout), default=0.0)
 
     def lorakernels_projection(self) -> PeftProjection:
-        """What a fused decoder layer runs in this layer's place.
+        """The projection that a fused decoder layer runs instead of this layer.
 
         Raises:
             ValueError: our op does not take this layer.
@@ -216,7 +223,7 @@ class LoraKernelsLinear(PeftLinear):
 
     @torch.no_grad()
     def _merged_weight(self, names: list[str]) -> Tensor:
-        """fp32 [N, K]: the base as it was, plus the deltas of `names`."""
+        """fp32 [N, K]: the unmerged base plus the deltas of `names`."""
         base = self.base_layer
         for name in names:
             if name in self.lora_variant or self.lora_bias[name]:
@@ -235,10 +242,11 @@ class LoraKernelsLinear(PeftLinear):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """PEFT takes the layer off: an FP8 base leaves as an nn.Linear in the dtype it came in.
+        """Called when PEFT removes the layer. An FP8 base becomes an nn.Linear in the dtype that it had originally.
 
         Raises:
-            ValueError: the layer is in a fused one, which runs without it.
+            ValueError: the layer is in a fused one, which cannot run without it. Also if a merged adapter is more than
+                B A.
         """
         if "fused_projection" in vars(self):
             raise ValueError(
@@ -262,7 +270,7 @@ class LoraKernelsLinear(PeftLinear):
         return linear.train(base.training)
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
-        """Adapters follow the dtype that the base had before it was FP8."""
+        """Adapters get the dtype that the base had before it was quantized to FP8."""
         device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
         return device, getattr(base_layer, "unquantized_dtype", dtype)
 
@@ -282,7 +290,7 @@ def _is_plain(base: nn.Module) -> bool:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """An nn.Linear whose forward is nn.Linear's, called by its owner."""
+    """True for an nn.Linear whose forward is nn.Linear's and is called by its owner."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PEFT layer as fused decoder layers take their projections: a LoRALinear that owns nothing.
+"""A PEFT layer in the form that fused decoder layers need: a LoRALinear that owns no tensors.
 
-It reads the layer at each call: the adapter that is active, whether it is merged or switched off, the base it has.
+At each call it reads the layer's base, its active adapter, and whether that is merged or switched off.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 _FACTORS = ("lora_A", "lora_B")
 
 
 class PeftProjection(LoRALinear):
-    """`layer`'s base weight and its one active adapter, by LoRALinear's names. Not a part of the model."""
+    """Shows `layer`'s base weight and its one active adapter under LoRALinear's names.
+
+    It is not a part of the model.
+    """
 
     layer: Any
 
@@ -40,15 +43,15 @@ class PeftProjection(LoRALinear):
 
     @property
     def _adapter(self) -> str:
-        """The active adapter; any, where none takes part."""
+        """The active adapter, or any adapter if none is active."""
         return next(iter(self._active() or self.layer.lora_A))
 
     @property
     def disable_adapters(self) -> bool:  # type: ignore[override]
-        """Whether the adapter takes no part.
+        """True if no adapter takes part.
 
         Raises:
-            ValueError: PEFT would compute something else than one plain adapter.
+            ValueError: PEFT would compute something other than one plain adapter.
         """
         layer = self.layer
         if layer.disable_adapters or layer.merged or not self._active():
@@ -61,7 +64,7 @@ class PeftProjection(LoRALinear):
             )
         return False
 
-    # what a LoRALinear has
+    # attributes of a LoRALinear
 
     @property
     def merged(self) -> bool:  # type: ignore[override]
@@ -106,7 +109,7 @@ class PeftProjection(LoRALinear):
     @property
     def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
         if self.layer.disable_adapters and self.layer.merged:
-            self.layer.unmerge()  # as PEFT's forward does
+            self.layer.unmerge()  # PEFT's forward does the same
         own, adapter, modules = self.base._parameters, self._adapter, self.layer._modules
         factors = {f: modules[f]._modules[adapter]._parameters["weight"] for f in _FACTORS}
         return {"weight": own["weight"], "bias": own["bias"], **factors}
@@ -115,7 +118,7 @@ class PeftProjection(LoRALinear):
     def _buffers(self) -> dict[str, Any]:  # type: ignore[override]
         return {"weight_scale_inv": self.weight_scale_inv, "weight_t": self.weight_t}
 
-    # what its base has, an nn.Linear or a FrozenFP8Linear
+    # attributes of its base, an nn.Linear or a FrozenFP8Linear
 
     @property
     def in_features(self) -> int:  # type: ignore[override]

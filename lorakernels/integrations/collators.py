@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of packed documents whose shapes repeat, which CUDA graphs ask for."""
+"""Give batches of packed documents equal shapes, which CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from torch import Tensor
 
 
 class FixedShapes:
-    """Around a collator that packs all documents of a batch into one row: every batch gets one shape.
+    """Wraps a collator that packs all documents of a batch into one row, and gives every batch one shape.
 
         trainer = SFTTrainer(..., args=SFTConfig(packing=True, max_length=L, per_device_train_batch_size=B))
         trainer.data_collator = FixedShapes(trainer.data_collator, B * L, longest=L)
 
-    For TRL's `padding_free` (which packing switches on) and transformers' `DataCollatorWithFlattening(
-    return_flash_attn_kwargs=True)`. The row is padded to `tokens` with documents that have no labels, `cu_seq_lens`
-    to a multiple of `documents` with empty ones. `seq_idx`, for layers of linear attention, is left out.
+    It works with TRL's `padding_free`, which packing switches on. It also works with transformers'
+    `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`.
+
+    The row is padded to `tokens` with documents that have no labels. `cu_seq_lens` is padded with empty documents to a
+    multiple of `documents`. `seq_idx`, which layers of linear attention read, is left out.
 
     Args:
         collator: returns input_ids, labels and position_ids [1, T], and cu_seq_lens_q.
-        tokens: of each batch; the most there can be.
-        longest: of one document; `tokens` when None.
-        documents: what the number of documents of a batch is rounded up to.
+        tokens: tokens of each batch, at least as many as any batch has.
+        longest: length of the longest document in tokens; `tokens` when None.
+        documents: the number of documents of a batch is rounded up to a multiple of this.
 
     Raises:
-        ValueError: a batch is larger than that, or not one row.
+        ValueError: an argument is not a positive integer, a batch or a document is too long, or a batch is not one
+            row.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our op inside PEFT: through its custom-module dispatch, or patched into a PeftModel that exists.
+"""Run lorakernels' op inside PEFT: by PEFT's custom-module dispatch, or by patching an existing PeftModel.
 
 config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
 register(config)                                  # before get_peft_model, and again on load
@@ -8,8 +8,8 @@ print(report(model))
 
 print(patch(peft_model))                          # or in place, with `restore(peft_model)`
 
-Then `fuse(model)` and `attach(model, optimizer)`, as after `apply_lora`. A fused layer runs one plain adapter: the
-active one, while it is neither merged nor switched off.
+`fuse(model)` and `attach(model, optimizer)` may follow, as after `apply_lora`. A fused layer runs one plain adapter:
+the active one, while it is neither merged nor switched off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
@@ -32,14 +31,15 @@ from lorakernels.integrations._peft_layer import (
     lora_layers,
 )
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.targets import is_fp8_linear
+from lorakernels.modules.targets import is_fp8_linear
+from lorakernels.state.fp8 import FP8State
 
 _ORIGINAL = "_lorakernels_original_base"
 
 
 @dataclass(frozen=True)
 class PeftRow:
-    """One LoRA layer: `path` is "lorakernels", or "peft: <why>"; `base` how its weight is held."""
+    """One LoRA layer. `path` is "lorakernels" or "peft: <why>"; `base` is the dtype or class of its weight."""
 
     name: str
     path: str
@@ -48,7 +48,7 @@ class PeftRow:
 
 @dataclass(frozen=True)
 class PeftReport:
-    """Which of a PeftModel's LoRA layers run our op, and why the others do not."""
+    """Lists which LoRA layers of a PeftModel run our op, and why the others do not."""
 
     rows: list[PeftRow]
     fp8_state: FP8State | None = None
@@ -64,7 +64,7 @@ class PeftReport:
 
 @dataclass(frozen=True)
 class _Make:
-    """What PEFT's dispatch calls for an nn.Linear; None leaves the module to PEFT's own classes."""
+    """Called by PEFT's dispatch for an nn.Linear. Returns None to leave the module to PEFT's own classes."""
 
     fp8: DelayedScaling | None
     weight_layout: str
@@ -90,15 +90,16 @@ def register(
     fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
     weight_layout: str = "single",
 ) -> peft.LoraConfig:
-    """Have PEFT build our layer for every linear layer that `config` targets; returns `config`.
+    """Let PEFT build our layer for every linear layer that `config` targets. Returns `config`.
 
-    PEFT does not save the registration: to load, register on `LoraConfig.from_pretrained(path)` and
-    pass it as `PeftModel.from_pretrained(model, path, config=config)`. `fp8=None` keeps the base as
-    it is. Layers that are no plain nn.Linear are left to PEFT; `report(model)` lists all of them.
+    PEFT does not save the registration. To load, register on `LoraConfig.from_pretrained(path)` and pass it as
+    `PeftModel.from_pretrained(model, path, config=config)`. `fp8=None` keeps the base as it is. Layers that are not a
+    plain nn.Linear are left to PEFT. `report(model)` lists all layers.
 
     Raises:
         TypeError: `config` is not a peft.LoraConfig, or `fp8` not a DelayedScaling.
-        ValueError: `config` needs the base in full precision and `fp8` is not None.
+        ValueError: `weight_layout` is not known, or an adapter needs the base in full precision and `fp8` is not None.
+            The second is raised when PEFT builds the layer.
     """
     if not isinstance(config, peft.LoraConfig):
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
@@ -115,13 +116,15 @@ def patch(
     weight_layout: str = "single",
     restorable: bool = True,
 ) -> PeftReport:
-    """Run our op in the `lora.Linear` layers that `model` has; weights and adapters stay theirs.
+    """Run our op in the existing `lora.Linear` layers of `model`. Weights and adapters stay the same tensors.
 
-    With `fp8` the base weights are held in FP8 and share one FP8State. `restorable=True` then keeps
-    the original ones too, for `restore`; False frees them.
+    With `fp8` the base weights are held in FP8 and share one FP8State. `restorable=True` then keeps the original
+    weights too, for `restore`; False frees them.
 
     Raises:
-        ValueError: `model` has no LoRA layer of PEFT's, or one is merged and `fp8` is not None.
+        TypeError: `fp8` is not a DelayedScaling.
+        ValueError: `model` has no LoRA layer of PEFT's. With `fp8`, also if a layer is merged, a variant needs the
+            base in full precision, or a weight is not finite.
     """
     _check_fp8(fp8, weight_layout)
     layers = lora_layers(model)
@@ -150,7 +153,7 @@ def patch(
 
 
 def restore(model: nn.Module) -> PeftReport:
-    """Undo `patch`: PEFT's own classes over the very same base weights; merged FP8 ones unmerge.
+    """Undo `patch`: PEFT's own classes return over the original base weights. Merged FP8 layers are unmerged first.
 
     Raises:
         ValueError: a base was not kept (`restorable=False`), or a layer is fused. Nothing is changed then.

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint straight into FP8 by transformers' own `from_pretrained`.
+"""Load a checkpoint straight into FP8 by transformers' own `from_pretrained`.
 
     from lorakernels.integrations.quantizer import LoRAKernelsConfig
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", quantization_config=LoRAKernelsConfig())
     apply_lora(model, lora)                       # or PEFT, with `register`
 
-Linear layers but the output head become FrozenFP8Linears of one FP8State, tensor by tensor as they come from the file:
-the bytes of `load_quantized`. The model then counts as an ordinary one: Trainer takes it, `save_pretrained` writes
-plain weights. For transformers 5; block-FP8 checkpoints are for `load_quantized` or `convert_fp8_model`.
+All linear layers but the output head become FrozenFP8Linears, with one FP8State per device. They are quantized tensor
+by tensor, as they are read, to the same bytes as in `load_quantized`. The model then counts as an ordinary one: Trainer
+takes it, and `save_pretrained` writes plain weights.
+
+This needs transformers 5. Block-FP8 checkpoints are loaded by `load_quantized` or `convert_fp8_model`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
-from lorakernels.frozen_targets import frozen_targets
 from lorakernels.integrations.transformers import forget_quantizer
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.pretrained import guard_saving
+from lorakernels.state.fp8 import FP8State
 
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(
@@ -36,21 +38,22 @@ if int(transformers.__version__.split(".")[0]) < 5:
 from transformers.core_model_loading import ConversionOps
 
 METHOD = "lorakernels"
-_INITIALIZED = "_is_hf_initialized"  # transformers draws values for what has not this
+# transformers draws random values for modules and parameters without this mark.
+_INITIALIZED = "_is_hf_initialized"
 
 
 @register_quantization_config(METHOD)
 class LoRAKernelsConfig(QuantizationConfigMixin):
-    """How linear layers are held.
+    """How `from_pretrained` holds linear layers.
 
     Args:
         fp8: recipe of the activations' scales.
-        weight_layout: "both" also keeps each weight transposed, as `LoRAConfig` says.
-        modules_to_not_convert: ends of paths of layers that stay plain.
+        weight_layout: "both" also keeps each weight transposed, as in `LoRAConfig`.
+        modules_to_not_convert: ends of the paths of layers that stay plain.
 
     Raises:
         TypeError: `fp8` is not a DelayedScaling, or `modules_to_not_convert` not a list of names.
-        ValueError: `weight_layout` is not one of the two.
+        ValueError: `weight_layout` is neither "single" nor "both".
     """
 
     def __init__(
@@ -71,12 +74,12 @@ class LoRAKernelsConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = list(names)
 
     def keeps(self, path: str) -> bool:
-        """Whether the layer at `path` stays plain."""
+        """True if the layer at `path` stays plain."""
         return any(path == n or path.endswith(f".{n}") for n in self.modules_to_not_convert)
 
 
 class _Quantize(ConversionOps):
-    """One weight: its nn.Linear, still without memory, gives place to a FrozenFP8Linear."""
+    """Converts one weight: a FrozenFP8Linear replaces its nn.Linear, which has no memory yet."""
 
     def __init__(self, quantizer: LoRAKernelsQuantizer) -> None:
         self.quantizer = quantizer
@@ -103,7 +106,7 @@ class _Quantize(ConversionOps):
 
 @register_quantizer(METHOD)
 class LoRAKernelsQuantizer(HfQuantizer):
-    """What transformers calls while it loads."""
+    """The quantizer that transformers calls during loading."""
 
     requires_calibration = False
     quantization_config: LoRAKernelsConfig
@@ -118,7 +121,7 @@ class LoRAKernelsQuantizer(HfQuantizer):
         self._states: dict[torch.device, FP8State] = {}
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes a value, by which transformers asks the allocator for memory beforehand."""
+        """Bytes per value. transformers uses it to reserve memory in the allocator beforehand."""
         return 1 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -142,10 +145,10 @@ class LoRAKernelsQuantizer(HfQuantizer):
 
     @torch.no_grad()
     def put(self, model: nn.Module, path: str, weight: Tensor) -> None:
-        """`weight` [N, K] is the layer's at `path` from now on, in FP8.
+        """Quantize `weight` [N, K] and put it into a FrozenFP8Linear at `path`.
 
         Raises:
-            ValueError: a value is not finite, or the shape is another than the model's.
+            ValueError: a value is not finite, or the shape differs from the model's.
         """
         old: Any = model.get_submodule(path)
         if weight.shape != old.weight.shape:
@@ -174,7 +177,7 @@ class LoRAKernelsQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, FrozenFP8Linear):
                 module.requires_grad_(False)
-                module._renew_weight_t()  # transformers has given buffers that no file holds new memory
+                module._renew_weight_t()  # transformers gave new memory to buffers that no file holds
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine: a `te.Linear`'s FP8 weight and its amax state, taken over as they are.
+"""Transformer Engine (TE): take over a `te.Linear`'s FP8 weight and its amax state unchanged.
 
     convert_te_model(model)                  # te.Linear → FrozenFP8Linear, weight bytes and amax state kept
     apply_lora(model, LoRAConfig(...))
     layer = from_te_linear(linear, config)   # or one layer at a time
 
-TE's classes are recognised by their names and read by their attributes (as of TE 2.12), so nothing here imports TE: who
-has a te.Linear has imported it. A weight made under `quantized_model_init` (or `fp8_model_init`) is a Float8Tensor,
-e4m3 bytes with one scale: both are kept, whatever the state of the transpose TE caches beside them. A plain weight is
-quantized from its exact amax.
+TE's classes are recognised by their names and read by their attributes, as of TE 2.12. Nothing here imports TE,
+because the owner of a te.Linear has imported it.
 
-Not convertible, with the reason from `why_not(module)`:
+A weight made under `quantized_model_init` (or `fp8_model_init`) is a Float8Tensor: e4m3 bytes with one scale. Both are
+kept. The transpose that TE caches beside them does not matter. A plain weight is quantized from its exact amax.
 
-* LayerNormLinear, LayerNormMLP, GroupedLinear, MultiheadAttention, TransformerLayer, the linear operations of te.ops:
-  they are more than y = x Wᵀ + b or are called with more than x;
-* a te.Linear that is one rank's shard (tensor parallel, sequence parallel, FSDP), that splits its weight
-  (`parameters_split`), returns its bias (`return_bias`) or has a forward of its own (a subclass, as Megatron's);
-* weights with more than one scale (MXFP8, blockwise FP8, NVFP4), or in e5m2.
+Some modules cannot be converted; `why_not(module)` gives the reason:
+
+* LayerNormLinear, LayerNormMLP, GroupedLinear, MultiheadAttention, TransformerLayer and the linear operations of
+  te.ops. They compute more than y = x Wᵀ + b, or take more than x.
+* A te.Linear that is one rank's shard (tensor parallel, sequence parallel, FSDP), or that splits its weight
+  (`parameters_split`).
+* A te.Linear that returns its bias (`return_bias`) or has its own forward (a subclass, such as Megatron's).
+* Weights with more than one scale (MXFP8, blockwise FP8, NVFP4), or in e5m2.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import DelayedScaling, LoRAConfig
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 _TE_LINEAR = ("transformer_engine.pytorch.module.linear", "Linear")
 _WHY_NOT = {
@@ -44,7 +46,7 @@ _DIRECTIONS = (("scaling_fwd", "forward", 3), ("scaling_bwd", "backward", 2))
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why `module` cannot become one of our layers, in words; None for a te.Linear that can."""
+    """A sentence that says why `module` cannot become one of our layers. None for a te.Linear that can."""
     kind = _te_class(type(module))
     if kind is None:
         of = type(module)
@@ -64,11 +66,11 @@ def from_te_linear(
     adapter_dtype: torch.dtype | None = torch.float32,
     fp8_state: FP8State | None = None,
 ) -> LoRALinear:
-    """A LoRALinear over a te.Linear's weight and bias, in the same mode.
+    """A LoRALinear over a te.Linear's weight and bias, in the same mode (training or eval).
 
-    A Float8Tensor's bytes and scale_inv are taken untouched (the bytes share TE's memory: drop the te.Linear); a plain
-    weight is quantized from its exact amax. `name` picks the config's patterns and the column of `fp8_state`; the amax
-    state is a separate step, `load_te_state`.
+    A Float8Tensor's bytes and scale_inv are taken unchanged. The bytes share TE's memory, so drop the te.Linear. A
+    plain weight is quantized from its exact amax if `config.fp8` is set. `name` selects the config's patterns and the
+    column of `fp8_state`. `load_te_state` copies the amax state in a separate step.
 
     Raises:
         TypeError: `linear` is not a te.Linear that can be converted (`why_not`).
@@ -89,7 +91,7 @@ def frozen_from_te_linear(
     fp8_state: FP8State | None = None,
     name: str = "",
 ) -> FrozenFP8Linear:
-    """As `from_te_linear`, without an adapter."""
+    """A FrozenFP8Linear over a te.Linear's weight and bias: as `from_te_linear`, but without an adapter."""
     weight, scale_inv, bias = _take_over(name or "linear", linear)
     new = FrozenFP8Linear.__new__(FrozenFP8Linear)
     nn.Module.__init__(new)
@@ -100,16 +102,17 @@ def frozen_from_te_linear(
 def convert_te_model(
     model: nn.Module, *, fp8: DelayedScaling | None = None, weight_layout: str = "single"
 ) -> list[str]:
-    """Replace every te.Linear of `model` by a FrozenFP8Linear, in place; returns their paths.
+    """Replace every te.Linear of `model` by a FrozenFP8Linear, in place. Returns their paths.
 
-    Scales and amax histories that TE has trained go along, into one FP8State where the layers share a device. TE's
-    norms, attention and activations stay. apply_lora with the same recipe then keeps the scales.
+    Scales and amax histories that TE has trained are copied. They share one FP8State if the layers are on one device.
+    TE's norms, attention and activations stay. A later apply_lora with the same recipe keeps the scales.
 
     Args:
-        fp8: the recipe to follow; None takes the recipe TE used, or `DelayedScaling()` where it never ran in FP8.
+        fp8: the recipe to follow; None takes TE's recipe, or `DelayedScaling()` if TE never ran in FP8.
+        weight_layout: "both" also keeps each weight transposed, "single" does not.
 
     Raises:
-        TypeError: a TE module with a linear weight cannot be converted, or its recipe is no delayed scaling.
+        TypeError: a TE module with a linear weight cannot be converted, or its recipe is not delayed scaling.
         ValueError: there is no te.Linear, the layers' recipes differ, trained state does not fit `fp8`, or a weight is
             not finite. Nothing is changed before all modules are checked.
     """
@@ -139,8 +142,8 @@ def convert_te_model(
 def load_te_state(module: nn.Module, state: FP8State, name: str) -> None:
     """Copy the scale and amax history of a TE module's input and output gradient into `state`'s column `name`.
 
-    In place: no address of `state` changes. A tensor TE has not seen yet (scale 1, history all zero) becomes our "no
-    amax seen yet" (scale 0), so that its first use is scaled by its own amax and not by 1.
+    The copy is in place, so no address of `state` changes. A tensor that TE has not seen yet has scale 1 and a history
+    of zeros. It becomes our "no amax seen yet" (scale 0). Its first use is then scaled by its own amax and not by 1.
 
     Raises:
         KeyError: `state` has no tensor `name`.
@@ -159,7 +162,7 @@ def load_te_state(module: nn.Module, state: FP8State, name: str) -> None:
 
 
 def _te_class(kind: type) -> type | None:
-    """The class of TE's that `kind` is or derives from."""
+    """The class of TE's that `kind` is or derives from; None if there is none."""
     return next((c for c in kind.__mro__ if c.__module__.startswith("transformer_engine.")), None)
 
 
@@ -204,7 +207,10 @@ def _why_not_weight(linear: Any) -> str | None:
 def _take_over(
     path: str, linear: Any, plain: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(weight [N, K], scale_inv fp32 [1] if these are e4m3 bytes, bias [N] or None); `plain`: it stays as it is."""
+    """(weight [N, K], scale_inv fp32 [1] or None, bias [N] or None). With scale_inv the weight is e4m3 bytes.
+
+    `plain` means that a plain weight will not be quantized, and then need not be finite.
+    """
     if reason := why_not(linear):
         kind = type(linear).__name__
         raise TypeError(f"{path} is a {kind}, which cannot be converted: {reason}")
@@ -222,7 +228,12 @@ def _take_over(
 
 
 def _te_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Path → te.Linear; TypeError for any other TE module that holds a linear weight."""
+    """{path: te.Linear}.
+
+    Raises:
+        TypeError: another TE module holds a linear weight.
+        ValueError: `model` has no te.Linear, or is one itself.
+    """
     found = {}
     for path, module in model.named_modules():
         kind = _te_class(type(module))
@@ -261,7 +272,7 @@ def _meta(module: Any) -> dict[str, Any]:
 
 
 def _has_amax(linear: nn.Module) -> bool:
-    """Whether TE has recorded an amax or changed a scale of x or dy."""
+    """True if TE has recorded an amax or changed a scale of x or dy."""
     states: list[Any] = [_meta(linear).get(key) for key, _, _ in _DIRECTIONS]
     return any(
         bool((s.amax_history[:, 0] != 0).any() | (s.scale[0] != 1))
@@ -300,7 +311,7 @@ def _check_state(name: str, module: nn.Module, recipe: DelayedScaling) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` hangs: a module shared by two parents stays shared."""
+    """Put `new` in every place where `old` is, so that a module shared by two parents stays shared."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers: block-FP8 checkpoints and Trainer.
+"""transformers: block-FP8 checkpoints, and Trainer.
 
     convert_fp8_model(model)                 # FP8Linear → FrozenFP8Linear, layer by layer
     apply_lora(model, LoRAConfig(...))
     model.enable_input_require_grads()       # only for reentrant gradient checkpointing: the
-                                             # embeddings are frozen, so nothing else would ask
+                                             # embeddings are frozen and request no gradient
     Trainer(model, ..., callbacks=[AdapterCallback()]).train()
 
-Fused layers and CUDA graphs under Trainer: `LoRAKernelsCallback`, examples/trainer.py.
+For fused layers and CUDA graphs under Trainer see `LoRAKernelsCallback` and examples/trainer.py.
 
-FP8Linear holds W in e4m3 with one scale_inv per block (128×128). We hold one scale per tensor:
-bytes are kept where all blocks agree, else W is requantized from its exact amax. One layer at a
-time is in fp32, never the model.
+FP8Linear holds W in e4m3 with one scale_inv per block (128×128). A FrozenFP8Linear holds one scale per tensor. The
+bytes are kept if all scales of a weight are equal. Otherwise W is requantized from its exact amax. Only one layer at a
+time is in fp32.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from lorakernels.adapters import save_adapter
+from lorakernels.checkpoints.adapters import save_adapter
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.loops import Attached, attach
 from lorakernels.modules.convert import check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.philox import PhiloxState
-from lorakernels.targets import is_fp8_linear
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState
 
 
 def convert_fp8_model(
@@ -44,15 +44,15 @@ def convert_fp8_model(
     fp8: DelayedScaling = DelayedScaling(),  # noqa: B008  (frozen)
     weight_layout: str = "single",
 ) -> list[str]:
-    """Replace every FP8Linear of `model` by a FrozenFP8Linear, in place; returns their paths.
+    """Replace every FP8Linear of `model` by a FrozenFP8Linear, in place. Returns their paths.
 
-    The model then no longer counts as quantized by transformers, so Trainer takes it once it has
-    adapters. Scales of the layers' inputs follow `fp8`, in one FP8State.
+    transformers then no longer counts the model as quantized, so Trainer takes it once it has adapters. Scales of the
+    layers' inputs follow `fp8`. They are in one FP8State if the layers are on one device.
 
     Raises:
         ValueError: there is no FP8Linear, its scales do not fit its weight, or a value is not finite.
-        TypeError: a layer holds FP8 or FP4 in a way we do not have. Nothing is changed before all
-            layers are checked, and an exception in the middle leaves the model as it was.
+        TypeError: a layer holds FP8 or FP4 in another way, or `fp8` is not a DelayedScaling. Nothing is changed before
+            all layers are checked, and an exception in the middle leaves the model as it was.
     """
     _check_recipe(fp8)
     paths = [path for path, module in model.named_modules() if is_fp8_linear(module)]
@@ -83,7 +83,11 @@ def frozen_from_fp8_linear(
     fp8_state: FP8State | None = None,
     name: str = "",
 ) -> FrozenFP8Linear:
-    """A FrozenFP8Linear with the weight of a transformers FP8Linear; frozen bias, same mode."""
+    """A FrozenFP8Linear with the weight and frozen bias of a transformers FP8Linear, in the same mode.
+
+    Raises:
+        TypeError, ValueError: as `convert_fp8_model`.
+    """
     _check_recipe(fp8)
     assert fp8 is not None
     _check_module(name or "module", module)
@@ -91,9 +95,9 @@ def frozen_from_fp8_linear(
 
 
 def forget_quantizer(model: nn.Module) -> None:
-    """transformers' own marks of a quantized model come off: it is not any more.
+    """Remove the marks by which transformers recognises a quantized model, because the model no longer is one.
 
-    Trainer refuses a model that `is_quantized` and has no adapters of PEFT's, and `save_pretrained`
+    With the marks, Trainer would refuse a model that `is_quantized` and has no adapters of PEFT's. `save_pretrained`
     would write a quantization_config that does not describe the weights.
     """
     for module in model.modules():
@@ -107,25 +111,26 @@ def forget_quantizer(model: nn.Module) -> None:
 
 
 class AdapterCallback(TrainerCallback):
-    """Into each of Trainer's checkpoints, write the adapter in PEFT's format: `adapter/`."""
+    """Writes the adapter in PEFT's format into each of Trainer's checkpoints, as `adapter/`."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         sharded = any(is_sharded(p) for p in kwargs["model"].parameters())
-        if state.is_world_process_zero or sharded:  # gathering takes every rank; rank 0 writes
+        if state.is_world_process_zero or sharded:  # every rank gathers, rank 0 writes
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             save_adapter(kwargs["model"], os.fspath(folder / "adapter"))
 
 
 class LoRAKernelsCallback(TrainerCallback):
-    """`attach` for Trainer, which makes its optimizer itself: scales, dropout's state and CUDA graphs of each step.
+    """`attach` for Trainer, which makes its optimizer itself: scales, dropout states and CUDA graphs of each step.
 
         report = apply_lora(model, config)
         fuse(model)
         Trainer(model, ..., callbacks=[LoRAKernelsCallback(model)]).train()
 
-    What `attach` says of shapes, microbatches and steps that are left out holds here as well: on a GPU, decoder layers
-    whose shapes repeat are replayed as CUDA graphs, the others run eagerly. Eager stay embedding, last norm, head and
-    loss, clipping, the optimizer, and evaluation. A run that Trainer resumes draws other masks than one that went on.
+    The rules of `attach` about shapes, microbatches and skipped steps apply. On a GPU, decoder layers whose shapes
+    repeat are replayed as CUDA graphs, and other shapes run eagerly. Embedding, last norm, head and loss, clipping,
+    the optimizer and evaluation always run eagerly. A run that Trainer resumes draws other masks than an uninterrupted
+    run.
 
     Attributes:
         attached: what `attach` returned, while Trainer trains.
@@ -133,12 +138,15 @@ class LoRAKernelsCallback(TrainerCallback):
 
     Args:
         model: with adapters, ours or PEFT's over our op; it may be a PeftModel.
-        report: what `apply_lora` returned, if it is to be checked that it is this model's.
-        rng_state: the layers' `PhiloxState`, where `attach` is not to make one.
+        report: what `apply_lora` returned; if given, the callback checks that it is this model's.
+        rng_state: the layers' `PhiloxState`; None lets `attach` make one.
         graphs: False leaves the layers eager.
         warmup_steps: how often a shape comes before its capture.
-        layers: modules to replay, where they are not the model's decoder layers.
+        layers: modules to replay; None takes the model's decoder layers.
         options: for GraphManager.
+
+    Raises:
+        ValueError: `report` is another model's.
     """
 
     def __init__(
@@ -164,8 +172,12 @@ class LoRAKernelsCallback(TrainerCallback):
     attached: Attached | None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """ValueError where Trainer would run copies of the model in threads."""
-        self.on_train_end(args, state, control)  # skipped where the last train() raised
+        """Attach to Trainer's optimizer.
+
+        Raises:
+            ValueError: Trainer would run copies of the model in threads.
+        """
+        self.on_train_end(args, state, control)  # Trainer skips it if the last train() raised
         if (gpus := getattr(args, "n_gpu", 1)) > 1:
             raise ValueError(
                 f"Trainer would split each batch over {gpus} GPUs in threads (DataParallel), which copy FP8 and random "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training loops that are not ours: what a step needs, tied to their optimizer."""
+"""Support for training loops written by others: each step's work is tied to their optimizer."""
 
 from lorakernels.loops.attached import Attached, attach
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attach: FP8 scales, dropout's state and CUDA graphs of a training loop that knows of none of them.
+"""attach: FP8 scales, dropout states and CUDA graphs for a training loop that knows nothing of them.
 
 apply_lora(model, config)
 fuse(model)
@@ -22,32 +22,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.graphs.recorder import Hook
+from lorakernels.graphs import Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.projections import frozen_layers, share_state
-from lorakernels.philox import PhiloxState, PhiloxStates
+from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 IN_EVAL = (
     "stepped after forwards in eval mode: scales, dropout and graphs stand still. Call model.train(), as "
     "from_pretrained returns models in eval mode"
 )
-OPTIONS = {"max_shapes", "grads", "eval", "mode", "backend", "on_new_shape"}
+OPTIONS = {"max_shapes", "grads", "mode", "backend", "on_new_shape"}
 
 
 class _BeginHook(Hook):
-    """On the first layer, or the first adapter where there is none: a microbatch begins. Copies have no such hook."""
+    """The hook that starts a microbatch, on the first layer, or on the first adapter if there are no layers.
+
+    Copies of the model do not have it.
+    """
 
 
 class Attached:
-    """What `attach` returns. `print(attached)` says what is tied to the optimizer, what replays, and why not the rest.
+    """The result of `attach`.
+
+    `print(attached)` shows the parts tied to the optimizer, whether layers are replayed, and if not, why.
 
     Attributes:
-        why_not: why no layer is replayed; None while they are.
+        why_not: why no layer is replayed; None while layers are replayed.
         manager: the GraphManager of the layers; None without.
-        rng_states: what their dropout draws from.
-        steps, skipped: steps of the optimizer so far, and those that were left out.
-        microbatches, replayed: training forwards of the layers so far, and those of them that were replays.
+        rng_states: the states from which their dropout draws.
+        steps: optimizer steps so far.
+        skipped: steps that were left out.
+        microbatches: training forwards of the layers so far.
+        replayed: the number of those forwards that were replays.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -58,7 +65,7 @@ class Attached:
         self.steps = self.skipped = self.microbatches = self.replayed = 0
         self._graphs: LayerGraphs | None = None
         self._reason: str | None = None
-        self._given: list[Any] = []  # adapters that got a random state
+        self._given: list[Any] = []  # adapters to which `attach` gave a random state
         self._configs: list[Any] = []
         self._handles: list[Any] = []
         self._auto = [state for state in self.fp8_states if state.in_charge == "auto"]
@@ -78,7 +85,7 @@ class Attached:
     def why_not(self) -> str | None:
         return self._reason if self._graphs is None else self._graphs.why_not
 
-    # the loop
+    # hooks that follow the loop
 
     def _begin_step(self) -> None:
         self._forwards = self._dropped = 0
@@ -86,7 +93,7 @@ class Attached:
         self._replayed_before = 0 if self._graphs is None else self._graphs.replayed
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a forward of the first layer."""
+        """Called before each forward of the first layer."""
         if not (module.training and torch.is_grad_enabled()):
             self._ran_in_eval |= torch.is_grad_enabled()
             return
@@ -102,7 +109,10 @@ class Attached:
             self._dropped += self._graphs.begin_microbatch(args, kwargs)
 
     def _recomputes(self) -> None:
-        """A reentrant checkpoint shows its forward only here, where the others' forwards have been counted."""
+        """Handle a forward that runs inside a backward, which is a checkpoint's recomputation.
+
+        Forwards of other checkpoints have been counted already. A reentrant checkpoint shows its forward only here.
+        """
         self._reentrant = self._reentrant or not self._forwards
         if self._reentrant:
             self._forwards += 1
@@ -124,8 +134,11 @@ class Attached:
         self._backward_ran = True
 
     def _was_skipped(self) -> bool:
-        """Whether the step that began before this microbatch was left out: its gradients are gone. On several ranks
-        nobody knows that of the others, so that its amaxes wait for the next step there."""
+        """True if the optimizer left out the step that ended before this microbatch: its gradients are gone.
+
+        With several ranks the answer is always False, because no rank knows whether the others left it out. The step's
+        amaxes then count for the next step.
+        """
         if not self._forwards or self._stepping or self._reentrant or parts.ranks() > 1:
             return False
         if not (self._backward_ran or self._replays_of_step()):
@@ -137,7 +150,7 @@ class Attached:
         return 0 if self._graphs is None else self._graphs.replayed - self._replayed_before
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Forwards inside of a step are a closure's."""
+        """Note that a step begins with a closure, so that forwards inside the step are recognised as the closure's."""
         if any(map(callable, (*args, *kwargs.values()))):
             self._stepping.add(id(optimizer))
 
@@ -155,7 +168,7 @@ class Attached:
             warnings.warn(f"{type(optimizer).__name__} {IN_EVAL}", RuntimeWarning, stacklevel=2)
 
     def _update(self) -> None:
-        """What ends once per step: scales, and the dropout of microbatches whose graphs have not done it."""
+        """End a step, once: update the scales, and advance dropout for microbatches whose graphs did not do so."""
         replays = self._replays_of_step()
         self.microbatches += self._forwards
         self.replayed += replays
@@ -165,7 +178,7 @@ class Attached:
             state.reduce_and_update()
 
     def detach(self) -> None:
-        """Take everything off again: graphs, hooks, a random state that `attach` has given."""
+        """Undo `attach`: remove graphs, hooks, and random states that it gave."""
         graphs, self._graphs = self._graphs, None
         for handle in self._handles:
             handle.remove()
@@ -211,31 +224,34 @@ def attach(
     rng_state: PhiloxState | None = None,
     **options: Any,
 ) -> Attached:
-    """Tie an adapted model's FP8 update, dropout state and CUDA graphs to the optimizer's steps; the loop stays as it
-    is.
+    """Tie the FP8 update, dropout states and CUDA graphs of an adapted model to the optimizer's steps.
 
-    After each step the FP8 scales are updated, over all ranks, and the random states move on. On a GPU the decoder
-    layers are replayed as CUDA graphs, forward and backward, once a shape of theirs has come `warmup_steps` times.
-    Rarer shapes, evaluation, embedding, head, loss and optimizer run eagerly. Microbatches may change in number from
-    step to step. Adapters with dropout that have no random state get a PhiloxState where graphs are possible, seeded by
-    torch's seed. `config.use_cache` becomes False there, as a cache cannot go into a graph. `why_not` is what keeps
-    layers eager, with a warning where it shows only in the run.
+    The training loop stays as it is. After each step the FP8 scales are updated, over all ranks, and the random states
+    advance.
 
-    A step that is left out (GradScaler, an exception, `continue`) ends its microbatches when the next one finds no
-    gradients; where gradients are kept, or on several ranks, its amaxes count for the next step.
+    On a GPU the decoder layers are replayed as CUDA graphs, forward and backward, once a shape has come `warmup_steps`
+    times. Rarer shapes, evaluation, embedding, head, loss and optimizer run eagerly. The number of microbatches may
+    change from step to step. `config.use_cache` becomes False, because a cache cannot go into a graph.
+
+    If graphs are possible, adapters with dropout but without a random state get a PhiloxState, seeded by torch's seed.
+    `why_not` says why layers stay eager. If the reason appears only during the run, a warning reports it.
+
+    A loop may leave a step out (GradScaler, an exception, `continue`). Its microbatches then end when the next one
+    finds no gradients. If gradients are kept, or with several ranks, its amaxes count for the next step.
 
     Args:
         model: with adapters, on its device, fused or not; it may be wrapped (DDP, PEFT).
-        optimizer: whose steps end an iteration; Accelerate's wrapper too. Of several, the first that steps ends it.
+        optimizer: its steps end the iterations; Accelerate's wrapper works too. With several optimizers, the first
+            step of any of them ends the iteration.
         graphs: False leaves the layers eager.
-        warmup_steps: how often a shape comes, eagerly, before it is captured; at least 1.
-        layers: modules of the model to replay, where they are not the list that holds the adapters.
-        rng_state: given to the adapters that have none, in place of a new one.
-        options: for GraphManager: max_shapes (4 here), grads, eval, mode, backend.
+        warmup_steps: how often a shape runs eagerly before it is captured; at least 1.
+        layers: modules of the model to replay; None finds the list that holds the adapters.
+        rng_state: given to the adapters that have none, instead of a new one.
+        options: for GraphManager and its GraphOptions: max_shapes (4 here), grads, mode, backend, on_new_shape.
 
     Raises:
-        ValueError: no adapter, attached already, an optimizer without a trained parameter of the model, layers that
-            are not the model's.
+        ValueError: the model has no adapter or is attached already, an optimizer has no trained parameter of the
+            model, or a layer is not the model's.
         TypeError: an argument is of another type, or an option is not GraphManager's.
     """
     optimizers = _optimizers(optimizer)
@@ -244,7 +260,7 @@ def attach(
     if unknown := set(options) - OPTIONS:
         raise TypeError(f"attach takes {', '.join(sorted(OPTIONS))} as options, found {unknown}")
     found = layers if layers is not None else parts.decoder_layers(model)
-    share_state(frozen_layers(model))  # PEFT makes layer by layer
+    share_state(frozen_layers(model))  # PEFT makes a state for each layer
     attached = Attached(model, optimizers)
     attached.layers = list(found or [])
     attached._reason = _why_not(model, attached.layers, graphs, "backend" in options)
@@ -260,7 +276,7 @@ def attach(
 
 
 def _capture(attached: Attached, warmup_steps: int, options: dict[str, Any]) -> None:
-    """Graphs of the layers, from when their shapes repeat."""
+    """Start LayerGraphs, which captures the layers once their shapes repeat."""
     attached._configs = parts.without_cache(attached.model)
     options |= {
         "fp8_state": attached.fp8_states[0] if attached.fp8_states else None,
@@ -271,13 +287,13 @@ def _capture(attached: Attached, warmup_steps: int, options: dict[str, Any]) -> 
 
 def _hook(attached: Attached) -> None:
     for state in attached.fp8_states:
-        state.reduce_and_update()  # takes charge
+        state.reduce_and_update()  # from now on steps update the scales
     for optimizer in attached.optimizers:
         attached._handles += [
             optimizer.register_step_pre_hook(attached._before_step),
             optimizer.register_step_post_hook(attached._after_step),
         ]
-    if not attached.layers:  # says that the model is attached, and no more
+    if not attached.layers:  # only marks the model as attached
         first = next(parts.adapters(attached.model))
         attached._handles.append(first.register_forward_pre_hook(_BeginHook(lambda *_: None)))
         return
@@ -288,7 +304,7 @@ def _hook(attached: Attached) -> None:
 
 
 def _give(attached: Attached, state: PhiloxState | None) -> None:
-    """To adapters that have none: `state`, or a new one where graphs need it."""
+    """Give `state` to adapters that have none, or a new one if graphs need it."""
     found = list(parts.adapters(attached.model))
     if state is None and attached._reason is None and any(map(parts.drops, found)):
         state = parts.new_rng_state(next(found[0].parameters()).device)
@@ -312,7 +328,7 @@ def _why_not(
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers themselves, without Accelerate's wrappers."""
+    """The optimizers themselves, taken out of Accelerate's wrappers."""
     found = []
     for one in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         while not hasattr(one, "_optimizer_step_post_hooks") and hasattr(one, "optimizer"):

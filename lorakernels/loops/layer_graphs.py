@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of decoder layers in a loop that does not know of them: which shapes repeat, what is recorded, what replays.
+"""CUDA graphs of decoder layers in a training loop that knows nothing of them.
 
-A microbatch begins with a training forward of the first layer. The shapes of its arguments, counted, decide: what has
-come `warmup_steps` times is recorded and captured, what is rarer runs eagerly. Captures happen between steps alone.
-A microbatch whose backward never came (an exception, a loss that was thrown away) is dropped when the next one begins,
-or at the end of the step.
+A microbatch begins with a training forward of the first layer. The shapes of its arguments are counted. A shape that
+has come `warmup_steps` times is recorded and captured; rarer shapes run eagerly. Captures happen between steps only.
+
+A microbatch may never get its backward, because of an exception or a loss that was thrown away. It is dropped when the
+next one begins, or at the end of the step.
 """
 
 from __future__ import annotations
@@ -17,33 +18,50 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.graphs import CaptureError, GraphManager, OrderError
-from lorakernels.graphs.signature import TensorSpec, flatten
+from lorakernels.graphs import (
+    CaptureError,
+    GraphManager,
+    GraphOptions,
+    OrderError,
+    TensorSpec,
+    flatten,
+)
 
-_TRIES = 8  # steps that may be recorded in vain; recaptures
+_TRIES = 8  # most steps recorded in vain, and most recaptures
 Shape = tuple[Any, ...]
 
 
 class LayerGraphs:
-    """Args: the layers, how often a shape comes before its capture, and GraphManager's `options`.
+    """Decides which shapes of the layers are captured, and when.
 
-    Attributes: `why_not`, why nothing is replayed (yet); `failed`, whether that is for good; `notes`, what was said.
+    Args:
+        layers: the decoder layers.
+        warmup_steps: how often a shape comes before its capture.
+        options: for GraphManager and its GraphOptions.
+
+    Attributes:
+        why_not: why nothing is replayed (yet).
+        failed: whether that is final.
+        notes: the warnings given so far.
     """
 
     def __init__(self, layers: Sequence[nn.Module], warmup_steps: int, options: Any) -> None:
         self.layers, self.warmup_steps = list(layers), warmup_steps
-        self.options = {"on_new_shape": "capture", "max_shapes": 4, **options}
+        chosen = {"on_new_shape": "capture", "max_shapes": 4, **options}
+        of_layers = chosen.keys() & {"fp8_state", "rng_states", "grads"}
+        self._of_layers = {name: chosen.pop(name) for name in of_layers}
+        self.options = GraphOptions(**chosen)
         self.manager: Any = None
         self.failed = False
         self.notes: list[str] = []
         self.why_not: str | None = None
         self._counts: Counter[Shape] = Counter()
         self._captured: set[Shape] = set()
-        self._aside = ExitStack()  # the manager is off for a microbatch
+        self._aside = ExitStack()  # keeps the manager off during one microbatch
         self._recorded: Shape | None = None
         self._tries = self._recaptures = 0
         self._changed = False
-        self._make_manager(1)  # refuses wrong options now
+        self._make_manager(1)  # wrong options raise now
         if warmup_steps > 1:
             self.close()
         self._make_manager_if_due()
@@ -54,11 +72,14 @@ class LayerGraphs:
 
     @property
     def replayed(self) -> int:
-        """Microbatches that were replayed, of the graphs that exist now."""
+        """Number of replayed microbatches, of the graphs that exist now."""
         return self.manager.replayed if self.replaying else 0
 
     def begin_microbatch(self, args: Any, kwargs: Any) -> bool:
-        """The first layer's training forward comes. Whether a microbatch was dropped that had no backward."""
+        """Called before the first layer's training forward, with its arguments.
+
+        Returns whether a microbatch without a backward was dropped.
+        """
         tensors, spec = flatten((args, kwargs))
         shape = (*map(TensorSpec.of, tensors), *map(type, spec))
         self._counts[shape] += 1
@@ -69,7 +90,7 @@ class LayerGraphs:
             return self._begin_replay(shape)
         if self._recorded is None:
             self._recorded = shape
-        elif self.manager.between_blocks:  # one block is enough
+        elif self.manager.between_blocks:  # later microbatches need no recording
             self._aside.enter_context(self.manager.disabled())
         return False
 
@@ -91,13 +112,13 @@ class LayerGraphs:
             return None
         if self._counts[shape] < self.warmup_steps:
             return f"its shape {_text(shape)} is new; it is captured when it has come {self.warmup_steps} times"
-        if len(self._captured) >= self.options["max_shapes"]:
-            return f"max_shapes={self.options['max_shapes']} are captured, its shape {_text(shape)} is another"
+        if len(self._captured) >= self.options.max_shapes:
+            return f"max_shapes={self.options.max_shapes} are captured, its shape {_text(shape)} is another"
         self._captured.add(shape)
         return None
 
     def end_step(self) -> None:
-        """Between steps: capture what was recorded, drop what has no backward."""
+        """Called between steps: capture what was recorded, and drop microbatches without a backward."""
         self._aside.close()
         if self.failed:
             return
@@ -113,7 +134,7 @@ class LayerGraphs:
             self.manager.end_iteration()
             if self._changed:
                 self._recapture()
-        except OrderError:  # ReplayOrderError: no backward
+        except OrderError:  # ReplayOrderError: a backward is missing
             self.manager.discard_iteration()
         except CaptureError as error:
             if not self.replaying:
@@ -161,18 +182,22 @@ class LayerGraphs:
 
     def _make_manager(self, num_microbatches: int) -> None:
         self.manager = GraphManager(
-            self.layers, warmup_steps=1, num_microbatches=num_microbatches, **self.options
+            self.layers,
+            warmup_steps=1,
+            num_microbatches=num_microbatches,
+            options=self.options,
+            **self._of_layers,
         )
 
     def _note(self, text: str) -> None:
-        """Each kind once."""
+        """Warn once of each kind of text."""
         kind = text.split("[")[0]
         if not any(note.startswith(kind) for note in self.notes):
             self.notes.append(text)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def give_up(self, reason: str) -> None:
-        """Eager from now on, and said."""
+        """Run the layers eagerly from now on, with a warning."""
         self.close()
         self.failed, self.why_not = True, reason
         warnings.warn(f"layers run eagerly: {reason}", RuntimeWarning, stacklevel=2)

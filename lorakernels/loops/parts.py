@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an adapted model a step has to end, found in the model itself."""
+"""Find the parts of an adapted model that need work at the end of a step."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.philox import PhiloxState, PhiloxStates, model_parallel_states
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
 
 _INT63 = (1 << 63) - 1
 
 
 def adapters(model: nn.Module) -> Iterator[Any]:
-    """Layers with an adapter of ours: LoRALinears, and PEFT's layers that run our op."""
+    """All layers with an adapter that runs our op: LoRALinears, and patched layers of PEFT."""
     for module in model.modules():
         if isinstance(module, LoRALinear) or hasattr(type(module), "lorakernels_path"):
             yield module
 
 
 def drops(layer: Any) -> bool:
-    """Whether the layer's adapter has dropout."""
+    """True if the layer's adapter has dropout."""
     return layer.lora_dropout > 0 if isinstance(layer, LoRALinear) else layer.dropout_p > 0
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
-    """The list of layers that holds most of the adapters; None if no list holds one."""
+    """The ModuleList that holds the most adapters; None if no list holds one."""
     found: nn.ModuleList | None = None
     most, inside = 0, set[nn.Module]()
     for module in model.modules():
@@ -50,7 +50,7 @@ def fp8_states(model: nn.Module) -> list[FP8State]:
 
 
 def rng_states(model: nn.Module) -> list[PhiloxState | PhiloxStates]:
-    """Those that layers with dropout draw from."""
+    """The states from which layers with dropout draw, each once."""
     found = (m.rng_state for m in adapters(model) if drops(m) and m.rng_state is not None)
     return list({id(state): state for state in found}.values())
 
@@ -67,7 +67,7 @@ def ranks() -> int:
 
 
 def new_rng_state(device: torch.device) -> PhiloxState:
-    """From torch's seed, without a draw from its generator; other masks on each rank."""
+    """A new state, seeded by torch's seed without a draw from its generator. Its masks differ between ranks."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     seed = torch.initial_seed() & _INT63
     states = model_parallel_states(seed, data_parallel_rank=rank, device=device)
@@ -75,7 +75,7 @@ def new_rng_state(device: torch.device) -> PhiloxState:
 
 
 def without_cache(model: nn.Module) -> list[Any]:
-    """Switch `config.use_cache` off: a cache is no argument for a graph. The configs where it was on."""
+    """Switch `config.use_cache` off, because a graph cannot take a cache. Returns the configs in which it was on."""
     configs = (getattr(module, "config", None) for module in model.modules())
     found: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
     for config in found.values():
@@ -84,7 +84,7 @@ def without_cache(model: nn.Module) -> list[Any]:
 
 
 def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
-    """What speaks against graphs of `layers` before one was run. `on_gpu`: they must be on one."""
+    """Why `layers` cannot be captured, as far as that shows before a run. `on_gpu`: they must be on a GPU."""
     tensors = [p for layer in layers for p in layer.parameters()]
     devices = sorted({str(p.device) for p in tensors})
     if len(devices) > 1:

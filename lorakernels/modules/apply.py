@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from lorakernels.config import LoRAConfig
-from lorakernels.fp8 import FP8State
-from lorakernels.frozen_targets import frozen_targets
 from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
-from lorakernels.modules.saved import keep_original, mark_saved
+from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets
+from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
-from lorakernels.philox import PhiloxState, PhiloxStates
-from lorakernels.targets import is_fp8_linear, match_saved, match_targets
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 
 def apply_lora(
@@ -32,32 +32,32 @@ def apply_lora(
     rng_state: PhiloxState | PhiloxStates | None = None,
     frozen: str = "plain",
 ) -> LoRAReport:
-    """Give the modules that `config` targets an adapter over a frozen base; everything else is frozen too.
+    """Put an adapter over a frozen base in place of each module that `config` targets. Freeze everything else.
 
-    FP8 layers that were there before come to the report's `fp8_state`, with their histories, where they follow the same
-    recipe on the same device.
+    Biases and `modules_to_save` train where `config` says so. FP8 layers that the model already has move to the
+    report's `fp8_state`, with their histories, if their recipe and device are the same.
 
     Args:
-        model: any nn.Module; changed in place, parameter names outside the targets stay.
-        config: what to adapt and how; PEFT's matching rules (targets.py).
-        adapter_dtype: of lora_A and lora_B; fp32 as PEFT, or bf16. None takes each layer's own dtype: its
-            weight's, where that is FP8 its bias's, else the model's.
-        rng_state: where dropout draws from; None follows torch.manual_seed.
-        frozen: linear layers without an adapter: "plain" leaves them as they are; "fp8" holds their weights in FP8, as
-            `load_quantized` does. The output head, routers, tied weights, `modules_to_save` and layers that are not a
-            plain `nn.Linear` stay, and the report says why.
+        model: any nn.Module. It is changed in place; parameter names outside the targets stay.
+        config: what to adapt and how, by PEFT's matching rules (targets.py).
+        adapter_dtype: dtype of lora_A and lora_B: float32 (as in PEFT), bfloat16 or float16. None follows each layer:
+            its weight's dtype, for an FP8 weight its bias's, else the dtype of the model's other parameters.
+        rng_state: the state that dropout draws from. None follows torch.manual_seed.
+        frozen: what happens to linear layers without an adapter. "plain" leaves them as they are. "fp8" holds their
+            weights in FP8, as `load_quantized` does. The output head, routers, tied weights, `modules_to_save` and
+            layers that are not a plain `nn.Linear` stay as they are, and the report says why.
 
     Returns:
-        A LoRAReport: every module with parameters, the path it takes and why, and the model's `fp8_state`.
+        A LoRAReport: every module with parameters, the implementations it runs and why, and the model's `fp8_state`.
 
     Raises:
-        ValueError: no module matches, the model has adapters already, the layers are on several devices, a weight is
-            not finite, or `frozen` is neither.
+        ValueError: no module matches, the model has adapters already, the layers are on several devices, or a weight
+            is not finite. `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
         TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16.
         RuntimeError: a graph holds the memory of an FP8 layer's state.
 
-    All of this is checked before anything is changed. An exception after that, such as one of a full device, leaves the
-    model as it was: the layers that were replaced are held until the end, on the host where the device is full.
+    All of this is checked before anything is changed. A later exception, such as a full device, restores the model:
+    replaced layers are held until the call ends. They move to the host if the device is full.
     """
     present = [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
     if present:
@@ -118,7 +118,7 @@ def _hold_in_fp8(
 def _train(
     model: nn.Module, config: LoRAConfig, saved: list[str], tied: set[int]
 ) -> dict[str, tuple[str, str]]:
-    """Let train what is no adapter: modules to save, and biases. What there is to report of the former."""
+    """Make the modules `saved` and the configured biases trainable. Returns {saved path: (action, reason)}."""
     reasons: dict[str, tuple[str, str]] = {}
     for path in saved:
         untied = mark_saved(model.get_submodule(path), tied)
@@ -138,7 +138,11 @@ def _check_frozen(frozen: str, config: LoRAConfig) -> None:
 
 
 def _own_dtype(model: nn.Module, path: str) -> torch.dtype:
-    """The dtype of an adapter that follows its layer. An FP8 weight has none to give, nor have its scales."""
+    """The dtype of an adapter that follows its layer. FP8 weights and their scales do not count.
+
+    Raises:
+        TypeError: the dtype is not float32, bfloat16 or float16.
+    """
     module = model.get_submodule(path)
     others = (p for name, p in model.named_parameters() if "scale" not in name)
     dtype = first_plain_dtype((module.weight, module.bias, *others)) or torch.get_default_dtype()
@@ -150,7 +154,7 @@ def _own_dtype(model: nn.Module, path: str) -> torch.dtype:
 
 
 def tied_pointers(model: nn.Module) -> set[int]:
-    """data_ptr of every parameter that more than one module holds."""
+    """The data_ptr of every parameter that more than one module holds."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -161,8 +165,8 @@ def tied_pointers(model: nn.Module) -> set[int]:
 
 
 def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
-    """What happened to the weight, for the report. A plain weight tied to another module gets its own storage, so that
-    merging cannot write into the other."""
+    """Say for the report what happened to the weight. A plain weight that is tied to another module gets its own
+    storage here, so that merging cannot write into the other module."""
     if new.weight_scale_inv is None:
         if new._stored.data_ptr() not in tied:
             return ""
@@ -207,7 +211,7 @@ def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> No
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` hangs: a module shared by two parents stays shared."""
+    """Put `new` in place of `old` under every parent, so that a shared module stays shared."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:
@@ -215,7 +219,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _train_biases(model: nn.Module, config: LoRAConfig) -> None:
-    """PEFT's `bias`: "all" trains every bias of the model, "lora_only" those of the adapted layers."""
+    """Follow PEFT's `bias`: "all" trains every bias of the model, "lora_only" the biases of adapted layers."""
     for module in model.modules():
         wanted = config.bias == "all" or (
             config.bias == "lora_only" and isinstance(module, LoRALinear)

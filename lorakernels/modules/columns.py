@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen layers beside adapted ones: on the model's one FP8State, so that one update serves all."""
+"""Move frozen FP8 layers to the FP8State of the adapted ones, so that one update renews all scales."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 
 def join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> None:
-    """`module` comes to `state` as `name`, with its histories and whoever is in charge of them."""
+    """Move `module` to `state` under `name`, with its scales and amax histories. `in_charge` moves too, unless "auto".
+
+    Nothing happens if `state` is None, or if `module` has no state or has this one already.
+    """
     theirs = module.fp8_state
     if state is None or theirs is None or theirs is state:
         return
@@ -29,7 +32,7 @@ def join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> No
 def joining(
     model: nn.Module, targets: Iterable[str], recipe: DelayedScaling | None, device: torch.device
 ) -> dict[str, FrozenFP8Linear]:
-    """{path: layer} of the FP8 layers that are no `targets` and may come to a state of this recipe and device.
+    """{path: layer} of the FP8 layers outside `targets` whose own state has this recipe and device.
 
     Raises:
         RuntimeError: the memory of such a layer's own state is pinned.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a LoRALinear of the linear layers a user's model arrives with.
+"""Convert the linear layers of a user's model to LoRALinear or FrozenFP8Linear.
 
-transformers' `FP8Linear` is read by its attributes, without importing transformers: e4m3 `weight` [N, K] and
-`weight_scale_inv`, one per tensor or one per block of `block_size`, ⌈N/bn⌉ × ⌈K/bk⌉ (128×128 in today's checkpoints).
+transformers' `FP8Linear` is read by its attributes; transformers is not imported. Its `weight` is e4m3 [N, K]. Its
+`weight_scale_inv` has one value for the tensor or one per block: [⌈N/bn⌉, ⌈K/bk⌉] with `block_size` (bn, bk). Today's
+checkpoints have blocks of 128×128.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import DelayedScaling, LoRAConfig
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.reference import E4M3, FP8_MAX
-from lorakernels.targets import is_fp8_linear
+from lorakernels.modules.targets import is_fp8_linear
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX
+from lorakernels.state.fp8 import FP8State
 
 
 def check_fp8_linear(path: str, module: nn.Module) -> None:
@@ -45,7 +46,11 @@ def check_fp8_linear(path: str, module: nn.Module) -> None:
 
 
 def _is_finite(module: nn.Module) -> bool:
-    """e4m3 has no inf, and NaN in two bytes: the largest of the signed and of the unsigned ones."""
+    """True if all weights are finite, also multiplied by their scales.
+
+    e4m3 has no inf. Its NaNs are 0x7F, the largest signed byte, and 0xFF, the largest unsigned byte: two maxima find
+    them without a copy.
+    """
     weight, scales = module.weight, _scales(module)
     assert isinstance(weight, Tensor)
     if not weight.numel():
@@ -72,8 +77,8 @@ def dequantize(module: nn.Module) -> Tensor:
 def per_tensor_weight(module: nn.Module) -> tuple[Tensor, Tensor]:
     """(e4m3 bytes uint8 [N, K], scale_inv fp32 [1]) of an FP8Linear.
 
-    The bytes are kept where all blocks share one scale; otherwise W is requantized from its exact amax, this
-    layer alone in fp32 for the moment.
+    If all blocks share one scale, the bytes are kept. Otherwise W is requantized from its exact amax; meanwhile this
+    one layer exists in fp32.
     """
     scales = _scales(module)
     if bool((scales == scales.flatten()[0]).all()):
@@ -89,7 +94,7 @@ def _block_size(module: nn.Module) -> Sequence[int]:
 
 
 def _scales(module: nn.Module) -> Tensor:
-    """fp32 scale_inv; ue8m0 scales may come as bytes."""
+    """fp32 scale_inv. Some checkpoints store ue8m0 scales as uint8 bytes."""
     scales = module.weight_scale_inv
     assert isinstance(scales, Tensor)
     if scales.dtype == torch.uint8:
@@ -107,8 +112,8 @@ def to_lora(
 ) -> LoRALinear:
     """A LoRALinear over the weight of an `nn.Linear`, a `FrozenFP8Linear` or a transformers `FP8Linear`.
 
-    With `config.fp8=None` an FP8 weight is dequantized to bf16. A `FrozenFP8Linear` of the same recipe hands over
-    its scales and amax histories.
+    With `config.fp8=None` an FP8 weight is dequantized to bf16. If a `FrozenFP8Linear` follows the same recipe, the new
+    layer takes its scales and amax histories.
     """
     if not is_fp8_linear(module) and not isinstance(module, FrozenFP8Linear):
         assert isinstance(module, nn.Linear)
@@ -131,7 +136,10 @@ def to_frozen(
     fp8_state: FP8State | None,
     name: str,
 ) -> FrozenFP8Linear:
-    """A FrozenFP8Linear over the weight of an `nn.Linear` or a transformers `FP8Linear`; its bias frozen, same mode."""
+    """A FrozenFP8Linear over the weight of an `nn.Linear` or a transformers `FP8Linear`.
+
+    The bias is frozen. The new layer is in training or eval mode as the old one was.
+    """
     if not is_fp8_linear(module):
         assert isinstance(module, nn.Linear)
         return FrozenFP8Linear.from_linear(

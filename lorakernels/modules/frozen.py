@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FrozenFP8Linear: y = x Wᵀ + bias with W held once, in FP8, never trained."""
+"""FrozenFP8Linear: y = x Wᵀ + bias. W is stored once, in FP8, and is never trained."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.torch_version import TorchVersion
 
 from lorakernels import ops
 from lorakernels.autograd import (
+    Adapter,
+    Call,
     LoRASpec,
     check_input,
     compiled_linear,
@@ -20,15 +22,16 @@ from lorakernels.autograd import (
     lora_linear,
 )
 from lorakernels.config import DelayedScaling
-from lorakernels.fp8 import FP8State
-from lorakernels.handles import Handle, Numbers
-from lorakernels.modules.entries import STATE_KEYS, columns_of, is_apart
+from lorakernels.modules.state_entries import STATE_KEYS, columns_of, is_apart
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
-from lorakernels.reference import E4M3
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.handles import Handle, Numbers
+from lorakernels.values import Weight
 
-# The dtype that holds the e4m3 bytes. As integers gloo can broadcast them (DDP broadcasts every parameter)
-# and `.to(dtype)` leaves them alone, but FSDP2 takes integer parameters only since pytorch#177844 (2.11 does
-# not, 2.13 does).
+# The dtype that holds the e4m3 bytes. Integers are better: gloo can broadcast them (DDP broadcasts every parameter),
+# and `.to(dtype)` leaves them alone. But FSDP2 takes integer parameters only since pytorch#177844: torch 2.11 does not,
+# 2.13 does.
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
 _HELD = (*BYTES, torch.bfloat16, torch.float16)
 
@@ -38,9 +41,10 @@ def _frozen(weight: Tensor) -> nn.Parameter:
 
 
 def number(name: str) -> Any:
-    """An attribute that a compiled layer finds by its handle: setting it makes a new handle.
+    """A property for a value that compiled ops look up by the layer's handle: setting it makes a new handle.
 
-    A property of each, as FSDP2 cannot put FP8 parameters into modules whose class has a `__setattr__` of its own.
+    Each such value has a property because FSDP2 cannot put FP8 parameters into modules whose class has its own
+    `__setattr__`.
     """
 
     def get(layer: Any) -> Any:
@@ -68,7 +72,7 @@ def _check_state(
 
 
 def is_sharded(parameter: Tensor | None) -> bool:
-    """True for a DTensor, as FSDP2 leaves parameters outside of their module's forward."""
+    """True for a DTensor. FSDP2 keeps parameters sharded in DTensors outside of their module's forward."""
     return hasattr(parameter, "device_mesh")
 
 
@@ -78,16 +82,21 @@ class FrozenFP8Linear(nn.Module):
     Args:
         in_features, out_features: K and N.
         bias: whether there is a bias [N].
-        fp8: the recipe for x and dy; None keeps the weight in `dtype`.
-        weight_layout: "both" also keeps Wᵀ, which spares backward a transposition for 1 byte per parameter.
-        device, dtype: of the parameters; `dtype` does not touch an FP8 weight.
-        fp8_state: the model's FP8State and `name` this layer's entry in it; None makes one of its own.
+        fp8: the recipe for x and dy. None keeps the weight in `dtype`.
+        weight_layout: "single", or "both" to keep Wᵀ too: 1 more byte per parameter saves backward a transposition.
+        device, dtype: of the parameters. `dtype` does not apply to an FP8 weight.
+        fp8_state, name: the model's FP8State and this layer's entry in it. None makes a state for this layer alone.
 
     Attributes:
-        weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None. Sharded, as FSDP2
-            leaves it outside of forward, it is the parameter as it is stored.
-        weight_scale_inv: fp32 [1], from the weight's exact amax; nothing changes it. None when `fp8` is None.
+        weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None. While FSDP2 has
+            it sharded (outside of forward), it is the parameter as it is stored.
+        weight_scale_inv: fp32 [1], from the weight's exact amax; None when `fp8` is None. Only new weight values
+            (merge, unmerge, load_state_dict) change it.
         fp8_state: scales and amax history of x and dy.
+
+    Raises:
+        ValueError: a size is not a positive integer, or `fp8_state` has another recipe or device.
+        KeyError: `fp8_state` has no `name`.
 
     The stored Parameter is uint8 where torch allows it (see `STORAGE`), and `.to(dtype)` never touches its bytes.
     """
@@ -134,7 +143,7 @@ class FrozenFP8Linear(nn.Module):
         fp8_state: FP8State | None,
         name: str,
     ) -> None:
-        """Own `weight` ([N, K]; e4m3 bytes when `scale_inv` is given) and `bias`.
+        """Make `weight` ([N, K]; e4m3 bytes when `scale_inv` is given) and `bias` [N] this layer's own.
 
         Raises:
             ValueError: `fp8_state` follows another recipe than `fp8`, or is on another device than the weight.
@@ -157,7 +166,7 @@ class FrozenFP8Linear(nn.Module):
         if fp8 is not None:
             self.fp8_state = fp8_state or FP8State([name or "linear"], fp8, weight.device)
         self._column = self.fp8_state.column(name or "linear") if self.fp8_state else 0
-        self._column_x = None  # another layer's, whose x this one shares
+        self._column_x = None  # set by a group: the column of the member that owns their x
         self.register_buffer("weight_t", None, persistent=False)
         self._renew_weight_t()
         self.merged = False
@@ -171,7 +180,18 @@ class FrozenFP8Linear(nn.Module):
         fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
         **options: Any,
     ) -> FrozenFP8Linear:
-        """Take over an `nn.Linear`'s weight (quantized now, from its exact amax) and bias."""
+        """A layer with the bias and the weight of an `nn.Linear`; with `fp8`, W is quantized from its exact amax.
+
+        Args:
+            linear: weight [N, K] and bias [N] or None.
+            fp8: the recipe; None keeps the weight as it is.
+            options: `weight_layout`, `fp8_state` and `name`, as for the class.
+
+        Raises:
+            TypeError: there are other options.
+            ValueError: the weight is not finite, or `fp8_state` has another recipe or device.
+            KeyError: `fp8_state` has no `name`.
+        """
         new = cls.__new__(cls)
         nn.Module.__init__(new)
         bias = None if linear.bias is None else linear.bias
@@ -192,11 +212,11 @@ class FrozenFP8Linear(nn.Module):
     def _stored(self) -> Tensor:
         """The weight as the ops take it: e4m3 bytes as uint8, or the plain parameter.
 
-        FSDP2 under a MixedPrecisionPolicy gathers what is stored as bf16 or fp16, where bytes and e4m3
-        values are exact. Any other dtype is a plain weight that was put in the place of the bytes.
+        FSDP2 under a MixedPrecisionPolicy gathers the stored values as bf16 or fp16. Both represent bytes and e4m3
+        values exactly. Any other dtype means that a plain weight was put in place of the bytes.
 
         Raises:
-            TypeError: the layer holds FP8 and something else is stored.
+            TypeError: the layer holds FP8, but its parameter has another dtype.
         """
         stored = self._parameters["weight"]
         assert stored is not None
@@ -212,10 +232,10 @@ class FrozenFP8Linear(nn.Module):
         return self.weight_scale_inv is not None
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's, which `layer.weight = parameter` calls; FP8 bytes are replaced by FP8 bytes only.
+        """As nn.Module's, which `layer.weight = parameter` calls. Only FP8 bytes may replace FP8 bytes.
 
         Raises:
-            TypeError: a plain weight where FP8 bytes are held, such as `model.tie_weights()` gives a tied head.
+            TypeError: a plain weight would replace FP8 bytes; `model.tie_weights()` tries this on a tied head.
         """
         held = name == "weight" and self._buffers.get("weight_scale_inv") is not None
         if held and param is not None and param.dtype not in BYTES:
@@ -245,7 +265,7 @@ class FrozenFP8Linear(nn.Module):
 
     @property
     def fp8_max(self) -> Tensor:
-        """fp32 [2]: the largest values of the formats that the scales of x and dy were made for."""
+        """fp32 [2]: the largest values of the FP8 formats of x and dy, for which their scales were made."""
         assert self.fp8_state is not None
         recipe = self.fp8_state.recipe
         maxima = [recipe.fp8_max_forward, recipe.fp8_max_backward]
@@ -255,7 +275,7 @@ class FrozenFP8Linear(nn.Module):
     def weight(self) -> Tensor:
         stored = self._parameters["weight"]
         assert stored is not None
-        if is_sharded(stored):  # FSDP2 reads it by this name, and would take a view for a new one
+        if is_sharded(stored):  # FSDP2 reads `weight`, and would take a view for a new parameter
             return stored
         return self._viewed_weight
 
@@ -265,11 +285,11 @@ class FrozenFP8Linear(nn.Module):
         return self._stored.view(E4M3) if self.weight_scale_inv is not None else self._stored
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[N, K] in `dtype`: a new tensor."""
+        """The weight as it computes now, a new tensor [N, K] in `dtype`."""
         return dequantize_weight(self._viewed_weight.detach(), self.weight_scale_inv, dtype)
 
     def base_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[N, K] in `dtype`, a new tensor: the weight without an adapter, of a merged layer too."""
+        """The weight without the adapter, a new tensor [N, K] in `dtype`. A merged layer has kept it."""
         if self._base is None:
             return self.dequantized_weight(dtype)
         weight, scale_inv = self._base
@@ -277,7 +297,12 @@ class FrozenFP8Linear(nn.Module):
         return dequantize_weight(held, scale_inv, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained)."""
+        """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained).
+
+        Raises:
+            TypeError: x is not float32, bfloat16 or float16.
+            ValueError: x's last dimension is not K, or x is on another device.
+        """
         check_input(x, self._stored)
         return self._linear(x, None, None, LoRASpec(), None)
 
@@ -295,19 +320,10 @@ class FrozenFP8Linear(nn.Module):
         if state is not None:
             state.begin(x.device, self._column, self.training)
             spec = spec.following(state.recipe, self._column, self.training)
-        return lora_linear(
-            x,
-            self._stored,
-            self.weight_scale_inv,
-            self.bias,
-            lora_A,
-            lora_B,
-            spec=spec,
-            slot=slot,
-            weight_t=self.weight_t,
-            state_x=None if state is None else state.forward,
-            state_dy=None if state is None else state.backward,
-        )
+        weight = Weight(self._stored, self.weight_scale_inv, self.weight_t)
+        states = (None, None) if state is None else (state.forward, state.backward)
+        call = Call(spec, slot, *states)
+        return lora_linear(x, weight, self.bias, Adapter(lora_A, lora_B), call)
 
     def _compiled(
         self,
@@ -316,7 +332,7 @@ class FrozenFP8Linear(nn.Module):
         slot: Tensor | None,
         **options: Any,
     ) -> Tensor:
-        """`_linear` in a trace, which reads nothing that differs from layer to layer."""
+        """`_linear` in a trace. It reads no number that differs between layers, so that they share the trace."""
         stored = self._parameters["weight"]
         assert stored is not None
         weight = stored if stored.dtype in (E4M3, torch.uint8) else self._stored
@@ -330,19 +346,19 @@ class FrozenFP8Linear(nn.Module):
         return Numbers(self.name, self.fp8_state, column_x, self._column)
 
     def _renew_handle(self) -> None:
-        """A compiled layer's forward and backward agree on the numbers that its forward saw."""
+        """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
         self._handle = Handle(self._numbers(), weight.device)
 
     def _handle_follows(self) -> None:
-        """To the weight's device. An op that is given one on "meta" would compute nothing, and not say so."""
+        """Make a handle on the weight's device. An op that is given a "meta" handle would silently compute nothing."""
         stored = self._parameters["weight"]
         if stored is not None and stored.device != self._handle.tensor.device:
             self._renew_handle()
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
-        """New weight values into the same storage."""
+        """Write new values into the stored weight, its scale_inv and its transposed copy."""
         with torch.no_grad():
             self._stored.copy_(weight)
             if self.weight_scale_inv is not None and scale_inv is not None:
@@ -363,7 +379,7 @@ class FrozenFP8Linear(nn.Module):
         scale_inv, base = self.weight_scale_inv, self._base
         if self.fp8_state is not None and scale_inv is not None:
             self.fp8_state.check_move(fn(scale_inv).device)
-        # fn may be .to(dtype), which takes e4m3 for one more floating-point type
+        # fn may be .to(dtype), which would convert e4m3 like any other floating-point type
         self._hold_bytes_as(torch.uint8)
         super()._apply(fn, recurse)
         self._hold_bytes_as(STORAGE)
@@ -387,7 +403,7 @@ class FrozenFP8Linear(nn.Module):
             self._parameters["weight"] = _frozen(stored.view(dtype))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy take: the weight as uint8, since Python's pickle has no FP8 storage; no handle."""
+        """State for pickle and deepcopy: no handle, and the weight as uint8, as pickle has no FP8 storage."""
         state = {k: v for k, v in self.__dict__.items() if k != "_handle"}
         stored = self._parameters["weight"]
         if stored is not None and stored.dtype == E4M3:
@@ -433,7 +449,7 @@ class FrozenFP8Linear(nn.Module):
         except ValueError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return
-        if quantized:  # a plain checkpoint has no such entries
+        if quantized:  # a plain checkpoint need not have an FP8 state
             for key in STATE_KEYS:
                 if prefix + key in missing_keys:
                     missing_keys.remove(prefix + key)
@@ -443,13 +459,17 @@ class FrozenFP8Linear(nn.Module):
         self._renew_weight_t()
         if columns is not None and self.fp8_state is not None:
             self.fp8_state.set_values(self._column, columns)
-            if self._column in self.fp8_state.joint:  # whose dy this history is of, it does not say
+            # a checkpoint does not say whether its dy history is of a joint dy, so start without one
+            if self._column in self.fp8_state.joint:
                 self.fp8_state.backward[:, self._column] = 0.0
 
     def _take_state(
         self, own: dict[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
     ) -> Tensor | None:
-        """Take the FP8 state's entries out of `own`: [L + 1, 2], or None if they are absent or do not fit."""
+        """Remove the FP8 state's entries from `own`; returns them as fp32 [amax_history_len + 1, 2].
+
+        Returns None if an entry is absent or does not fit; then `missing_keys` or `error_msgs` says so.
+        """
         entries = {k: own.pop(prefix + k, None) for k in STATE_KEYS}
         if self.fp8_state is None:
             return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRALinearGroup: LoRALinears of one input (q, k, v; gate, up) that quantize it once.
 
-Models call their projections one by one: `q_proj(x)`, `k_proj(x)`, `v_proj(x)`. The first member that meets an x
-quantizes it, and does the down-projection of all where one mask or none serves all; the others find that as long as
-x is the very same tensor, unwritten since, in the same mode, and have each their share of it once.
+Models call their projections one by one: `q_proj(x)`, `k_proj(x)`, `v_proj(x)`. The first member called with an x
+quantizes it. If all members use one dropout mask or none, it also computes the down-projection of all. The other
+members reuse that result, once each, if they get the same, unmodified tensor in the same mode.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import (
+    Adapter,
+    Call,
     LoRASpec,
     SharedInput,
     check_input,
@@ -28,12 +30,13 @@ from lorakernels.autograd import (
 )
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.philox import draw_slot
+from lorakernels.state.philox import draw_slot
+from lorakernels.values import Weight
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What was made of `x` in the circumstances `key`, for the members `waiting`."""
+    """A result that members share: computed from `x` when `_key` was `key`, and still unused by members `waiting`."""
 
     x: weakref.ref[Tensor]
     key: tuple[Any, ...]
@@ -45,19 +48,21 @@ class LoRALinearGroup:
     """LoRALinears that share the quantization of their input.
 
     The members stay where they are, with their parameters and names; each becomes a `GroupedLoRALinear`. Calling a
-    member works as before. `group(x)` calls all of them and returns their outputs, without running the members'
-    hooks. Under `torch.compile` it quantizes x once, with a down-projection for each member; members called one by one
-    are traced apart.
+    member works as before. `group(x)` computes the outputs of all members without running their hooks. Under
+    `torch.compile`, `group(x)` quantizes x once and runs one down-projection per member. Members called one by one are
+    then traced separately, and each quantizes x.
 
-    Without dropout the adapters are stacked: one `quantize_lora_down` and one `lora_grad_a` for all. With dropout
-    each member has its own mask, as in PEFT, and only the quantized x is shared; `shared_dropout=True` draws one mask
-    for all instead, and stacks. The members must then lie in one checkpointed function. Stacked members are one
-    computation to autograd: separate backwards of two members' outputs need `retain_graph=True`.
+    Without dropout the adapters are stacked: one `quantize_lora_down` and one `lora_grad_a` serve all. With dropout
+    each member has its own mask, as in PEFT, and only the quantized x is shared. `shared_dropout=True` draws one mask
+    for all instead, and stacks the adapters; checkpointing must then put all members into one checkpointed function.
+    Stacked members are one computation to autograd: separate backwards of two members' outputs need
+    `retain_graph=True`.
 
     x has one amax and one scale, in the first member's column of the FP8 state (and in every member's state_dict).
 
     Args:
-        members: two or more LoRALinears of equal in_features, FP8 recipe and dropout; ranks and scalings may differ.
+        members: two or more LoRALinears of equal in_features, FP8 recipe, FP8 state, device and dropout. Ranks and
+            scalings may differ.
         shared_dropout: one mask for all members instead of one each.
 
     Attributes:
@@ -103,17 +108,18 @@ class LoRALinearGroup:
         return tuple(outputs)
 
     def index_of(self, member: nn.Module) -> int | None:
-        """Its place among `members`; None for a stranger, such as a replica that shares a member's attributes."""
+        """The index of `member` in `members`. None for another module, such as a replica with a member's attributes."""
         return next((i for i, own in enumerate(self.members) if own is member), None)
 
     def project(self, index: int, x: Tensor) -> Tensor:
-        """Member `index`'s output for x, over what members called before it have made of x."""
+        """Output [..., N] of member `index` for x [..., K]. It reuses what earlier members computed from the same x."""
         self._begin(index, x)
-        if torch.compiler.is_compiling() or x.is_inference():  # neither has versions to go by
+        # traced and inference tensors have no version, so a write to x would go unnoticed: share nothing
+        if torch.compiler.is_compiling() or x.is_inference():
             return self._project(index, x, self._share(index, x, alone=True))
         key, entry = self._key(index, x), self._entry
         if entry is None or not _serves(entry, index, x, key):
-            self._entry = entry = None  # frees what the last input left
+            self._entry = entry = None  # free the last input's result first
             shared = self._share(index, x)
             waiting = set(range(len(self.members)))
             entry = _Entry(weakref.ref(x, self._forget), key, shared, waiting)
@@ -126,7 +132,7 @@ class LoRALinearGroup:
             self._entry = None
 
     def _begin(self, index: int, x: Tensor) -> None:
-        """What precedes a forward of LoRALinear, before anything is drawn or written."""
+        """Check x and prepare the FP8 state for member `index`, before any mask is drawn."""
         member = self.members[index]
         check_input(x, member._stored)
         if member.fp8_state is not None:
@@ -156,7 +162,7 @@ class LoRALinearGroup:
         return tuple(outputs)
 
     def _key(self, index: int, x: Tensor) -> tuple[Any, ...]:
-        """Equal keys, equal results: everything besides x's identity that an entry depends on."""
+        """Everything that a shared result depends on besides x's identity. Equal keys mean equal results."""
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -169,7 +175,7 @@ class LoRALinearGroup:
             torch.is_grad_enabled(),
             autocast,
             self.members[index].training,
-            None if hooks is None else weakref.ref(hooks[0]),  # a checkpoint's own
+            None if hooks is None else weakref.ref(hooks[0]),  # a checkpoint has its own
             stream,
             tuple(
                 (a, a._version, a.data_ptr(), self.members[i].lora_dropout)
@@ -178,19 +184,19 @@ class LoRALinearGroup:
         )
 
     def _together(self, index: int) -> dict[int, Tensor]:
-        """The A's that go into one stack when member `index` quantizes; empty where each member has its own mask."""
+        """{index: A} of the members whose adapters are stacked; empty if each member has its own mask."""
         active = {i: m for i, m in enumerate(self.members) if _is_active(m)}
         if not self.shared_dropout and any(_drops(m) for m in active.values()):
             return {}
         return {i: m.lora_A for i, m in active.items()}
 
     def _share(self, index: int, x: Tensor, alone: bool = False) -> SharedInput:
-        """What the members make of x together, `index` being the one that is called first."""
+        """Compute what the members share of x. Member `index` is called first; `alone` stacks no other adapters."""
         member, first = self.members[index], self.members[0]
         stack = {} if alone else self._together(index)
         if not stack and _is_active(member):
             stack = {index: member.lora_A}
-        owner = self.members[next(iter(stack), index)]  # whose dropout site the mask belongs to
+        owner = self.members[next(iter(stack), index)]  # the mask uses its dropout site
         drops = bool(stack) and member.training and owner.lora_dropout > 0
         if len(stack) > 1:
             self._check_stack(index, stack, member.training)
@@ -200,10 +206,15 @@ class LoRALinearGroup:
             p=owner.lora_dropout, site=owner.site, column=first._column, delayed=member.training
         )
         state_x = None if state is None else state.forward
-        return share_input(x, stack, spec=spec, slot=slot, state_x=state_x)
+        return share_input(x, stack, Call(spec, slot, state_x))
 
     def _check_stack(self, index: int, stack: Iterable[int], training: bool) -> None:
-        """RuntimeError or ValueError where member `index` cannot do the down-projection of all in `stack`."""
+        """Refuse a down-projection of all members in `stack` that member `index` cannot compute.
+
+        Raises:
+            RuntimeError: an A is sharded, or a recomputation would draw another mask than the forward.
+            ValueError: the members have different dropout probabilities.
+        """
         caller, others = self.members[index], [self.members[i] for i in stack]
         for other in others:
             if is_sharded(other.lora_A):
@@ -220,7 +231,7 @@ class LoRALinearGroup:
             self._check_recomputation(index)
 
     def _check_recomputation(self, index: int) -> None:
-        """A mask drawn by one member in the forward and by another in its recomputation would not be the same."""
+        """RuntimeError if a recomputation lets another member draw the mask than the forward did: it would differ."""
         if torch._C._current_graph_task_id() == -1:
             self._drew.add(index)
         elif index not in self._drew:
@@ -239,23 +250,13 @@ class LoRALinearGroup:
         spec, state = LoRASpec(member.scaling, p, site), member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member._column, member.training)
-        return lora_projection(
-            x,
-            shared,
-            index,
-            member._stored,
-            member.weight_scale_inv,
-            member.bias,
-            member.lora_A if active else None,
-            member.lora_B if active else None,
-            spec=spec,
-            slot=slot,
-            weight_t=member.weight_t,
-            state_dy=None if state is None else state.backward,
-        )
+        weight = Weight(member._stored, member.weight_scale_inv, member.weight_t)
+        adapter = Adapter(member.lora_A, member.lora_B) if active else Adapter()
+        call = Call(spec, slot, state_dy=None if state is None else state.backward)
+        return lora_projection(x, shared, index, weight, member.bias, adapter, call)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy take: the members, not what is kept of their input."""
+        """State for pickle and deepcopy: everything except the result that is kept for the last input."""
         return {**self.__dict__, "_entry": None}
 
     def __repr__(self) -> str:
@@ -283,7 +284,7 @@ class GroupedLoRALinear(LoRALinear):
         return self._values()[:-1]
 
     def _values(self) -> Tensor:
-        """fp32 [amax_history_len + 1, 2]: the group's column of x, this layer's own of dy."""
+        """fp32 [amax_history_len + 1, 2]: the group's column for x, and this layer's own column for dy."""
         first = self.group.members[0]
         assert self.fp8_state is not None and first.fp8_state is not None
         x = first.fp8_state.forward[:, first._column]
@@ -299,22 +300,22 @@ def _refuse_fused(model: nn.Module) -> None:
 def group_projections(
     model: nn.Module, groups: Iterable[Sequence[str]], *, shared_dropout: bool = False
 ) -> list[LoRALinearGroup]:
-    """Group the projections of every layer of `model`, after `apply_lora` or `load_adapter`; its code stays as it is.
+    """Group the projections of every layer of `model`, after `apply_lora` or `load_adapter`. Its code need not change.
 
         group_projections(model, [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
 
     Args:
-        model: changed in place. Where a module has children of all these names and they are LoRALinears, they
-            become one group; a module where none of them is a LoRALinear is left alone.
-        groups: names of projections that the model calls on one and the same tensor.
+        model: changed in place. If a module has LoRALinears under all names of a sequence, they become one group.
+            A module without a LoRALinear under these names is left alone.
+        groups: sequences of names; the model calls the projections of one sequence on the same tensor.
         shared_dropout: see `LoRALinearGroup`.
 
     Returns:
         The new groups, in module order.
 
     Raises:
-        ValueError: a layer is fused; a name sequence is found nowhere; a module has LoRALinears for some of the names
-            only; or members do not fit together. Nothing is changed then.
+        ValueError: a layer is fused, a sequence of names is found nowhere, or a module has LoRALinears for only some
+            of the names. Or members do not fit together. Nothing is changed then.
     """
     _refuse_fused(model)
     found: list[tuple[LoRALinear, ...]] = []
@@ -403,7 +404,7 @@ def _serves(entry: _Entry, index: int, x: Tensor, key: tuple[Any, ...]) -> bool:
 
 
 def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    """Tuple equality, tensors (the A's) being compared by identity."""
+    """Equality of two keys. The A's in them are compared by identity."""
     *a, a_stack = ours
     *b, b_stack = theirs
     return (

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lorakernels.autograd import LoRASpec, check_input, is_compiling
 from lorakernels.config import LoRAConfig
-from lorakernels.fp8 import FP8State
-from lorakernels.handles import Numbers
-from lorakernels.modules.entries import is_apart
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, number, quantize_weight
-from lorakernels.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.modules.state_entries import is_apart
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.handles import Numbers
+from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +28,7 @@ def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
 
 
 def first_plain_dtype(tensors: Iterable[Any]) -> torch.dtype | None:
-    """The dtype of the first floating tensor of more than a byte per value, which FP8 is not."""
+    """The dtype of the first floating-point tensor with more than one byte per value. FP8 has one byte."""
     found = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
     return next((t.dtype for t in found if t.element_size() > 1), None)
 
@@ -41,14 +41,20 @@ class LoRALinear(FrozenFP8Linear):
         bias: whether the base has a bias [N] (frozen unless the config says otherwise).
         config: rank, scaling, dropout, FP8 recipe; `LoRAConfig()` when None. Its patterns apply to `name`.
         device, dtype: of bias and adapters, and of the weight when `config.fp8` is None.
-        adapter_dtype: dtype of lora_A and lora_B where it differs from `dtype` (float32 or bfloat16).
-        fp8_state, name: the model's FP8State and this layer's entry in it; a state of its own when None.
+        adapter_dtype: dtype of lora_A and lora_B, if not `dtype`: float32, bfloat16 or float16.
+        fp8_state, name: the model's FP8State and this layer's entry in it. None makes a state for this layer alone.
 
     Attributes:
-        lora_A [R, K], lora_B [N, R]: Parameters. B starts at zero, so the output equals the base's at first.
+        lora_A [R, K], lora_B [N, R]: Parameters. B starts at zero, so the output equals the base's at first, unless
+            `config.init_lora_weights` is False.
         scaling: alpha / r, or alpha / √r with rslora.
-        rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from; None draws from torch's generator.
-        merged, disable_adapters: while True the adapter takes no part in `forward`.
+        rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
+        merged: while True, the weight contains the adapter, and `forward` computes no adapter.
+        disable_adapters: while True, `forward` computes no adapter.
+
+    Raises:
+        TypeError: the adapter's dtype is not float32, bfloat16 or float16.
+        ValueError, KeyError: as for FrozenFP8Linear.
     """
 
     site = number("site")
@@ -92,8 +98,13 @@ class LoRALinear(FrozenFP8Linear):
         fp8_state: FP8State | None = None,
         name: str = "",
     ) -> LoRALinear:
-        """Take over an `nn.Linear`'s weight and bias. Adapters are fp32 by default, as PEFT keeps them; None gives them
-        the weight's dtype."""
+        """A LoRALinear with the weight and bias of an `nn.Linear`.
+
+        Adapters are float32 by default, as in PEFT. `adapter_dtype=None` gives them the weight's dtype.
+
+        Raises:
+            TypeError, ValueError, KeyError: as for the class; ValueError also if the weight is not finite.
+        """
         return cls._take(
             linear.weight.detach(), None, linear.bias, config, adapter_dtype, fp8_state, name
         ).train(linear.training)
@@ -110,9 +121,9 @@ class LoRALinear(FrozenFP8Linear):
         fp8_state: FP8State | None = None,
         name: str = "",
     ) -> LoRALinear:
-        """Take over an e4m3 weight [N, K] and its fp32 scale_inv [1] byte for byte.
+        """A LoRALinear over the very bytes of an e4m3 weight [N, K] with its fp32 scale_inv [1].
 
-        `adapter_dtype=None` gives the adapters the bias's dtype, torch's default where there is none.
+        `adapter_dtype=None` gives the adapters the bias's dtype, or torch's default dtype without a bias.
 
         Raises:
             TypeError: the weight is not float8_e4m3fn.
@@ -172,7 +183,7 @@ class LoRALinear(FrozenFP8Linear):
             self.bias.requires_grad_(True)
 
     def reset_adapter(self) -> None:
-        """Initialise A and B as `config.init_lora_weights` says: PEFT's True, "gaussian" and False."""
+        """Initialise A and B as PEFT does for `config.init_lora_weights`: True, "gaussian" or False."""
         if self.lora_A.is_meta:
             return
         if self.config.init_lora_weights == "gaussian":
@@ -185,12 +196,17 @@ class LoRALinear(FrozenFP8Linear):
             nn.init.zeros_(self.lora_B)
 
     def _numbers(self) -> Numbers:
-        known = vars(self)  # which are not all there while the layer is made
+        known = vars(self)  # while the layer is constructed, some are missing
         own = {"site": "site", "scaling": "scaling", "p": "lora_dropout"}
         return replace(super()._numbers(), **{k: known[v] for k, v in own.items() if v in known})
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] → [..., N] in x's dtype (the autocast dtype under autocast); any leading dimensions, M = 0 too."""
+        """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.
+
+        Raises:
+            TypeError: x is not float32, bfloat16 or float16.
+            ValueError: x's last dimension is not K, or x is on another device.
+        """
         if self.merged or self.disable_adapters:
             return super().forward(x)
         if is_compiling():
@@ -208,21 +224,22 @@ class LoRALinear(FrozenFP8Linear):
         return delta_of(self.lora_A.detach(), self.lora_B.detach(), self.scaling).to(dtype)
 
     def merged_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """W + scaling · B A, [N, K], added in fp32 and rounded once to `dtype`; merged or not.
+        """W + scaling · B A, [N, K], added in fp32 and rounded once to `dtype`. The layer may be merged or not.
 
-        Over an FP8 base this is finer than what a merged layer computes with, which is rounded to e4m3.
+        Over an FP8 base this is more precise than the weight of a merged layer, which is rounded to e4m3.
         """
         return (self.base_weight() + self.delta_weight()).to(dtype)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Fold the adapter into the weight (requantized from the sum's exact amax); the base is kept for `unmerge`.
+        """Add the adapter to the weight, in place. An FP8 sum is requantized from its exact amax.
 
-        The state_dict is then the merged layer's: its weight, and no adapter. `training_state_dict` has both apart.
+        A copy of the base is kept for `unmerge`. The state_dict then has the merged weight and no adapter;
+        `training_state_dict` still has base and adapter apart.
 
         Raises:
             ValueError: the merged weight is not finite in the weight's dtype; nothing is changed then.
-            RuntimeError: the parameters are sharded (FSDP2); merge after gathering them.
+            RuntimeError: the parameters are sharded (FSDP2). Gather them first.
         """
         if self.merged:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' `save_pretrained` writes of a model with our layers. transformers is not imported."""
+"""Make transformers' `save_pretrained` work for a model with our layers. transformers is not imported."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.entries import STATE_KEYS
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear, first_plain_dtype
+from lorakernels.modules.state_entries import STATE_KEYS
 
 _METHOD = "save_pretrained"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class GuardedSave:
-    """In the place of a model's `save_pretrained`, which knows neither our adapters nor our FP8.
+    """Replaces a model's `save_pretrained`, which understands neither our adapters nor our FP8 weights.
 
-    Where adapters are not merged, the model's own method writes a checkpoint of a run: Trainer resumes from it,
-    `from_pretrained` does not understand it, and a warning says so. Otherwise the weights are written as plain ones,
-    as `merge_and_unload` would leave them, which costs a copy of the FP8 layers on the host.
+    If an adapter is not merged, the model's own method writes a training checkpoint, and a warning says so. Trainer
+    resumes from it, but `from_pretrained` does not understand it. Otherwise plain weights are written, as
+    `merge_and_unload` would leave them. This copies the FP8 layers to the host.
 
     Raises:
-        ValueError: a `state_dict` is given that holds FP8 values, and no adapter waits to be merged.
+        ValueError: a `state_dict` with FP8 values is given, and all adapters are merged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,13 +55,15 @@ class GuardedSave:
             return save(model, save_directory, is_main_process, state_dict, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model, by pickle or deepcopy, gets one of its own."""
+        """For pickle and deepcopy: a copied model gets a GuardedSave of its own."""
         return GuardedSave, (self._model(),)
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Every transformers model in `model` saves through a `GuardedSave` from now on, but for those with a
-    `save_pretrained` set on the instance."""
+    """Make every transformers model in `model` save through a `GuardedSave`.
+
+    PEFT's models, and models with a `save_pretrained` set on the instance, keep theirs.
+    """
     for module in model.modules():
         kind = type(module)
         if _METHOD in vars(module):
@@ -79,9 +81,9 @@ def release_saving(model: nn.Module) -> None:
 
 @torch.no_grad()
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` in which FP8 layers hold plain weights, on the host, and no scales.
+    """`model.state_dict()`, but with plain weights on the host, in `plain_dtype`, and no scales for FP8 layers.
 
-    Merged adapters are in the weights, which are rounded once; see `LoRALinear.merged_weight`.
+    The weights contain merged adapters and are rounded once; see `LoRALinear.merged_weight`.
     """
     state, dtype = model.state_dict(), plain_dtype(model)
     for path, layer in model.named_modules(remove_duplicate=False):
@@ -99,7 +101,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first weight outside of our layers, then of one of their biases; else bfloat16."""
+    """The dtype of the first plain parameter outside of our layers, else of our layers' biases, else bfloat16."""
     others: list[Any] = []
     biases: list[Any] = []
     for module in model.modules():
@@ -111,7 +113,7 @@ def plain_dtype(model: nn.Module) -> torch.dtype:
 
 
 def describe_tying(model: Any) -> Any:
-    """Set `tie_word_embeddings` to False where input and output embedding are two tensors now.
+    """Set the config's `tie_word_embeddings` to False if input and output embedding are now two tensors.
 
     Returns the config if it changed, else None.
     """
@@ -133,7 +135,7 @@ def _is_untied(model: Any) -> bool:
 
 @contextmanager
 def _tying_as_it_is(model: Any) -> Iterator[None]:
-    """Inside, the config says whether the embeddings are tied now."""
+    """Inside the context, the config says whether the embeddings are tied at present."""
     changed = describe_tying(model)
     try:
         yield

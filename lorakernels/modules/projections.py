@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of other libraries' making, as fused layers take them.
+"""Linear layers of other libraries (PEFT's, say) as projections of fused layers; and sharing one FP8State.
 
-Their class has `lorakernels_projection()`: a LoRALinear over the layer's own parameters, which follows what the library
-does with it.
+The class of such a layer has a method `lorakernels_projection()`. It returns a LoRALinear over the layer's own
+parameters, which follows the library's changes to the layer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.fp8 import FP8State
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 
 
 def projection(module: nn.Module) -> Any:
-    """`module`, or what stands for it in a fused layer.
+    """The layer that a fused layer runs for `module`: its `lorakernels_projection()`, or else `module` itself.
 
     Raises:
         ValueError: the layer computes what a LoRALinear does not.
@@ -28,7 +28,7 @@ def projection(module: nn.Module) -> Any:
 
 
 def keep_projection(module: nn.Module) -> Any:
-    """`projection`, of which the layer knows that it is in use, until `forget_projections`."""
+    """`projection(module)`. Until `forget_projections`, an attribute of `module` marks it as in use."""
     found = projection(module)
     if found is not module:
         module.__dict__["fused_projection"] = found
@@ -36,7 +36,7 @@ def keep_projection(module: nn.Module) -> Any:
 
 
 def is_inside_projection(layer: nn.Module, path: str) -> bool:
-    """Whether `path` in `layer` is such a projection, or a part of one, whose own parts its library changes."""
+    """Whether `path` in `layer` is a module marked by `keep_projection` or inside one. Its library may change it."""
     names = path.split(".")
     above = (layer.get_submodule(".".join(names[:n])) for n in range(1, len(names) + 1))
     return bool(path) and any("fused_projection" in vars(module) for module in above)
@@ -48,7 +48,11 @@ def forget_projections(model: nn.Module) -> None:
 
 
 def adapted(model: nn.Module) -> Iterator[LoRALinear]:
-    """Every adapter of `model` as a LoRALinear. ValueError, with its path, for one that cannot be one."""
+    """Yield every adapter of `model` as a LoRALinear.
+
+    Raises:
+        ValueError: an adapter computes what a LoRALinear does not; the message has its path.
+    """
     for path, module in model.named_modules():
         try:
             found = projection(module)
@@ -59,7 +63,7 @@ def adapted(model: nn.Module) -> Iterator[LoRALinear]:
 
 
 def frozen_layers(model: nn.Module) -> dict[str, FrozenFP8Linear]:
-    """{path: layer} of those with an FP8State."""
+    """{path: layer} of every FrozenFP8Linear with an FP8State."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -68,9 +72,9 @@ def frozen_layers(model: nn.Module) -> dict[str, FrozenFP8Linear]:
 
 
 def share_state(layers: Mapping[str, FrozenFP8Linear]) -> None:
-    """Give layers that were made one by one, each with an FP8State of its own, one for all, with their histories.
+    """Replace the FP8States of layers that were made one by one with one state for all. Histories are kept.
 
-    Where they cannot share one (recipes, devices or who is in charge differ, addresses are pinned) nothing happens.
+    Nothing happens if the states differ in recipe, device, `in_charge` or `check_nan`, or if addresses are pinned.
     """
     states = {id(m.fp8_state): m.fp8_state for m in layers.values()}
     found = [state for state in states.values() if state is not None]

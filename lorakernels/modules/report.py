@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAReport: what `apply_lora` did to each module, which path each one takes, and why."""
+"""LoRAReport: what `apply_lora` did to each module, which implementations each module runs, and why."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from torch import nn
 
 from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
-from lorakernels.fp8 import FP8State
-from lorakernels.kernels.ladder import AROUND_LINEAR, implementations
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report_text import grouped
+from lorakernels.ops.choice import implementations
+from lorakernels.ops.hardware import Place
+from lorakernels.state.fp8 import FP8State
+
+OF_LINEAR = (  # the ops that a linear layer runs
+    "quantize_lora_down",
+    "fp8_linear_lora",
+    "quantize_grad",
+    "fp8_grad_input",
+    "lora_grad_a",
+    "transpose_fp8",
+    "amax_and_scale_update",
+)
 
 
 @dataclass(frozen=True)
 class ModuleReport:
     """One module. `action` is "lora", "saved" (modules_to_save), "bias" (bias trained) or "frozen".
 
-    `ops` maps each op to the implementation it takes on the module's device now, `why` to the reason. `shares_x` names
-    the modules that it shares the quantization of its input with.
+    `ops` maps each op to its implementation on the module's current device; `why` maps it to the reason. `shares_x`
+    names the modules that share the quantized input. `dropout` is a probability.
     """
 
     name: str
@@ -42,10 +53,10 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class LoRAReport:
-    """Everything `apply_lora` decided, asked of the model as it is now.
+    """What `apply_lora` decided, together with what the model is now.
 
-    `print(report)` shows equal modules as one line, `modules` has a row for each and `details()` a line. `reasons`
-    holds, by path, what only `apply_lora` knew.
+    `print(report)` shows equal modules in one line. `modules` has a row for every module, and `details()` a line.
+    `reasons` maps paths to (action, reason): only `apply_lora` knows these.
     """
 
     model: nn.Module = field(repr=False)
@@ -97,7 +108,7 @@ class LoRAReport:
         return "\n".join([*self._head(rows), *lines, *_why(rows)])
 
     def details(self) -> str:
-        """`print(report)` with a line for every module."""
+        """The text of `print(report)`, but with a line for every module."""
         rows = self.modules
         lines = [f"  {m.name}: {_text(m, shows_path=True)}" for m in rows]
         return "\n".join([*self._head(rows), *lines, *_why(rows)])
@@ -127,14 +138,14 @@ class LoRAReport:
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
     device, state = module.lora_A.device, module.fp8_state
     fp8 = module.weight_scale_inv is not None
-    ladder = implementations(
-        "cuda" if device.type == "cuda" else "cpu",
-        capability_of(device) if device.type == "cuda" else None,
-        fp8=fp8,
-        sizes=(module.out_features, module.in_features),
-        split=state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
+    place = Place(
+        capability_of(device) if device.type == "cuda" else (0, 0),
+        (module.out_features, module.in_features),
+        fp8,
+        state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
     )
-    ladder = {op: taken for op, taken in ladder.items() if op not in AROUND_LINEAR}
+    chosen = implementations("cuda" if device.type == "cuda" else "cpu", place)
+    chosen = {op: taken for op, taken in chosen.items() if op in OF_LINEAR}
     return ModuleReport(
         path,
         "lora",
@@ -146,8 +157,8 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         module.scaling,
         module.lora_dropout,
         "e4m3" if fp8 else str(module.weight.dtype)[6:],
-        {op: impl for op, (impl, _) in ladder.items()},
-        {op: why for op, (_, why) in ladder.items()},
+        {op: impl for op, (impl, _) in chosen.items()},
+        {op: why for op, (_, why) in chosen.items()},
         _shares_x(module),
     )
 
@@ -159,7 +170,7 @@ def _shares_x(module: LoRALinear) -> tuple[str, ...]:
 
 
 def _text(m: ModuleReport, shows_path: bool) -> str:
-    """What is said of a module behind its name."""
+    """The text that follows a module's name."""
     if m.action != "lora":
         return f"{m.action} {m.kind} ({m.reason})"
     path = f" [{_path(m.ops)}]" if shows_path else ""
@@ -179,7 +190,7 @@ def _path(ops: Mapping[str, str]) -> str:
 
 
 def _why(rows: list[ModuleReport]) -> list[str]:
-    """A line for every implementation that is taken, and the reason."""
+    """One line for every implementation in use, with its ops and the reason."""
     taken: dict[tuple[str, str], dict[str, None]] = {}
     for m in rows:
         for op, implementation in m.ops.items():

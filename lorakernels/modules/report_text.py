@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line for all modules of which a report says the same: model.layers.{0-79}.self_attn.{q,k,v,o}_proj."""
+"""Write the modules with equal report text as one path: model.layers.{0-79}.self_attn.{q,k,v,o}_proj."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_Parts = tuple[tuple[str, ...], ...]  # of a path: what stands between its dots
+_Parts = tuple[tuple[str, ...], ...]  # a path at its dots: each part's alternatives
 
 
 def grouped(said: Iterable[tuple[str, str]]) -> list[tuple[str, int, str]]:
-    """(paths in braces, how many, text) of (path, text) pairs, in the order in which their texts come first.
+    """Turn (path, text) pairs into (path with braces, number of paths, text), in order of the texts' first appearance.
 
-    Only paths that differ in one place are written as one, so that braces stand for every combination and no more.
+    Only paths that differ in one part are joined. So the braces stand for every combination, and for nothing else.
     """
     groups: dict[str, list[_Parts]] = {}
     for path, text in said:
@@ -24,7 +24,7 @@ def grouped(said: Iterable[tuple[str, str]]) -> list[tuple[str, int, str]]:
 
 
 def _joined(paths: list[_Parts]) -> list[_Parts]:
-    """Join paths that differ in one place: numbers first, then names from the last to the first."""
+    """Join paths that differ in one part: first in numbers, then in names, each from the last part to the first."""
     longest = max(map(len, paths))
     for numbers in (True, False):
         for at in reversed(range(longest)):
@@ -68,13 +68,13 @@ def _braces(part: tuple[str, ...]) -> str:
 
 
 def _same(words: list[list[str]], most: int) -> int:
-    """How many words, `most` at the most, all begin with."""
+    """The number of leading words, at most `most`, that all lists have in common."""
     columns = list(zip(*words, strict=False))[:most]
     return next((at for at, column in enumerate(columns) if len(set(column)) > 1), len(columns))
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0-3,7 for 0, 1, 2, 3 and 7."""
+    """Sorted numbers as ranges: 0, 1, 2, 3 and 7 become 0-3,7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

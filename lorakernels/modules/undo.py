@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""all_or_nothing: a change of a model is made as a whole, or an exception in its middle takes all of it back."""
+"""all_or_nothing: change a model completely, or restore it if an exception interrupts the change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lorakernels.modules.frozen import FrozenFP8Linear
 
 _T = TypeVar("_T")
-# Made of the weight again where it is needed: keeping the old one would take memory.
+# Buffer that is not kept for `restore`: it would take memory, and it can be computed from the weight again.
 _DERIVED = "weight_t"
 
 
 class _Object:
-    """Class, attributes and containers of one object. Tensors in them are kept by reference."""
+    """The class, attributes and containers of one object. Tensors in them are kept by reference."""
 
     def __init__(self, owner: Any) -> None:
         self.owner, self.kind, self.values = owner, type(owner), dict(vars(owner))
@@ -45,7 +45,7 @@ class _Object:
 
 
 class Before:
-    """A model as it is now: modules, parameters, what trains, the FP8 states. Weights are not copied."""
+    """A record of a model: its modules, parameters, `requires_grad` flags and FP8 states. Weights are not copied."""
 
     def __init__(self, model: nn.Module, others: Iterable[Any]) -> None:
         self.model = model
@@ -76,7 +76,7 @@ class Before:
             self._away.pop()
 
     def patiently(self, make: Callable[[], _T]) -> _T:
-        """`make()`; once more where the device has no memory left, with what `restore` alone needs on the host."""
+        """Return `make()`. If the device is full, move tensors that only `restore` needs to the host and try again."""
         try:
             return make()
         except torch.OutOfMemoryError:
@@ -86,7 +86,7 @@ class Before:
 
     @torch.no_grad()
     def _make_room(self) -> bool:
-        """Move what the model holds no more to the host; False where there is nothing to move."""
+        """Move tensors that the model no longer uses to the host. Returns False if there are none."""
         now = set(self.model.modules())
         used = {_memory(t) for module in now for t in _tensors(module)}
         before = len(self._away)
@@ -100,10 +100,9 @@ class Before:
 
 @contextmanager
 def all_or_nothing(model: nn.Module, others: Iterable[Any] = ()) -> Iterator[Before]:
-    """Inside the context `model` is changed. What ends it by an exception puts back what `model` and its FP8 states
-    were, and the attributes of `others`.
+    """Change `model` inside this context. An exception restores it, its FP8 states and the attributes of `others`.
 
-    Modules that were replaced are held until the end. Where the device has no memory for that, they go to the host.
+    Replaced modules are held until the context ends. `Before.patiently` moves them to the host if the device is full.
     """
     before = Before(model, others)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight in FP8 and as a plain tensor: from one to the other, and which of them a state_dict brings."""
+"""Convert a weight between FP8 bytes and a plain tensor, also while a state_dict is loaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import reference
-from lorakernels.reference import E4M3
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, quantize_fp8, scale_of
 
-BYTES = (torch.uint8, E4M3)  # as which e4m3 values are stored and saved
+BYTES = (torch.uint8, E4M3)  # dtypes in which e4m3 values are stored and saved
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,29 +22,30 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.is_meta:
         return torch.empty_like(weight, dtype=torch.uint8), torch.empty(1, device="meta")
     weight = weight.detach()
-    amax = reference.amax_of(weight)
+    amax = amax_of(weight)
     if not bool(amax.isfinite().all()) or bool(weight.isnan().any()):
         raise ValueError("weight must be finite to be held in FP8, found inf or NaN in it")
-    scale = reference.scale_of(amax, reference.FP8_MAX[E4M3])
-    return reference.quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
+    scale = scale_of(amax, FP8_MAX[E4M3])
+    return quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
 
 
 def dequantize_weight(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A new tensor in `dtype`, of e4m3 values and their scale_inv [1], or of a plain weight and None."""
+    """A new tensor [N, K] in `dtype`, from e4m3 values and their scale_inv [1], or from a plain weight and None."""
     if scale_inv is None:
         return weight.to(dtype, copy=True)
     return (weight.float() * scale_inv).to(dtype)
 
 
 def take_weight(own: dict[str, Any], prefix: str, storage: torch.dtype | None) -> bool:
-    """Turn the weight in `own`, FP8 or plain, into what the layer holds; whether it was quantized here.
+    """Convert the weight in `own`, FP8 or plain, to what the layer holds. Returns True if it was quantized here.
 
     Args:
         own: the layer's entries of a state_dict; changed in place.
-        storage: the dtype of the layer's bytes, None for a plain weight.
+        prefix: the layer's path and a dot, with which the keys of `own` begin.
+        storage: the dtype of the layer's bytes, or None for a plain weight.
 
     Raises:
-        ValueError: FP8 bytes without their one scale, a dtype that is no weight's, or values that are not finite.
+        ValueError: FP8 bytes have no scale or several, a weight has an unsuitable dtype, or values are not finite.
     """
     key, scale_key = prefix + "weight", prefix + "weight_scale_inv"
     weight, scale_inv = own.get(key), own.get(scale_key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory that PEFT, TRL and vLLM open: the adapter's two files, the tokenizer's and a model card.
+"""A directory that PEFT, TRL and vLLM open: the adapter's two files, the tokenizer's files and a model card.
 
 A checkpoint holds the same files as the adapter of the finished run.
 """
@@ -20,7 +20,7 @@ from lorakernels.train.files import write_bytes
 from lorakernels.train.options import FinetuneOptions
 
 WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of PEFT's names
+_PREFIX = "base_model.model."  # prefix of PEFT's names
 CARD = """\
 ---
 base_model: {base}
@@ -54,14 +54,20 @@ PLAIN = "The frozen base was held in its own dtype while the adapter learned."
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Writes the adapter of `model` as it is then; `beside` are the other files of the directory."""
+    """Writes the current adapter of `model`.
+
+    Attributes:
+        model: the adapted model.
+        base: the base model's directory, which the adapter's config names.
+        beside: {path in the directory: contents} of the other files.
+    """
 
     model: nn.Module
     base: Path
     beside: Mapping[str, bytes]
 
     def write(self, folder: Path) -> None:
-        """Into a directory that is there; every file is synced.
+        """Write all files into the existing directory `folder`. Every file is synced.
 
         Raises:
             OSError: a file could not be written.
@@ -77,7 +83,10 @@ class AdapterFiles:
 
 
 def read_trained(data: bytes) -> dict[str, Tensor]:
-    """The adapters' matrices in the bytes of adapter_model.safetensors, by their parameters' names in our models."""
+    """{parameter name in the model: tensor} of the adapters' matrices.
+
+    ``data`` are the bytes of an adapter_model.safetensors.
+    """
     found = safetensors.torch.load(data)
     ends = (".lora_A.weight", ".lora_B.weight")
     return {
@@ -88,7 +97,7 @@ def read_trained(data: bytes) -> dict[str, Tensor]:
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """What `tokenizer.save_pretrained` writes, by name."""
+    """{name: contents} of the files that `tokenizer.save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         root = Path(folder)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are complete or absent, say so themselves, and are PEFT adapters at any time.
+"""Checkpoints that are complete or absent, that carry their own checksums, and that PEFT opens as adapters.
 
     <output>/checkpoints/step-00000100/
         adapter_config.json, adapter_model.safetensors, README.md, the tokenizer's files
         state/optimizer.pt, rng.pt, fp8.pt, runtime.pt    read with weights_only=True
-        state/tensors.safetensors    what is trained and not, to the bit, in the adapter's file; absent if nothing is
+        state/tensors.safetensors    trained tensors that the adapter's file does not hold to the bit; may be absent
         state/trainer.json           step, data position, counters, options
-        state/MANIFEST.json          format, step, size and SHA-256 of all the others, and its own; written last
+        state/MANIFEST.json          format, step, size and SHA-256 of all other files, and its own; written last
 
-The directory is filled under another name, synced, renamed. A reader takes the newest one whose manifest holds.
+The directory is filled under another name, synced and renamed. A reader takes the newest directory whose files
+match its manifest.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ TENSORS, TRAINER = f"{FOLDER}/tensors.safetensors", f"{FOLDER}/trainer.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one holds. ``tensors`` are what is trained, by name; ``state`` has the keys optimizer, rng, fp8, runtime."""
+    """The contents of one checkpoint.
+
+    Attributes:
+        step: the number of optimizer steps tried.
+        tensors: {parameter name: tensor} of everything that is trained.
+        state: the entries optimizer, rng, fp8 and runtime.
+        trainer: the contents of trainer.json.
+    """
 
     step: int
     tensors: dict[str, Tensor]
@@ -61,7 +69,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def check_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """CheckpointError if `set_rng_state` would lack a generator of `device`."""
+    """Raise CheckpointError if `states` lack a generator that `set_rng_state` needs on `device`."""
     if device.type == "cuda" and "cuda" not in states:
         raise CheckpointError(
             "the checkpoint was made without a GPU and cannot continue on one bit for bit"
@@ -75,13 +83,16 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one output directory; the last ``keep`` are kept. ``adapter`` writes what PEFT opens."""
+    """The checkpoints of one output directory.
+
+    Only the last ``keep`` stay. ``adapter`` writes the files that PEFT opens.
+    """
 
     def __init__(self, directory: Path, keep: int, adapter: AdapterFiles | None = None) -> None:
         self.directory, self.keep, self.adapter = directory, keep, adapter
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, oldest first; whether it is good is not looked at."""
+        """The steps that have a directory, oldest first. The directories' contents are not checked."""
         found = self.directory.glob("step-*") if self.directory.is_dir() else []
         steps = [int(path.name[5:]) for path in found if path.name[5:].isdecimal()]
         return sorted(step for step in steps if self.path(step).is_dir())
@@ -90,8 +101,11 @@ class Checkpoints:
         return self.directory / f"step-{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write, then delete the oldest beyond ``keep``; never a newer one. On failure nothing that was
-        there is touched."""
+        """Write a checkpoint, then delete the oldest ones beyond ``keep``. A newer checkpoint is never deleted.
+
+        Raises:
+            CheckpointError: a file could not be written. Existing checkpoints are then untouched.
+        """
         target = self.path(checkpoint.step)
         try:
             with replace_dir(target) as temporary:
@@ -131,10 +145,10 @@ class Checkpoints:
         write_bytes(folder / MANIFEST, make_manifest(folder, checkpoint.step))
 
     def load_newest(self, say: Callable[[str], None], device: torch.device) -> Checkpoint | None:
-        """The newest checkpoint that is whole; broken ones are named, passed over and renamed to broken-….
+        """The newest checkpoint that is whole. Broken ones are reported, skipped and renamed to broken-….
 
         Raises:
-            OtherFormat: it was written by a version whose checkpoints this one does not read.
+            OtherFormat: it was written by a version whose checkpoints this version does not read.
         """
         for old in self.directory.glob(".old-step-*") if self.directory.is_dir() else ():
             recover_dir(self.directory / old.name.removeprefix(".old-"))
@@ -154,7 +168,7 @@ class Checkpoints:
         return None
 
     def peek(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and trainer.json of the newest checkpoint; None if it is not whole, which `load_newest` will say.
+        """Step and trainer.json of the newest checkpoint. None if it is not whole, which `load_newest` will report.
 
         Raises:
             OtherFormat: as `load_newest`.
@@ -172,7 +186,11 @@ class Checkpoints:
             return None
 
     def load(self, step: int, device: torch.device) -> Checkpoint:
-        """CheckpointError says which file is missing, short or changed."""
+        """Load the checkpoint of `step`, its state onto `device`.
+
+        Raises:
+            CheckpointError: a file is missing, short or changed; the message names it.
+        """
         directory = self.path(step)
         names = check_files(directory, step)
         try:

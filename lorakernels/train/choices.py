@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run chose and why, in five lines that stand together before its first step."""
+"""Report what a run chose and why, in five lines before its first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def choices(report: LoRAReport, runtime: Runtime, fused: Fused, where: str) -> list[str]:
-    """Device and precision, layers, attention, graphs, reproducibility: a line each."""
+    """One line each for device and precision, layers, attention, graphs and reproducibility."""
     options, model = runtime.options, runtime.model
     return [
         f"device: {where}; {_precision(model, report)}; {len(report.adapted())} adapters of rank {options.r}, "
@@ -48,7 +48,7 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
         return f"transformers' {implementation}; {rows}"
     try:
         name = attention_backend(model, options, fused)
-    except AttributeError:  # a decoder whose sizes have other names
+    except AttributeError:  # the decoder's config names its sizes differently
         return f"transformers' sdpa; {rows}"
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -60,9 +60,10 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
 
 
 def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> str:
-    """The backend that a step's rows take, asked with tensors of their shapes: torch chooses by them.
+    """The attention backend that a step's rows take. It is asked with tensors of their shapes, by which torch chooses.
 
-    ValueError: `options.attention` does not take them.
+    Raises:
+        ValueError: `options.attention` does not take them.
     """
     decoder: Any = decoder_and_head(model)[0]
     config, weight = decoder.config, decoder.get_input_embeddings().weight
@@ -84,7 +85,7 @@ def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> str
         if takes_starts(decoder, weight) and mask is not None:
             return fused.report.backend_for(q, k, v, "packed")
         return fused.report.backend_for(q, k, v, "causal" if mask is None else mask)
-    if mask is not None:  # transformers then repeats them
+    if mask is not None:  # transformers repeats k and v when it passes a mask
         k, v = make(heads), make(heads)
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
     return SDPBackend(found).name.lower().removesuffix("_attention")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in, token ids out: a memory-mapped uint32 file, written once.
+"""Tokenize text into memory-mapped files of token ids, which are written once.
 
     <cache>/<key>/tokens.bin   uint32 [n_tokens]            every document after the other
     <cache>/<key>/docs.bin     uint64 [n_documents + 1]     where each one starts
     <cache>/<key>/meta.json    counts, written last
 
-``key`` hashes the bytes of the data files, the tokenizer and the special tokens, so changed inputs never meet old
-tokens. The directory is written under another name, synced and renamed: it is complete or absent.
+``key`` hashes the bytes of the data files, the tokenizer and the special tokens. Changed inputs therefore never find
+old tokens. The directory is written under another name, synced and renamed, so it is complete or absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lorakernels.train.errors import DataError
 from lorakernels.train.files import replace_dir, write_bytes
 
 FORMAT = 1
-# a text file is tokenized in blocks of about this many characters, cut after a newline
+# A text file is tokenized in blocks of about this many characters. Each block ends after a newline if it has one.
 BLOCK = 1 << 20
 _TABLE = (
     'is a table: write it as .jsonl, one object with "text" per line, e.g. with '
@@ -46,7 +46,7 @@ REFUSED = {
     ".bz2": _PACKED.format(command="bunzip2 -k"),
     ".zip": _PACKED.format(command="unzip"),
 }
-# keys of rows that other trainers take → what such a row is
+# key of a row in other trainers' formats → the kind of row it marks
 _ROWS = {
     "messages": "a chat",
     "conversations": "a chat",
@@ -57,7 +57,7 @@ _ROWS = {
 
 
 def check_kind(path: Path) -> None:
-    """DataError for a file that is not there, is empty, or is of a kind that would be read as what it is not."""
+    """Raise DataError if the file is missing, empty, or of a kind that must not be read as text."""
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise DataError(f"data file {path} {what}")
@@ -72,7 +72,11 @@ def is_jsonl(path: Path) -> bool:
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """The documents of one file: the whole of a text file, one per line of a .jsonl file. Blank ones are left out."""
+    """The documents of one file: a whole text file, or each line of a .jsonl file. Blank documents are left out.
+
+    Raises:
+        DataError: the file cannot be used (`check_kind`), is not UTF-8 or valid .jsonl, or holds only white space.
+    """
     check_kind(path)
     found = False
     for text in _jsonl(path) if is_jsonl(path) else [_decode(path.read_bytes(), path, 0)]:
@@ -107,7 +111,7 @@ def _jsonl(path: Path) -> Iterator[str]:
 def _text_of(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError: an integer of too many digits, too
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of too many digits
         raise DataError(f"{where}: not a JSON object ({error})") from error
     if not isinstance(record, dict):
         raise DataError(f'{where}: expected an object with "text", found {type(record).__name__}')
@@ -137,7 +141,14 @@ def _found(record: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Token ids of all documents, memory-mapped."""
+    """The token ids of all documents, memory-mapped.
+
+    Attributes:
+        path: the cache directory.
+        tokens: uint32 [n_tokens].
+        docs: uint64 [n_documents + 1], where each document starts, and the end of the last.
+        max_token: the largest id.
+    """
 
     path: Path
     tokens: np.ndarray[Any, np.dtype[np.uint32]]
@@ -146,7 +157,7 @@ class TokenFile:
 
     @property
     def spans(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """[n_documents, 2] start and stop of each document."""
+        """int64 [n_documents, 2]: start and stop of each document."""
         docs = self.docs.astype(np.int64)
         return np.stack([docs[:-1], docs[1:]], axis=1)
 
@@ -177,7 +188,7 @@ def cache_key(paths: Sequence[Path], tokenizer: Any) -> str:
 
 
 def tokenize_files(paths: Sequence[Path], tokenizer: Any, cache: Path) -> TokenFile:
-    """The tokens of the files, from the cache if they are there."""
+    """The tokens of the files, read from the cache if the same inputs were tokenized before."""
     for path in paths:
         check_kind(path)
     target = cache / cache_key(paths, tokenizer)
@@ -206,7 +217,7 @@ def _write_tokens(paths: Sequence[Path], tokenizer: Any, directory: Path) -> Non
 def encode_documents(
     texts: Iterator[str], tokenizer: Any
 ) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
-    """Each document as [BOS] ids [EOS], with the special tokens the tokenizer has."""
+    """Each document as uint32 [BOS] ids [EOS]. A special token that the tokenizer lacks is left out."""
     head = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     tail = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while batch := list(islice(texts, 64)):
@@ -228,7 +239,7 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def open_tokens(directory: Path) -> TokenFile:
-    """Map the two files; their sizes must be the ones that were written."""
+    """Map the two files. Raises DataError if a size differs from the size in meta.json."""
     meta = json.loads((directory / "meta.json").read_text())
     for name, size in (
         ("tokens.bin", 4 * meta["tokens"]),
@@ -248,10 +259,13 @@ Spans = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def hold_out(file: TokenFile, fraction: float, seed: int) -> tuple[Spans, Spans, str]:
-    """Split into training and held-out spans by the hash of each document's tokens, and say how.
+    """Split into (training spans, held-out spans, a sentence about the split), by a hash of each document's tokens.
 
-    The choice depends on content and seed only, not on the order of the files. Documents are taken while they fit
-    in the share; if none fits (one big file), the end of the longest one is held out instead.
+    The choice depends on content and seed, not on the order of the files. Documents are held out while they fit into
+    `fraction` of all tokens. If none fits, as with one big file, the end of the longest document is held out instead.
+
+    Raises:
+        DataError: there are too few tokens to hold out that fraction.
     """
     spans = file.spans
     if fraction == 0:

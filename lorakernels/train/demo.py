@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: a byte-level Llama learns Python from the standard library's sources, then LoRA over its FP8 base teaches
-it the English of pydoc's help texts. Both texts are on every machine that runs Python; nothing is downloaded.
+"""The demo of ``lorakernels finetune``, in two parts.
+
+A byte-level Llama first learns Python from the standard library's sources. LoRA over its FP8 base then teaches it the
+English of pydoc's help texts. Every Python installation has both texts, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "eval_rows": 128,
     "save_every": 40,
     "log_every": 40,
-    "deterministic": True,  # its last check is of equal bits
+    "deterministic": True,  # check_reload compares bits
 }
 BASE = {
     "batch_size": 8,
@@ -56,7 +58,7 @@ MARK = "demo.json"
 
 
 def run_demo(options: FinetuneOptions) -> None:
-    """Base, adapter, table, reload check, last line."""
+    """Train the base and the adapter, print the table of losses, reload the adapter, and print the last line."""
     from lorakernels.train.job import adapt, locked
     from lorakernels.train.model import reproducible
     from lorakernels.train.ranks import ranks_of_environment
@@ -78,7 +80,7 @@ def run_demo(options: FinetuneOptions) -> None:
 
 
 def _clear(output: Path, resume: bool) -> None:
-    """Start over, but delete only what an earlier demo made."""
+    """Refuse an `output` with files of another run. Unless `resume` is set, delete what an earlier demo made."""
     found = [name for name in OWN if (output / name).exists()]
     if found and not (output / MARK).is_file():
         raise FinetuneError(
@@ -91,7 +93,7 @@ def _clear(output: Path, resume: bool) -> None:
 
 
 def write_texts(directory: Path) -> tuple[Path, Path]:
-    """Two .jsonl files: the standard library's top-level sources, and pydoc's topics."""
+    """Write two .jsonl files: the standard library's top-level sources, and pydoc's topics."""
     from pydoc_data import topics
 
     from lorakernels.train.files import replace_file
@@ -111,7 +113,7 @@ def _sources() -> list[str]:
     library = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in sorted(library.glob("*.py")):
-        with tokenize.open(path) as file:  # by the encoding the source declares
+        with tokenize.open(path) as file:  # decodes with the encoding that the source declares
             found.append(file.read())
     if not found:
         raise FinetuneError(
@@ -123,9 +125,9 @@ def _sources() -> list[str]:
 def base_model(
     options: FinetuneOptions, sources: Path, topics: Path, reporter: Reporter
 ) -> tuple[PackedRows, dict[str, float]]:
-    """Train and save the base, or take the one that is there. Its held-out rows and its losses on both texts."""
+    """Train and save the base, or use the base that exists. Returns its held-out rows and its losses on both texts."""
     from lorakernels.train import job
-    from lorakernels.train.bytes import byte_tokenizer
+    from lorakernels.train.byte_tokenizer import byte_tokenizer
     from lorakernels.train.data import tokenize_files
     from lorakernels.train.loop import evaluate
     from lorakernels.train.model import load_model, pick_device, pick_dtype
@@ -152,12 +154,13 @@ def base_model(
 def train_base(
     options: FinetuneOptions, rows: PackedRows, held: PackedRows, tokenizer: Any, reporter: Reporter
 ) -> None:
-    """All parameters, fp32 weights, into <output>/base: an ordinary model directory."""
+    """Train all parameters with fp32 weights, and save <output>/base as an ordinary model directory."""
     import torch
 
     from lorakernels.train import job
-    from lorakernels.train.bytes import VOCABULARY
+    from lorakernels.train.byte_tokenizer import VOCABULARY
     from lorakernels.train.files import replace_dir
+    from lorakernels.train.loop import Trainer
     from lorakernels.train.model import pick_device, quiet_transformers
 
     transformers = quiet_transformers()
@@ -174,9 +177,8 @@ def train_base(
         **SHAPE,
     )
     model = transformers.LlamaForCausalLM(config).to(pick_device(options.device))
-    session = job.make_session(
-        model, options, rows, held, reporter, output / "base-metrics.jsonl", None
-    )
+    trainer = Trainer(model, options, rows, None)
+    session = job.make_session(trainer, held, reporter, output / "base-metrics.jsonl")
     session.run()
     with replace_dir(output / "base") as directory:
         model.save_pretrained(directory)
@@ -186,9 +188,9 @@ def train_base(
 def show_losses(
     result: Result, sources_held: PackedRows, before: dict[str, float], reporter: Reporter
 ) -> None:
-    """Held-out loss in nats per byte: plain base, base in FP8, base in FP8 with the adapter.
+    """Print held-out losses in nats per byte for the plain base, the FP8 base, and the FP8 base with the adapter.
 
-    On the adapter's own text the run has measured the last two: its first evaluation is of B = 0.
+    For the adapter's own text the run has already measured the last two. Its first evaluation was with B = 0.
     """
     from lorakernels import disable_lora
     from lorakernels.train.loop import evaluate
@@ -211,9 +213,13 @@ def show_losses(
 
 
 def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -> None:
-    """Load base and adapter from their files: the logits must be the trained model's, bit for bit.
+    """Load base and adapter from their files and check that the logits equal the trained model's, bit for bit.
 
-    The activation scales are part of FP8 arithmetic and not of PEFT's files; they come from the last checkpoint.
+    The activation scales are part of FP8 arithmetic, but PEFT's files do not hold them. They come from the last
+    checkpoint.
+
+    Raises:
+        FinetuneError: the logits differ.
     """
     import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can stop a run. Every message names what was found and what was expected."""
+"""Errors that stop a run. Every message names what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Diverged(FinetuneError):
 
 
 class Interrupted(FinetuneError):
-    """SIGINT or SIGTERM arrived; the state is saved."""
+    """SIGINT or SIGTERM stopped the run. The message says whether the state was saved."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ EXTRAS = {
 
 
 def require(module: str) -> ModuleType:
-    """Import an optional dependency, or say which extra installs it."""
+    """Import an optional dependency. Raises FinetuneError, which names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -67,7 +67,7 @@ def require(module: str) -> ModuleType:
 
 
 def describe_os_error(error: OSError, path: Path) -> str:
-    """A full disk is the common one: name the path and the room that is left."""
+    """The message for `error`. A full disk is the common cause; its message names the path and the space left."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         existing = next(p for p in [path, *path.absolute().parents] if p.exists())
         free = shutil.disk_usage(existing).free

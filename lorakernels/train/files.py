@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are complete or absent: write under another name, sync, rename, sync the directory."""
+"""Files that are complete or absent.
+
+They are written under another name, synced and renamed. The directory around them is synced after that.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def recover_dir(target: Path) -> bool:
-    """Undo a `replace_dir` that was killed between its two renames: the target comes back as it was."""
+    """Restore `target` if a `replace_dir` was killed between its two renames. Returns whether anything was restored."""
     old = target.with_name(f".old-{target.name}")
     if target.exists() or not old.exists():
         return False
@@ -48,9 +51,9 @@ def recover_dir(target: Path) -> bool:
 
 @contextlib.contextmanager
 def replace_dir(target: Path) -> Iterator[Path]:
-    """Fill the directory this yields; on leaving it is synced and takes the target's place, on error it is removed.
+    """Yield a directory to fill. On leaving, it is synced and replaces `target`; on an error it is removed.
 
-    A target that was there is back after any error; after a kill between the renames `recover_dir` brings it back.
+    An existing `target` survives any error. After a kill between the two renames, `recover_dir` restores it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     recover_dir(target)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Achieved TFLOP/s and MFU: model FLOPs per second, over a peak that is named.
+"""Achieved TFLOP/s and MFU: model FLOPs per second, relative to a named peak.
 
-Per token, with P the weights of the frozen linear layers, P_t those of trained ones (adapters, or a whole base), L
-layers of attention width d and T tokens per sequence:
+P is the number of weights of frozen linear layers, P_t the number of trained weights (adapters, or a whole base).
+There are L layers of attention width d, and T tokens per sequence. FLOPs per token:
 
     forward   2 P + 2 P_t + 4 L T d          backward   2 P + 4 P_t + 8 L T d
 
-which is PaLM's 6 N + 12 L H Q T (arXiv:2204.02311, appendix B) less the 2 P of weight gradients that a frozen
-base does not have. Recomputation under gradient checkpointing is not counted, so it lowers MFU, as in PaLM.
+The source is PaLM's 6 N + 12 L H Q T (arXiv:2204.02311, appendix B). A frozen base has no weight gradients, which
+saves 2 P. Recomputation under gradient checkpointing is not counted, so it lowers MFU, as in PaLM.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Dense tensor-core peaks in TFLOP/s, (bf16, fp8), from NVIDIA's data sheets. It is the first whose words are in torch's
-# device name, as whole words: GH200 is no H200
+# Dense tensor-core peaks in TFLOP/s, (bf16, fp8), from NVIDIA's data sheets. The first row whose pattern occurs in
+# torch's device name as whole words applies, so GH200 does not match H200.
 PEAKS: tuple[tuple[str, str, float, float | None], ...] = (
     ("H200 NVL", "H200 NVL", 835.0, 1671.0),
     ("H200", "H200 SXM", 989.4, 1978.9),
@@ -35,14 +35,14 @@ PEAKS: tuple[tuple[str, str, float, float | None], ...] = (
 
 @dataclass(frozen=True)
 class Peak:
-    """Highest dense rate of a device in one format."""
+    """The highest dense rate of a device in one format, in TFLOP/s."""
 
     name: str
     tflops: float
 
 
 def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str:
-    """The peak MFU is measured against, or why there is none."""
+    """The peak that MFU is relative to, or a sentence that says why there is none."""
     if device.type != "cuda":
         return f"no MFU: no peak is known for {device.type}"
     if dtype != torch.bfloat16:
@@ -57,7 +57,7 @@ def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str
 
 
 def flops_per_token(model: Any, config: Any, seq_len: int) -> float:
-    """Model FLOPs of forward and backward for one token; ``config`` is the model's transformers config."""
+    """Model FLOPs of forward and backward for one token. ``config`` is the model's transformers config."""
     frozen = trained = 0
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fine-tuning job from options to adapter files.
+"""One fine-tuning job, from options to adapter files.
 
 <output>/adapter/          adapter_config.json, adapter_model.safetensors, tokenizer files, model card
-<output>/checkpoints/      the same after some of the steps, and what --resume goes on from
+<output>/checkpoints/      the same files after some of the steps, and the state that --resume needs
 <output>/merged/           with `merge`, the merged model
 <output>/metrics.jsonl     one line per step and per evaluation
 <output>/loss.png          the loss curve
@@ -70,7 +70,7 @@ from lorakernels.train.session import Session, check_same_options
 
 @dataclass
 class Result:
-    """What a finished job hands back."""
+    """The outcome of a finished job. `adapter` is the directory of the adapter; `fused` says if layers were fused."""
 
     model: nn.Module
     report: LoRAReport
@@ -86,7 +86,7 @@ class Result:
 
 
 def finetune(options: FinetuneOptions) -> None:
-    """The whole of ``lorakernels finetune --model``, on one process or on each of those that torchrun started."""
+    """Run ``lorakernels finetune --model`` on one process, or on each process that torchrun started."""
     output = Path(str(options.output))
     device = pick_device(options.device, ranks_of_environment())
     with joined(device) as ranks, contextlib.ExitStack() as held:
@@ -100,7 +100,11 @@ def finetune(options: FinetuneOptions) -> None:
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """One run per output directory; the lock goes with the process, however it ends."""
+    """Lock an output directory for one run. The lock ends with the process, however that ends.
+
+    Raises:
+        FinetuneError: another run holds the lock.
+    """
     import fcntl
 
     output.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,7 @@ def adapt(
     ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
 ) -> Result:
     """Load, tokenize, apply LoRA, fuse, train, write the adapter."""
-    require("matplotlib")  # needed at the end: better missed now
+    require("matplotlib")  # used at the end, but a missing package must stop the run now
     output, directory = Path(str(options.output)), Path(str(options.model))
     checkpoints = Checkpoints(output / "checkpoints", options.keep)
     if not options.resume and checkpoints.steps():
@@ -138,7 +142,7 @@ def adapt(
     ranks.on_first(lambda: tokenize_files(paths, tokenizer, output / "tokens"))
     tokens = tokenize_files(paths, tokenizer, output / "tokens")
     check_vocabulary(config, tokens.max_token)
-    # Padding is masked, so its id does not matter; a tokenizer's own may lie outside the embedding.
+    # Padding is masked, so any id will do. A tokenizer's own padding id may lie outside the embedding.
     train, held = pack_data(tokens, options, 0, reporter)
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
@@ -156,7 +160,8 @@ def adapt(
         "fused": bool(fused),
     }
     metrics = output / "metrics.jsonl"
-    session = make_session(model, options, train, held, reporter, metrics, report, runtime, ranks)
+    trainer = Trainer(model, options, train, report.fp8_state, runtime, ranks)
+    session = make_session(trainer, held, reporter, metrics)
     beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
     files = AdapterFiles(model, directory, beside)
     checkpoints.adapter = files
@@ -190,8 +195,14 @@ def load_adapted(
     random: PhiloxState,
     reporter: Reporter,
 ) -> tuple[nn.Module, LoRAReport]:
-    """The base with its adapters. With fp8 the weights go tensor by tensor into FP8, those of layers without an adapter
-    too. A checkpoint of another form, known before a value is read, is loaded by transformers first."""
+    """The base with its adapters, and their report.
+
+    With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
+    checkpoint before it reads a value, transformers loads the model instead.
+
+    Raises:
+        ModelError: the model cannot be loaded or adapted.
+    """
     if options.fp8:
         quiet_transformers()
         reading = Reading(reporter)
@@ -219,7 +230,10 @@ def load_adapted(
 
 
 class Reading:
-    """`load_quantized`'s progress: whether a value was read, and one line over itself on a terminal."""
+    """Progress of `load_quantized`.
+
+    It notes whether a value was read. On a terminal it shows one line that overwrites itself.
+    """
 
     def __init__(self, reporter: Reporter) -> None:
         self.began, self._console, self._shown = False, reporter.console, -1
@@ -239,7 +253,12 @@ class Reading:
 def pack_data(
     tokens: TokenFile, options: FinetuneOptions, pad_token: int, reporter: Reporter | None
 ) -> tuple[PackedRows, PackedRows]:
-    """Training and held-out rows; the reporter says what came of the documents."""
+    """Pack the training and the held-out rows. The reporter, if any, says how many documents, tokens and rows there
+    are.
+
+    Raises:
+        DataError: there is nothing to train on.
+    """
     train_spans, held_spans, how = hold_out(tokens, options.eval_fraction, options.seed)
     train = PackedRows(tokens.tokens, train_spans, options.seq_len, pad_token)
     held = PackedRows(tokens.tokens, held_spans, options.seq_len, pad_token)
@@ -290,22 +309,11 @@ def lora_config(options: FinetuneOptions, targets: str | list[str]) -> LoRAConfi
         raise OptionError(str(error)) from error
 
 
-def make_session(
-    model: Any,
-    options: FinetuneOptions,
-    train: PackedRows,
-    held: PackedRows,
-    reporter: Reporter,
-    metrics: Path,
-    report: LoRAReport | None,
-    runtime: Runtime | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
-) -> Session:
-    """A Session without checkpoints; ``report=None`` trains whatever parameters require gradients."""
-    fp8_state = None if report is None else report.fp8_state
-    trainer = Trainer(model, options, train, fp8_state, runtime, ranks)
-    device = trainer.device
-    peak = find_peak(device, next(model.parameters()).dtype, options.fp8)
+def make_session(trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path) -> Session:
+    """A Session without checkpoints."""
+    model: Any = trainer.model
+    options = trainer.options
+    peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
     tokens = trainer.rows_per_step * options.seq_len
     reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
     flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
@@ -324,7 +332,10 @@ def describe(device: torch.device, ranks: Ranks) -> str:
 
 
 def fingerprint(directory: Path) -> str:
-    """Of config.json and, per weight file, its name, header and 256 windows of 4 KiB spread over its values."""
+    """A hash of the base model's files.
+
+    It covers config.json and, per weight file, the name, size, header and 256 windows of 4 KiB spread over its values.
+    """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -339,14 +350,18 @@ def fingerprint(directory: Path) -> str:
 
 
 def save_adapter_files(files: AdapterFiles, target: Path) -> Path:
-    """What PEFT opens, complete or absent."""
+    """Write the directory that PEFT opens, complete or not at all."""
     with replace_dir(target) as temporary:
         files.write(temporary)
     return target
 
 
 def write_merged(base: Path, adapter: Path, format: str) -> Path:
-    """The base with the adapter in it, beside the adapter."""
+    """Write the base with the adapter merged into it, beside the adapter.
+
+    Raises:
+        FinetuneError: the merge failed; the adapter is kept.
+    """
     try:
         return export_model(
             base, adapter, adapter.parent / "merged", format=format, overwrite=True
@@ -359,5 +374,5 @@ def write_merged(base: Path, adapter: Path, format: str) -> Path:
 
 
 def without_lora(options: FinetuneOptions, **changes: Any) -> FinetuneOptions:
-    """The same machine and logging, for training a whole model."""
+    """Options of the same machine and logging, for training a whole model without FP8."""
     return replace(options, fp8=False, **changes)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: S002's seven stages, once per optimizer step.
+"""The training loop: seven stages, once per optimizer step.
 
-    1 data        the step's rows, prepared by a thread while the step before runs; each rank takes its own
+    1 data        the step's rows, prepared by a thread during the step before; each rank takes its own rows
     2–4           per microbatch: forward, loss in fp32, backward of (sum of token losses) / (tokens of the whole step)
     5 clipping    after one all-reduce of gradients and loss
-    6 optimizer   fused AdamW on whatever trains, which skips a step, on the device, where loss or norm is not finite;
-                  then FP8State.reduce_and_update(), and the graphs' end of an iteration
-    7 schedule    a function of the step number
+    6 optimizer   fused AdamW on all trained parameters, then FP8State.reduce_and_update();
+                  AdamW skips the step, on the device, if loss or norm is not finite
+    7 schedule    the learning rate, a function of the step number
 
-2 to 6 launch kernels and wait for none: with what changes from step to step (tokens, learning rate) on the device they
-are one function, which a runtime may capture. Dividing by the tokens of the whole step makes 1 × 4 and 4 × 1
-microbatches, on one rank or four, the same step, however the padding falls.
+Stages 2 to 6 launch kernels and wait for none. The values that change from step to step (tokens, learning rate) are on
+the device. The stages are therefore one function, which a runtime may capture.
+
+The loss is divided by the tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four, are the
+same step, however the padding falls.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from lorakernels.train.schedule import learning_rate, warmup_steps
 
 @dataclass
 class Counters:
-    """Where a run is. ``step`` counts optimizer steps tried, ``rows`` the rows they took."""
+    """The position of a run. ``step`` counts optimizer steps tried, ``rows`` the rows they took."""
 
     step: int = 0
     rows: int = 0
@@ -62,12 +64,14 @@ class StepResult:
     seconds: float
     skipped: bool
     replayed: bool = False
-    stop: bool = False  # a rank was asked to stop
+    stop: bool = False  # whether any rank was asked to stop
 
 
 def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> torch.optim.AdamW:
-    """AdamW, fused where PyTorch has a fused kernel; weight decay on matrices only. The learning rate is a tensor on
-    the parameters' device, as a graph would freeze a number."""
+    """AdamW, fused where PyTorch has a fused kernel. Weight decay applies to matrices only.
+
+    The learning rate is a tensor on the parameters' device, because a graph would freeze a number.
+    """
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
     groups = [
@@ -86,7 +90,7 @@ def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> 
 
 
 class Trainer:
-    """Model, optimizer, data order and counters of one run; ``step()`` and ``evaluate()`` do the work.
+    """Model, optimizer, data order and counters of one run; ``step()`` does the work.
 
     Without a ``runtime`` the layers run eagerly and dropout draws from torch's generator.
     """
@@ -106,7 +110,7 @@ class Trainer:
         self.device = next(iter(self.trainable.values())).device
         self.optimizer = make_optimizer(list(self.trainable.values()), options)
         self.lr = self.optimizer.param_groups[0]["lr"]
-        self.items = torch.ones((), device=self.device)  # tokens of a step, of all ranks
+        self.items = torch.ones((), device=self.device)  # tokens of a step, summed over all ranks
         self.order = RowOrder(len(rows), options.seed)
         self.rows_per_step = options.batch_size * options.grad_accum * ranks.size
         self.steps = options.steps or max(
@@ -118,11 +122,16 @@ class Trainer:
         self._next: tuple[int, Future[tuple[list[Batch], int]]] | None = None
         self._ready: tuple[int, list[Batch], int] | None = None
         if fp8_state is not None:
-            fp8_state.reduce_and_update()  # takes charge of the scales; without an amax seen it changes nothing
+            # From now on the trainer updates the scales. Before the first amax this call changes nothing.
+            fp8_state.reduce_and_update()
 
     def step(self, stop: bool = False) -> StepResult:
-        """One optimizer step over batch_size · grad_accum rows of each rank; ``stop`` reaches all ranks with the
-        loss."""
+        """One optimizer step over batch_size · grad_accum rows of each rank. ``stop`` reaches all ranks together with
+        the loss.
+
+        Raises:
+            Diverged: too many steps in a row were not finite.
+        """
         began = time.perf_counter()
         batches, tokens = self._take_batches()
         self.model.train()
@@ -141,7 +150,7 @@ class Trainer:
         if self.runtime is not None:
             self.runtime.end_step(self.counters.step + 1)
         self._fetch(self.counters.rows + self.rows_per_step)
-        # The only wait of a step, with everything launched and the next step's rows on their way
+        # This is the only wait of a step. By now everything is launched and the next rows are on their way.
         value, norm_value, stops = torch.stack([loss, norm, asked]).tolist()
         skipped = not (math.isfinite(value) and math.isfinite(norm_value))
         self._count(tokens, skipped)
@@ -149,7 +158,7 @@ class Trainer:
         return StepResult(value, norm_value, lr, tokens, seconds, skipped, replayed, stops > 0)
 
     def _run(self, batches: list[Batch], asked: Tensor) -> tuple[Tensor, Tensor]:
-        """`_compute`, eagerly or as the runtime has it; (loss, norm) are fp32 scalars."""
+        """Run `_compute`, eagerly or through the runtime. Returns (loss, norm), two fp32 scalars."""
         tensors = [batch.tensors() for batch in batches]
         if self.runtime is None:
             return self._compute(tensors, asked)
@@ -158,12 +167,12 @@ class Trainer:
     def _compute(
         self, batches: list[tuple[Tensor | None, ...]], asked: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Everything of a step that the device does: nothing here depends on a value on the host."""
+        """The device's whole work of a step. Nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
         gradients = self.ranks.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
-        # the fused kernel leaves a step out where loss or norm is not finite: nobody waits
+        # The fused kernel skips the step itself if loss or norm is not finite, so the host need not wait.
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -172,7 +181,7 @@ class Trainer:
         return loss, norm
 
     def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
-        """This rank's part of the step's loss, fp32 scalar."""
+        """Forward and backward of all microbatches. Returns this rank's part of the step's loss, an fp32 scalar."""
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
             if self.runtime is not None:
@@ -185,7 +194,7 @@ class Trainer:
         return loss
 
     def _clip(self, gradients: list[Tensor]) -> Tensor:
-        """Clip the gradients; their norm before that, fp32 scalar."""
+        """Clip the gradients. Returns their norm before clipping, an fp32 scalar."""
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.options.max_grad_norm > 0:
             parameters = list(self.trainable.values())
@@ -207,14 +216,14 @@ class Trainer:
             )
 
     def _take_batches(self) -> tuple[list[Batch], int]:
-        """This rank's microbatches of the next step, and the tokens of all ranks' together."""
+        """This rank's microbatches of the next step, and the number of tokens of all ranks together."""
         if self._ready is None or self._ready[0] != self.counters.rows:
             self._fetch(self.counters.rows)
         assert self._ready is not None
         return self._ready[1], self._ready[2]
 
     def _fetch(self, position: int) -> None:
-        """Rows from `position` on to the device, and the thread to those after them."""
+        """Copy the rows from `position` on to the device, and let the thread prepare the following rows."""
         if self._next is None or self._next[0] != position:
             self._next = (position, self._thread.submit(self._prepare, position))
         batches, tokens = self._next[1].result()
@@ -249,7 +258,7 @@ class Trainer:
         return Checkpoint(self.counters.step, dict(self.trainable), state, trainer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put everything back in place; CheckpointError names what does not fit, before anything is changed."""
+        """Restore all state. Raises CheckpointError, which names the misfit, before anything is changed."""
         self._check_fits(checkpoint)
         if self.fp8_state is not None:
             try:
@@ -295,7 +304,7 @@ class Trainer:
 
 
 def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batch]:
-    """``limit`` rows (0: all), evenly spread: rows are packed longest document first."""
+    """Batches of ``limit`` rows (0: all), evenly spread, because rows are packed with the longest documents first."""
     count = min(len(rows), limit) if limit else len(rows)
     chosen = [i * len(rows) // count for i in range(count)]
     for start in range(0, count, size):
@@ -309,8 +318,10 @@ def evaluate(
     options: FinetuneOptions,
     ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
 ) -> float:
-    """Mean token loss on held-out rows, each rank's share of the batches; draws no random number and changes no
-    state."""
+    """Mean token loss, in nats, on held-out rows. Each rank evaluates its share of the batches.
+
+    Evaluation draws no random number and changes no state.
+    """
     device = next(model.parameters()).device
     training = model.training
     model.eval()

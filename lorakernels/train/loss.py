@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy over whatever output head a model has, without the logits of all tokens.
+"""Cross-entropy over any output head, without the logits of all tokens at once.
 
-A plain nn.Linear goes through `linear_cross_entropy`, which keeps only dh for backward. Any other head (one with
-adapters, say) is checkpointed per chunk: its logits are computed again in backward, in fp32 for `chunk` tokens.
+A plain nn.Linear goes through `linear_cross_entropy`, which keeps only dh for backward. Any other head, such as one
+with adapters, is checkpointed per chunk. Its logits are computed again in backward, in fp32 for `chunk` tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,18 @@ def chunked_cross_entropy(
     items: Tensor | None = None,
     fp8: bool = False,
 ) -> Tensor:
-    """Sum of the token losses, fp32 scalar, divided by `items` if given.
+    """Sum of the token losses, an fp32 scalar, divided by `items` if given.
 
-    hidden [n, H], labels [n] with IGNORE where nothing is asked. `fp8` multiplies by a plain frozen head in FP8.
+    Args:
+        hidden: [n, H].
+        head: the output head.
+        labels: [n], with IGNORE where no token is predicted.
+        chunk: number of tokens whose logits exist at the same time.
+        items: scalar tensor, the divisor.
+        fp8: multiply by the head in FP8, which takes a plain frozen head.
+
+    Raises:
+        ValueError: the shapes of `hidden` and `labels` do not fit.
     """
     if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(

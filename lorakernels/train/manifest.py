@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""state/MANIFEST.json of a checkpoint: what makes it whole, and which form it has.
+"""state/MANIFEST.json of a checkpoint, which records its files and its format.
 
     {"format": 2, "step": 100, "files": {"state/rng.pt": {"bytes": 5613, "sha256": "…"}, …}, "sha256": "…"}
 
-Its own SHA-256 is that of the other three as JSON with sorted keys. Later versions may add files and read this format;
-a change that this version could not read gets another number.
+The last "sha256" is the hash of the other three entries as JSON with sorted keys. Later versions may add files under
+the same format. A change that this version could not read gets another format number.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ FORMAT = 2
 MANIFEST = "state/MANIFEST.json"
 _STATES = ("optimizer", "rng", "fp8", "runtime")
 NEEDED = (*(f"state/{name}.pt" for name in _STATES), "state/trainer.json")
-_FIRST_FORMAT = "MANIFEST.json"  # where format 1 had it
+_FIRST_FORMAT = "MANIFEST.json"  # its place in format 1
 
 
 class OtherFormat(CheckpointError):
-    """A checkpoint that is whole, of a format that this version does not read."""
+    """A checkpoint has a format that this version does not read."""
 
 
 def make_manifest(folder: Path, step: int) -> bytes:
-    """Of every file that is in `folder` now."""
+    """The manifest of all files that are in `folder` now."""
     files = {name: entry_of(folder / name) for name in _names(folder)}
     body = {"format": FORMAT, "step": step, "files": files}
     return json.dumps({**body, "sha256": _own(body)}, indent=1).encode()
 
 
 def check_files(directory: Path, step: int) -> set[str]:
-    """The names of the checkpoint's files.
+    """Check all files against the manifest. Returns their names.
 
     Raises:
-        CheckpointError: one is missing or is not what was written.
-        OtherFormat: it is of a format that this version does not read.
+        CheckpointError: a file is missing or differs from what was written.
+        OtherFormat: the checkpoint has a format that this version does not read.
     """
     files = read_manifest(directory, step)
     found = set(_names(directory))
@@ -58,7 +58,7 @@ def check_files(directory: Path, step: int) -> set[str]:
 
 
 def read_manifest(directory: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The entries of the files, every one of the right shape; raises as `check_files` does."""
+    """The manifest's entries, one per file, each of the right form. Raises as `check_files` does."""
     try:
         body = json.loads((directory / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -89,13 +89,13 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _names(folder: Path) -> list[str]:
-    """Of the files, the manifest left out."""
+    """The names of all files but the manifest."""
     paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     return sorted(name for name in paths if name != MANIFEST)
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, as the manifest has them."""
+    """The manifest's entry for a file: its size in bytes and its SHA-256."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves to read: metrics.jsonl, one JSON object per line, and loss.png."""
+"""The records of a run: metrics.jsonl, with one JSON object per line, and loss.png."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lorakernels.train.files import replace_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; the last one may have been cut by a crash and is left out then."""
+    """Every whole line. A crash may have cut the last line, which is then left out."""
     if not path.exists():
         return []
     records = []
@@ -29,9 +29,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl. A resumed run first drops the lines after the step it goes on from.
+    """Appends to metrics.jsonl. A resumed run first drops the lines after the step at which it resumes.
 
-    Without a path nothing is written: one rank of several does.
+    Without a path nothing is written: of several ranks, only the first has a path.
     """
 
     def __init__(self, path: Path | None, from_step: int) -> None:
@@ -48,7 +48,7 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
-        """Numbers that are not finite become null: JSON has no word for them."""
+        """Append one line. Numbers that are not finite become null, because JSON cannot express them."""
         if self._file is None:
             return
         clean = {
@@ -64,7 +64,7 @@ class MetricsLog:
 
 
 def plot_losses(metrics: Path, target: Path, title: str) -> None:
-    """Training and validation loss over steps as a PNG."""
+    """Plot training and validation loss over steps as a PNG."""
     matplotlib = require("matplotlib")
     matplotlib.use("Agg")
     figures = require("matplotlib.figure")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model directory in, a checked causal LM and its tokenizer out. Nothing is downloaded, no code from it is run."""
+"""Load and check a causal LM and its tokenizer from a directory. Nothing is downloaded, and no code from it is run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, attention_mask
 from lorakernels.train.ranks import Ranks
 
-MASKLESS = (
-    "lorakernels_maskless_sdpa"  # an attention of transformers that is its sdpa, without a mask
-)
+MASKLESS = "lorakernels_maskless_sdpa"  # transformers' sdpa under a name for which it makes no mask
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008  (frozen)
-    """``name``'s device; on several ranks, auto and cuda are the GPU of this one."""
+    """The device called ``name``. With several ranks, "auto" and "cuda" are the GPU of this rank.
+
+    Raises:
+        OptionError: there is no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks.size > 1 and name == "cuda":
@@ -48,11 +50,14 @@ def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B00
 
 @contextlib.contextmanager
 def reproducible(wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic kernels inside the context: without cuDNN's attention, sums in one order."""
+    """Use PyTorch's deterministic kernels inside the context.
+
+    cuDNN's attention is then off, and sums are added in one order.
+    """
     if not wanted or not torch.cuda.is_available():
         yield
         return
-    # cuBLAS reads it when it is first used
+    # cuBLAS reads this variable at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     memory: Any = torch.utils.deterministic
@@ -74,7 +79,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def check_directory(directory: Path) -> None:
-    """Everything a model directory must have, before anything of it is loaded."""
+    """Check that a model directory has everything it needs, before anything of it is loaded.
+
+    Raises:
+        ModelError: a file is missing or broken, or the directory holds an adapter.
+    """
     if not directory.is_dir():
         hint = f"; to download it: hf download {directory} --local-dir DIR"
         raise ModelError(
@@ -148,14 +157,18 @@ def load_tokenizer(directory: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ModelError(
             f"the tokenizer of {directory} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
 
 def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The base, in ``dtype``, every tensor from the directory: a missing one is an error."""
+    """The base model in ``dtype`` on ``device``. Every tensor must come from the directory.
+
+    Raises:
+        ModelError: a tensor is missing, or the model cannot be loaded.
+    """
     transformers = quiet_transformers()
     check_directory(directory)
     try:
@@ -168,7 +181,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
             attn_implementation="sdpa",
             output_loading_info=True,
         )
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ModelError(
             f"the model in {directory} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
@@ -182,7 +195,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 def save_activations(model: Any) -> None:
-    """Gradient checkpointing, under the name this transformers has for it."""
+    """Switch on gradient checkpointing, under the name that the installed transformers gives it."""
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
@@ -191,7 +204,11 @@ def save_activations(model: Any) -> None:
 
 
 def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The part that makes hidden states and the part that makes logits of them."""
+    """The module that makes hidden states and the module that turns them into logits.
+
+    Raises:
+        ModelError: the model is not a decoder with an output head.
+    """
     decoder, head = getattr(model, model.base_model_prefix, None), model.get_output_embeddings()
     if decoder is None or head is None or decoder is model:
         raise ModelError(f"{type(model).__name__} is not a decoder with an output head on top")
@@ -199,8 +216,11 @@ def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
-    """[B, T, H] of a packed batch. Documents in a row do not see each other, unless ``isolate`` is False: then a row
-    is one causal sequence, its padding at the end, which nothing before it sees."""
+    """Hidden states [B, T, H] of a packed batch.
+
+    Documents in a row do not see each other, unless ``isolate`` is False. In that case a row is one causal sequence.
+    Its padding is at the end, where no token before it sees it.
+    """
     decoder, _ = decoder_and_head(model)
     if isolate:
         places = {"position_ids": batch.positions, **_packed(decoder, batch)}
@@ -214,10 +234,11 @@ def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
 
 @contextlib.contextmanager
 def _no_mask(decoder: Any) -> Iterator[None]:
-    """Layers get no mask inside, and attention is causal by its flag, which every fast kernel takes.
+    """Inside the context, layers get no mask, and attention is causal by its flag, which every fast kernel accepts.
 
-    By itself transformers looks for documents in the positions, for which it waits for the device. While a stream is
-    captured it cannot look, and makes a mask [B, 1, T, T]. It makes none for an attention that it knows no mask of.
+    Otherwise transformers looks for documents in the positions, and waits for the device to do so. Under stream
+    capture it cannot look, and makes a mask [B, 1, T, T] instead. It makes no mask for an attention that it has no
+    mask for.
     """
     config = decoder.config
     if config._attn_implementation != "sdpa":
@@ -234,11 +255,14 @@ def _no_mask(decoder: Any) -> Iterator[None]:
 
 
 def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
-    """What keeps packed documents apart: where each begins, for fused layers, whose attention then computes nothing
-    between them; else a mask [B, 1, T, T]."""
+    """The arguments that keep packed documents apart.
+
+    Fused layers get the starts of the documents; their attention then computes nothing between documents. Other layers
+    get a mask [B, 1, T, T].
+    """
     if batch.starts is None or not takes_starts(decoder, batch.input_ids):
         return {"attention_mask": attention_mask(batch.segments)}
-    # A 4-D mask, read by nobody, keeps transformers from looking for documents, for which it waits for the device
+    # No layer reads this 4-D mask. It keeps transformers from looking for documents, which would wait for the device.
     unread = batch.starts.new_ones(1, 1, 1, 1, dtype=torch.bool)
     return {
         "attention_mask": unread,
@@ -248,8 +272,10 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
 
 
 def takes_starts(decoder: Any, like: Tensor) -> bool:
-    """Where fused layers have flash attention of variable lengths, on ``like``'s device; elsewhere they would make a
-    mask of all rows."""
+    """True if fused layers have flash attention of variable lengths on ``like``'s device.
+
+    Elsewhere they would turn the starts into a mask of all rows.
+    """
     layers = getattr(decoder, "layers", None) or [decoder]
     fused = "FusedDecoderLayer" in {kind.__name__ for kind in type(layers[0]).__mro__}
     halves = (torch.bfloat16, torch.float16)
@@ -257,15 +283,18 @@ def takes_starts(decoder: Any, like: Tensor) -> bool:
 
 
 def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:
-    """Sum of the token losses of a batch, fp32."""
+    """Sum of the token losses of a batch, an fp32 scalar."""
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, isolate).flatten(0, 1)
     return chunked_cross_entropy(hidden, head, batch.labels.flatten(), chunk)
 
 
 def mean_loss(model: Any, batch: Batch, options: FinetuneOptions, items: Tensor) -> Tensor:
-    """What a microbatch trains on: the sum of its token losses over the ``items`` tokens of the whole step, a scalar
-    on its device."""
+    """The loss of a microbatch: the sum of its token losses divided by ``items``, the number of tokens in the whole
+    step.
+
+    Returns an fp32 scalar on the batch's device.
+    """
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, options.isolate_documents).flatten(0, 1)
     labels = batch.labels.flatten()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse a model that `finetune` would train wrongly, before its first step.
 
-Two things are asked of a model. Its logits must be its output head applied to its hidden states, as the loss is
-computed without the model's own tail. Its packed documents must be computed as if each were alone.
+Two properties are required of a model. Its logits must be its output head applied to its hidden states, because the
+loss is computed without the model's own tail. Its packed documents must be computed as if each were alone.
 
-Each comparison is of like with like: the same shapes through the same kernels, on both sides the same tokens. An FP8
-base scales every tensor by its own amax in eval, so the tokens must be the same as a set; only their places differ.
+Each comparison sends the same shapes and the same tokens through the same kernels on both sides. In eval, an FP8 base
+scales every tensor by its own amax. The set of tokens must therefore be the same; only their places differ.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from lorakernels.train.errors import ModelError
 from lorakernels.train.model import decoder_and_head, hidden_states
 from lorakernels.train.packing import Batch
 
-FIRST, SECOND = 5, 7  # tokens of a row's two documents
-LARGE = 1000.0  # the largest logit that a model's own tail is asked for; caps in use are 30 and 50
-ROUNDINGS = 16  # more than layers of attention add up to, as their roundings are independent
+FIRST, SECOND = 5, 7  # lengths of a row's two documents, in tokens
+LARGE = 1000.0  # the largest logit given to a model's own tail; caps in use are 30 and 50
+ROUNDINGS = 16  # more than attention accumulates over the layers: their roundings are independent
 E4M3_ROUNDING = 2.0**-4
 
 
 class Isolation(NamedTuple):
     """Relative differences of hidden states, each the root of a mean of squares.
 
-    `neighbour`: of second documents whose first one was exchanged. `place`: of documents that changed their order.
-    `rounding`: of all, by perturbed embeddings.
+    Attributes:
+        neighbour: change of second documents when the first document of their row was exchanged.
+        place: change of all documents when the documents of a row changed their order.
+        rounding: change of all documents when the embeddings were perturbed.
     """
 
     neighbour: float
@@ -41,17 +43,20 @@ class Isolation(NamedTuple):
 
 @torch.no_grad()
 def check_model(model: Any) -> None:
-    """ModelError for a model this job would train wrongly; the model is left as it was.
+    """Raise ModelError if this job would train the model wrongly. The model is left as it was.
 
     *Logits.* The model's own tail and its head get the same hidden states, so large that the largest logit is 1000.
-    They may differ by one rounding of that logit: a head that is called with other strides sums in another order, in
-    fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937.
+    The results may differ by one rounding of that logit. The reason is that a head called with other strides sums in
+    another order, in fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937.
 
-    *Documents.* See `isolation`. Neither difference may exceed what perturbing the embeddings makes of the same rows.
-    The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16, and at least 2⁻⁴, one rounding to e4m3, over an FP8
-    base. Exchanged neighbours change nothing at all in a right model, as every token keeps its column and every tensor
-    its amax. Documents in another order add up their attention in another order: one rounding of fp32 a layer, of which
-    few survive the rounding to the dtype. Both sides go through the same depth, so the bound grows as rounding does.
+    *Documents.* See `isolation`. Neither difference may exceed the change that perturbed embeddings cause in the same
+    rows. The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16. Over an FP8 base it is at least 2⁻⁴, one rounding
+    to e4m3.
+
+    In a right model, exchanged neighbours change nothing at all: every token keeps its column and every tensor its
+    amax. Documents in another order add up their attention in another order. That costs one rounding of fp32 per
+    layer, of which few survive the rounding to the dtype. Both sides go through the same depth, so the bound grows as
+    rounding does.
     """
     with _evaluating(model):
         try:
@@ -101,7 +106,7 @@ def _check_logits(model: Any) -> None:
         output.last_hidden_state = given[-1]
         return output
 
-    # OPT, for one, calls a part of its own decoder; of two that are called, the outer one is the last
+    # OPT, for example, calls a part of its own decoder. If both modules run, the outer one finishes last.
     hooked = {id(module): module for module in (decoder, model.get_decoder())}.values()
     hooks = [module.register_forward_hook(enlarge) for module in hooked]
     try:
@@ -121,8 +126,15 @@ def _check_logits(model: Any) -> None:
 
 @torch.no_grad()
 def isolation(model: Any) -> Isolation:
-    """How far documents A, B, C, D depend on their places, of four forwards in eval: [A B] [C D]; then [C B] [A D],
-    which exchanges the neighbours of B and D; [B A] [D C]; and the first again, perturbed."""
+    """Measure how far the hidden states of documents A, B, C, D depend on their places.
+
+    The four forwards, in eval, have these rows:
+
+    * [A B] [C D], the base.
+    * [C B] [A D], which exchanges the neighbours of B and D.
+    * [B A] [D C], which exchanges the places.
+    * [A B] [C D] again, with perturbed embeddings.
+    """
     given, exchanged, turned = _documents(model)
     base = hidden_states(model, given).float()
     neighbours = hidden_states(model, exchanged).float()
@@ -138,7 +150,7 @@ def isolation(model: Any) -> Isolation:
 
 
 def _documents(model: Any) -> tuple[Batch, Batch, Batch]:
-    """Two rows of two documents; with exchanged first ones; with documents in the other order."""
+    """Batches of two rows of two documents: as given, with exchanged first documents, with both rows reversed."""
     device = next(model.parameters()).device
     words = model.config.get_text_config().vocab_size
     a, b, c, d = (
@@ -166,7 +178,7 @@ def _packed_rows(rows: list[list[Tensor]]) -> Batch:
 
 @contextlib.contextmanager
 def _perturbed(model: Any) -> Iterator[None]:
-    """Embeddings that are larger or smaller by `ROUNDINGS` roundings, at random."""
+    """Inside the context, embeddings are larger or smaller by `ROUNDINGS` roundings, at random."""
     over_fp8 = any(getattr(m, "weight_scale_inv", None) is not None for m in model.modules())
 
     def move(module: nn.Module, args: object, output: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other trainers call an option of ours, and the near names of one that nobody knows.
+"""Names of our options in other trainers, and suggestions for an unknown option.
 
-PEERS: names of PEFT's LoraConfig, transformers' TrainingArguments, TRL, axolotl, unsloth, LLaMA-Factory and torchtune.
+PEERS has names of PEFT's LoraConfig, transformers' TrainingArguments, TRL, axolotl, unsloth, LLaMA-Factory and
+torchtune.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ OURS = {peer: ours for ours, peers in PEERS.items() for peer in peers}
 
 
 def near(name: str, known: Collection[str]) -> list[str]:
-    """Up to three of the `known` options that `name`, with underscores, may have meant, the likeliest first."""
+    """Up to three of the `known` options that `name` may have meant, the likeliest first. `name` has underscores."""
     if name in OURS and OURS[name] in known:
         return [OURS[name]]
     names = [*known, *OURS]
@@ -74,7 +75,7 @@ def near(name: str, known: Collection[str]) -> list[str]:
 
 
 def unknown_argument(words: Sequence[str], known: Collection[str]) -> str:
-    """What to say to the words of a command line that are none of the `known` options."""
+    """The message about words of a command line that are none of the `known` options."""
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {words[0]!r}: a switch takes no value, --no-NAME turns it off"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of ``lorakernels finetune``, once: its default, its help text and its check.
+"""Every option of ``lorakernels finetune``: its default, its help text and its check, each written once.
 
-The command line, the YAML file and ``--help`` are made from this dataclass. Precedence: defaults, then the
-demo's own defaults, then the YAML file, then the command line.
+The command line, the YAML file and ``--help`` are made from this dataclass. The command line wins over the YAML file,
+the YAML file over the demo's defaults, and these over the ordinary defaults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALL_LINEAR = "all-linear"
 def about(
     group: str, text: str, metavar: str | None = None, choices: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """An option with `choices` takes one of them, which --help shows."""
+    """Metadata of an option. With `choices` the option takes one of them, and --help shows them."""
     shown = "{" + ",".join(choices) + "}" if choices else metavar
     return {"group": group, "help": text, "metavar": shown, "choices": choices}
 
@@ -46,7 +46,7 @@ def option(
 
 @dataclass
 class FinetuneOptions:
-    """Options of one run. ``check()`` names every value that cannot work."""
+    """Options of one run. ``check()`` raises for the first value that cannot work."""
 
     model: str | None = option(
         None,
@@ -307,7 +307,7 @@ Kind = tuple[type, bool, bool]
 
 
 def kinds() -> dict[str, Kind]:
-    """name → (scalar type, is a list, may be None)."""
+    """{name: (scalar type, is a list, may be None)}."""
     hints = typing.get_type_hints(FinetuneOptions)
     found: dict[str, Kind] = {}
     for item in fields(FinetuneOptions):
@@ -347,7 +347,11 @@ def _typed(name: str, value: Any, kind: Kind, source: str) -> Any:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """A flat mapping of option names; an unknown one is an error with near names."""
+    """Read a flat mapping of option names.
+
+    Raises:
+        OptionError: the file cannot be read, a type is wrong, or a name is unknown; the message suggests near names.
+    """
     yaml = require("yaml")
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -374,7 +378,11 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def resolve(given: Mapping[str, Any], demo_defaults: Mapping[str, Any]) -> FinetuneOptions:
-    """Merge the sources; ``given`` holds only what the command line really said."""
+    """Merge the sources of options and check the result. ``given`` holds only what the command line said.
+
+    Raises:
+        OptionError: an option is unknown, of the wrong type or out of range.
+    """
     given = dict(given)
     config = given.pop("config", None)
     values = read_yaml(config) if config else {}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents into rows of seq_len tokens that do not see each other.
+"""Pack documents into rows of T = seq_len tokens, so that documents do not see each other.
 
-A document of n tokens holds n − 1 predictions: inputs d[:-1], labels d[1:]. It is cut into pieces of at most T
-inputs, so every prediction is trained exactly once and a piece's last label is the next piece's first input. Pieces
-are packed by best fit, longest first. In a row each piece has its own segment number and its positions start at 0;
-attention sees (same segment) and (not later), so a piece's logits in a row are its logits alone. What remains of a
-row is padding: segment −1, label −100.
+A document d of n tokens holds n − 1 predictions, with inputs d[:-1] and labels d[1:]. It is cut into pieces of at most
+T inputs. A piece's last label is the next piece's first input, so every prediction is trained exactly once.
+
+Pieces are packed by best fit, longest first. In a row each piece has its own segment number, and its positions start
+at 0. Attention sees (same segment) and (not later), so a piece's logits in a row equal its logits alone. The rest of a
+row is padding, with segment −1 and label −100.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Int64 tensors [B, T]; ``targets`` counts the labels that are not padding. ``starts`` int32 [N + 1] says where in
-    the flattened rows each document begins, a row's padding being one, with B T at the end as often as it takes."""
+    """Rows of packed documents.
+
+    Attributes:
+        input_ids, labels, positions, segments: int64 [B, T].
+        targets: number of labels that are not padding.
+        starts: int32 [N + 1], where each document begins in the flattened rows. A row's padding counts as a document.
+            The tail is filled up with B T.
+    """
 
     input_ids: Tensor
     labels: Tensor
@@ -37,12 +44,12 @@ class Batch:
     starts: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All but ``targets``, for a function whose calls must look alike."""
+        """All fields but ``targets``, for a function whose calls must have equal constants."""
         return self.input_ids, self.labels, self.positions, self.segments, self.starts
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Batch:
-        """Of what ``tensors()`` returned; ``targets`` is not known and -1."""
+        """The reverse of ``tensors()``. ``targets`` is unknown and becomes -1."""
         input_ids, labels, positions, segments, starts = tensors
         return cls(input_ids, labels, positions, segments, -1, starts)  # type: ignore[arg-type]
 
@@ -64,7 +71,10 @@ class Batch:
 
 
 def cut(spans: Ints, seq_len: int) -> tuple[Ints, Ints, int]:
-    """Pieces as (start [P], length [P]) and the number of documents that had to be split."""
+    """Cut documents into (start int64 [P], length int64 [P], number of documents that were split).
+
+    ``spans`` is int64 [n_documents, 2].
+    """
     inputs = np.maximum(spans[:, 1] - spans[:, 0] - 1, 0)
     counts = -(-inputs // seq_len)
     document = np.repeat(np.arange(len(spans)), counts)
@@ -76,7 +86,7 @@ def cut(spans: Ints, seq_len: int) -> tuple[Ints, Ints, int]:
 
 
 def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
-    """Rows of piece numbers: longest piece first, each into the fullest row that has room for it."""
+    """Rows of piece numbers. The longest piece comes first, and each goes into the fullest row that has room for it."""
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # room left → rows
     rooms: list[int] = []  # the keys of with_room, sorted
@@ -101,16 +111,15 @@ def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
 
 
 class PackedRows:
-    """Row numbers in, batches out."""
+    """Packed rows of documents. `batch` turns row numbers into a Batch."""
 
     def __init__(self, tokens: Any, spans: Ints, seq_len: int, pad_token: int = 0) -> None:
         self.tokens, self.seq_len, self.pad_token = tokens, seq_len, pad_token
         self.starts, self.lengths, self.split_documents = cut(spans, seq_len)
         self.rows = pack(self.lengths, seq_len)
         self.targets = int(self.lengths.sum())
-        self.most = (
-            max(map(len, self.rows), default=0) + 1
-        )  # documents in a row, its padding one of them
+        # The most documents that a row holds; padding counts as one.
+        self.most = max(map(len, self.rows), default=0) + 1
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -156,7 +165,7 @@ class PackedRows:
 
 
 class RowOrder:
-    """The endless order in which rows are trained: a permutation per epoch, a function of (seed, epoch) alone."""
+    """The endless order in which rows are trained: one permutation per epoch, which depends on (seed, epoch) alone."""
 
     def __init__(self, rows: int, seed: int) -> None:
         self.rows, self.seed = rows, seed
@@ -176,7 +185,7 @@ class RowOrder:
 
 
 def attention_mask(segments: Tensor) -> Tensor:
-    """[B, T] → bool [B, 1, T, T], True where query t may see key u: same segment and u ≤ t.
+    """segments int64 [B, T] → mask bool [B, 1, T, T], True where query t sees key u: same segment and u ≤ t.
 
     Padding sees earlier padding and itself, so no row of the softmax is empty.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json says about options and model, before a weight is read.
+"""Check options and model against config.json before a weight is read.
 
-The model is built without memory, on PyTorch's meta device, and gets its adapters there. What no option can have with
-this model, and what this job cannot train, ends the run within seconds. `check_model` computes what remains.
+The model is built on PyTorch's meta device, without memory, and gets its adapters there. Options that do not fit the
+model, and models that this job cannot train, stop the run within seconds. `check_model` checks by computing, later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
 
-# what a model does to its logits behind the output head → values that change nothing
+# fields by which a model changes its logits after the output head → values that change nothing
 LOGIT_CHANGES = {
     "final_logit_softcapping": (None,),
     "logit_scale": (None, 1),
@@ -32,11 +32,12 @@ RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 def check_before_loading(
     directory: Path, options: FinetuneOptions, lora: LoRAConfig, say: Callable[[str], None]
 ) -> Any:
-    """Refuse, or say, what the model's config alone shows; the config of its text part.
+    """Check what the model's config alone shows, and report through `say`. Returns the config of the model's text
+    part.
 
     Raises:
         OptionError: an option does not fit this model.
-        ModelError: the model is one that this job would not train, or not correctly.
+        ModelError: this job cannot train the model, or not correctly.
     """
     config = read_config(directory)
     text = config.get_text_config()
@@ -53,7 +54,7 @@ def check_before_loading(
     except ValueError as error:
         raise OptionError(str(error)) from error
     except TypeError as error:
-        if isinstance(lora.target_modules, str):  # all-linear: the model's doing, not the option's
+        if isinstance(lora.target_modules, str):  # all-linear: the model is at fault
             raise ModelError(f"{type(model).__name__} cannot be adapted: {error}") from error
         raise OptionError(str(error)) from error
     _check_head(model, options)
@@ -69,7 +70,7 @@ def read_config(directory: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ModelError(
             f"{directory / 'config.json'} is not one that transformers {transformers.__version__} reads, and no code "
             f"from the directory is run: {type(error).__name__}: {_first_sentence(error)}"
@@ -77,13 +78,13 @@ def read_config(directory: Path) -> Any:
 
 
 def build_on_meta(config: Any) -> Any:
-    """The model as `load_model` would have it, without memory."""
+    """The model that `load_model` would build, on the meta device, without memory."""
     transformers = quiet_transformers()
-    config.__dict__.pop("quantization_config", None)  # of a block-FP8 checkpoint
+    config.__dict__.pop("quantization_config", None)  # a block-FP8 checkpoint has one
     try:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ModelError(
             f"{config.model_type} models cannot be trained here, as causal LMs over torch's "
             f"scaled_dot_product_attention: {_first_sentence(error)}"
@@ -96,7 +97,7 @@ def check_length(config: Any, seq_len: int) -> None:
         ("sliding_window", "sliding window"),
     ):
         limit = getattr(config, name, None)
-        if limit and seq_len > limit:  # 0: a window that is not used
+        if limit and seq_len > limit:  # 0 means that the window is not used
             raise OptionError(
                 f"seq_len must be at most {limit}, the model's {meaning}, got {seq_len}"
             )
@@ -146,7 +147,10 @@ def _excludes_nothing(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _experts(model: nn.Module) -> str | None:
-    """What becomes of expert matrices that are one parameter for all experts, which no linear layer holds."""
+    """A sentence about expert matrices that are one parameter for all experts; None if there are none.
+
+    No linear layer holds such a parameter, so it gets no adapter and stays out of FP8.
+    """
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     experts = [n for n, p in model.named_parameters() if p.ndim == 3 and "expert" in n]
     if not experts:

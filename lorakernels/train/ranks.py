@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel processes as torchrun starts them: each takes its rows of a step, gradients are added up in one flat
-tensor."""
+"""Data-parallel processes as torchrun starts them.
+
+Each process takes its own rows of a step. Gradients are summed in one flat tensor.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size`; alone by default, when nothing here communicates."""
+    """This process among `size` processes. By default it is alone, and no method communicates."""
 
     rank: int = 0
     size: int = 1
@@ -31,7 +33,10 @@ class Ranks:
         return self.rank == 0
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks, in place: one all-reduce of all of them, in fp32 (fp64 where one is)."""
+        """Sum each tensor over the ranks, in place.
+
+        One all-reduce takes all tensors, in fp32, or in fp64 if one of them is fp64.
+        """
         if self.size == 1:
             return
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
@@ -43,10 +48,11 @@ class Ranks:
         )
 
     def add_up_gradients(self, parameters: Sequence[Tensor], *others: Tensor) -> list[Tensor]:
-        """Sum the parameters' gradients and `others` over the ranks; the gradients that this rank has then.
+        """Sum the parameters' gradients and `others` over the ranks. Returns the gradients that exist on this rank
+        afterwards.
 
-        A parameter that only other ranks have a gradient of (an expert that no token here chose) gets theirs. One that
-        no rank has a gradient of keeps None, and an optimizer leaves it alone, as on one rank.
+        If only other ranks have a gradient of a parameter, this rank gets theirs. An expert that no token here chose
+        is an example. If no rank has a gradient of it, it keeps None, and an optimizer skips it, as on one rank.
         """
         if self.size > 1:
             present = torch.ones(len(parameters), device=others[0].device)
@@ -61,7 +67,7 @@ class Ranks:
         return [p.grad for p in parameters if p.grad is not None]
 
     def on_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while the others wait; where it fails, all of them fail."""
+        """Run `work` on rank 0 while the others wait. If it raises FinetuneError or OSError, all ranks raise."""
         error: Exception | None = None
         if self.first:
             try:
@@ -77,7 +83,7 @@ class Ranks:
             raise error
 
     def from_first(self, value: int) -> int:
-        """Rank 0's value, on all."""
+        """Rank 0's value, on all ranks."""
         if self.size == 1:
             return value
         found = [value]
@@ -87,7 +93,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
-    """The process group that torchrun's variables describe, NCCL on GPUs and gloo on CPUs, left again at the end."""
+    """Join the process group that torchrun's variables describe, and leave it at the end.
+
+    The backend is NCCL on GPUs and gloo on CPUs.
+    """
     ranks = ranks_of_environment()
     if ranks.size == 1:
         yield ranks
@@ -104,9 +113,10 @@ def joined(device: torch.device) -> Iterator[Ranks]:
 
 
 def ranks_of_environment() -> Ranks:
-    """OptionError if only some of torchrun's variables are there, or one is no number.
+    """The ranks that torchrun's variables describe. WORLD_SIZE=1 means one process, whatever else a launcher set.
 
-    WORLD_SIZE=1 is one process, whatever else a launcher set.
+    Raises:
+        OptionError: only some of the variables are set, or one is not a number.
     """
     found = {name: os.environ.get(name) for name in VARIABLES}
     if found["WORLD_SIZE"] == "1" or not any(found.values()):

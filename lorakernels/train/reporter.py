@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it goes: a progress bar on a terminal, a line every few steps elsewhere."""
+"""Output during a run: a progress bar on a terminal, otherwise a line every few steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lorakernels.train.loop import StepResult
 
 
 class Reporter:
-    """Use as a context manager around the steps; ``say`` works inside and outside of it."""
+    """Shows the progress between ``start`` and ``stop``. ``say`` works at any time."""
 
     def __init__(self, label: str, log_every: int, quiet: bool = False) -> None:
         self.label, self.log_every = label, log_every
@@ -21,7 +21,7 @@ class Reporter:
         self._task: Any = None
 
     def say(self, text: str) -> None:
-        """One line, as it is: no wrapping, no markup."""
+        """Print one line as it is, without wrapping or markup."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

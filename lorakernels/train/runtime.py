@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run's steps are executed: layers fused or as transformers wrote them, CUDA graphs of whole steps or of layers,
-or eagerly.
+"""How the steps of a run are executed: fused layers or transformers' own; CUDA graphs of steps or layers, or eagerly.
 
-On a GPU, fused layers and graphs are the default: of whole steps on one, of layers on several. What a model or a
-machine does not allow is left out with its reason, which the run says.
+On a GPU, fused layers and graphs are the default. Graphs are of whole steps on one GPU and of layers on several. If a
+model or a machine does not allow something, the run does without it and says why.
 
-Masks do not depend on it. Every microbatch starts from one state of torch's CPU generator, which the layers' nonces
-come from, and one offset of a `PhiloxState`, which moves on after each: eager, warmed up, captured, replayed and
-resumed microbatches draw the same masks, so that a run is the same to the bit wherever replay began.
+Dropout masks do not depend on the way of execution. Every microbatch starts from one fixed state of torch's CPU
+generator, from which the layers draw their nonces. It also starts from the offset of a `PhiloxState`, which advances
+after each microbatch. Eager, warm-up, captured, replayed and resumed microbatches therefore draw the same masks. A run
+is the same to the bit, wherever replay began.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from lorakernels import (
     fuse,
     model_parallel_states,
 )
-from lorakernels.graphs import CaptureError, GraphManager, OrderError, ReplayError
+from lorakernels.graphs import (
+    CaptureError,
+    GraphManager,
+    GraphOptions,
+    OrderError,
+    ReplayError,
+    StepGraph,
+)
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
@@ -39,14 +46,20 @@ WARMUP = 3  # steps on real data before the capture
 
 
 def make_random_state(seed: int, rank: int, device: torch.device) -> PhiloxState:
-    """This rank's dropout: other masks than on the other ranks."""
+    """This rank's dropout state. Its masks differ from those of the other ranks."""
     states = model_parallel_states(seed, data_parallel_rank=rank, device=device)
     return states.get_states()["data-parallel-rng"]
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What came of fusing the decoder layers: `report`, or `why_not` and the options that then have no effect."""
+    """The result of fusing the decoder layers.
+
+    Attributes:
+        report: `fuse`'s report; None if the layers are not fused.
+        why_not: the reason, if they are not fused.
+        unused: options that then have no effect.
+    """
 
     report: FuseReport | None = None
     why_not: str = ""
@@ -64,7 +77,11 @@ class Fused:
 
 
 def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device) -> Fused:
-    """Fuse the decoder layers if the options and the model allow it."""
+    """Fuse the decoder layers if the options and the model allow it.
+
+    Raises:
+        OptionError: the layers cannot be fused within `memory_budget`.
+    """
     if (why_not := _why_not_fused(options, device)) is not None:
         return Fused(None, why_not, _of_fused_layers(options))
     budget = None if options.memory_budget is None else int(options.memory_budget * 2**30)
@@ -78,7 +95,7 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
             shared_dropout=options.shared_dropout,
         )
     except (ValueError, TypeError) as error:
-        if budget is not None:  # unfused layers would keep more than it allows
+        if budget is not None:  # unfused layers would exceed the budget
             raise OptionError(f"memory_budget cannot be kept: {error}") from error
         return Fused(None, str(error), _of_fused_layers(options))
     return Fused(report)
@@ -95,7 +112,7 @@ def _why_not_fused(options: FinetuneOptions, device: torch.device) -> str | None
 
 
 def _of_fused_layers(options: FinetuneOptions) -> tuple[str, ...]:
-    """What was asked for that only fused layers have."""
+    """The options that were set but that only fused layers have."""
     defaults = FinetuneOptions()
     names = ("save", "memory_budget", "attention")
     changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
@@ -103,7 +120,7 @@ def _of_fused_layers(options: FinetuneOptions) -> tuple[str, ...]:
 
 
 def check_scope(options: FinetuneOptions, ranks: Ranks) -> None:
-    """OptionError if a step's graph would hold the collectives of several processes."""
+    """Raise OptionError if one graph of a whole step would contain the collectives of several processes."""
     if options.graphs == "step" and ranks.size > 1:
         raise OptionError(
             f"graphs=step is for one process, found {ranks.size} ranks: take graphs=layer or auto"
@@ -111,16 +128,19 @@ def check_scope(options: FinetuneOptions, ranks: Ranks) -> None:
 
 
 class Runtime:
-    """Runs a step's microbatches' random states, and the graphs of its layers or of the whole step.
+    """Manages the random states of a step's microbatches, and the CUDA graphs of its layers or of the whole step.
 
     Args:
         model: with adapters, fused or not, on its device.
-        random: where its dropout draws from; None leaves torch's generators alone.
-        ranks: on several, a step holds collectives, and graphs are of layers.
+        random: the state from which dropout draws; None leaves torch's generators alone.
+        ranks: with several ranks, a step contains collectives, and graphs are of layers.
         warmup: steps on data before the capture.
-        backend: in place of CUDA graphs, for tests.
+        backend: replaces CUDA graphs, for tests.
 
-    Attributes: `scope`, "step", "layer" or None, where `why_not` is the reason; `replayed`, whether the last `run` was.
+    Attributes:
+        scope: "step", "layer", or None without graphs.
+        why_not: the reason if `scope` is None.
+        replayed: whether the last `run` replayed a graph.
     """
 
     def __init__(
@@ -138,14 +158,14 @@ class Runtime:
         check_scope(options, ranks)
         self.model, self.options, self.random, self._say = model, options, random, say
         self.ranks, self.replayed, self.warmup = ranks, False, warmup
-        self.manager: Any = None
+        self.manager: GraphManager | StepGraph | None = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
-        self._shared = {
+        self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
             "rng_states": [] if random is None else [random],
-            "backend": backend,
+            "options": GraphOptions(backend=backend),
         }
         self.device = next(model.parameters()).device
         self.why_not = _why_not(model, options, self.device, random, backend)
@@ -156,7 +176,7 @@ class Runtime:
             self._capture_layers()
 
     def _capture_layers(self) -> None:
-        """From now on; why_not says what speaks against it."""
+        """Prepare graphs of the layers, or set `why_not` to the reason against them."""
         self.scope, self.manager = None, None
         self.why_not = _why_not_layers(self.model)
         if self.why_not is None:
@@ -172,16 +192,20 @@ class Runtime:
     def run(
         self, compute: Callable[..., Any], optimizer: torch.optim.Optimizer, *inputs: Any
     ) -> Any:
-        """`compute(*inputs)`, a whole step: what `scope` "step" captures. Where that fails, or a replay is refused
-        later, the layers are captured instead; where one of theirs is refused, they run eagerly from then on. The run
-        says why, and the step runs again from its start: the same data, draws of `random`, gradients and FP8
-        statistics. What else the layers' refused attempt did stays: a buffer that a module writes in forward has it
-        twice, and torch's CUDA generator is not put back."""
+        """Run `compute(*inputs)`, a whole step; with `scope` "step" this is what a graph captures.
+
+        If capturing the step fails, or a later replay is refused, the layers are captured instead. If a replay of the
+        layers is refused, they run eagerly from then on. In each case the run says why and repeats the step from its
+        start. Data, draws of `random`, gradients and FP8 statistics are the same in the repetition.
+
+        Other effects of the refused attempt at replaying layers stay. A buffer that a module writes in forward is
+        written twice, and torch's CUDA generator is not restored.
+        """
         if self.scope == "step" and self.manager is None:
-            self.manager = GraphManager(
-                compute, "iteration", modules=[self.model], optimizers=[optimizer], **self._shared
+            self.manager = StepGraph(
+                compute, modules=[self.model], optimizers=[optimizer], **self._shared
             )
-        if self.scope == "step":
+        if isinstance(self.manager, StepGraph):
             try:
                 result = self.manager(*inputs)
             except CaptureError as error:
@@ -197,8 +221,12 @@ class Runtime:
         return self._by_layers(compute, inputs) if self.replayed else compute(*inputs)
 
     def _by_layers(self, compute: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        """Until the last backward a step changes gradients, which it zeroes first, amaxes, which come out the same, and
-        the random state; so it can be repeated, but for what `run` names."""
+        """Run a step over replayed layers; if a replay is refused, run it again eagerly.
+
+        Until its last backward, a step changes only gradients, amaxes and the random state. Gradients are zeroed
+        first, amaxes come out the same, and the random state is restored. The step can therefore be repeated, with the
+        exceptions in `run`.
+        """
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
@@ -213,20 +241,24 @@ class Runtime:
             torch.set_rng_state(self._block_rng)
 
     def end_microbatch(self, last: bool) -> None:
-        """After its backward: the next one draws other masks. Graphs of layers do it themselves, that of a step for its
-        `last` one."""
+        """Called after a microbatch's backward: the next microbatch draws other masks.
+
+        Graphs of layers advance the random state themselves. A graph of a step does so for its `last` microbatch.
+        """
         by_graph = last if self.scope == "step" else self.replaying
         if self.random is not None and not by_graph:
             self.random.advance()
 
     def end_step(self, step: int) -> None:
-        """After step number `step`, the optimizer's included: record, capture or check. A capture that fails leaves the
-        run eager, and says why."""
+        """Called after step number `step`, optimizer included: record, capture or check.
+
+        If a capture fails, the run goes on eagerly and says why.
+        """
         if self.manager is None:
             return
         if self.random is not None:
-            torch.set_rng_state(self._block_rng)  # a capture's nonces are those of every microbatch
-        if self.scope == "layer":
+            torch.set_rng_state(self._block_rng)  # a capture must draw a microbatch's nonces
+        if isinstance(self.manager, GraphManager):
             try:
                 self.manager.end_iteration()
             except (CaptureError, OrderError) as error:
@@ -238,7 +270,7 @@ class Runtime:
             self._say(str(self.manager.report()).split("\n")[0])
 
     def _give_up(self, reason: str) -> None:
-        """From whole steps to layers, from layers to eager ones."""
+        """Fall back from whole steps to layers, or from layers to eager execution."""
         whole = self.scope == "step"
         self.close()
         self.replay_from = None
@@ -251,7 +283,7 @@ class Runtime:
             self._say_on_any_rank(f"layers run eagerly: {self.why_not}")
 
     def _say_on_any_rank(self, text: str) -> None:
-        """What may be so on one rank alone: `say` is silent on all but the first."""
+        """Report something that may be true on one rank alone. `say` prints on the first rank only."""
         self._say(text)
         if not self.ranks.first:
             print(f"rank {self.ranks.rank}: {text}", file=sys.stderr, flush=True)
@@ -260,7 +292,7 @@ class Runtime:
         return {} if self.random is None else self.random.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The offset of the run; the seed stays this rank's."""
+        """Restore the offset of the run. The seed stays this rank's."""
         self._set_offset(None if self.random is None else state["philox"][1])
 
     def _set_offset(self, offset: Tensor | None) -> None:
@@ -270,12 +302,12 @@ class Runtime:
 
     def close(self) -> None:
         if self.manager is not None:
-            self.manager.reset() if self.scope == "step" else self.manager.close()
+            self.manager.reset() if isinstance(self.manager, StepGraph) else self.manager.close()
             self.manager = None
 
 
 def _refusal(error: ReplayError | OrderError, instead: str) -> str:
-    """For who runs the command: what a replay found, and what to do about it."""
+    """The message about a refused replay, for the user of the command: what was found, and what to do about it."""
     what = str(error)
     if isinstance(error, ReplayError):
         found = f"expected {error.expected}, found {error.found}"
@@ -290,7 +322,7 @@ def _why_not(
     random: PhiloxState | None,
     backend: object,
 ) -> str | None:
-    """Why nothing is captured; None if something is."""
+    """Why nothing is captured; None if graphs are possible."""
     if options.eager:
         return "eager was asked for"
     if device.type != "cuda" and backend is None:
@@ -310,6 +342,7 @@ def _why_not_layers(model: nn.Module) -> str | None:
     replayed = set(layers.modules())
     for path, module in model.named_modules():
         if isinstance(module, LoRALinear) and module.lora_dropout > 0 and module not in replayed:
-            # replayed layers draw no nonce, so it would take those that are theirs in an eager step
+            # Replayed layers draw no nonce. This module would then draw the nonces that belong to them in an eager
+            # step.
             return f"{path} has dropout {module.lora_dropout} outside of the decoder layers"
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rate: linear warm-up, then a cosine down to a share of the peak. A function of the step alone."""
+"""The learning rate: linear warm-up, then a cosine down to a share of the peak. It depends on the step alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import math
 
 
 def warmup_steps(warmup: float, steps: int) -> int:
-    """A share of all steps if below 1, else a number of steps."""
+    """Number of warm-up steps. ``warmup`` is a share of all steps if below 1, else a number of steps."""
     return round(warmup * steps) if warmup < 1 else int(warmup)
 
 
 def learning_rate(step: int, *, peak: float, steps: int, warmup: int, floor: float) -> float:
-    """For 0-based ``step``: peak · (step + 1) / warmup up to the peak, then the cosine to floor · peak at the last."""
+    """The learning rate of the 0-based ``step``.
+
+    It is peak · (step + 1) / warmup during the warm-up, then a cosine that ends at floor · peak on the last step.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup + 1) / max(1, steps - warmup))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps, evaluations, checkpoints and signals in their order, from wherever the run was left."""
+"""Steps, evaluations, checkpoints and signals of a run, in order, from its start or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.reporter import Reporter
 
-# What may change when a run goes on; everything else would make it another run.
+# These options may change when a run is resumed. Any other change would make it another run.
 FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
     "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
     "graphs",
     "merge",
-    "batch_size", "grad_accum",  # their product and the number of ranks is part of the identity
+    "batch_size", "grad_accum",  # batch_size · grad_accum · ranks is part of the identity
 }  # fmt: skip
 
 
 def check_same_options(checkpoints: Checkpoints, options: FinetuneOptions) -> None:
-    """CheckpointError if the newest checkpoint is of other options: known before a model is loaded."""
+    """Raise CheckpointError if the newest checkpoint has other options. This needs no model."""
     if found := checkpoints.peek():
         _check_equal(found[0], found[1]["options"], _kept_options(options))
 
@@ -54,7 +54,7 @@ def _check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None
 
 
 class StopSignal:
-    """Between enter and exit SIGINT and SIGTERM only take a note; a second one acts as it did before."""
+    """Inside the context, the first SIGINT or SIGTERM is only noted. A second one acts as it did before."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -83,8 +83,8 @@ class StopSignal:
 class Session:
     """One run in one output directory.
 
-    ``identity`` describes data and model; a checkpoint with another identity is refused. ``checkpoints=None`` trains
-    without them.
+    ``identity`` describes data and model; a checkpoint with another identity is refused. With ``checkpoints=None`` the
+    run saves none.
     """
 
     trainer: Trainer
@@ -101,7 +101,11 @@ class Session:
     saved_step: int | None = None
 
     def resume(self) -> None:
-        """Go on from the newest good checkpoint, if there is one."""
+        """Resume from the newest good checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to another run.
+        """
         if self.checkpoints is None:
             return
         checkpoint = self._load_newest(self.checkpoints)
@@ -125,7 +129,7 @@ class Session:
             )
 
     def _load_newest(self, checkpoints: Checkpoints) -> Checkpoint | None:
-        """Rank 0 looks which one is good; the others load the same."""
+        """Rank 0 finds the newest good checkpoint, and the others load the same one."""
         ranks, device = self.trainer.ranks, self.trainer.device
         found: list[Checkpoint | None] = [None]
 
@@ -166,7 +170,11 @@ class Session:
         self.saved_step = self.trainer.counters.step
 
     def run(self) -> None:
-        """Train to the last step. Interrupted is raised after the state is saved."""
+        """Train to the last step.
+
+        Raises:
+            Interrupted: a signal arrived; the state is saved if the run keeps checkpoints.
+        """
         trainer, total = self.trainer, self.trainer.steps
         log = MetricsLog(self.metrics if trainer.ranks.first else None, trainer.counters.step)
         alone = trainer.ranks.size == 1
@@ -180,7 +188,7 @@ class Session:
                     result = trainer.step(stop.signum is not None)
                     self._log(log, result)
                     self._every(log, total)
-                    # several ranks stop after the same step, which the loss's all-reduce tells them
+                    # Several ranks stop after the same step: the all-reduce of the loss tells each of them.
                     asked = stop.signum is not None if alone else result.stop
                 if asked:
                     self._stop(stop.signum or signal.SIGTERM)

@@ -14,10 +14,10 @@ from lorakernels import (
     PhiloxStates,
     bias_dropout_add,
     get_bias_dropout_add,
-    kernels,
-    reference,
-    reference_layer,
+    ops,
 )
+from lorakernels.numerics.dropout import dropout_keep, keep_scale
+from lorakernels.ops import Dropout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # one rounding at the store, relative to the result; three in fp32 before it, of values below 16: 2e-6 absolute
@@ -38,15 +38,14 @@ def tensors(shape, dtype, device, bias_dtype=None):
 
 
 def exact(x, bias, residual, dout, p, slot, site=0, row0=0, col0=0):
-    """out, dx, dbias, dresidual in float64 with the mask of reference.dropout_keep."""
-    keep = reference.dropout_keep(
-        slot.cpu(), p, site, x.shape[:-1].numel(), x.shape[-1], row0, col0
-    )
+    """out, dx, dbias, dresidual in float64 with the mask of dropout_keep."""
+    dropout = Dropout(slot.cpu(), p, site, row0, col0)
+    keep = dropout_keep(dropout, x.shape[:-1].numel(), x.shape[-1])
     leaves = [
         None if t is None else t.detach().cpu().double().requires_grad_()
         for t in (x, bias, residual)
     ]
-    mask = keep.double().view(x.shape) * reference.keep_scale(p)
+    mask = keep.double().view(x.shape) * keep_scale(p)
     out = mask * (leaves[0] if bias is None else leaves[0] + leaves[1])
     out = out if residual is None else out + leaves[2]
     out.backward(dout.cpu().double())
@@ -125,41 +124,39 @@ def test_the_kernel_equals_the_reference_and_writes_nothing_else(
     x, residual, dout = (matrix()[1] for _ in range(3))
     bias = torch.randn(cols, device="cuda").to(bias_dtype or dtype)
     for p in (0.0, 0.3):
-        where = (slot, p, 9, row0, col0)
+        dropout = Dropout(slot, p, 9, row0, col0)
         for b, r in ((bias, residual), (None, residual), (bias, None)):
-            found = kernels.bias_dropout_add(x, b, r, *where)
-            assert torch.equal(found, reference_layer.bias_dropout_add(x, b, r, *where))
+            found = ops.bias_dropout_add.run(x, b, r, dropout)
+            assert torch.equal(found, ops.bias_dropout_add.reference(x, b, r, dropout))
         flat, target = matrix()
         before = flat.clone()
-        expected = reference_layer.bias_dropout_add(x, bias, target, *where)
-        kernels.bias_dropout_add_(x, bias, target, *where)
+        expected = ops.bias_dropout_add.reference(x, bias, target, dropout)
+        ops.bias_dropout_add_.run(x, bias, target, dropout)
         assert torch.equal(target, expected)
         inside = slice(offset, offset + rows * cols)
         before[inside] = flat[inside]
         assert torch.equal(flat, before), "wrote beside the residual"
-        dx, dbias = kernels.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)
-        dx2, dbias2 = reference_layer.bias_dropout_add_backward(
-            dout, slot, p, 9, bias.dtype, row0, col0
-        )
+        backward = ops.bias_dropout_add_backward
+        dx, dbias = backward.run(dout, dropout, bias.dtype)
+        dx2, dbias2 = backward.reference(dout, dropout, bias.dtype)
         assert torch.equal(dx, dx2)
         eps = EPS[bias.dtype]
         torch.testing.assert_close(
             dbias.float(), dbias2.float(), rtol=2 * eps, atol=rows * 2.0**-22
         )
-        again = kernels.bias_dropout_add_backward(dout, slot, p, 9, bias.dtype, row0, col0)[1]
+        again = backward.run(dout, dropout, bias.dtype)[1]
         assert torch.equal(dbias, again), "dbias must not depend on the run"
 
 
 @pytest.mark.gpu
-def test_every_element_is_written(monkeypatch):
-    """torch.empty_like hands out NaN: an element that the kernel skips shows."""
-    real = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t, **k: real(t, **k).fill_(torch.nan))
+def test_every_element_is_written():
+    """New memory is poisoned: an element that the kernel skips is NaN."""
     slot = torch.tensor([1, 2], device="cuda")
     for rows, cols in ((1, 1), (7, 2048), (4099, 8), (3, 4097)):
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        assert kernels.bias_dropout_add(x, None, x, slot, 0.2, 0).isfinite().all()
-        assert kernels.bias_dropout_add_backward(x, slot, 0.2, 0, None)[0].isfinite().all()
+        dropout = Dropout(slot, 0.2, 0)
+        assert ops.bias_dropout_add.run(x, None, x, dropout).isfinite().all()
+        assert ops.bias_dropout_add_backward.run(x, dropout, None)[0].isfinite().all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -208,8 +205,8 @@ def test_gradients_accumulate_in_tensors_of_their_own(inplace, p):
     for _ in range(2):
         add = residual * 1 if inplace else residual
         bias_dropout_add(x, None, add, p, True, state, inplace=inplace).backward(dout)
-    keep = reference.dropout_keep(state.tensor, p, 0, 6, 8).view(2, 3, 8)
-    torch.testing.assert_close(x.grad, 2 * keep * torch.tensor(reference.keep_scale(p)))
+    keep = dropout_keep(Dropout(state.tensor, p, 0), 6, 8).view(2, 3, 8)
+    torch.testing.assert_close(x.grad, 2 * keep * torch.tensor(keep_scale(p)))
     assert torch.equal(residual.grad, torch.full_like(dout, 2.0))
     assert torch.equal(dout, torch.ones_like(dout))
 
@@ -319,15 +316,16 @@ def test_takes_any_strides(device):
 
 
 def test_partial_sums_of_any_shape():
-    chunks = _C.bias_grad_chunks
+    def chunks(rows, cols, first_col=0, multiprocessors=132):
+        return _C.bias_grad_chunks(rows, cols, multiprocessors, first_col)
+
     assert (chunks(0, 8), chunks(3, 0), chunks(1, 1)) == (1, 1, 1)
-    assert (
-        chunks(8192, 8192) == chunks(8192, 8192, 8) == 16
-    )  # 528 blocks over 32 strips of 256 columns
+    # four blocks a multiprocessor, over 32 strips of 256 columns
+    assert chunks(8192, 8192) == chunks(8192, 8192, 8) == 16
+    assert chunks(8192, 8192, multiprocessors=148) == 18
     assert chunks(10, 2**30) == 1
-    assert (
-        chunks(9000, 8) == 9 and chunks(9000, 8, 3) == 18
-    )  # one column group more: blocks of half the rows
+    # one column group more: blocks of half the rows
+    assert chunks(9000, 8) == 9 and chunks(9000, 8, 3) == 18
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 5)], ids=str)
@@ -359,10 +357,12 @@ def test_keeps_the_sign_of_zero(device):
 )
 def test_the_op_itself_refuses_what_its_kernel_would_misread(change, device):
     x = torch.ones(4, 6, device=device, dtype=torch.bfloat16)
-    arguments = {"x": x, "bias": None, "residual": None, "slot": None, "p": 0.1, "site": 0}
+    slot = torch.tensor([5, 9])
+    arguments = {"x": x, "bias": None, "residual": None, "slot": slot.to(device), "p": 0.1}
+    arguments["site"] = 0
     arguments |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     if device.type == "cpu" and getattr(change.get("residual"), "shape", None) == (4, 6):
-        pytest.skip("reference_layer.py adds an fp32 residual, the kernel does not")
+        pytest.skip("the reference adds an fp32 residual, the kernel does not")
     with pytest.raises((TypeError, ValueError)):
         torch.ops.lorakernels.bias_dropout_add(**arguments)
 

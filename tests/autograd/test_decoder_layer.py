@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from unittest import mock
 
@@ -13,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse, ops
 from lorakernels.autograd import fused_linear
-from lorakernels.kernels import ladder
-from lorakernels.modules.fused_group import FusedGroup
-from tests.modules.fused_models import ATTENTION, LINEARS, adapted
+from lorakernels.fusion.group import FusedGroup
+from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
 
 # No kernel: memory, views, bookkeeping; attention's own
 FREE = {
@@ -187,8 +187,12 @@ def test_one_mask_and_a_compact_B_as_on_hopper(targets, monkeypatch) -> None:
 
     def gradients(hopper: bool) -> tuple[Counter[str], list[torch.Tensor]]:
         torch.manual_seed(0)
-        monkeypatch.setattr(ladder, "GRAD_PROJECTION_MULTIPLE", 1 if hopper else 128)
-        monkeypatch.setattr(fused_linear, "draws_mask", lambda *_: hopper)
+        monkeypatch.setattr(
+            sys.modules["lorakernels.ops.quantize_grad"],
+            "PROJECTION_MULTIPLE",
+            1 if hopper else 128,
+        )
+        monkeypatch.setattr(fused_linear, "hands_mask_over", lambda *_: hopper)
         _, layer, h, angles = layer_and_input(targets=targets, lora_dropout=0.3)
         for name, parameter in layer.named_parameters():
             if "lora_B" in name:
@@ -201,7 +205,8 @@ def test_one_mask_and_a_compact_B_as_on_hopper(targets, monkeypatch) -> None:
             mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as dx,
         ):
             found = torch.autograd.grad(out, trained, torch.ones_like(out))
-        given = [call.args[-1] is not None for call in dx.call_args_list]
+        masks = [call.args[5] for call in dx.call_args_list]
+        given = [mask is not None and mask.dropped is not None for mask in masks]
         adapted_inputs = 2 if "o_proj" in targets else 1
         assert sum(given) == (adapted_inputs if hopper else 0)
         return backward.counts, list(found)

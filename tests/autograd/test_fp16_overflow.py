@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, ops
-from lorakernels.fp8 import FP8State
+from lorakernels.state.fp8 import FP8State
+from lorakernels.values import Scaled, Scaling, Up
 
 E5M2 = torch.float8_e5m2
 BAD = pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
@@ -80,7 +81,8 @@ def test_the_ops_scale_tells(rank, device):
     """By every implementation; the bytes are those of a saturated dy."""
     dy = torch.randn(64, 128, device=device).half()
     b = torch.randn(128, rank, device=device) if rank else None
-    arguments = (b, None, state(device), 0, False, 1.0, E5M2)
+    up = None if b is None else Up(b, None, 1.0)
+    arguments = (up, Scaling(state(device), 0, False), E5M2)
     clean = ops.quantize_grad(dy, *arguments)[1]
     assert bool(clean.isfinite().all())
     for place in [(0, 0), (63, 127)]:
@@ -95,9 +97,9 @@ def test_swiglus_overflow_tells(keep, device):
     """dact and up are finite, dact · up is not."""
     gate_up = torch.randn(8, 64, device=device).half()
     dact = torch.randn(8, 32, device=device).half()
-    arguments = (torch.ones(2, device=device), state(device), 0, True, E5M2, keep)
-    d, _, scale_inv = ops.swiglu_quantize_grad(dact, gate_up, None, *arguments)
+    arguments = (torch.ones(2, device=device), Scaling(state(device), 0, True), E5M2, keep)
+    d, _, scale_inv = ops.swiglu_quantize_grad(dact, Scaled(gate_up), *arguments)
     assert bool(scale_inv.isfinite().all()) and d.numel() == (gate_up.numel() if keep else 0)
     dact[5, 7], gate_up[5, 7], gate_up[5, 39] = 6e4, 4.0, 100.0
-    d, _, scale_inv = ops.swiglu_quantize_grad(dact, gate_up, None, *arguments)
+    d, _, scale_inv = ops.swiglu_quantize_grad(dact, Scaled(gate_up), *arguments)
     assert bool(scale_inv.isnan().all()) and d.numel() == (gate_up.numel() if keep else 0)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams, ops, reference
-from lorakernels.kernels import ladder
+from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams, ops
 from lorakernels.modules import lora as lora_module
+from lorakernels.numerics.dropout import dropout_keep, dropped_bits
+from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
 
 HYBRID = DelayedScaling()
@@ -42,7 +42,7 @@ def run(layer, x, dy, p):
         y = layer(x)
     y.backward(dy)
     rows = x.numel() // x.shape[-1]
-    keep = reference.dropout_keep(slot, p, layer.site, rows, x.shape[-1]) if p else None
+    keep = dropout_keep(Dropout(slot, p, layer.site), rows, x.shape[-1]) if p else None
     return y, keep
 
 
@@ -317,13 +317,13 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
     ):
         layer(x).sum().backward()
     assert forward.call_args.args[-1] is fprop
-    assert backward.call_args.args[-2] is (not fprop)
+    assert backward.call_args.args[-1] is (not fprop)
 
 
 @pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])
 def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
     """What a GPU's backward does, with the reference's ops."""
-    monkeypatch.setattr(lora_linear_module, "draws_mask", lambda *_: draws)
+    monkeypatch.setattr(lora_linear_module, "hands_mask_over", lambda *_: draws)
     layer = make_layer(40, 16, 4, p=0.3)
     x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
     with (
@@ -332,36 +332,7 @@ def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
         mock.patch.object(ops, "lora_grad_a", wraps=ops.lora_grad_a) as grad_a,
     ):
         layer(x).sum().backward()
-    keep = reference.dropout_keep(slot, 0.3, layer.site, 8, 40)
-    for op in (grad_x, grad_a):
-        dropped = op.call_args.args[-1]
-        assert torch.equal(dropped, reference.dropped_bits(keep)) if draws else dropped is None
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "archs", "draws"),
-    [(32, 64, "90a", True), (32, 72, "90a", False), (40, 64, "90a", False), (32, 64, "90", False)],
-    ids=["all are kernels", "K", "N", "no wgmma"],
-)
-def test_a_mask_is_drawn_once_only_for_kernels_that_read_it(n, k, archs, draws, monkeypatch):
-    """Elsewhere it would be drawn, packed and thrown away."""
-    built = mock.Mock(build_info=lambda: {"cuda_archs": archs})
-    monkeypatch.setattr(ladder, "why_not_csrc", lambda _: None)
-    monkeypatch.setattr(ladder, "extension", lambda: built)
-    monkeypatch.setattr(ladder, "why_not_one_pass", lambda *_: None)
-    monkeypatch.setattr(lora_linear_module, "capability_of", lambda _: (9, 0))
-
-    def asked(p=0.1, ranks=4, dtype=torch.bfloat16, col0=0):
-        dy, b = (
-            torch.empty(rows, columns, device="cuda", dtype=dtype)
-            for rows, columns in ((8, n), (n, 4))
-        )
-        a = torch.empty(ranks, k, device="cuda")
-        weight = torch.empty(n, k, dtype=torch.uint8, device="cuda")
-        one, slot = torch.empty(1, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
-        return lora_linear_module.draws_mask(dy, b, None, a, one, slot, p, weight, col0)
-
-    with FakeTensorMode():
-        assert asked() == draws
-        assert not asked(p=0.0) and not asked(dtype=torch.float32)
-        assert not asked(ranks=129) and not asked(col0=4)
+    keep = dropout_keep(Dropout(slot, 0.3, layer.site), 8, 40)
+    for dropout in (grad_x.call_args.args[5], grad_a.call_args.args[2]):
+        dropped = dropout.dropped
+        assert torch.equal(dropped, dropped_bits(keep)) if draws else dropped is None

@@ -19,9 +19,10 @@ from lorakernels import (
     LoRALinear,
     LoRALinearGroup,
     ops,
-    reference,
 )
 from lorakernels.modules import group as group_module
+from lorakernels.numerics.dropout import dropout_keep
+from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
 
 HYBRID = DelayedScaling()
@@ -77,7 +78,7 @@ def check(members, x, dys, p, shared_dropout, how, order, extra=0.0):
         if p:
             slot = slots.drawn[0 if shared_dropout else place.index(i)]
             site = members[0].site if shared_dropout else member.site
-            keep = reference.dropout_keep(slot, p, site, rows, cols)
+            keep = dropout_keep(Dropout(slot, p, site), rows, cols)
         exact = exact_lora(member, x, dy, keep, p)
         results = {"y": y.flatten(0, -2), "dA": member.lora_A.grad, "dB": member.lora_B.grad}
         if member.bias is not None:
@@ -265,7 +266,7 @@ def test_saved_for_backward_with_frozen_adapters(mode):
 
 
 def test_ranks_beyond_one_down_projection_are_stacked_as_far_as_they_fit():
-    """64 + 64 + 64 > 128 = ladder.DOWN_RANK: x is read twice, and dA comes from two products."""
+    """64 + 64 + 64 > 128 = MAX_RANK of quantize_lora_down: x is read twice, and dA comes from two products."""
     members = make(sizes={"q": (48, 64), "k": (16, 64), "v": (16, 64)})
     group = LoRALinearGroup(members)
     ranks = []

@@ -1,45 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests reach the files of benchmarks/, which are scripts and no package."""
+"""How tests reach what is in benchmarks/, run it, and read what it wrote."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.aliases import Load, RowsOf, Run
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a file of benchmarks/ as its scripts see each other."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
+def load() -> Load:
+    """load("KIND.NAME") → that module of benchmarks/, imported as the test runs: many need more than torch."""
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """run(module, *options) → its exit code, on the CPU."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """run(script, *options) → its exit code, on the CPU, with tmp_path as its --output."""
 
     def start(module: ModuleType, *arguments: object) -> int:
-        options = ["--device", "cpu", "--repetitions", "2", *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", ["bench", *options])
-        return module.main()
+        options = ["--device", "cpu", "--repetitions", "2", "--output", tmp_path, *arguments]
+        monkeypatch.setattr(sys, "argv", ["bench", *map(str, options)])
+        return module.main(module.BENCH) if hasattr(module, "BENCH") else module.main()
 
     return start
 
 
 @pytest.fixture
-def rows_of() -> Callable[[Path], list[dict[str, str]]]:
-    """The rows of a CSV file."""
+def rows_of(tmp_path: Path) -> RowsOf:
+    """rows_of(name) → the rows of NAME.csv that `run` wrote."""
 
-    def read(path: Path) -> list[dict[str, str]]:
-        with path.open(newline="") as file:
+    def read(name: str) -> list[dict[str, str]]:
+        with (tmp_path / f"{name}.csv").open(newline="") as file:
             return list(csv.DictReader(file))
 
     return read

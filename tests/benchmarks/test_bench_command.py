@@ -41,7 +41,7 @@ def test_the_tests_run_first_and_on_the_device_that_is_timed(ran: Any) -> None:
     assert tests[:3] == [sys.executable, "-m", "pytest"]
     assert tests[tests.index("-m", 2) + 1] == "not gpu"
     assert [Path(p).name for p in tests if p.endswith(".py")] == ["test_quantize_grad.py"]
-    assert script[1:] == [str(bench.FOLDER / "bench_quantize_grad.py"), *DEVICE]
+    assert script[1:] == [str(bench.FOLDER / "ops" / "bench_quantize_grad.py"), *DEVICE]
     commands.clear()
     assert main(["bench", "quantize_grad", "--device", "cuda:1"]) == 0
     assert commands[0][commands[0].index("-m", 2) + 1] == "gpu"
@@ -73,7 +73,7 @@ def test_of_all_only_the_red_one_is_left_out(ran: Any) -> None:
     assert main(["bench", *DEVICE]) >= 1
     timed = [Path(command[1]).stem for command in commands if "pytest" not in command]
     assert timed == [
-        f"bench_{n}" for n in bench.names() if n != "quantize_grad" and bench.tests_of(n)
+        f"bench_{n}" for n in bench.scripts() if n != "quantize_grad" and bench.tests_of(n)
     ]
 
 
@@ -85,7 +85,7 @@ def test_a_benchmark_without_a_test_is_refused(
     assert not ran[0] and "philox has no test (tests/**/test_philox.py)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", bench.names())
+@pytest.mark.parametrize("name", bench.scripts())
 def test_every_benchmark_has_its_test(name: str) -> None:
     assert bench.tests_of(name)
 
@@ -104,7 +104,7 @@ def test_a_test_that_really_fails_is_red(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_tune_is_asked_for_and_takes_no_name(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
     commands, _ = ran
     assert main(["bench", "--tune", "--ranks", "64"]) == 0
-    assert commands == [[sys.executable, str(bench.FOLDER / "tune.py"), "--ranks", "64"]]
+    assert commands == [[sys.executable, str(bench.FOLDER / "ops" / "tune.py"), "--ranks", "64"]]
     assert main(["bench", "philox", "--tune"]) == 2
     assert "--tune takes no name, found 'philox'" in capsys.readouterr().err
 

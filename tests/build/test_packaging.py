@@ -58,13 +58,14 @@ class Tree:
         return out / log.strip().splitlines()[-1], log
 
     def build(self, **changes: str) -> set[str]:
-        """Builds the extension in place; returns the names of the objects that were written."""
+        """Builds the extension in place; returns the objects that were written, by their paths in the build folder."""
         before = self.objects()
         self.python("setup.py", "-q", "build_ext", "--inplace", **changes)
         return {name for name, time in self.objects().items() if before.get(name) != time}
 
     def objects(self) -> dict[str, int]:
-        return {p.name: p.stat().st_mtime_ns for p in self.path.glob("build/*/*.o")}
+        folder = self.path / "build" / str(sys.implementation.cache_tag)
+        return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*.o")}
 
 
 def environment(bin_dir: Path) -> dict[str, str]:
@@ -155,6 +156,12 @@ def test_sdist_holds_what_its_readme_links_to(tree: Tree) -> None:
     assert not [name for name in linked if not (tree.path / name).is_file()]
 
 
+def test_sdist_holds_csrc(tree: Tree) -> None:
+    names = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
+    assert {"csrc/register.h", "csrc/ops/fp8_gemm/params.h"} <= names
+    assert not [name for name in names if not (tree.path / name).is_file()]
+
+
 def test_a_user_s_type_checker_sees_our_types(tree: Tree, wheel: tuple[Path, str]) -> None:
     pytest.importorskip("mypy")
     home = tree.path.parent / "user"
@@ -205,7 +212,7 @@ def test_editable_serves_the_tree_and_its_graphs(tree: Tree, wheel: tuple[Path, 
     [
         ([], set()),
         (["csrc/no_cuda.cpp"], {"no_cuda.cpp.o"}),
-        (["csrc/cuda_runtime_info.h"], {"no_cuda.cpp.o", "build_info.cpp.o"}),
+        (["csrc/host/cuda_runtime_info.h"], {"no_cuda.cpp.o", "host/build_info.cpp.o"}),
     ],
     ids=["nothing", "a-source", "a-header"],
 )
@@ -215,6 +222,19 @@ def test_incremental(tree: Tree, wheel: object, changes: list[str], rebuilt: set
         with (tree.path / name).open("a") as source:
             source.write("// changed\n")
     assert tree.build(LORAKERNELS_CUDA="0") == rebuilt
+
+
+def test_a_header_that_moved_does_not_break_a_build_folder_that_knows_it(
+    tree: Tree, wheel: object
+) -> None:
+    folder, source = tree.path / "csrc/host", tree.path / "csrc/host/build_info.cpp"
+    tree.build(LORAKERNELS_CUDA="0")
+    old = source.read_text()
+    source.write_text(old.replace("host/build_info.h", "host/moved.h"))
+    header = (folder / "build_info.h").rename(folder / "moved.h")
+    assert tree.build(LORAKERNELS_CUDA="0") == {"host/build_info.cpp.o"}
+    header.rename(folder / "build_info.h")
+    source.write_text(old)
 
 
 def test_a_compile_error_fails_the_build_and_shows_the_compiler(tree: Tree, wheel: object) -> None:
@@ -254,7 +274,9 @@ def test_cuda_for_two_architectures(tree: Tree, wheel: object) -> None:
     # 90a, which takes longest, is compiled as installed and by tests/csrc/test_compile.py
     written = tree.build(LORAKERNELS_CUDA_ARCHS="90;100", **with_nvcc)
     # the other C++ objects are the ones of the build without CUDA
-    assert written == {f"{p.name}.o" for p in tree.path.glob("csrc/*.cu")} | {"build_info.cpp.o"}
+    csrc = tree.path / "csrc"
+    sources = {f"{path.relative_to(csrc)}.o" for path in csrc.rglob("*.cu")}
+    assert written == sources | {"host/build_info.cpp.o"}
     assert tree.build(LORAKERNELS_CUDA_ARCHS="90;100", **with_nvcc) == set()
     code = "import sys; sys.path.insert(0, '.'); from lorakernels import _C; print(_C.build_info())"
     info = tree.python("-I", "-c", code)

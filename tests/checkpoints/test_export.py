@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lorakernels import export_model
-from lorakernels.loading import FP8Weight
+from lorakernels.checkpoints.loading import FP8Weight
+from lorakernels.checkpoints.shards import Directory
 from lorakernels.modules.convert import dequantize
-from lorakernels.shards import Directory
 from tests.checkpoints.exported import (
     logits,
     merged_tensors,

@@ -11,7 +11,7 @@ import torch
 
 from lorakernels.cli import bench, doctor
 from lorakernels.cli.__main__ import COMMANDS, main
-from lorakernels.kernels.ladder import OPS
+from lorakernels.ops.choice import implementations
 
 
 def test_doctor_json_holds_every_op_of_every_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_doctor_json_holds_every_op_of_every_device(capsys: pytest.CaptureFixtur
     facts = json.loads(capsys.readouterr().out)
     assert len(facts["devices"]) == 1 + torch.cuda.device_count()
     for device in facts["devices"]:
-        assert set(device["ops"]) == set(OPS)
+        assert set(device["ops"]) == set(implementations("cpu"))
         assert all(op["implementation"] and op["reason"] for op in device["ops"].values())
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["extension"]["build"]["version"] == facts["packages"]["lorakernels"]
@@ -31,14 +31,14 @@ def test_doctor_text_names_versions_ops_and_reasons(capsys: pytest.CaptureFixtur
     for part in (torch.__version__, "lorakernels._C", "PyTorch on the CPU"):
         assert part in text
     assert text.count("PyTorch on the CPU") == 1, "equal rows are one"
-    assert f"all {len(OPS)} ops" in text
+    assert f"all {len(implementations('cpu'))} ops" in text
 
 
 def test_doctor_has_a_row_for_each_op_of_a_gpu() -> None:
     """Of an A100, whose rows differ: the implementation, and the reason, which says what it costs."""
     ops = doctor._ops("cuda", (8, 0))
     rows = doctor._render_ops(ops)
-    assert len(rows) == len(OPS)
+    assert len(rows) == len(implementations("cpu"))
     for op, row in zip(ops, rows, strict=True):
         assert row.split()[0] == op and ops[op]["implementation"] in row
         assert row.endswith(ops[op]["reason"])
@@ -141,7 +141,7 @@ def test_bench_all_runs_every_one_and_reports_the_worst(
 
     monkeypatch.setattr(bench.subprocess, "run", fake)
     assert main(["bench", *named, "--no-test", "--repetitions", "2"]) == 1
-    assert [Path(command[1]).stem for command in ran] == [f"bench_{n}" for n in bench.names()]
+    assert [Path(command[1]).stem for command in ran] == [f"bench_{n}" for n in bench.scripts()]
     assert all(command[2:] == ["--repetitions", "2"] for command in ran)
 
 

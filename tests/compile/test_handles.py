@@ -13,8 +13,9 @@ from torch.autograd.graph import save_on_cpu
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.autograd import compiled_linear, lora_linear
-from lorakernels.autograd.lora_linear import LoRASpec
-from lorakernels.handles import numbers_of
+from lorakernels.autograd.lora_linear import Adapter, Call, LoRASpec
+from lorakernels.state.handles import numbers_of
+from lorakernels.values import Weight
 
 LINEAR_FORWARD = torch.ops.lorakernels.linear_forward.default
 LINEAR_BACKWARD = torch.ops.lorakernels.linear_backward.default
@@ -233,7 +234,7 @@ def test_a_window_of_x_has_a_window_of_the_mask():
         part = x[rows, cols].clone().requires_grad_()
         down = a[:, cols].clone().requires_grad_()
         spec = LoRASpec(2.0, p, 7, row0=rows.start, col0=cols.start)
-        y = lora_linear(part, weight[:, cols], None, None, down, b, spec=spec, slot=slot)
+        y = lora_linear(part, Weight(weight[:, cols]), None, Adapter(down, b), Call(spec, slot))
         y.sum().backward()
         return y.detach(), part.grad, down.grad
 

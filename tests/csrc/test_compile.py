@@ -42,7 +42,7 @@ SPILLED_BYTES = {"fp8_gemm_kernel": 48}  # written and read once a tile, outside
 # what the kernel is written for: products of FP8 and of 16-bit operands by warpgroups, and the tensor copy engine
 INSTRUCTIONS = {
     "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
-    "fp8_grad_input_turned.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
+    "sm90_grad_input_untransposed.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},
     "quantize_lora_down_boxes_kernel": {"HMMA", "UTMALDG"},
@@ -72,11 +72,12 @@ def bound_of(kernel: str, entry: str) -> int:
 
 def installed(source: Path, folder: Path) -> tuple[str, Path] | None:
     """(ptxas' report, the cubin) that setup.py left in build/, if it is of this source and these headers."""
-    built = ROOT / "build" / str(sys.implementation.cache_tag) / f"{source.name}.o"
+    objects = ROOT / "build" / str(sys.implementation.cache_tag)
+    built = objects / f"{source.relative_to(CSRC)}.o"
     report, extract = built.with_name(f"{built.name}.log"), tool("cuobjdump")
     if extract is None or not report.exists() or not built.exists():
         return None
-    newest = max(path.stat().st_mtime for path in (source, *CSRC.glob("*.h")))
+    newest = max(path.stat().st_mtime for path in (source, *CSRC.rglob("*.h")))
     log = report.read_text()
     if built.stat().st_mtime < newest or report.stat().st_mtime < newest or "'sm_90a'" not in log:
         return None
@@ -92,21 +93,21 @@ def compiled(source: Path, folder: Path) -> tuple[str, Path]:
     if nvcc is None:
         pytest.skip("no report of this source in build/, no nvcc in CUDA_HOME, CUDA_PATH or PATH")
     command = [nvcc, "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a"]
-    command += ["--ptxas-options=-v", "-cubin", str(source), "-o", str(cubin)]
+    command += ["--ptxas-options=-v", "-I", str(CSRC), "-cubin", str(source), "-o", str(cubin)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr, cubin
 
 
 def kernels_in(source: Path) -> list[str]:
-    """Of the file and of the `…_kernel.h` it includes."""
+    """Of the file and of its op's headers that it includes."""
     text = source.read_text()
-    for header in re.findall(r'#include "(\w+_kernel\.h)"', text):
+    for header in re.findall(r'#include "(ops/\w+/\w+\.h)"', text):
         text += (CSRC / header).read_text()
     text = re.sub(r"//.*", "", text)
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*"
     return re.findall(rf"__global__\s+void\s+(?:{bounds})?(\w+)", text)
 
 
-SOURCES = [source for source in sorted(CSRC.glob("*.cu")) if kernels_in(source)]
+SOURCES = [source for source in sorted(CSRC.rglob("*.cu")) if kernels_in(source)]
 
 
 def test_every_kernel_has_a_bound() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorakernels import _C, reference
+from lorakernels import _C
+from lorakernels.numerics.dropout import dropout_keep, dropout_threshold, keep_scale
+from lorakernels.values import Dropout
 
 # Random123's kat_vectors, philox4x32 10 rounds: counter, key, output.
 KNOWN_ANSWERS = {
@@ -37,9 +39,9 @@ def mask(rows: int, cols: int, *args: int, **window: int) -> torch.Tensor:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 2**-17, 0.999999])
 def test_threshold_and_scale_equal_the_reference(p: float) -> None:
     threshold = _C.dropout_threshold(p)
-    assert threshold == reference.dropout_threshold(p)
+    assert threshold == dropout_threshold(p)
     assert _C.dropout_survivor_scale(threshold) == float(
-        torch.tensor(reference.keep_scale(p), dtype=torch.float32)
+        torch.tensor(keep_scale(p), dtype=torch.float32)
     )
 
 
@@ -48,7 +50,7 @@ def test_threshold_steps_where_the_reference_does() -> None:
     for k in (0, 1, 2, 6553, 32767, 65534):
         edge = torch.tensor((k + 0.5) / 65536, dtype=torch.float64)
         for p in (edge, torch.nextafter(edge, edge.new_zeros(())), torch.nextafter(edge, edge + 1)):
-            assert _C.dropout_threshold(float(p)) == reference.dropout_threshold(float(p))
+            assert _C.dropout_threshold(float(p)) == dropout_threshold(float(p))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
@@ -64,7 +66,7 @@ def test_mask_equals_the_reference(seed: int) -> None:
     offset, site, p = 0x1_2345_6789, 3, 0.3  # the offset's high half must not matter
     signed = seed - (1 << 64) if seed >> 63 else seed
     slot = torch.tensor([signed, offset], dtype=torch.int64)
-    expected = reference.dropout_keep(slot, p, site, 13, 27)
+    expected = dropout_keep(Dropout(slot, p, site), 13, 27)
     threshold = _C.dropout_threshold(p)
     assert torch.equal(mask(13, 27, seed, offset, site, threshold).bool(), expected)
     assert torch.equal(mask(13, 27, seed, offset & 0xFFFFFFFF, site, threshold).bool(), expected)
@@ -83,7 +85,7 @@ def test_a_lane_equal_to_the_threshold_is_kept() -> None:
     slot = torch.zeros(2, dtype=torch.int64)
     for threshold, kept in ((lane, True), (lane + 1, False)):
         assert bool(mask(1, 1, 0, 0, 0, threshold)) == kept
-        assert bool(reference.dropout_keep(slot, threshold / 65536, 0, 1, 1)) == kept
+        assert bool(dropout_keep(Dropout(slot, threshold / 65536, 0), 1, 1)) == kept
 
 
 def test_mask_of_nothing_writes_nothing() -> None:
@@ -104,6 +106,6 @@ def test_the_gpu_draws_the_same_mask_and_writes_nothing_else(rows: int, cols: in
     stream = torch.cuda.current_stream().cuda_stream
     threshold = _C.dropout_threshold(0.3)
     _C.dropout_mask(guarded.data_ptr(), rows, cols, slot.data_ptr(), 3, threshold, stream)
-    expected = reference.dropout_keep(slot.cpu(), 0.3, 3, rows, cols)
+    expected = dropout_keep(Dropout(slot.cpu(), 0.3, 3), rows, cols)
     assert torch.equal(guarded[: rows * cols].view(rows, cols).cpu().bool(), expected)
     assert bool((guarded[rows * cols :] == 7).all())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lorakernels.graphs import GraphManager
+from lorakernels.graphs import GraphManager, GraphOptions, StepGraph
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora
@@ -88,18 +88,17 @@ def state_of(model: nn.Module, loss: Tensor) -> tuple[Tensor, ...]:
 
 
 def whole_step(rank: int, device: torch.device, group: Any) -> tuple[Found, Found, int]:
-    """scope="iteration": NCCL's kernels are nodes of the graph."""
+    """StepGraph: NCCL's kernels are nodes of the graph."""
     model = adapted(device)
     twin = copy.deepcopy(model)
     ours, theirs = Step(model, group), Step(twin, group)
-    run = GraphManager(
+    run = StepGraph(
         ours,
-        "iteration",
         warmup_steps=2,
         fp8_state=model.fp8,
         rng_states=[rng_of(model)],
         modules=[model],
-        backend=backend_for(device),
+        options=GraphOptions(backend=backend_for(device)),
     )
     found: Found = []
     expected: Found = []
@@ -119,7 +118,7 @@ def whole_step(rank: int, device: torch.device, group: Any) -> tuple[Found, Foun
 
 
 def around_layers(rank: int, device: torch.device, group: Any, ddp: bool) -> tuple[Found, Found]:
-    """scope="layer", with DDP around the model or an all-reduce after its backward."""
+    """GraphManager, with DDP around the model or an all-reduce after its backward."""
     model = adapted(device)
     twin = copy.deepcopy(model)
     manager = GraphManager(
@@ -127,7 +126,7 @@ def around_layers(rank: int, device: torch.device, group: Any, ddp: bool) -> tup
         warmup_steps=2,
         fp8_state=model.fp8,
         rng_states=[rng_of(model)],
-        backend=backend_for(device),
+        options=GraphOptions(backend=backend_for(device)),
     )
     wrap: Callable[[nn.Module], nn.Module] = (
         (lambda m: nn.parallel.DistributedDataParallel(m, process_group=group))
@@ -157,7 +156,7 @@ def around_layers(rank: int, device: torch.device, group: Any, ddp: bool) -> tup
             inner.fp8.reduce_and_update(group)
             found[index].append(state_of(inner, loss))
         manager.end_iteration()
-    assert manager.phase == "replaying" and (manager._sets.targets is None) is ddp
+    assert manager.phase == "replaying" and (manager._blocks.grad_memory is None) is ddp
     manager.close()
     return found
 

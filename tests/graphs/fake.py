@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lorakernels.graphs.backend import Captured
+from lorakernels.graphs.device.backend import Captured
 from lorakernels.graphs.signature import TensorSpec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

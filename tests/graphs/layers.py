@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lorakernels.graphs import CudaBackend, GraphManager
+from lorakernels.graphs import CudaBackend, GraphManager, GraphOptions
 from torch import Tensor, nn
 
 from tests.graphs.fake import FakeBackend
@@ -101,10 +102,17 @@ def batches(device: torch.device, count: int, rows: int = 3) -> Iterator[Tensor]
         yield torch.randn(rows, WIDTH, device=device)
 
 
-def managed(layers: Any, device: torch.device, **options: Any) -> GraphManager:
-    options.setdefault("warmup_steps", 1)
-    options.setdefault("backend", backend_for(device))
-    return GraphManager(layers, **options)
+def with_options(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """`arguments`, those that are fields of GraphOptions as such; the backend is the device's if none is given."""
+    names = {field.name for field in dataclasses.fields(GraphOptions)}
+    given = {"backend": backend_for(device)}
+    given |= {name: value for name, value in arguments.items() if name in names}
+    rest = {name: value for name, value in arguments.items() if name not in names}
+    return {**rest, "options": GraphOptions(**given)}
+
+
+def managed(layers: Any, device: torch.device, **arguments: Any) -> GraphManager:
+    return GraphManager(layers, **with_options({"warmup_steps": 1, **arguments}, device))
 
 
 def warm(manager: GraphManager, layers: Sequence[nn.Module], device: torch.device) -> None:

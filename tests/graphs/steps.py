@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps of training that the tests of scope="iteration" share."""
+"""Whole steps of training that the tests of StepGraph share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from lorakernels.graphs import GraphManager
+from lorakernels.graphs import StepGraph
 from torch import Tensor, nn
 
-from tests.graphs.layers import backend_for
+from tests.graphs.layers import with_options
 
 
 class Step:
@@ -40,9 +40,9 @@ class Step:
         return {"loss": total, "norm": norm}
 
 
-def graphed(step: Any, device: torch.device, **options: Any) -> Any:
-    options = {"warmup_steps": 2, "backend": backend_for(device), **options}
-    return GraphManager(step, "iteration", modules=[step.model], **options)
+def graphed(step: Any, device: torch.device, **arguments: Any) -> StepGraph:
+    arguments = with_options({"warmup_steps": 2, **arguments}, device)
+    return StepGraph(step, modules=[step.model], **arguments)
 
 
 class Sgd:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What csrc/graph_call.cpp answers in one call, against the Python that it stands for."""
+"""What csrc/graphs/call.cpp answers in one call, against the Python that it stands for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import grads
+from lorakernels.graphs.replay import grads
 from lorakernels.graphs.signature import Signature, difference, extension, flatten, typed
 from torch import Tensor
 
@@ -108,8 +108,8 @@ def test_an_iteration_without_gradients_zeroes_their_memory_once(
     manager = managed(ours, device, num_microbatches=2)
     warm(manager, ours, device)
     zeroed = []
-    zero = grads.Slab.zero
-    monkeypatch.setattr(grads.Slab, "zero", lambda self: zeroed.append(self) or zero(self))
+    zero = grads.GradSlab.zero
+    monkeypatch.setattr(grads.GradSlab, "zero", lambda self: zeroed.append(self) or zero(self))
     monkeypatch.delattr(grads.LayerGrads, "_install_one_by_one")
     monkeypatch.setattr(torch, "_foreach_zero_", None)
     for step in range(3):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, CudaBackend, GraphManager, ReplayError
-from lorakernels.graphs.backend import Captured
-from lorakernels.graphs.pool import Pool
+from lorakernels.graphs import CaptureError, CudaBackend, GraphManager, GraphOptions, ReplayError
+from lorakernels.graphs.device.backend import Captured
+from lorakernels.graphs.device.pool import Pool
 from torch import Tensor, nn
 
 from tests.graphs.layers import Block, batches, managed, run, same, stack, twins, warm
@@ -200,7 +200,7 @@ def test_a_capture_that_failed_in_the_middle_and_then_succeeds() -> None:
 def test_other_threads_may_use_cuda_meanwhile(mode: str) -> None:
     """F25: a data loader's thread that allocates and pins memory all the time."""
     ours, theirs = twins(CUDA, 4)
-    manager = GraphManager(ours, warmup_steps=1, mode=mode)
+    manager = GraphManager(ours, warmup_steps=1, options=GraphOptions(mode=mode))
     stop = threading.Event()
 
     def load() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from lorakernels.graphs import GraphManager
-from lorakernels.graphs.pool import Pool
+from lorakernels.graphs.capture.states import PINNED_BY
+from lorakernels.graphs.device.pool import Pool
 from lorakernels.graphs.signature import extension, flatten
-from lorakernels.graphs.states import PINNED_BY
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State
@@ -61,8 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grads added": {"grads": "add"},
     "grads by autograd": {"grads": "autograd"},
     "two microbatches": {"num_microbatches": 2},
-    "several sets": {"on_new_shape": "capture"},
-    "eval": {"eval": "capture"},
+    "several shapes": {"on_new_shape": "capture"},
 }
 
 
@@ -74,11 +73,7 @@ def test_a_manager_that_is_dropped_goes_with_its_layers(options: dict[str, Any])
         run(layers, torch.randn(5, 8)).sum().backward()
         manager.end_iteration()
         assert len(backends) == 2
-    if "eval" in options:
-        with torch.no_grad():
-            run(layers.eval(), torch.randn(3, 8))
-        assert manager.report().eval_graphs == 3
-    calls = [call for one in manager._sets.captured for call in one.graphs.calls]
+    calls = [call for one in manager._blocks.captured for call in one.graphs.calls]
     gone = refs_to(manager, manager.graphs, *layers, *layers.parameters(), *calls)
     gone += [ref for backend in backends for ref in backend.graphs]
     gone += refs_to(*[p.grad for p in layers.parameters()])

@@ -192,7 +192,9 @@ def test_under_ddp_gradients_go_through_its_hooks(tmp_path) -> None:
                 assert torch.equal(p.grad, 2 * q.grad), step
             ours.zero_grad(), theirs.zero_grad()
             manager.end_iteration()
-        assert sum(reduced) == 4 * len(list(ours.parameters())) and manager._sets.targets is None
+        assert (
+            sum(reduced) == 4 * len(list(ours.parameters())) and manager._blocks.grad_memory is None
+        )
         manager.close()
         manager = managed(list(ours), CPU, grads="add")
         model(x).sum().backward()
@@ -245,8 +247,8 @@ class _Optional(nn.Module):
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
 def test_only_what_a_backward_reaches_gets_a_gradient(device: torch.device, graphs: bool) -> None:
-    """Two sets of graphs, one of which alone reaches `extra`: the other leaves its .grad None. A gradient that collects
-    over iterations outside of the layers is not zeroed by theirs."""
+    """Two captured blocks, of which one reaches `extra`: the other leaves its .grad None. A gradient that collects over
+    iterations outside of the layers is not zeroed by theirs."""
     layers = [_Optional().to(device) for _ in range(2)]
     manager = managed(layers, device, on_new_shape="capture") if graphs else None
     seen = []
@@ -284,7 +286,7 @@ def test_recapture_with_gradients_keeps_their_memory_the_managers(
         manager.end_iteration()
         kept = ours[0].up.weight.grad if held else None
         manager.recapture()
-        kinds = [t.kind for t in manager._sets.targets.of(list(ours.parameters()))]
+        kinds = [t.kind for t in manager._blocks.grad_memory.of(list(ours.parameters()))]
         assert kinds == ["given" if held and i == 0 else "own" for i in range(8)], step
         assert kept is None or ours[0].up.weight.grad is kept
 
@@ -306,4 +308,4 @@ def test_sets_that_reach_more_and_fewer_parameters_take_turns(device: torch.devi
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             p.grad = q.grad = None
         manager.end_iteration()
-    assert [s.graphs.blocks for s in manager._sets.captured] == [4, 4]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [4, 4]

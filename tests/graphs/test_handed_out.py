@@ -105,7 +105,7 @@ def test_a_set_of_graphs_is_chosen_by_autocast_too(device) -> None:
         assert torch.equal(*results), (index, enabled)
         same(ours, theirs, (index, enabled))
         manager.end_iteration()
-    assert [s.graphs.blocks for s in manager._sets.captured] == [3, 3]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [3, 3]
 
 
 def test_autocast_that_was_not_captured_is_refused(device) -> None:
@@ -139,7 +139,7 @@ def test_a_side_input_that_was_written_in_place_before_is_taken(device) -> None:
         assert torch.equal(*results), index
         same(ours, theirs, index)
         manager.end_iteration()
-    assert [s.graphs.blocks for s in manager._sets.captured] == [3]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [3]
 
 
 class Pair(nn.Module):
@@ -251,4 +251,4 @@ def test_an_output_that_was_changed_in_place_once_is_known_in_later_iterations(d
             run(layers, x).square().sum().backward()
         same(ours, theirs, index)
         manager.end_iteration()
-    assert not manager._sets.captured[0].graphs.trial
+    assert not manager._blocks.captured[0].graphs.trial

@@ -52,7 +52,7 @@ def test_hooks_on_the_layer_and_on_parameters_fire(device: torch.device) -> None
         run(layers, next(batches(device, 1)).requires_grad_()).sum().backward()
         assert sorted(fired) == ["backward", "forward", "grad"]
         manager.end_iteration()
-    assert manager.phase == "replaying" and manager._sets.targets is None
+    assert manager.phase == "replaying" and manager._blocks.grad_memory is None
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
@@ -78,4 +78,4 @@ def test_a_parameters_hook_that_comes_later_fires_after_recapture(device: torch.
     for _ in range(3):
         step(3)
         manager.end_iteration()
-    assert manager.phase == "replaying" and manager._sets.captured[0].graphs.blocks == 3
+    assert manager.phase == "replaying" and manager._blocks.captured[0].graphs.blocks == 3

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from lorakernels.graphs import (
     GraphManager,
+    GraphOptions,
     OrderError,
     ReplayOrderError,
+    StepGraph,
 )
 from torch import nn
 
@@ -78,7 +82,7 @@ def test_called_as_transformers_calls_its_layers(device: torch.device) -> None:
             a.sum().backward(), b.sum().backward()
         same(ours, theirs, step)
         manager.end_iteration()
-    kinds = [b.kind for b in manager._sets.captured[0].plan.buffers]
+    kinds = [b.kind for b in manager._blocks.captured[0].plan.buffers]
     assert kinds.count("input") == 3, "x, cos, mask; sin is the same object as cos"
 
 
@@ -157,28 +161,26 @@ def test_branches_and_skips_between_layers(device: torch.device) -> None:
 
 def test_eval_is_never_the_training_graph(device: torch.device) -> None:
     """F35."""
-    for choice in ("eager", "capture"):
-        state = State(device)
-        layers = [Drop(state), Block().to(device)]
-        manager = managed(layers, device, eval=choice, rng_states=[state])
-        x = next(batches(device, 1))
-        run(layers, x.requires_grad_()).sum().backward()
-        manager.end_iteration()
-        for layer in layers:
-            layer.eval()
-        with torch.no_grad():
-            for rows in (3, 5, 3):
-                x = torch.randn(rows, WIDTH, device=device)
-                first, second = run(layers, x), run(layers, x)
-                with manager.disabled():
-                    expected = run(layers, x)
-                assert torch.equal(first, expected) and torch.equal(second, expected)
-        assert manager._evals is None or len(manager._evals) == 4
-        for layer in layers:
-            layer.train()
-        x = next(batches(device, 1)).requires_grad_()
-        assert not torch.equal(layers[0](x), x)
-        manager.close()
+    state = State(device)
+    layers = [Drop(state), Block().to(device)]
+    manager = managed(layers, device, rng_states=[state])
+    x = next(batches(device, 1))
+    run(layers, x.requires_grad_()).sum().backward()
+    manager.end_iteration()
+    for layer in layers:
+        layer.eval()
+    with torch.no_grad():
+        for rows in (3, 5, 3):
+            x = torch.randn(rows, WIDTH, device=device)
+            first, second = run(layers, x), run(layers, x)
+            with manager.disabled():
+                expected = run(layers, x)
+            assert torch.equal(first, expected) and torch.equal(second, expected)
+    for layer in layers:
+        layer.train()
+    x = next(batches(device, 1)).requires_grad_()
+    assert not torch.equal(layers[0](x), x)
+    manager.close()
 
 
 def test_disabled_and_close_are_the_eager_layers(device: torch.device) -> None:
@@ -230,9 +232,7 @@ def test_reset_frees_everything_and_records_again(device: torch.device) -> None:
 def test_bad_arguments_name_the_value() -> None:
     layers = stack(CPU, 2)
     for options, message in [
-        ({"scope": "model"}, 'scope must be "layer" or "iteration", got \'model\''),
         ({"grads": "sum"}, r"grads must be one of \('auto', 'add', 'autograd'\), got 'sum'"),
-        ({"on_new_shape": "pad"}, "on_new_shape must be one of"),
         ({"warmup_steps": 0}, "warmup_steps must be an int >= 1, got 0"),
         ({"num_microbatches": 1.5}, "num_microbatches must be an int >= 1, got 1.5"),
     ]:
@@ -240,16 +240,41 @@ def test_bad_arguments_name_the_value() -> None:
             GraphManager(layers, **options)
     with pytest.raises(TypeError, match="layers must be a sequence of modules, got one Block"):
         GraphManager(layers[0])
+    with pytest.raises(TypeError, match="got a function; StepGraph captures a step function"):
+        GraphManager(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_new_shape": "pad"}, r"on_new_shape must be one of .*, got 'pad'"),
+        ({"mode": "global"}, r"mode must be one of \('relaxed', 'thread_local'\), got 'global'"),
+        ({"max_shapes": 0}, "max_shapes must be an int >= 1, got 0"),
+    ],
+    ids=["on_new_shape", "mode", "max_shapes"],
+)
+def test_bad_options_name_the_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraphOptions(**options)
+
+
+@pytest.mark.parametrize("kind", [GraphManager, StepGraph, GraphOptions])
+def test_signatures_are_readable(kind: type) -> None:
+    """Every parameter by name, at most eight, with its type: what `help` and editors show."""
+    parameters = inspect.signature(kind).parameters.values()
+    assert len(parameters) <= 8
+    assert all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    assert all(p.annotation is not p.empty for p in parameters)
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_layers_that_have_no_graphs_are_refused_before_anything_is_attached(where: str) -> None:
     layers = stack(torch.device(where), 2)
-    message = f"the layers must be on a CUDA device before GraphManager is made, found {where}"
+    message = f"the modules must be on a CUDA device before their graphs are made, found {where}"
     with pytest.raises(ValueError, match=message):
         GraphManager(layers)
     with pytest.raises(ValueError, match=message):
-        GraphManager(lambda x: x, scope="iteration", modules=[layers])
+        StepGraph(lambda x: x, modules=[layers])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
     assert not any("forward" in vars(m) for m in layers)
 

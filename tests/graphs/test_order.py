@@ -103,27 +103,8 @@ def test_an_order_is_refused_exactly_when_the_model_refuses_it(
         assert error.value.expected in all_steps(layers, microbatches)
 
 
-@given(valid_orders())
-def test_in_flight_and_positions_against_a_count_over_intervals(
-    case: tuple[list[Step], int, int],
-) -> None:
-    steps, layers, microbatches = case
-    order = Order(steps, layers, microbatches)
-    for layer in range(layers):
-        spans = [
-            range(steps.index(Step(layer, m, F)), steps.index(Step(layer, m, B)))
-            for m in range(microbatches)
-        ]
-        assert order.max_in_flight()[layer] == max(
-            sum(t in span for span in spans) for t in range(len(steps))
-        )
-        ends = [order.index(Step(layer, m, B)) for m in range(microbatches)]
-        assert ends == [s.stop for s in spans]
-
-
-def test_in_flight_closed_form() -> None:
+def test_positions_in_closed_form() -> None:
     order = Order(ALTERNATING, 1, 3)
-    assert order.max_in_flight() == (2,)
     assert [order.index(Step(0, m, B)) for m in range(3)] == [2, 4, 5]
     with pytest.raises(ValueError, match="backward of layer '0', microbatch 3 is not in the order"):
         order.index(Step(0, 3, B))

@@ -9,12 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import (
-    GraphManager,
-    gpipe,
-    interleaved_one_forward_one_backward,
-    one_forward_one_backward,
-)
+from lorakernels.graphs import GraphManager
 from lorakernels.graphs.order import Direction, Order, Step
 from torch import nn
 
@@ -23,6 +18,11 @@ from tests.graphs.layers import (
     managed,
     same,
     twins,
+)
+from tests.graphs.schedules import (
+    gpipe,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
 )
 
 CPU = torch.device("cpu")

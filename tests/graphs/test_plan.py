@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import Direction, Order, Step, gpipe, one_forward_one_backward
-from lorakernels.graphs.plan import CallTrace, FromOutput, FromOutside, make_plan
+from lorakernels.graphs import Direction, Order, Step
+from lorakernels.graphs.plan.call_spec import CallSpec, FromOutput, FromOutside
+from lorakernels.graphs.plan.plan import make_plan
+
+from tests.graphs.schedules import gpipe, one_forward_one_backward
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 
@@ -20,7 +23,7 @@ class Spec:
     requires_grad: bool = True
 
 
-def chain(layers: int, microbatches: int, extra: int = 0) -> dict[tuple[int, int], CallTrace]:
+def chain(layers: int, microbatches: int, extra: int = 0) -> dict[tuple[int, int], CallSpec]:
     """Each layer reads the one before it and `extra` constants that all of a microbatch's calls share."""
     calls = {}
     for m in range(microbatches):
@@ -28,12 +31,12 @@ def chain(layers: int, microbatches: int, extra: int = 0) -> dict[tuple[int, int
         for layer in range(layers):
             first = FromOutput((layer - 1, m), 0) if layer else FromOutside(100 * m)
             specs = (Spec(), *[Spec(8, False)] * extra)
-            calls[layer, m] = CallTrace(specs, (first, *shared), (Spec(),))
+            calls[layer, m] = CallSpec(specs, (first, *shared), (Spec(),))
     return calls
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[Order, dict[tuple[int, int], CallTrace]]:
+def schedules(draw: st.DrawFn) -> tuple[Order, dict[tuple[int, int], CallSpec]]:
     """Any valid interleaving of microbatches; each layer reads random outputs of earlier layers."""
     layers, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     reads = [
@@ -55,7 +58,7 @@ def schedules(draw: st.DrawFn) -> tuple[Order, dict[tuple[int, int], CallTrace]]
     for m in range(microbatches):
         for n in range(layers):
             sources = [FromOutput((r, m), 0) for r in reads[n]] or [FromOutside(m)]
-            calls[n, m] = CallTrace((Spec(),) * len(sources), tuple(sources), (Spec(),))
+            calls[n, m] = CallSpec((Spec(),) * len(sources), tuple(sources), (Spec(),))
     return Order(order, layers, microbatches), calls
 
 
@@ -130,9 +133,9 @@ def test_microbatches_that_differ_are_captured_each(different: str) -> None:
     calls = chain(2, 2, extra=2)
     old = calls[1, 1]
     calls[1, 1] = {
-        "shape": CallTrace((Spec(16), *old.inputs[1:]), old.sources, old.outputs),
-        "constants": CallTrace(old.inputs, old.sources, old.outputs, "other"),
-        "groups": CallTrace(
+        "shape": CallSpec((Spec(16), *old.inputs[1:]), old.sources, old.outputs),
+        "constants": CallSpec(old.inputs, old.sources, old.outputs, "other"),
+        "groups": CallSpec(
             old.inputs, (old.sources[0], FromOutside(7), FromOutside(8)), old.outputs
         ),
     }[different]
@@ -170,9 +173,9 @@ def test_places_do_not_grow_with_the_microbatches() -> None:
 
 def test_an_output_with_two_readers_shares_forward_and_copies_back() -> None:
     calls = {
-        (0, 0): CallTrace((Spec(),), (FromOutside(0),), (Spec(),)),
-        (1, 0): CallTrace((Spec(),), (FromOutput((0, 0), 0),), (Spec(),)),
-        (2, 0): CallTrace((Spec(),), (FromOutput((0, 0), 0),), (Spec(),)),
+        (0, 0): CallSpec((Spec(),), (FromOutside(0),), (Spec(),)),
+        (1, 0): CallSpec((Spec(),), (FromOutput((0, 0), 0),), (Spec(),)),
+        (2, 0): CallSpec((Spec(),), (FromOutput((0, 0), 0),), (Spec(),)),
     }
     order = Order(
         [Step(0, 0, F), Step(1, 0, F), Step(2, 0, F), Step(2, 0, B), Step(1, 0, B), Step(0, 0, B)],

@@ -141,7 +141,7 @@ def test_a_failed_recapture_frees_the_graphs_it_had_kept() -> None:
 @pytest.mark.parametrize("where", ["the fingerprints", "the pins", "the report"])
 def test_a_failure_after_the_last_capture_leaves_nothing(monkeypatch, where: str) -> None:
     """F29, beyond the captures themselves."""
-    from lorakernels.graphs import sets
+    from lorakernels.graphs.capture import captured_blocks
 
     class Pinned(State):
         in_charge = "user"
@@ -180,12 +180,14 @@ def test_a_failure_after_the_last_capture_leaves_nothing(monkeypatch, where: str
 
     with monkeypatch.context() as patch:
         if where == "the fingerprints":
-            real, count = sets.LayerWatch, []
+            real, count = captured_blocks.LayerWatch, []
             patch.setattr(
-                sets, "LayerWatch", lambda *a: late() if count.append(1) or count[1:] else real(*a)
+                captured_blocks,
+                "LayerWatch",
+                lambda *a: late() if count.append(1) or count[1:] else real(*a),
             )
         elif where == "the report":
-            patch.setattr(sets, "_report", late)
+            patch.setattr(captured_blocks, "_report", late)
         with pytest.raises(CaptureError, match="install: RuntimeError: late"):
             manager.end_iteration()
     failing.clear()

@@ -9,19 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import (
-    Direction,
-    Order,
-    OrderError,
-    OrderRecorder,
-    Step,
+from lorakernels.graphs import Direction, Order, OrderError, OrderRecorder, Step
+from torch import Tensor, nn
+
+from tests.graphs.recorded import HOOKS, Block, blocks, chain, recording
+from tests.graphs.schedules import (
     gpipe,
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
-from torch import Tensor, nn
-
-from tests.graphs.recorded import HOOKS, Block, blocks, chain, recording
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 

@@ -11,14 +11,12 @@ from functools import partial
 
 import pytest
 import torch
-from lorakernels.graphs import (
-    OrderRecorder,
-    gpipe,
-)
+from lorakernels.graphs import OrderRecorder
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.graphs.recorded import Block, blocks, chain, gradients, recording
+from tests.graphs.schedules import gpipe
 
 
 def each(reentrant: bool, layers: nn.ModuleList, x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def step(layers: Any, x: Tensor, factor: float = 1) -> Tensor:
     return x
 
 
-def sets(manager: Any) -> int:
+def captured_blocks(manager: Any) -> int:
     return len(manager.report().shapes)
 
 
@@ -69,12 +69,12 @@ def test_each_shape_runs_eagerly_once_and_is_replayed_then(device: torch.device)
             y.square().sum().backward()
         same(ours, theirs, index)
         manager.end_iteration()
-        blocks.append([s.graphs.blocks for s in manager._sets.captured])
+        blocks.append([s.graphs.blocks for s in manager._blocks.captured])
     assert blocks[0] == [1] and blocks[1] == [1, 0] and blocks[-1] == [3, 2, 1]
     report = manager.report()
     assert [g.shape for g in report.graphs] == [i for i in range(3) for _ in range(6)]
     assert "shape 1: float32 [5, 8]" in str(report) and not report.copied
-    plans = [s.plan for s in manager._sets.captured]
+    plans = [s.plan for s in manager._blocks.captured]
     assert report.buffers == sum(len(plan.buffers) for plan in plans)
     assert report.buffer_bytes == sum(plan.bytes for plan in plans) < report.unshared_bytes
 
@@ -127,7 +127,7 @@ class Both:
                 if kind not in self.kinds and len(self.kinds) < self.max_shapes:
                     self.kinds.append(kind)
             self.manager.end_iteration()
-            assert sets(self.manager) == len(self.kinds)
+            assert captured_blocks(self.manager) == len(self.kinds)
         elif action == "zero":
             for layers in (self.ours, self.theirs):
                 for p in layers.parameters():
@@ -154,7 +154,7 @@ class Both:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ACTIONS, min_size=3, max_size=10), st.integers(1, 4))
 def test_random_shapes_and_constants(actions: list[tuple[str, Any]], max_shapes: int) -> None:
-    """The model: as many sets as kinds of microbatches seen, and always the eager twin's bits."""
+    """The model: as many captured blocks as kinds of microbatches seen, and always the eager twin's bits."""
     both = Both(max_shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -182,13 +182,13 @@ def test_random_shapes_with_two_microbatches_in_flight(rows: list[int]) -> None:
                     y.square().sum().backward()
             same(ours, theirs, first)
             manager.end_iteration()
-    assert sets(manager) == len(set(rows))
+    assert captured_blocks(manager) == len(set(rows))
     assert manager.report().microbatches_captured == 2
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
 def test_states_advance_and_masks_are_new_in_every_set(device: torch.device) -> None:
-    """F9 and F10, over two sets that take turns."""
+    """F9 and F10, over two captured blocks that take turns."""
     state = State(device)
     layer = Drop(state)
     manager = managed([layer], device, rng_states=[state], on_new_shape="capture")
@@ -228,7 +228,7 @@ def test_a_gradient_kept_while_a_set_is_captured_is_not_overwritten() -> None:
     for rows in (3, 5):  # nobody holds it any more: back to the slab, by either set
         x, g = batch(rows, CPU), batch(rows, CPU)
         layer(x).backward(g)
-        assert layer.weight.grad is manager._sets.targets.of([layer.weight])[0].grad
+        assert layer.weight.grad is manager._blocks.grad_memory.of([layer.weight])[0].grad
         torch.testing.assert_close(layer.weight.grad, g.T @ x, rtol=0, atol=0)
         layer.weight.grad = None
         manager.end_iteration()
@@ -261,7 +261,7 @@ def test_equal_constants_of_other_types_are_other_constants(first: float, second
         else:
             step(ours, batch(3, CPU), second).square().sum().backward()
             manager.end_iteration()
-            assert sets(manager) == 2
+            assert captured_blocks(manager) == 2
         manager.close()
 
 
@@ -271,7 +271,7 @@ def warm_with(manager: Any, forward: Callable[[], Tensor]) -> None:
 
 
 def test_one_set_for_microbatches_that_take_turns(device: torch.device) -> None:
-    """Two shapes within the recorded iteration: two sets at once, in any turn."""
+    """Two shapes within the recorded iteration: two captured blocks at once, in any turn."""
     ours, theirs = twins(device, 2)
     manager = managed(ours, device, num_microbatches=2, on_new_shape="capture")
     for rows in [(3, 5), (5, 3), (3, 3), (5, 5)]:
@@ -281,7 +281,7 @@ def test_one_set_for_microbatches_that_take_turns(device: torch.device) -> None:
                 run(layers, x).square().sum().backward()
         same(ours, theirs, rows)
         manager.end_iteration()
-    assert [s.graphs.blocks for s in manager._sets.captured] == [3, 3]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [3, 3]
     run(ours, next(batches(device, 1))).square().sum().backward()
     with pytest.raises(ReplayOrderError, match="replay ended early"):
         manager.end_iteration()
@@ -310,7 +310,7 @@ def test_blocks_of_one_and_of_two_microbatches(device: torch.device) -> None:
         iteration(*rows, in_flight=True)
     for rows in [(5, 5), (5, 5), (5, 3), (5, 3)]:
         iteration(*rows)
-    assert [s.graphs.blocks for s in manager._sets.captured] == [1, 4, 1]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [1, 4, 1]
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
@@ -333,4 +333,4 @@ def test_arguments_that_are_one_object_are_another_kind_of_call(device: torch.de
         same(ours, theirs, one)
         manager.end_iteration()
     # A set that copies both takes one object for both as well
-    assert [s.graphs.blocks for s in manager._sets.captured] == [1, 3]
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [1, 3]

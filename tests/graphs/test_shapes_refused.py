@@ -21,7 +21,7 @@ from tests.graphs.layers import (
     twins,
     warm,
 )
-from tests.graphs.test_shapes import batch, sets
+from tests.graphs.test_shapes import batch, captured_blocks
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def test_blocks_that_differ_only_later_are_refused() -> None:
     iteration(3, 4)
     with pytest.raises(ReplayOrderError, match="expected forward of layer '0'"):
         ours[1](batch(9, CPU))  # of a block that begins with another layer
-    assert sets(manager) == 1
+    assert captured_blocks(manager) == 1
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
@@ -62,7 +62,7 @@ def test_an_incomplete_block_of_a_new_shape(device: torch.device) -> None:
             run(layers, x).square().sum().backward()
         same(ours, theirs, rows)
         manager.end_iteration()
-    assert sets(manager) == 2
+    assert captured_blocks(manager) == 2
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
@@ -89,12 +89,12 @@ def test_a_new_shape_that_cannot_be_captured_leaves_the_others() -> None:
         for rows in (3, 5, 5, 3):
             both(rows)
             manager.end_iteration()
-        assert sets(manager) == 1
+        assert captured_blocks(manager) == 1
         manager.capture()
         for rows in (3, 5, 3):
             both(rows)
             manager.end_iteration()
-        assert [s.graphs.blocks for s in manager._sets.captured] == [4, 1]
+        assert [s.graphs.blocks for s in manager._blocks.captured] == [4, 1]
         with pytest.raises(RuntimeError, match="the layers are captured already"):
             manager.capture()
         manager.close()
@@ -135,8 +135,8 @@ def test_a_new_shape_that_the_tracer_refuses_runs_eagerly_from_then_on(
         iteration(3, odd=True)
     for rows, odd in ((3, False), (3, True), (4, False), (3, True), (4, False), (4, False)):
         iteration(rows, odd)
-    assert sets(manager) == 2
-    assert [s.graphs.blocks for s in manager._sets.captured] == [microbatches, 2 * microbatches]
+    assert captured_blocks(manager) == 2
+    assert [s.graphs.blocks for s in manager._blocks.captured] == [microbatches, 2 * microbatches]
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
@@ -154,7 +154,7 @@ def test_a_layer_of_a_new_shape_that_changes_its_argument(device: torch.device) 
             layers[0](x * 1).square().sum().backward()
         same(ours, theirs, rows)
         manager.end_iteration()
-    assert sets(manager) == 1
+    assert captured_blocks(manager) == 1
 
 
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
@@ -162,14 +162,14 @@ def test_beyond_max_shapes_blocks_run_eagerly_and_say_so_once(device: torch.devi
     ours, theirs = twins(device, 2)
     manager = managed(ours, device, on_new_shape="capture", max_shapes=2)
     warm(manager, ours, device)
-    with pytest.warns(RuntimeWarning, match="max_shapes=2 sets of graphs") as found:
+    with pytest.warns(RuntimeWarning, match="max_shapes=2 shapes are captured") as found:
         for rows in (5, 7, 9, 7, 3, 5):
             x = batch(rows, device)
             for layers in (ours, theirs):
                 run(layers, x).square().sum().backward()
             same(ours, theirs, rows)
             manager.end_iteration()
-    assert sets(manager) == 2
+    assert captured_blocks(manager) == 2
     assert len([w for w in found if "max_shapes" in str(w.message)]) == 1
 
 
@@ -191,4 +191,4 @@ def test_an_abandoned_block_of_a_second_set(device: torch.device) -> None:
         expected.square().sum().backward()
         same(ours, theirs, index)
         manager.end_iteration()
-    assert sets(manager) == 2
+    assert captured_blocks(manager) == 2

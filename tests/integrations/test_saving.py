@@ -25,7 +25,7 @@ from lorakernels import (
     unload,
     unmerge_lora,
 )
-from tests.modules.fused_models import adapted, tokens
+from tests.fusion.fused_models import adapted, tokens
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import DelayedScaling
-from lorakernels.fp8 import FP8State
+from lorakernels.state.fp8 import FP8State
 
 FLT_MAX = torch.finfo(torch.float32).max
 FINITE = [0.0, 1e-45, 1e-38, 2e-37, 1e-3, 1.0, 448.0, 6e4, 3e38]

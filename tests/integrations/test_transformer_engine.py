@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
-from lorakernels.fp8 import FP8State
 from lorakernels.integrations.transformer_engine import (
     convert_te_model,
     from_te_linear,
@@ -21,6 +20,7 @@ from lorakernels.integrations.transformer_engine import (
     why_not,
 )
 from lorakernels.modules.frozen import quantize_weight
+from lorakernels.state.fp8 import FP8State
 from tests.integrations.te_stand_ins import (
     MODULES,
     Format,

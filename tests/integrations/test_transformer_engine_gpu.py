@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora
-from lorakernels.fp8 import FP8State
 from lorakernels.integrations.transformer_engine import (
     convert_te_model,
     from_te_linear,
     load_te_state,
     why_not,
 )
+from lorakernels.state.fp8 import FP8State
 
 E4M3 = torch.float8_e4m3fn
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
-from lorakernels.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 
 transformers = pytest.importorskip("transformers")
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -19,6 +19,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lorakernels.ops import Scaling
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,7 +37,7 @@ def interpret(file: str, output: Path) -> Any:
     command = [sys.executable, file, str(output)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return torch.load(output)
+    return torch.load(output, weights_only=False)  # written by the process above
 
 
 def sm90(
@@ -89,14 +91,14 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a & 0x7F == 0x7F) & (b & 0x7F == 0x7F))).all())
 
 
-def state_of(kind: str, device: torch.device | str) -> tuple[Tensor | None, bool]:
-    """(state with column 1 in use, delayed) of "kept", a scale that saturates some; "unset", 0; "eval"; "none"."""
+def scaling_of(kind: str, device: torch.device | str) -> Scaling | None:
+    """By column 1 of a state: "kept", a scale that saturates some; "unset", 0; "eval"; "none"."""
     if kind == "none":
-        return None, False
+        return None
     state = torch.zeros(4, 3, device=device)
     state[-1] = torch.tensor([7.0, 0.0 if kind == "unset" else 211.7, 5.0])
     state[0] = 0.25
-    return state, kind != "eval"
+    return Scaling(state, 1, kind != "eval")
 
 
 STATES = ("kept", "unset", "eval", "none")

@@ -253,14 +253,14 @@ def test_the_report_follows_the_model():
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_the_report_asks_the_ladder_about_the_recipe_s_gemm(split, monkeypatch):
-    def implementations(*_, split, **__):
-        return {"bias_dropout_add": ("", ""), "y": (str(split), "")}
+def test_the_report_asks_about_the_recipe_s_gemm_and_a_linear_layer_s_ops(split, monkeypatch):
+    def implementations(_, place):
+        return {"bias_dropout_add": ("", ""), "fp8_linear_lora": (str(place.split), "")}
 
     monkeypatch.setattr(report_module, "implementations", implementations)
     recipe = DelayedScaling(fp8_gemm_fprop=MMParams(split))
     (row,) = apply_lora(model(), LoRAConfig(target_modules=["0.q_proj"], fp8=recipe)).adapted()
-    assert row.ops == {"y": str(split)}
+    assert row.ops == {"fp8_linear_lora": str(split)}
 
 
 @pytest.mark.gpu

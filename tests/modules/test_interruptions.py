@@ -26,8 +26,8 @@ from lorakernels import (
     unfuse,
     unmerge_lora,
 )
+from tests.fusion.fused_models import adapted, model_of, tokens
 from tests.interrupt import Interrupt
-from tests.modules.fused_models import adapted, model_of, tokens
 
 INTERRUPTIONS = 40  # of each call, the first and the last allocation among them
 CONFIG = LoRAConfig(

@@ -75,20 +75,19 @@ def test_a_layer_that_differs_has_a_line_of_its_own():
 
 
 def test_layers_that_take_other_paths_say_theirs(monkeypatch):
-    def implementations(*_, sizes, **__):
-        return {
-            "gemm": ("csrc", "sm90") if sizes[0] == 32 else ("triton", "N is no multiple of 32")
-        }
+    def implementations(_, place):
+        triton = ("triton", "N is no multiple of 32")
+        return {"fp8_linear_lora": ("csrc", "sm90") if place.sizes[0] == 32 else triton}
 
     model = Model(2)
     report = apply_lora(model, LoRAConfig(target_modules=["up_proj", "gate_proj"]))
     monkeypatch.setattr(report_module, "implementations", implementations)
-    assert "[" not in str(report) and str(report).endswith("  csrc: gemm (sm90)")
+    assert "[" not in str(report) and str(report).endswith("  csrc: fp8_linear_lora (sm90)")
     model = Model(2)
     text = str(apply_lora(model, LoRAConfig(target_modules=["up_proj", "q_proj"])))
-    assert re.search(r"up_proj \(2\): lora 16→32 .* \[csrc: gemm\]", text)
-    assert re.search(r"q_proj \(2\): lora 16→16 .* \[triton: gemm\]", text)
-    assert "  triton: gemm (N is no multiple of 32)" in text
+    assert re.search(r"up_proj \(2\): lora 16→32 .* \[csrc: fp8_linear_lora\]", text)
+    assert re.search(r"q_proj \(2\): lora 16→16 .* \[triton: fp8_linear_lora\]", text)
+    assert "  triton: fp8_linear_lora (N is no multiple of 32)" in text
 
 
 def test_members_that_share_x_are_one_line():

@@ -1,162 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op through torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch."""
+"""What every op of the registry keeps to: its schema, torch.library's opcheck, one compiled graph, empty tensors.
+
+`cases.arguments` has the arguments; an op without any fails here.
+"""
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lorakernels import ops
+from lorakernels.ops import Scaled, SideBySide, Weight
+from lorakernels.ops.register import OPS, Op
+from tests.ops.cases import arguments
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def arguments(device):
-    """One argument tuple per case; odd sizes, with and without the optional tensors."""
-    m, k, n, r = 7, 24, 10, 3
-    x = torch.randn(m, k, device=device)
-    dy = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-    a, b = torch.randn(r, k, device=device), torch.randn(n, r, device=device)
-    w = torch.randn(n, k, device=device)
-    slot = torch.tensor([5, 9], device=device)
-    one = torch.ones(1, device=device)
-    state = torch.zeros(5, 2, device=device)
-    forward, backward = (torch.rand(5, 2, device=device) for _ in range(2))
-    s = torch.randn(m, r, device=device)
-    ds = torch.randn(m, r, device=device, dtype=torch.bfloat16)
-    x8, w8, dy8 = (t.view(torch.uint8) for t in (x.to(E4M3), w.to(E4M3), dy.to(E5M2)))
-    bf16 = torch.bfloat16
-    labels = torch.arange(m, device=device)
-    two, three = torch.rand(2, device=device), torch.rand(3, device=device)
-    scales = torch.rand(m, 1, device=device)
-    heads = [torch.randn(1, 2, m, 4, device=device, dtype=bf16) for _ in range(3)]
-    angles = torch.randn(2, m, 4, device=device)
-    return {
-        "quantize_lora_down-fp8": (x, a, state, 1, True, slot, 0.1, 3),
-        "quantize_lora_down-base only": (x, None, state, 0, False, None, 0.0, 0),
-        "quantize_lora_down-plain": (x, a, None, 0, False, None, 0.0, 0),
-        "fp8_linear_lora-fp8": (x8, one, w8, one, torch.randn(n, device=device), s, b, 2.0, bf16),
-        "fp8_linear_lora-scales, residual": (
-            x8,
-            one,
-            w8,
-            torch.rand(n, device=device),
-            None,
-            None,
-            None,
-            1.0,
-            bf16,
-            False,
-            dy,
-        ),
-        "fp8_linear_lora-plain": (x, None, w, None, None, None, None, 1.0, torch.float32),
-        "quantize_grad-fp8": (dy, b, ds, state, 0, True, 0.5, E5M2),
-        "quantize_grad-base only": (dy, None, None, state, 0, True, 0.5, E5M2),
-        "quantize_grad-frozen B": (dy, b, None, None, 0, False, 0.5, E5M2),
-        "quantize_grad_and_mask": (dy, b, ds, state, 0, True, 0.5, E5M2, slot, 0.1, 3, x.shape[1]),
-        "quantize_grad-side by side": (
-            dy,
-            b,
-            torch.cat((ds, ds), 1),
-            state,
-            0,
-            True,
-            0.5,
-            E5M2,
-            [4, 1, 5],
-            [r, 0, r],
-        ),
-        "fp8_grad_input-fp8": (
-            dy8,
-            one,
-            E5M2,
-            w8,
-            one,
-            w8.t().contiguous(),
-            ds,
-            a,
-            slot,
-            0.1,
-            3,
-            bf16,
-        ),
-        "fp8_grad_input-plain": (dy, None, E5M2, w, None, None, None, None, None, 0.0, 0, bf16),
-        "lora_grad_a-fp8": (ds, x8, one, slot, 0.1, 3, torch.float32),
-        "lora_grad_a-plain": (ds, x, None, None, 0.0, 0, bf16),
-        "transpose_fp8": (w8,),
-        "amax_and_scale_update-gated": (forward, backward, None, True, 448.0, 57344.0, 0, False),
-        "amax_and_scale_update": (
-            forward,
-            backward,
-            torch.rand(4, device=device),
-            False,
-            448.0,
-            57344.0,
-            1,
-            True,
-        ),
-        "bias_dropout_add": (
-            torch.randn(m, k, device=device),
-            torch.randn(k, device=device),
-            torch.randn(m, k, device=device),
-            slot,
-            0.3,
-            1,
-            2,
-            3,
-        ),
-        "bias_dropout_add_": (x, None, torch.randn(m, k, device=device), slot, 0.3, 1),
-        "bias_dropout_add-bare": (x, None, None, None, 0.0, 0),
-        "bias_dropout_add_backward": (x, slot, 0.3, 1, bf16),
-        "bias_dropout_add_backward-no mask": (x, None, 0.0, 1, torch.float32),
-        "cross_entropy_": (torch.randn(m, k, device=device), labels, one, 3, True),
-        "cross_entropy_-losses only": (dy, labels, None, 3, False),
-        "block_diagonal": ([a, b], [r, n], [k, r], torch.rand(2, 2, device=device)),
-        "block_diagonal_parts": (torch.randn(r + n, 4, device=device), [r, n], [4, 0], two),
-        "rms_norm_quantize": (x, x[0], 1e-5, state, 1, True, True),
-        "rms_norm_quantize-x8 only": (dy, dy[0], 1e-5, state, 1, False, False),
-        "rms_norm_quantize-plain": (dy, dy[0], 1e-5, None, 0, False, True),
-        "rms_norm_backward": (x, 2 * x, x[0], s.new_ones(m), x, True),
-        "rms_norm_backward-frozen": (dy, 2 * dy, dy[0], s.new_ones(m), None, False),
-        "rope_qkv_": (torch.randn(2 * m, 16, device=device), *angles, 2, 1),
-        "rope_qkv_backward": (*heads, *angles, three),
-        "swiglu_quantize": (x, None, state, 0, True, True),
-        "swiglu_quantize-bytes": (x8, scales, state, 0, True, False, bf16),
-        "swiglu_quantize_and_pack": (x, state, 0, True, True),
-        "swiglu_quantize-plain": (dy, None, None, 0, False, True),
-        "swiglu_quantize_grad": (dy, torch.cat((dy, dy), 1), None, two, state, 0, True, E5M2, True),
-        "swiglu_quantize_grad-bytes": (
-            x[:, :12].clone(),
-            x8,
-            scales,
-            two,
-            state,
-            0,
-            True,
-            E5M2,
-            False,
-        ),
-        "swiglu_quantize_grad-plain": (x[:, :12].clone(), x, None, two, None, 0, False, E5M2, True),
-    }
+# Saved graphs and exported programs hold these: a change of one breaks them.
+SCHEMAS = (
+    "amax_and_scale_update(Tensor(a0!) forward, Tensor(a1!) backward, Tensor? current, bool gated,"
+    " float fp8_max_forward, float fp8_max_backward, SymInt margin, bool most_recent) -> ()",
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? slot, float p, SymInt site, SymInt row0=0,"
+    " SymInt col0=0) -> Tensor",
+    "bias_dropout_add_(Tensor x, Tensor? bias, Tensor(a2!) residual, Tensor? slot, float p, SymInt site,"
+    " SymInt row0=0, SymInt col0=0) -> ()",
+    "bias_dropout_add_backward(Tensor dout, Tensor? slot, float p, SymInt site, ScalarType? bias_dtype,"
+    " SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor)",
+    "block_diagonal(Tensor[] blocks, SymInt[] rows, SymInt[] ranks, Tensor factors, bool compact=False)"
+    " -> (Tensor, Tensor)",
+    "block_diagonal_parts(Tensor matrix, SymInt[] rows, SymInt[] ranks, Tensor factors, bool compact=False)"
+    " -> Tensor[]",
+    "cross_entropy_(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
+    "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
+    " Tensor? weight_t, Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
+    " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
+    "fp8_linear_lora(Tensor x, Tensor? x_scale_inv, Tensor weight, Tensor? weight_scale_inv, Tensor? bias, Tensor? s,"
+    " Tensor? lora_B, float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None) -> Tensor",
+    "lora_grad_a(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
+    " SymInt row0=0, SymInt col0=0, Tensor? dropped=None) -> Tensor",
+    "quantize_grad(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
+    " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_grad_and_mask(Tensor dy, Tensor lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
+    " float scaling, ScalarType fp8_dtype, Tensor slot, float p, SymInt site, SymInt cols, SymInt row0=0,"
+    " SymInt col0=0, SymInt[]? rows=None, SymInt[]? ranks=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize_lora_down(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot,"
+    " float p, SymInt site, SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor, Tensor)",
+    "rms_norm_backward(Tensor dnormed, Tensor x, Tensor weight, Tensor rstd, Tensor? dresidual, bool weight_grad)"
+    " -> (Tensor, Tensor)",
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor(a3!)? state, SymInt column, bool delayed, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "rope_qkv_(Tensor(a0!) qkv, Tensor cos, Tensor sin, SymInt num_heads, SymInt num_kv_heads) -> ()",
+    "rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor multiplier) -> Tensor",
+    "swiglu_quantize(Tensor gate_up, Tensor? gate_up_scale_inv, Tensor(a2!)? state, SymInt column, bool delayed,"
+    " bool keep, ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor)",
+    "swiglu_quantize_and_pack(Tensor gate_up, Tensor(a1!)? state, SymInt column, bool delayed, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "swiglu_quantize_grad(Tensor dact, Tensor gate_up, Tensor? gate_up_scale_inv, Tensor multiplier,"
+    " Tensor(a4!)? state_dy, SymInt column, bool delayed, ScalarType fp8_dtype, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+    "transpose_fp8(Tensor weight) -> Tensor",
+)
+CASES = [(op, case) for op, cases in arguments("cpu").items() for case in cases]
+each_case = pytest.mark.parametrize(("name", "case"), CASES, ids=lambda part: part)
 
 
-CASES = list(arguments("cpu"))
+def overload(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.lorakernels, name).default
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_opcheck(case, device):
-    op = getattr(torch.ops.lorakernels, case.split("-")[0]).default
-    torch.library.opcheck(op, arguments(device)[case])
+class Flat(Exception):
+    """An op's call as torch's dispatcher gets it: (positional arguments, keywords)."""
 
 
-def test_every_op_has_a_case():
-    defined = {name for name in vars(ops) if isinstance(getattr(ops, name), torch._ops.OpOverload)}
-    assert defined == {case.split("-")[0] for case in CASES}
+class Stopped(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Flat(args, kwargs or {})
+
+
+def flat(op: Op[..., Any], values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    with pytest.raises(Flat) as stopped, Stopped():
+        op(*values)
+    return stopped.value.args
+
+
+def tensors(*trees: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+
+
+def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        first, second = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+        assert torch.equal(first, second)
+
+
+def test_the_registry_is_what_ops_has_and_each_op_has_cases():
+    assert {op.name for op in vars(ops).values() if isinstance(op, Op)} == set(OPS)
+    assert set(OPS) == {name for name, _ in CASES} == {text.split("(")[0] for text in SCHEMAS}
+
+
+@pytest.mark.parametrize("text", SCHEMAS, ids=lambda text: text.split("(")[0])
+def test_schema(text):
+    assert str(overload(text.split("(")[0])._schema) == f"lorakernels::{text}"
+
+
+@each_case
+def test_opcheck(name, case, device):
+    args, kwargs = flat(OPS[name], arguments(device)[name][case])
+    torch.library.opcheck(overload(name), args, kwargs)
+
+
+@each_case
+def test_compiled_as_one_graph_it_gives_the_same_bits(name, case, device):
+    torch._dynamo.reset()
+    values = arguments(device)[name][case]
+    twins = tree_map_only(Tensor, torch.clone, values)
+    found = OPS[name](*values)
+    compiled = torch.compile(lambda *a: OPS[name](*a), fullgraph=True, backend="aot_eager")
+    same_bits(tensors(compiled(*twins), twins), tensors(found, values))
+
+
+@each_case
+def test_of_no_rows_it_gives_what_the_fake_and_the_reference_say(name, case, device):
+    op, values = OPS[name], arguments(device, rows=0)[name][case]
+    twins = tree_map_only(Tensor, torch.clone, values)
+    found = tensors(op(*values))
+    with FakeTensorMode() as mode:
+        faked = tensors(op(*tree_map_only(Tensor, mode.from_tensor, values)))
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in faked]
+    expected = tensors(op.reference(*twins), twins)
+    torch.testing.assert_close([*found, *tensors(values)], expected, rtol=0, atol=0)
+
+
+def test_an_op_shows_its_values_in_its_signature_and_its_name_in_errors():
+    assert list(inspect.signature(ops.rms_norm_backward).parameters)[:2] == ["dnormed", "x"]
+    assert all(inspect.signature(op) == inspect.signature(op.reference) for op in OPS.values())
+    with pytest.raises(TypeError, match=r"quantize_lora_down\(\) missing .*'lora_A'"):
+        ops.quantize_lora_down(torch.zeros(1, 1))  # type: ignore[call-arg]
 
 
 def test_differentiating_a_kernel_op_directly_raises():
     x = torch.randn(4, 8, requires_grad=True)
-    y = ops.fp8_linear_lora(x, None, torch.randn(3, 8), None, None, None, None, 1.0, torch.float32)
+    y = ops.fp8_linear_lora(Scaled(x), Weight(torch.randn(3, 8)), None, None, torch.float32)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         y.sum().backward()
 
@@ -170,7 +161,7 @@ def test_fp8_transpose_is_exact(device):
 def test_gradients_are_asked_for_in_lists_and_of_what_is_written():
     block, factors = torch.randn(4, 2, requires_grad=True), torch.ones(2, 1)
     with pytest.raises(RuntimeError, match="no autograd formula"):
-        ops.block_diagonal([block], [4], [2], factors)[0].sum().backward()
+        ops.block_diagonal([block], SideBySide([4], [2]), factors)[0].sum().backward()
     qkv = torch.randn(2, 12, requires_grad=True) * 1.0
     cos = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="writes to a tensor that requires grad"):

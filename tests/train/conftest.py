@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Byte-level Llama, hidden 32, 2 layers, untrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lorakernels.train.bytes import VOCABULARY, byte_tokenizer
+    from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
     from lorakernels.train.model import quiet_transformers
 
     quiet_transformers()
@@ -102,7 +102,7 @@ def gpu_model(tmp_path: Path) -> Path:
     """Sizes that every kernel takes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lorakernels.train.bytes import VOCABULARY, byte_tokenizer
+    from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
 
     torch.manual_seed(3)
     config = LlamaConfig(

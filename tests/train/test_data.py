@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lorakernels.train import data
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data import TokenFile, cache_key, hold_out, tokenize_files
 from lorakernels.train.errors import DataError
 

@@ -20,7 +20,7 @@ import yaml
 
 from lorakernels import LoRAConfig
 from lorakernels.train import demo
-from lorakernels.train.bytes import byte_tokenizer
+from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.errors import ModelError
 from lorakernels.train.job import fingerprint, locked
 from lorakernels.train.model import load_model, load_tokenizer

@@ -144,7 +144,7 @@ def test_peers_names_stand_for_options_and_are_none_themselves() -> None:
 
 def test_choices_of_attention_are_those_of_fuse() -> None:
     from lorakernels.autograd.attention import BACKENDS
-    from lorakernels.modules.fuse_memory import SAVE
+    from lorakernels.fusion.memory import SAVE
     from lorakernels.train import options
 
     assert ("auto", *BACKENDS) == options.ATTENTION

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 def _helper() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "smollm2.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "models" / "smollm2.py"
     spec = importlib.util.spec_from_file_location("smollm2", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

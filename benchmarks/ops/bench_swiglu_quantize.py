@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU with the quantization after it, forward and backward: ours against PyTorch's kernels and torch.compile's.
+
+    python benchmarks/ops/bench_swiglu_quantize.py --output DIR [--shapes 8192x28672 …] [--passes backward …]
+
+    forward                 reads gate_up [M, 2F], writes a8                  5 MF bytes in bf16
+    forward, act kept       writes act as well                                7 MF
+    forward, e4m3           reads gate_up's bytes                             3 MF
+    forward, packed         writes gate_up's bytes as well                    7 MF
+    backward                reads dact and gate_up, writes d8 [M, 2F]         8 MF
+    backward, dgate_up kept writes dgate_up as well                          12 MF
+    backward, e4m3          reads gate_up's bytes                             6 MF
+
+The floor is those bytes at the bandwidth of a copy measured in the same run. Every provider is checked in float64
+before it is timed; one that misses is not timed and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib.layer_ops import Pass, bench_of, delayed_scaling
+from benchmarks.lib.op_bench import main
+from benchmarks.lib.op_checks import off, off_fp8
+from lorakernels import ops
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.gate_up import halves, packed_scales
+from lorakernels.values import Scaled
+
+GPU_SHAPES = ["8192x28672", "2048x14336", "1024x8192"]
+CPU_SHAPES = ["128x256"]
+CHECKED = 64  # rows: float64 of more would take longer than all timings
+E5M2 = torch.float8_e5m2
+
+
+def _head(gate_up: Scaled) -> tuple[Tensor, Tensor]:
+    scales = None if gate_up.scale_inv is None else gate_up.scale_inv[:CHECKED]
+    gate, up = (t.double() for t in halves(Scaled(gate_up.data[:CHECKED], scales)))
+    return gate, up
+
+
+def forward_fault(gate_up: Scaled, keep: bool, results: tuple[Tensor, ...]) -> str:
+    act, a8, a_scale_inv = results
+    gate, up = _head(gate_up)
+    exact = torch.nn.functional.silu(gate) * up
+    if keep and off(act[:CHECKED], exact):
+        return "act"
+    return "a8" if off_fp8(a8[:CHECKED], a_scale_inv, E4M3, exact) else ""
+
+
+def packed_fault(gate_up: Tensor, results: tuple[Tensor, ...]) -> str:
+    *of_act, packed, scale_inv = results
+    gate, up = _head(Scaled(packed, scale_inv))
+    exact = gate_up[:CHECKED].double()
+    error = (torch.cat((gate, up), 1) - exact).abs()
+    if bool((error > 2.0**-4 * exact.abs() + 2.0**-9 * scale_inv.max()).any()):
+        return "gate_up's bytes"
+    return forward_fault(Scaled(gate_up), False, tuple(of_act))
+
+
+def backward_fault(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    keep: bool,
+    results: tuple[Tensor, ...],
+) -> str:
+    dgate_up, d8, d_scale_inv = results
+    gate, up = _head(gate_up)
+    d, sigmoid = dact[:CHECKED].double(), torch.sigmoid(gate)
+    m0, m1 = multiplier.tolist()
+    dgate = m0 * d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    exact = torch.cat((dgate, m1 * d * gate * sigmoid), 1)
+    if keep and off(dgate_up[:CHECKED], exact):
+        return "dgate_up"
+    return "d8" if off_fp8(d8[:CHECKED], d_scale_inv, E5M2, exact) else ""
+
+
+def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
+    rows, cols = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(7)
+    gate_up = torch.randn(rows, 2 * cols, generator=generator, device=device, dtype=dtype)
+    bytes_ = (20 * gate_up).to(E4M3).view(torch.uint8)
+    dact = torch.randn(rows, cols, generator=generator, device=device, dtype=dtype)
+    scale_inv = torch.full(packed_scales(rows, 2 * cols), 0.05, device=device)
+    multiplier = torch.tensor([0.8, 1.3], device=device)
+    scaling = delayed_scaling(20.0, device)
+    plain, packed = Scaled(gate_up), Scaled(bytes_, scale_inv)
+    for name, source, keep, size in (
+        ("forward", plain, False, 5),
+        ("forward, act kept", plain, True, 7),
+        ("forward, e4m3", packed, False, 3),
+    ):
+        forward = (source, scaling, keep, dtype)
+        yield Pass(
+            name,
+            ops.swiglu_quantize,
+            ops.swiglu_quantize.reference,
+            lambda forward=forward: forward,
+            partial(forward_fault, source, keep),
+            size * rows * cols,
+        )
+    yield Pass(
+        "forward, packed",
+        ops.swiglu_quantize_and_pack,
+        ops.swiglu_quantize_and_pack.reference,
+        lambda: (gate_up, scaling, False),
+        partial(packed_fault, gate_up),
+        7 * rows * cols,
+    )
+    for name, source, keep, size in (
+        ("backward", plain, False, 8),
+        ("backward, dgate_up kept", plain, True, 12),
+        ("backward, e4m3", packed, False, 6),
+    ):
+        operands = (dact, source, multiplier)
+        backward = (*operands, scaling, E5M2, keep)
+        yield Pass(
+            name,
+            ops.swiglu_quantize_grad,
+            ops.swiglu_quantize_grad.reference,
+            lambda backward=backward: backward,
+            partial(backward_fault, *operands, keep),
+            size * rows * cols,
+        )
+
+
+BENCH = bench_of("swiglu_quantize", passes, GPU_SHAPES, CPU_SHAPES)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCH))

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's result tables and a roofline plot, from the CSVs of benchmarks/results/GPU.
+
+    python benchmarks/report/readme.py [--results benchmarks/results/h200]
+
+rewrites what stands between README.md's markers and writes roofline.png beside the CSVs. A test compares the README
+with `tables`, so that it cannot drift from the CSVs. A CSV that is missing leaves its rows "not measured".
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.goals import targets, times
+from benchmarks.report.ops import Row, markdown, number, op_table, plot, run_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, README = ROOT / "benchmarks" / "results" / "h200", ROOT / "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+REASON = 90  # characters of why there is no number
+LAYER_RANK, LAYER_P = "16", "0.1"
+SHAPES = {
+    "small": "hidden 2048, ffn 8192, 1024 tokens",
+    "medium": "hidden 4096, ffn 14336, 2048 tokens",
+    "large": "hidden 8192, ffn 28672, 8192 tokens",
+}
+
+
+def read(folder: Path) -> dict[str, list[Row]]:
+    """Name → rows of every CSV in `folder`."""
+    result = {}
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            result[path.stem] = list(csv.DictReader(file))
+    return result
+
+
+def _equal(found: str, wanted: object) -> bool:
+    return number(found) == wanted if isinstance(wanted, (int, float)) else found == wanted
+
+
+def find(rows: list[Row], where: dict[str, object]) -> Row | None:
+    matches = (r for r in rows if all(_equal(r.get(k, ""), v) for k, v in where.items()))
+    return next(matches, None)
+
+
+def tables(results: dict[str, list[Row]]) -> str:
+    """What stands between the markers."""
+    layers = results.get("decoder_layer", [])
+    parts = [
+        _finetune_table(results.get("finetune", [])),
+        _users_table(results.get("check_gpu", [])),
+        op_table(results),
+        _layer_table(results.get("lora_linear", [])),
+        _decoder_layer_table(layers),
+        _memory_table(layers),
+        _end_to_end_table(results.get("end_to_end", [])),
+        _graphs_table(results.get("graphs", [])),
+        _quality_table(results.get("quality", [])),
+        _target_table(results),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _layer_table(rows: list[Row]) -> str:
+    """Device ms of forward + backward: a line per provider, a column per shape."""
+    chosen = [r for r in rows if (r["rank"], r["dropout"]) == (LAYER_RANK, LAYER_P)]
+    shapes = list(dict.fromkeys(r["shape MxNxK"] for r in chosen))
+    providers = list(dict.fromkeys(r["provider"] for r in chosen))
+    if not shapes:
+        return ""
+    title = (
+        f"One linear layer, forward + backward, R = {LAYER_RANK}, p = {LAYER_P}, ms of the device "
+        f"(`make bench BENCH=lora_linear`; {run_of(chosen)}):"
+    )
+    lines = [["", *map(times, shapes)], ["---"] * (len(shapes) + 1)]
+    for provider in providers:
+        cells = [provider]
+        for shape in shapes:
+            row = find(chosen, {"shape MxNxK": shape, "provider": provider})
+            ms = number(row["ms"]) if row else None
+            cells.append("–" if ms is None else f"{ms:.3f}")
+        lines.append(cells)
+    return title + "\n\n" + markdown(lines)
+
+
+def _by_size(rows: list[Row], cell: Callable[[Row], str]) -> list[list[str]]:
+    """A line per provider that has one, a column per size."""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    shapes = [SHAPES.get(size, size) for size in sizes]
+    lines = [["", *shapes], ["---"] * (len(sizes) + 1)]
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        found = [find(rows, {"size": size, "provider": provider}) for size in sizes]
+        cells = [cell(row) if row else "" for row in found]
+        if any(cells):
+            lines.append([provider, *(text or "–" for text in cells)])
+    return lines
+
+
+def _decoder_layer_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+
+    def cell(row: Row) -> str:
+        forward, ms, wall = (number(row[key]) for key in ("fwd ms", "ms", "wall ms"))
+        if ms is None or forward is None or wall is None:
+            return ""
+        return f"{forward:.2f} / {ms:.2f} ({wall:.2f})"
+
+    title = (
+        "One decoder layer, LoRA R = 16 on q, k, v, o, p = 0.1, ms of the device, forward / forward + backward, and "
+        f"of a step that waits for the host in brackets (`make bench BENCH=decoder_layer`; {run_of(rows)}):"
+    )
+    return title + "\n\n" + markdown(_by_size(rows, cell))
+
+
+def _memory_table(rows: list[Row]) -> str:
+    """Eager rows: graphs own their memory."""
+
+    def cell(row: Row) -> str:
+        saved, predicted, peak = (
+            number(row.get(key, "")) for key in ("saved MB", "predicted MB", "peak MB")
+        )
+        if saved is None or peak is None:
+            return ""
+        said = "" if predicted is None else f" ({predicted:.1f})"
+        return f"{saved:.1f}{said} / {peak:.0f}"
+
+    lines = _by_size(rows, cell)
+    if len(lines) < 3:
+        return ""
+    title = "What a layer saves for backward (predicted by `fuse`) / its peak during a step, MB without parameters:"
+    return title + "\n\n" + markdown(lines)
+
+
+def _end_to_end_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    head = [
+        "model, tokens, LoRA on",
+        "",
+        "tokens/s",
+        "× HF + PEFT",
+        "TFLOP/s",
+        "MFU %",
+        "peak GiB",
+        "",
+    ]
+    lines = [head, ["---"] * len(head)]
+    before = ""
+    for row in sorted(rows, key=lambda r: number(r.get("base", "")) or 0.0):
+        what = f"{row['model']}, {times(row['tokens']).replace(' ', '')}, {row['LoRA on']}"
+        what += f" ({int(row['trained']) / 1e6:.1f} M)"
+        rate, memory = number(row["tokens/s"]), number(row["reserved GiB"])
+        cells = [
+            "–" if rate is None else f"{rate:,.0f}",
+            row["× hf + peft"] or "–",
+            row["TFLOP/s"] or "–",
+            row["MFU %"] or "–",
+            "–" if memory is None else f"{memory:.1f}",
+            "" if row["check"] == "ok" else row["check"][:REASON],
+        ]
+        lines.append(["" if what == before else what, row["provider"], *cells])
+        before = what
+    title = (
+        "Training, everything in a step included, random weights; MFU is of the dense peak of the base's format, FP8 "
+        f"or bf16, GiB what the allocator holds (`make bench BENCH=end_to_end`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}\n\n{_image('tokens per second', 'end_to_end')}"
+
+
+def _finetune_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    head = ["model, tokens", "", "tokens/s", "× HF + PEFT", "attention", "peak GiB", ""]
+    lines = [head, ["---"] * len(head)]
+    before = ""
+    for row in rows:
+        what = f"{row['model']}, {times(row['rows']).replace(' ', '')}"
+        rate, memory = number(row["tokens/s"]), number(row["peak GiB"])
+        cells = [
+            "–" if rate is None else f"{rate:,.0f}",
+            row["× hf + peft"] or "–",
+            row["attention"] or "–",
+            "–" if memory is None else f"{memory:.1f}",
+            "" if row["check"] == "ok" else row["check"][:REASON],
+        ]
+        lines.append(["" if what == before else what, row["provider"], *cells])
+        before = what
+    title = (
+        "`lorakernels finetune` from its command line (cli), LoRA R = 16 on all linear layers, functions of this "
+        "Python's sources packed into rows, random weights; beside it a loop of our own and HF + PEFT bf16 on the same "
+        f"rows (`make bench BENCH=finetune`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _users_table(rows: list[Row]) -> str:
+    """What check_gpu.py measured: loops as users write them."""
+    timed = [row for row in rows if number(row["tokens/s"]) is not None]
+    if not timed:
+        return ""
+    lines = [["layers, tokens", "", "tokens/s", "× PEFT, same run"], ["---"] * 4]
+    before = ""
+    for row in sorted(timed, key=lambda r: r["shape"]):
+        what, rate = times(row["shape"]), number(row["tokens/s"])
+        name = row["part"] if row["× PEFT"] else f"{row['part']} (the peer)"
+        lines.append(["" if what == before else what, name, f"{rate:,.0f}", row["× PEFT"] or "1"])
+        before = what
+    title = (
+        "The command line and loops as users write them, LoRA R = 16 on all linear layers, p = 0.1, no other options; "
+        '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000 '
+        f"(`make check-gpu`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _graphs_table(rows: list[Row]) -> str:
+    """A line per provider, a column per stack of layers."""
+    if not rows:
+        return ""
+    stacks = list(dict.fromkeys((row["size"], row["layers"]) for row in rows))
+    head = ["", *(f"{layers} × {SHAPES.get(size, size)}" for size, layers in stacks)]
+    lines = [head, ["---"] * len(head)]
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        cells = [provider]
+        for size, layers in stacks:
+            row = find(rows, {"size": size, "layers": layers, "provider": provider})
+            ms = number(row["ms"]) if row else None
+            if row is None or ms is None:
+                cells.append("–")
+            else:
+                cells.append(f"{ms:.2f} ({row['÷ kernels']}, {row['CPU µs/layer']})")
+        if set(cells[1:]) != {"–"}:
+            lines.append(cells)
+    title = (
+        "Stacks of HF Llama layers with LoRA over FP8, forward + backward: ms, and in brackets ÷ the sum of the "
+        f"kernels and the host's µs a layer (`make bench BENCH=graphs`; {run_of(rows)}):"
+    )
+    return title + "\n\n" + markdown(lines)
+
+
+def _quality_table(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    head = ["text", "", "steps", "seeds", "held-out loss", "its spread over seeds", "÷ bf16", ""]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        said = [row.get(name, "") or "–" for name in ("seeds", "held-out loss", "spread", "÷ bf16")]
+        why = "" if row["check"] == "ok" else row["check"][:REASON]
+        lines.append([row["model"], row["variant"], row["steps"], *said, why])
+    title = (
+        "Training on the same rows: held-out loss, nats per byte, at the end "
+        f"(`python benchmarks/models/quality.py --output DIR`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}\n\n{_image('training losses', 'quality')}"
+
+
+def _image(what: str, name: str) -> str:
+    return f"![{what}](benchmarks/results/h200/{name}.png)"
+
+
+def _target_table(results: dict[str, list[Row]]) -> str:
+    lines = [["", "measured", "target", ""], ["---"] * 4]
+    for target in targets():
+        row = find(results.get(target.csv, []), target.where)
+        lines.append(target.line(number(row.get(target.column, "")) if row else None))
+    return markdown(lines)
+
+
+def between_markers(text: str) -> str:
+    """What stands between the markers of a README.
+
+    Raises:
+        ValueError: they are not there, once each and in order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the README must hold {BEGIN} and then {END}, once each")
+    return text.partition(BEGIN)[2].partition(END)[0].strip("\n")
+
+
+def rewritten(text: str, block: str) -> str:
+    between_markers(text)
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{block}\n{END}{rest.partition(END)[2]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="README tables and a roofline from result CSVs")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    args = parser.parse_args(arguments)
+    results = read(args.results)
+    if not results:
+        parser.error(f"--results must hold CSV files, found none in {args.results}")
+    text = args.readme.read_text(encoding="utf-8")
+    args.readme.write_text(rewritten(text, tables(results)), encoding="utf-8")
+    plot(args.results / "roofline.png", results)
+    print(f"wrote {args.readme} and {args.results / 'roofline.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

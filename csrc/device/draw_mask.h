@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: a dropout mask drawn as bits, by a kernel of its own or by warps that have nothing else to do.
+#pragma once
+
+#include "device/draws.h"
+
+namespace lorakernels {
+
+// A word of the mask, laid out as dropout.h says: 32 columns, dropped where the lanes of their draws have a sign bit.
+__device__ __forceinline__ uint32_t bits_of_signs(const PhiloxDraw (&draws)[4]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int d = 0; d < 4; ++d) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t at = dropped_shift(d) + 2 * w;
+      bits |= draws[d].word[w] >> (15 - at) & 0x00010001u << at;
+    }
+  }
+  return bits;
+}
+
+constexpr int kRowsOfUnit = 8;
+
+// Draws this block's rows of the mask [rows, dropped_words(cols)]. Whole warps call it, each when it has time. A warp
+// takes one unit after the other, 32 words in kRowsOfUnit rows, until none is left. `count`, in shared memory and 0 at
+// first, is how many units were taken.
+__device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols,
+                                          uint32_t* count) {
+  const uint32_t lane = threadIdx.x % 32, words = static_cast<uint32_t>(dropped_words(cols)),
+                 across = (words + 31) / 32;
+  const auto begin = static_cast<uint32_t>(rows * blockIdx.x / gridDim.x);
+  const auto end = static_cast<uint32_t>(rows * (blockIdx.x + 1) / gridDim.x);
+  const uint32_t units = (end - begin + kRowsOfUnit - 1) / kRowsOfUnit * across;
+  const uint64_t seed = dropout.slot[0];
+  const auto offset = static_cast<uint32_t>(dropout.slot[1]);
+  const RoundKeys keys(seed);
+  const Threshold threshold(dropout.threshold);
+  const auto take = [&] { return __shfl_sync(0xFFFFFFFFu, lane == 0 ? atomicAdd(count, 1u) : 0, 0); };
+  for (uint32_t unit = take(); unit < units; unit = take()) {
+    const uint32_t word = unit % across * 32 + lane, first = begin + unit / across * kRowsOfUnit;
+    DrawsOfColumn columns[4];
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      columns[d] = DrawsOfColumn(dropout.first_col / kDropoutLanesPerDraw + word * 4 + d, offset, seed);
+    }
+    for (uint32_t row = first; row < min(first + kRowsOfUnit, end); ++row) {
+      const DrawsOfRow of_row(dropout.first_row + row, offset, dropout.site, seed);
+      const uint4 of = make_uint4(of_row.word[0], of_row.word[1], of_row.word[2], of_row.word[3]);
+      PhiloxDraw draws[4];
+#pragma unroll
+      for (int d = 0; d < 4; ++d) draws[d] = columns[d].after_three(of);
+      keys.draw<3>(draws);
+      threshold.apply(draws);
+      if (word < words) dropped[static_cast<int64_t>(row) * words + word] = bits_of_signs(draws);
+    }
+  }
+}
+
+}  // namespace lorakernels

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel is given to draw its part of a mask by philox.h's rule, and the form of a mask as bits.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "device/philox.h"
+
+namespace lorakernels {
+
+struct DropoutParams {
+  const int64_t* slot;  // [2]: key, offset; device memory; null if threshold is 0
+  uint32_t site;        // stream id
+  uint32_t threshold;   // of 65536; 0 draws nothing
+  uint32_t first_row;   // where element (0, 0) lies in the logical tensor
+  uint32_t first_col;
+};
+
+// A mask that one kernel draws and others read has a bit for each element, set where the element is dropped. A word has
+// 32 columns, and rows are dropped_words(cols) words apart. Column 8 d + 2 w + h of the 32 has bit
+// 16 h + 8 (d % 2) + 2 w + d / 2.
+LORAKERNELS_HD int64_t dropped_words(int64_t cols) { return (cols + 127) / 128 * 4; }
+LORAKERNELS_HD uint32_t dropped_shift(uint32_t draw) { return draw % 2 * 8 + draw / 2; }
+
+inline void check_threshold(uint32_t threshold) {
+  if (threshold >= kDropoutLaneRange) {
+    throw std::invalid_argument("threshold must be in [0, 65535], got " + std::to_string(threshold));
+  }
+}
+
+inline DropoutParams dropout_params(uintptr_t slot, uint32_t site, uint32_t threshold, uint32_t first_row,
+                                    uint32_t first_col) {
+  check_threshold(threshold);
+  if (threshold > 0 && slot == 0) throw std::invalid_argument("slot must be given where threshold > 0");
+  return {reinterpret_cast<const int64_t*>(slot), site, threshold, first_row, first_col};
+}
+
+}  // namespace lorakernels

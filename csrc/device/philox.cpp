@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/philox.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "device/dropout.h"
+#include "register.h"
+
+namespace lorakernels {
+namespace {
+
+// The same double arithmetic as reference.dropout_threshold, so that no p is rounded to another integer.
+uint32_t dropout_threshold(double p) {
+  if (!(p >= 0.0 && p < 1.0)) {
+    throw std::invalid_argument("p must be in [0, 1), got " + std::to_string(p));
+  }
+  return std::min(static_cast<uint32_t>(kDropoutLaneRange * p + 0.5), kDropoutLaneRange - 1);
+}
+
+std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+  PhiloxDraw draw[1] = {{{counter[0], counter[1], counter[2], counter[3]}}};
+  philox4x32_10(draw, key[0], key[1]);
+  return {draw[0].word[0], draw[0].word[1], draw[0].word[2], draw[0].word[3]};
+}
+
+bool dropout_keep(uint32_t row, uint32_t col, uint64_t seed, uint64_t offset, uint32_t site, uint32_t threshold) {
+  check_threshold(threshold);
+  return dropout_keeps(dropout_draw(row, col / kDropoutLanesPerDraw, seed, offset, site), col, threshold);
+}
+
+void dropout_mask_host(uintptr_t out, int64_t rows, int64_t cols, uint64_t seed, uint64_t offset, uint32_t site,
+                       uint32_t threshold, uint32_t first_row, uint32_t first_col) {
+  check_threshold(threshold);
+  check_sizes("dropout_mask_host", {{"rows", rows}, {"cols", cols}});
+  auto* mask = reinterpret_cast<uint8_t*>(out);
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint32_t row = first_row + static_cast<uint32_t>(r);
+    for (int64_t c = 0; c < cols;) {
+      const uint32_t group = (first_col + static_cast<uint32_t>(c)) / kDropoutLanesPerDraw;
+      const PhiloxDraw draw = dropout_draw(row, group, seed, offset, site);
+      do {
+        mask[r * cols + c] = dropout_keeps(draw, first_col + static_cast<uint32_t>(c), threshold);
+        ++c;
+      } while (c < cols && (first_col + static_cast<uint32_t>(c)) % kDropoutLanesPerDraw != 0);
+    }
+  }
+}
+
+}  // namespace
+
+void register_philox(py::module_& m) {
+  m.def("philox4x32_10", &philox, py::arg("counter"), py::arg("key"));
+  m.def("dropout_threshold", &dropout_threshold, py::arg("p"), "65536 p rounded, halves up, at most 65535");
+  m.def(
+      "dropout_survivor_scale",
+      [](uint32_t threshold) {
+        check_threshold(threshold);
+        return dropout_survivor_scale(threshold);
+      },
+      py::arg("threshold"));
+  m.def("dropout_keep", &dropout_keep, py::arg("row"), py::arg("col"), py::arg("seed"), py::arg("offset"),
+        py::arg("site"), py::arg("threshold"));
+  m.def("dropout_mask_host", &dropout_mask_host, py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("seed"),
+        py::arg("offset"), py::arg("site"), py::arg("threshold"), py::arg("first_row") = 0, py::arg("first_col") = 0,
+        py::call_guard<py::gil_scoped_release>(),
+        "Writes the row-major uint8 keep mask [rows, cols] at the host address out");
+}
+
+}  // namespace lorakernels

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The FP8 scale of a 16-bit tensor, which is known only on the device. It is the state's scale, or, if there is none
+// yet and in eval, the scale that the tensor's own amax gives. amax_if_unset_kernel runs before the quantizing kernel.
+// It takes the amax if it is needed and returns at once if not. The quantizing kernel calls scale_to_use().
+//
+// An amax is the largest bit pattern of the magnitudes, compared as unsigned integers: inf is above every number, and
+// NaN is above inf.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "device/platform.h"
+#include "host/float_type.h"
+
+namespace lorakernels {
+
+struct ScaleSource {
+  const float* kept;   // the state's scale, taken if it is > 0; null in eval
+  uint32_t* partials;  // [kPartials] scratch: the bits of fp32 amaxes of parts of the tensor, written only if needed
+  float fp8_max;
+
+  // How many blocks take the amax, and write one number each. It is the same on every GPU because the quantizing
+  // kernels are compiled with it: two for each of the 132 multiprocessors of an H100 or H200.
+  static constexpr int kPartials = 264;
+};
+
+// The scale that an amax gives, as reference.scale_of: 1 if the amax is 0, inf or NaN; FLT_MAX if the quotient
+// overflows.
+LORAKERNELS_HD float scale_of_amax(float amax, float fp8_max) {
+  if (!(amax > 0.0f && amax <= FLT_MAX)) return 1.0f;
+  const float scale = fp8_max / amax;
+  return scale <= FLT_MAX ? scale : FLT_MAX;
+}
+
+// x has `count` elements of bf16 or fp16 without gaps, a multiple of 8, and is 16-byte aligned. A kernel that is
+// launched early (host/launch.h) after this one starts at once. device: CUDA ordinal, or -1 for the current one.
+void launch_amax_if_unset(const ScaleSource& source, const void* x, int64_t count, FloatType dtype, void* stream,
+                          int device);
+
+}  // namespace lorakernels

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// FP8 matrix products with the adapter's product inside, rounded once:
+//
+//   fp8_linear_lora   y  = x8 W8ᵀ + factor · s Bᵀ + bias + residual        u = s,  v = Bᵀ, stored as B
+//   fp8_grad_input    dx = dy8 W8 + factor · keep ⊙ (ds A)                 u = ds, v = A
+//
+// The operands' scales are multiplied in. `keep` is the dropout mask by the rule of device/philox.h, drawn again or
+// given as bits. Hopper's FP8 tensor cores read only operands whose rows run along the contraction. For fp8_linear_lora
+// W8 is stored that way. fp8_grad_input takes it transposed, or untransposed as it is stored (sm90_untransposed.h). For
+// sm_90a.
+#pragma once
+
+#include <cstdint>
+
+#include "device/dropout.h"
+#include "host/float_type.h"
+
+namespace lorakernels {
+
+struct Fp8GemmLimits {
+  static constexpr int64_t kColsMultiple = 8;  // also of first_col and u_stride
+  static constexpr int64_t kUntransposedColsMultiple = 16;
+  static constexpr int64_t kDepthMultiple = 16;
+};
+
+struct Fp8GemmParams {
+  void* out;                     // [rows, cols] of dtype, 16-byte aligned
+  const uint8_t* left;           // [rows, depth] e4m3, or e5m2 for fp8_grad_input, 16-byte aligned
+  const uint8_t* right;          // [cols, depth] e4m3, 16-byte aligned; untransposed: [depth, cols]
+  const float* left_scale_inv;   // [1], the factor of each element of left
+  const float* right_scale_inv;  // [1], or [cols] for fp8_linear_lora: one for each row of right
+  bool by_column;                // right_scale_inv is [cols]
+  const void* u;                 // [rows, u_stride] of dtype, 16-byte aligned; null with rank 0
+  const void* v;                 // [rank, cols], or [cols, u_stride] for fp8_linear_lora; 16-byte aligned
+  const void* bias;              // [cols], or null; fp8_linear_lora only
+  const void* residual;          // [rows, cols] of dtype, 16-byte aligned, or null; fp8_linear_lora only
+  int64_t rows;                  // below 2^31 - 256
+  int64_t cols;                  // a multiple of 8, below 2^31 - 256
+  int64_t depth;                 // a positive multiple of 16, below 2^31 - 256
+  int64_t rank;                  // 0: no adapter
+  int64_t u_stride;              // elements, a multiple of 8, at least rank; columns from rank on are zeros
+  float factor;                  // of the adapter's product
+  DropoutParams dropout;         // fp8_grad_input only; first_col a multiple of 8
+  const uint32_t* dropped;       // [rows, dropped_words(cols)], the mask; null: draw it
+  FloatType dtype;               // kBFloat16 or kFloat16
+  FloatType v_dtype;             // dtype, or kFloat32 to be rounded to it
+  FloatType bias_dtype;          // any
+  bool is_e5m2;                  // left
+  bool untransposed;             // fp8_grad_input with splits only; cols is then a multiple of 16
+  bool splits;                   // add sums of 128 along depth in fp32: FP8 tensor cores keep fewer bits
+  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128, transposed 256 × 128; else: 128 × 256
+  int64_t multiprocessors;       // of the device
+};
+
+// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
+void launch_fp8_linear_lora(const Fp8GemmParams& params, void* stream, int device);
+void launch_fp8_grad_input(const Fp8GemmParams& params, void* stream, int device);
+void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* stream, int device);
+
+}  // namespace lorakernels

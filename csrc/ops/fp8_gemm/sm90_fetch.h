@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: the warpgroup of sm90_kernel.h that fetches what the other warpgroups multiply.
+#pragma once
+
+#include "device/pairs.h"
+#include "device/ptx/cp_async.h"
+#include "ops/fp8_gemm/sm90_tiles.h"
+
+namespace lorakernels {
+namespace {
+
+// Which of a draw's 8 columns are dropped: bit 2 w for column 2 w, bit 16 + 2 w for column 2 w + 1. A 16-bit lane is
+// below the threshold if max(lane, threshold) differs from the lane.
+__device__ uint32_t dropped(const PhiloxDraw& draw, uint32_t two_thresholds) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    bits += __vminu2(draw.word[w] ^ __vmaxu2(draw.word[w], two_thresholds), 0x00010001u) << (2 * w);
+  }
+  return bits;
+}
+
+template <typename T, typename Tile, int kRankStep>
+struct Helper {
+  using RowsOfU = SwizzledRows<kRankStep * 2>;
+  const Fp8GemmParams& params;
+  uint32_t base;
+
+  __device__ Helper(const Fp8GemmParams& params, uint32_t base) : params(params), base(base) {}
+
+  static __device__ int thread() { return threadIdx.x - 32; }
+
+  // Fetches `count` rows of kRankStep elements, from (row0, rank0) of a matrix whose rows have u_stride elements.
+  __device__ void fetch_rows(uint32_t to, const void* matrix, bool is_fp32, int count, int row0, int64_t rows,
+                             int rank0) const {
+    constexpr int kChunks = kRankStep / 8;
+#pragma unroll 1
+    for (int i = thread(); i < count * kChunks; i += kHelpers) {
+      const int64_t row = row0 + i / kChunks, col = rank0 + i % kChunks * 8;
+      fetch_eight(to + RowsOfU::offset(i / kChunks, i % kChunks), matrix, is_fp32, row * params.u_stride + col,
+                  row < rows && col < params.u_stride && params.rank > 0);
+    }
+  }
+
+  // Fetches columns of v as [column half][kRankStep] rows of 128 bytes.
+  __device__ void fetch_columns(int col0, int rank0) const {
+    constexpr int kChunks = Tile::kCols / 8;
+#pragma unroll 1
+    for (int i = thread(); i < kRankStep * kChunks; i += kHelpers) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      fetch_eight(base + Tile::kOffsetV + chunk / 8 * (kRankStep * 128) + Rows::offset(row, chunk % 8), params.v,
+                  params.v_dtype == FloatType::kFloat32, (rank0 + row) * params.cols + col0 + chunk * 8,
+                  rank0 + row < params.rank && col0 + chunk * 8 < params.cols);
+    }
+  }
+
+  // The same for kGradInputUntransposed. Of each 16 columns the 8 even ones come first, then the odd ones: this is the
+  // order in which sm90_untransposed.h has the rows of W8ᵀ.
+  __device__ void fetch_permuted_columns(int col0, int rank0) const {
+    constexpr int kSixteens = Tile::kCols / 16;
+#pragma unroll 1
+    for (int i = thread(); i < kRankStep * kSixteens; i += kHelpers) {
+      const int row = i / kSixteens, at = i % kSixteens, col = col0 + at * 16;
+      uint32_t word[8]{};  // two columns each
+      if (rank0 + row < params.rank && col < params.cols) {
+        const int64_t from = (rank0 + row) * params.cols + col;
+        if (params.v_dtype == FloatType::kFloat32) {
+          const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(params.v) + from);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float4 four = source[j];
+            word[2 * j] = packed<T>(four.x, four.y), word[2 * j + 1] = packed<T>(four.z, four.w);
+          }
+        } else {
+          const auto source = reinterpret_cast<const uint4*>(static_cast<const T*>(params.v) + from);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const uint4 eight = source[j];
+            word[4 * j] = eight.x, word[4 * j + 1] = eight.y, word[4 * j + 2] = eight.z, word[4 * j + 3] = eight.w;
+          }
+        }
+      }
+      const uint32_t to = base + Tile::kOffsetV + at / 4 * (kRankStep * 128);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const auto half = [&](int j) { return __byte_perm(word[2 * j], word[2 * j + 1], odd ? 0x7632 : 0x5410); };
+        store_shared(to + Rows::offset(row, at % 4 * 2 + odd), make_uint4(half(0), half(1), half(2), half(3)));
+      }
+    }
+  }
+
+  __device__ void fetch_eight(uint32_t to, const void* matrix, bool is_fp32, int64_t at, bool exists) const {
+    const int64_t from = exists ? at : 0;
+    if (!is_fp32) return copy_async(to, static_cast<const T*>(matrix) + from, exists);
+    float4 low{}, high{};
+    if (exists) {
+      const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(matrix) + from);
+      low = source[0], high = source[1];
+    }
+    store_shared(to, make_uint4(packed<T>(low.x, low.y), packed<T>(low.z, low.w), packed<T>(high.x, high.y),
+                                packed<T>(high.z, high.w)));
+  }
+
+  __device__ void fetch_scales(int col0) const {
+    const float scale = *params.left_scale_inv;
+#pragma unroll 1
+    for (int i = thread(); i < Tile::kCols; i += kHelpers) {
+      const bool exists = col0 + i < params.cols;
+      const int64_t col = exists ? col0 + i : 0;
+      const float bias = params.bias == nullptr ? 0.0f : as_float(params.bias, col, params.bias_dtype);
+      store_float(base + Tile::kOffsetScales + i * 4, scale * params.right_scale_inv[params.by_column ? col : 0]);
+      store_float(base + Tile::kOffsetScales + (Tile::kCols + i) * 4, bias);
+    }
+  }
+
+  __device__ void fetch_mask(int row0, int col0) const {
+    constexpr int kChunks = Tile::kMaskBytes / 16;
+    const int64_t words = dropped_words(params.cols);
+#pragma unroll 1
+    for (int i = thread(); i < Tile::kRows * kChunks; i += kHelpers) {
+      const int64_t row = row0 + i / kChunks, word = col0 / 32 + i % kChunks * 4;
+      const bool exists = row < params.rows && word < words;
+      copy_async(base + Tile::kOffsetMask + i * 16, params.dropped + (exists ? row * words + word : 0), exists);
+    }
+  }
+
+  // Draws the tile's mask as bits, laid out as device/dropout.h says.
+  __device__ void draw_mask(int row0, int col0) const {
+    constexpr int kWords = Tile::kMaskBytes / 4;
+    const DropoutParams& dropout = params.dropout;
+    const uint64_t seed = dropout.slot[0];
+    const auto offset = static_cast<uint32_t>(dropout.slot[1]);
+    const uint32_t row = dropout.first_row + row0, group = (dropout.first_col + col0) / kDropoutLanesPerDraw;
+    const uint32_t two_thresholds = dropout.threshold * 0x00010001u;
+#pragma unroll 1
+    for (int i = thread(); i < Tile::kRows * kWords; i += kHelpers) {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        PhiloxDraw draw[2];
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+          draw[g] = {{row + i / kWords, group + i % kWords * 4 + half * 2 + g, offset, dropout.site}};
+        }
+        philox4x32_10(draw, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+        bits += (dropped(draw[0], two_thresholds) + (dropped(draw[1], two_thresholds) << dropped_shift(1)))
+                << dropped_shift(half * 2);
+      }
+      store_shared(base + Tile::kOffsetMask + i * 4, bits);
+    }
+  }
+
+  __device__ void fetch_tiles(Extras<Tile, kRankStep> extras) const {
+    for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
+      const int row0 = tiles.row(), col0 = tiles.col();
+      for (int time = 0; time < extras.times(); ++time) {
+        for (int step = 0; step < extras.steps; ++step, extras.advance()) {
+          wait_for(extras.empty, extras.round ^ 1);
+          fetch_rows(base + Tile::kOffsetU, params.u, false, Tile::kRows, row0, params.rows, step * kRankStep);
+          if constexpr (Tile::kLinear) {
+            fetch_rows(base + Tile::kOffsetV, params.v, params.v_dtype == FloatType::kFloat32, Tile::kCols, col0,
+                       params.cols, step * kRankStep);
+            if (time + step == 0) fetch_scales(col0);
+          } else {
+            Tile::kUntransposed ? fetch_permuted_columns(col0, step * kRankStep)
+                                : fetch_columns(col0, step * kRankStep);
+            if (params.dropout.threshold > 0 && time + step == 0) {
+              params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
+            }
+          }
+          wait_for_all_copies();
+          fence_for_async();
+          arrive(extras.full);
+        }
+      }
+    }
+  }
+};
+
+template <typename Tile>
+__device__ void copy_operands(const Fp8GemmParams& params, const CUtensorMap& left, const CUtensorMap& right,
+                              uint32_t base) {
+  TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+  for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
+    const int row = tiles.row(), col = tiles.col();
+    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
+      wait_for(ring.empty(), ring.round ^ 1);
+      arrive_and_expect(ring.full(), Tile::kStageBytes);
+      copy_box(ring.tile(), left, at, row, ring.full());
+      copy_box(ring.tile() + Tile::kBytesLeft, right, Tile::kUntransposed ? col : at, Tile::kUntransposed ? at : col,
+               ring.full());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lorakernels

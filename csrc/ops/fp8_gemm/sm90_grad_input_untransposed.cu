@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/fp8_gemm/sm90_kernel.h"
+
+namespace lorakernels {
+namespace {
+
+template <typename T>
+void launch_of_type(const Fp8GemmParams& params, cudaStream_t stream) {
+  params.is_e5m2 ? launch_tiled<Product::kGradInputUntransposed, T, true, true>(params, stream)
+                 : launch_tiled<Product::kGradInputUntransposed, T, false, true>(params, stream);
+}
+
+}  // namespace
+
+void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* stream, int device) {
+  if (params.rows == 0 || params.cols == 0) return;
+  const DeviceGuard guard(device);
+  params.dtype == FloatType::kBFloat16 ? launch_of_type<__nv_bfloat16>(params, static_cast<cudaStream_t>(stream))
+                                       : launch_of_type<__half>(params, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace lorakernels

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// For .cu files only: what the parts of sm90_kernel.h share, first of all the layout of a block's shared memory.
+#pragma once
+
+#include "device/ptx/mbarrier.h"
+#include "device/ptx/shared_memory.h"
+#include "device/ptx/tma.h"
+#include "device/ptx/wgmma.h"
+#include "device/tile_ring.h"
+#include "ops/fp8_gemm/params.h"
+
+namespace lorakernels {
+namespace {
+
+constexpr int kHelpers = 96;     // threads of warps 1 to 3
+constexpr int kStepDepth = 128;  // elements, which are bytes, of a row of an operand's tile
+constexpr int kBlockRows = 64;   // with kBlockCols: what a warpgroup multiplies and stores at a time
+constexpr int kBlockCols = 128;
+constexpr int kBoxRows = 16;  // with 64 columns of two bytes: what a warp stores at once
+constexpr int kBoxBytes = kBoxRows * 128;
+constexpr int kGroup = 8;  // row tiles that share their column tiles in the L2 cache
+
+using Rows = SwizzledRows<128>;
+
+// kGradInputUntransposed computes dxᵀ = W8ᵀ dy8ᵀ. It takes W8 as it is stored and gives it to the tensor cores through
+// registers.
+enum class Product { kLinear, kGradInput, kGradInputUntransposed };
+enum class Shape { kSmall, kTall, kTallest, kWide };  // 128 × 128, 192 × 128, 256 × 128, 128 × 256
+
+template <Product kProduct, Shape kShape, int kRankStep>
+struct Tiling {
+  static constexpr bool kLinear = kProduct == Product::kLinear,
+                        kUntransposed = kProduct == Product::kGradInputUntransposed;
+  static constexpr bool kWide = kShape == Shape::kWide;
+  static constexpr int kConsumers = kShape == Shape::kTall && !kUntransposed ? 3 : 2;  // warpgroups
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 224;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kBlocks =
+      kWide || kShape == Shape::kTallest ? 2 : 1;  // of a warpgroup, side by side or one below the other
+  static constexpr int kRows = kShape == Shape::kTall ? 192 : kConsumers * (kWide ? 1 : kBlocks) * kBlockRows;
+  static constexpr int kCols = (kWide ? 2 : 1) * kBlockCols;
+  static constexpr int kBytesLeft = kRows * kStepDepth, kStageBytes = kBytesLeft + kCols * kStepDepth;
+  static constexpr int kStages = kShape == Shape::kSmall ? 5 : kShape == Shape::kTall && kRankStep <= 16 ? 4 : 3;
+  static constexpr int kMaskBytes = kLinear ? 0 : kCols / 8;  // of a row
+  static constexpr int kOffsetOut = kStages * kStageBytes;
+  static constexpr int kOutBytes = kUntransposed ? kRows * kCols * 2 : kConsumers * 4 * 2 * kBoxBytes;
+  static constexpr int kOffsetU = kOffsetOut + kOutBytes;
+  static constexpr int kOffsetV = kOffsetU + kRows * kRankStep * 2;
+  static constexpr int kOffsetMask = kOffsetV + kCols * kRankStep * 2;
+  static constexpr int kOffsetScales = kOffsetMask + kRows * kMaskBytes;  // fp32 scales of the columns, then their bias
+  static constexpr int kOffsetBarriers = kOffsetScales + (kLinear ? 2 * kCols * 4 : 0);
+  static constexpr int kExtras = 2 * kStages,
+                       kResiduals = kExtras + 2;  // barriers: the ring's, then 2, then one for each warp
+  static constexpr int kBytes = kOffsetBarriers + (kResiduals + (kLinear ? kConsumers * 4 : 0)) * 8;
+  static constexpr bool kFits = kBytes <= 227 * 1024;
+
+  static __device__ int block_row(int group, int block) {
+    return (kWide ? group : group * kBlocks + block) * kBlockRows;
+  }
+  static __device__ int block_col(int block) { return kWide ? block * kBlockCols : 0; }
+};
+
+// The tiles that a block computes, in order. Tiles are numbered within groups of kGroup row tiles, down the rows first,
+// so that blocks which run together share their columns' operand in the L2 cache.
+template <typename Tile>
+struct Tiles {
+  int rows, cols, at;
+
+  __device__ Tiles(const Fp8GemmParams& params)
+      : rows(count(params.rows, Tile::kRows)), cols(count(params.cols, Tile::kCols)), at(blockIdx.x) {}
+
+  static __host__ __device__ int count(int64_t size, int of) { return static_cast<int>((size + of - 1) / of); }
+  __device__ bool left() const { return at < rows * cols; }
+  __device__ void advance() { at += gridDim.x; }
+  __device__ int first() const { return at / (kGroup * cols) * kGroup; }
+  __device__ int in_group() const { return min(rows - first(), kGroup); }
+  __device__ int row() const { return (first() + at % (kGroup * cols) % in_group()) * Tile::kRows; }
+  __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
+};
+
+// The buffer in which the fetching warps give u, v, the mask, the scales and the bias of a tile to the multiplying
+// warpgroups, and its two barriers. If the rank needs more than one step, the buffer is filled once for each step of
+// each block. Every thread that writes arrives at `full`, every thread that reads arrives at `empty`.
+template <typename Tile, int kRankStep>
+struct Extras {
+  uint32_t full, empty;
+  int steps;
+  bool any;
+  int round = 0;
+
+  __device__ Extras(uint32_t barriers, const Fp8GemmParams& params)
+      : full(barriers),
+        empty(barriers + 8),
+        steps(max(1, static_cast<int>((params.rank + kRankStep - 1) / kRankStep))),
+        any(Tile::kLinear || params.rank > 0) {}
+  __device__ int times() const { return steps > 1 ? Tile::kBlocks : 1; }
+  __device__ void advance() { round ^= 1; }
+};
+
+}  // namespace
+}  // namespace lorakernels

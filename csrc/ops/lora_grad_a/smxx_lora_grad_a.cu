@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_fp8.h>
+
+#include "device/draws.h"
+#include "device/overlap.h"
+#include "device/pairs.h"
+#include "device/ptx/cp_async.h"
+#include "device/ptx/mma_sync.h"
+#include "device/ptx/shared_memory.h"
+#include "host/launch.h"
+#include "ops/lora_grad_a/params.h"
+
+namespace lorakernels {
+namespace {
+
+using Grid = LoraGradAGrid;
+
+constexpr int kThreads = Grid::kThreads;
+constexpr int kSumThreads = 256;
+
+// Selectors for permuted(): the same parts of two words, the first word's first.
+constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
+constexpr uint32_t kLowBytes = 0x5140, kHighBytes = 0x7362;  // bytes 0 and 1, or 2 and 3, alternating between the words
+constexpr uint32_t kSignsInTurn = 0xFBD9;  // the sign bits of the low halves, then of the high ones; a byte each
+constexpr uint32_t kLowSigns = 0xDD99,
+                   kHighSigns = 0xFFBB;  // the sign bits of the low, or of the high halves; two bytes each
+
+enum class Mask { kNone, kDrawn, kGiven };
+
+// A draw whose sign bits say what is dropped, as Threshold::apply leaves it, from 32 columns' bits (device/dropout.h).
+__device__ PhiloxDraw signs_of_bits(uint32_t bits, uint32_t draw) {
+  const uint32_t mine = bits >> dropped_shift(draw);
+  return {{mine << 15, mine << 13, mine << 11, mine << 9}};
+}
+
+// Four e4m3 bytes as fp16 in two words, which is exact.
+__device__ uint2 halves_of_e4m3(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 890  // cuda_fp8.h's conversion needs one more instruction, which moves the upper two down
+  uint2 halves;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(halves.x), "=r"(halves.y)
+      : "r"(bytes));
+  return halves;
+#else
+  const auto low = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3);
+  const auto high = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes >> 16), __NV_E4M3);
+  return {reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high)};
+#endif
+}
+
+// Eight columns of two rows in T, with zeros where the signs of `first` and `second` drop them. A word holds both rows'
+// element of one column, as an MMA takes them.
+template <typename T, bool kFp8, bool kDropout>
+struct Pairs {
+  uint32_t word[8];
+
+  __device__ Pairs(const uint32_t* row, const uint32_t* next, const PhiloxDraw& first, const PhiloxDraw& second) {
+#pragma unroll
+    for (int two = 0; two < 4; ++two) {  // columns 2 two, 2 two + 1
+      const uint32_t a = first.word[two], b = second.word[two];
+      uint32_t &low = word[2 * two], &high = word[2 * two + 1];
+      if constexpr (kFp8) {
+        uint32_t bytes = permuted(row[two / 2], next[two / 2], two % 2 == 0 ? kLowBytes : kHighBytes);
+        if constexpr (kDropout) bytes &= ~permuted(a, b, kSignsInTurn);
+        const uint2 halves = halves_of_e4m3(bytes);
+        low = halves.x, high = halves.y;
+        if constexpr (!std::is_same_v<T, __half>) {
+          const float2 in_low = unpacked<__half>(low), in_high = unpacked<__half>(high);
+          low = packed<T>(in_low.x, in_low.y), high = packed<T>(in_high.x, in_high.y);
+        }
+      } else {
+        low = permuted(row[two], next[two], kLowHalves), high = permuted(row[two], next[two], kHighHalves);
+        if constexpr (kDropout) low &= ~permuted(a, b, kLowSigns), high &= ~permuted(a, b, kHighSigns);
+      }
+    }
+  }
+};
+
+// A warp's ring in shared memory. A stage is kRows rows of 8 kBytes bytes, and a lane uses kBytes of a row.
+// Neighbouring lanes copy neighbouring 16 bytes, so that a row is read from device memory in one piece. Lane (g, t)
+// later reads the g-th part of row t. Therefore a row's 16-byte pieces are permuted, so that the lanes read from
+// different banks.
+template <int kStages, int kRows, int kBytes>
+struct Ring {
+  static constexpr int kPieces = kBytes / 2;  // of a row
+  static constexpr int kStageBytes = kRows * kPieces * 16;
+  static constexpr int kBytesOfBlock = kStages * kStageBytes * (kThreads / 32);
+  static constexpr int kCopies = (kRows * kPieces + 31) / 32;  // of a lane
+  uint8_t* base;
+
+  __device__ explicit Ring(void* shared)
+      : base(static_cast<uint8_t*>(shared) + threadIdx.x / 32 * (kStages * kStageBytes)) {}
+
+  static __device__ uint32_t offset(uint32_t row, uint32_t piece) {
+    const uint32_t flip = kBytes == 4    ? 0
+                          : kBytes == 8  ? row & 2
+                          : kBytes == 16 ? row % 4 * 2
+                                         : row % 2 + row % 4 / 2 * 4;
+    return (row * kPieces + (piece ^ flip)) * 16;
+  }
+
+  static __device__ uint32_t copied_row(int copy) { return (copy * 32 + threadIdx.x % 32) / kPieces; }
+  static __device__ uint32_t copied_piece() { return threadIdx.x % kPieces; }
+  __device__ void copy(int stage, int copy, const uint8_t* source, bool inside) const {
+    if (kRows * kPieces % 32 != 0 && copied_row(copy) >= kRows) return;
+    copy_async(shared_address(base + stage * kStageBytes + offset(copied_row(copy), copied_piece())), source, inside);
+  }
+
+  __device__ void load(int stage, uint32_t row, uint32_t (&words)[kBytes / 4]) const {
+    const uint32_t g = threadIdx.x % 32 / 4;
+    const uint8_t* const from = base + stage * kStageBytes;
+    if constexpr (kBytes == 4) {
+      words[0] = *reinterpret_cast<const uint32_t*>(from + offset(row, g / 4) + g % 4 * 4);
+    } else if constexpr (kBytes == 8) {
+      const uint2 two = *reinterpret_cast<const uint2*>(from + offset(row, g / 2) + g % 2 * 8);
+      words[0] = two.x, words[1] = two.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from + offset(row, g * (kBytes / 16) + i));
+        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+      }
+    }
+  }
+};
+
+// The same for the mask's bits. A stage has the bits of the warp's 64 columns for each row.
+template <int kStages, int kRows>
+struct RingBits {
+  static constexpr int kBytesOfBlock = kStages * kRows * 8 * (kThreads / 32);
+  uint32_t* base;
+
+  __device__ explicit RingBits(void* shared)
+      : base(static_cast<uint32_t*>(shared) + threadIdx.x / 32 * (kStages * kRows * 2)) {}
+
+  static __device__ uint32_t copied_row() { return threadIdx.x % 32; }
+  __device__ void copy(int stage, const uint32_t* source, bool inside) const {
+    if (copied_row() >= kRows) return;
+    copy_async<8>(shared_address(base + (stage * kRows + copied_row()) * 2), source, inside);
+  }
+
+  __device__ uint32_t word(int stage, uint32_t row) const {
+    return base[(stage * kRows + row) * 2 + threadIdx.x % 32 / 16];
+  }
+};
+
+template <bool kFp8, int kRank, Mask kMask>
+struct Tiling {
+  static constexpr int kRows = !kFp8 && kRank <= 32 ? 2 : 4;  // that a thread has in a step
+  static constexpr bool kGiven = kMask == Mask::kGiven, kFullRing = kFp8 && kRank == 64 && kGiven;
+  static constexpr int kStages = (kFp8 || kRows == 2) && !kFullRing ? 4 : 3;
+  using RingX = Ring<kStages, 4 * kRows, kFp8 ? 8 : 16>;
+  using RingDs = Ring<kStages, 4 * kRows, kRank / 4>;
+  using Bits = RingBits<kStages, 4 * kRows>;
+  static constexpr int kTiles = kRank / 16;
+  using Sums = float[8][kTiles][4];  // a thread's part of tiles of 16 ranks × 8 columns
+  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + (kGiven ? Bits::kBytesOfBlock : 0);
+  static constexpr int kBytes = std::max(kRingBytes, static_cast<int>(kThreads / 2 * sizeof(Sums)));
+  static_assert(kBytes <= 99 * 1024, "what every GPU from sm_86 on has");
+};
+
+// sum += dsᵀ D(x) of 4 kRows rows. ds, x and dropped are a thread's numbers of each row, and its draws as signs.
+template <typename T, bool kFp8, bool kDropout, int kRows, int kTiles, int kWords>
+__device__ void add_products(float (&sum)[8][kTiles][4], const uint32_t (&ds)[kRows][kTiles],
+                             const uint32_t (&x)[kRows][kWords], const PhiloxDraw (&dropped)[kRows]) {
+  const Pairs<T, kFp8, kDropout> upper(x[0], x[1], dropped[0], dropped[1]);
+  const Pairs<T, kFp8, kDropout> lower(x[kRows - 2], x[kRows - 1], dropped[kRows - 2], dropped[kRows - 1]);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const uint32_t a0 = permuted(ds[0][tile], ds[1][tile], kLowHalves);
+    const uint32_t a1 = permuted(ds[0][tile], ds[1][tile], kHighHalves);
+    const uint32_t a2 = permuted(ds[kRows - 2][tile], ds[kRows - 1][tile], kLowHalves);
+    const uint32_t a3 = permuted(ds[kRows - 2][tile], ds[kRows - 1][tile], kHighHalves);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      if constexpr (kRows == 2) {
+        mma<T>(sum[c][tile], a0, a1, upper.word[c]);
+      } else {
+        mma<T>(sum[c][tile], a0, a1, a2, a3, upper.word[c], lower.word[c]);
+      }
+    }
+  }
+}
+
+// Adds the sums of the warps that share columns into the first one's. In each round the upper half of the warps gives
+// its sums to the lower half.
+template <int kTiles>
+__device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t col_warp, uint32_t row_warp) {
+  constexpr int kSums = 8 * kTiles;
+#pragma unroll
+  for (int half = Grid::kRowWarps / 2; half > 0; half /= 2) {
+    float4* const place = exchange + (row_warp % half * Grid::kColWarps + col_warp) * (kSums * 32) + threadIdx.x % 32;
+    __syncthreads();
+    if (row_warp >= half && row_warp < 2 * half) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const float (&four)[4] = sum[i / kTiles][i % kTiles];
+        place[i * 32] = make_float4(four[0], four[1], four[2], four[3]);
+      }
+    }
+    __syncthreads();
+    if (row_warp < half) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        float (&four)[4] = sum[i / kTiles][i % kTiles];
+        const float4 other = place[i * 32];
+        four[0] += other.x, four[1] += other.y, four[2] += other.z, four[3] += other.w;
+      }
+    }
+  }
+}
+
+// Thread (g, t) = (lane / 4, lane % 4) of a warp holds rows t, t + 4, … of 8 or 16, and 8 neighbouring columns, those
+// of one draw. The MMAs contract over the rows, whose order is free if both operands share it, so a thread gives its
+// own rows. Column g of an MMA is one of the thread's 8 columns. Rows g and g + 8 of the i-th MMA over the ranks are
+// ranks kRank / 8 · g + 2 i and the next one.
+template <typename T, bool kFp8, int kRank, Mask kMask>
+__global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
+    lora_grad_a_kernel(const LoraGradAParams params, uint32_t slice_rows) {
+  using Tile = Tiling<kFp8, kRank, kMask>;
+  using RingX = typename Tile::RingX;
+  using RingDs = typename Tile::RingDs;
+  constexpr int kStages = Tile::kStages, kRows = Tile::kRows, kTiles = Tile::kTiles, kElementBytes = kFp8 ? 1 : 2;
+  constexpr uint32_t kRowStep = Grid::kRowWarps * 4 * kRows;
+  extern __shared__ uint4 shared[];
+  begin_after_previous_kernel();
+  const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint32_t col_warp = warp % Grid::kColWarps, row_warp = warp / Grid::kColWarps;
+  const uint32_t cols = static_cast<uint32_t>(params.cols), rank = static_cast<uint32_t>(params.rank);
+  const uint32_t warp_col = blockIdx.x * Grid::kStripCols + col_warp * 64, block_rank = blockIdx.z * kRank;
+  const uint32_t slice_end = min(static_cast<uint32_t>(params.rows), (blockIdx.y + 1) * slice_rows);
+  const uint32_t first_row = blockIdx.y * slice_rows + row_warp * (4 * kRows);
+
+  const RingX ring_x(shared);
+  const RingDs ring_ds(reinterpret_cast<uint8_t*>(shared) + RingX::kBytesOfBlock);
+  const typename Tile::Bits ring_bits(reinterpret_cast<uint8_t*>(shared) + RingX::kBytesOfBlock +
+                                      RingDs::kBytesOfBlock);
+  const int64_t x_pitch = params.cols * kElementBytes, ds_pitch = params.ds_pitch * 2;
+  const uint32_t copied_col = warp_col + RingX::copied_piece() * (16 / kElementBytes);
+  const uint32_t copied_rank = block_rank + RingDs::copied_piece() * 8;
+  const uint32_t x_end = copied_col < cols ? slice_end : 0, ds_end = copied_rank < rank ? slice_end : 0;
+  uint32_t x_ahead = first_row + RingX::copied_row(0), ds_ahead = first_row + RingDs::copied_row(0);
+  const uint8_t* x = static_cast<const uint8_t*>(params.x) + x_ahead * x_pitch + int64_t{copied_col} * kElementBytes;
+  const uint8_t* ds = static_cast<const uint8_t*>(params.ds) + ds_ahead * ds_pitch + copied_rank * 2;
+  const int64_t words = dropped_words(params.cols);
+  uint32_t bits_row = first_row + Tile::Bits::copied_row();
+  const uint32_t* bits_ahead = params.dropped + bits_row * words + warp_col / 32;
+  const auto copy_step = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < RingX::kCopies; ++i) {
+      constexpr uint32_t kCopyRows = 32 / RingX::kPieces;
+      ring_x.copy(stage, i, x + i * kCopyRows * x_pitch, x_ahead + i * kCopyRows < x_end);
+    }
+#pragma unroll
+    for (int i = 0; i < RingDs::kCopies; ++i) {
+      constexpr uint32_t kCopyRows = 32 / RingDs::kPieces;
+      ring_ds.copy(stage, i, ds + i * kCopyRows * ds_pitch, ds_ahead + i * kCopyRows < ds_end);
+    }
+    if constexpr (kMask == Mask::kGiven) {
+      ring_bits.copy(stage, bits_ahead, bits_row < slice_end);
+      bits_ahead += kRowStep * words, bits_row += kRowStep;
+    }
+    commit_copies();
+    x_ahead += kRowStep, ds_ahead += kRowStep, x += kRowStep * x_pitch, ds += kRowStep * ds_pitch;
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) copy_step(stage);
+
+  const Threshold threshold(params.dropout.threshold);
+  uint32_t offset = 0;
+  RoundKeys keys;
+  if constexpr (kMask == Mask::kDrawn) {
+    keys = RoundKeys(static_cast<uint64_t>(params.dropout.slot[0]));
+    offset = static_cast<uint32_t>(params.dropout.slot[1]);
+  }
+  [[maybe_unused]] const uint32_t draw_row = params.dropout.first_row + t;
+  [[maybe_unused]] const uint32_t draw_col = (params.dropout.first_col + warp_col) / kDropoutLanesPerDraw + g;
+  typename Tile::Sums sum = {};
+
+  int stage = 0;
+  for (uint32_t row = first_row; row < slice_end; row += kRowStep) {
+    wait_for_copies<kStages - 2>();
+    __syncwarp();
+    uint32_t of_x[kRows][2 * kElementBytes], of_ds[kRows][kTiles];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) ring_x.load(stage, 4 * i + t, of_x[i]), ring_ds.load(stage, 4 * i + t, of_ds[i]);
+    [[maybe_unused]] uint32_t bits[kRows];
+    if constexpr (kMask == Mask::kGiven) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) bits[i] = ring_bits.word(stage, 4 * i + t);
+    }
+    copy_step(stage == 0 ? kStages - 1 : stage - 1);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+
+    PhiloxDraw draws[kRows];
+    if constexpr (kMask == Mask::kGiven) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) draws[i] = signs_of_bits(bits[i], g % 4);
+    }
+    if constexpr (kMask == Mask::kDrawn) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) draws[i] = {{draw_row + row + 4 * i, draw_col, offset, params.dropout.site}};
+      keys.draw(draws);
+      threshold.apply(draws);
+    }
+    add_products<T, kFp8, kMask != Mask::kNone>(sum, of_ds, of_x, draws);
+  }
+
+  wait_for_copies<0>();
+  gather(sum, reinterpret_cast<float4*>(shared), col_warp, row_warp);
+  if (row_warp > 0) return;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t r = block_rank + g * (kRank / 8) + 2 * tile + i / 2, col = warp_col + (2 * t + i % 2) * 8;
+      if (r >= rank || col >= cols) continue;
+      float4* const target = reinterpret_cast<float4*>(params.partial + (int64_t{blockIdx.y} * rank + r) * cols + col);
+      target[0] = make_float4(sum[0][tile][i], sum[1][tile][i], sum[2][tile][i], sum[3][tile][i]);
+      target[1] = make_float4(sum[4][tile][i], sum[5][tile][i], sum[6][tile][i], sum[7][tile][i]);
+    }
+  }
+}
+
+// Adds up dA from the slices' sums, first to last.
+__global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraGradAParams params, int slices) {
+  wait_for_previous_kernel();
+  const int64_t fours = params.rank * params.cols / 4;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
+  if (i >= fours) return;
+  const float factor =
+      dropout_survivor_scale(params.dropout.threshold) * (params.scale_inv == nullptr ? 1.0f : *params.scale_inv);
+  float4 sum{};
+#pragma unroll 8
+  for (int slice = 0; slice < slices; ++slice) {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(params.partial) + slice * fours + i);
+    sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
+  }
+  sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+  switch (params.out_dtype) {
+    case FloatType::kFloat32:
+      static_cast<float4*>(params.dA)[i] = sum;
+      break;
+    case FloatType::kBFloat16:
+      static_cast<uint2*>(params.dA)[i] = {packed<__nv_bfloat16>(sum.x, sum.y), packed<__nv_bfloat16>(sum.z, sum.w)};
+      break;
+    case FloatType::kFloat16:
+      static_cast<uint2*>(params.dA)[i] = {packed<__half>(sum.x, sum.y), packed<__half>(sum.z, sum.w)};
+  }
+}
+
+template <typename T, bool kFp8, int kRank, Mask kMask>
+void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
+  const auto kernel = lora_grad_a_kernel<T, kFp8, kRank, kMask>;
+  constexpr int kBytes = Tiling<kFp8, kRank, kMask>::kBytes;
+  const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
+                    static_cast<unsigned>(grid.parts));
+  launch_kernel(kernel, blocks, kThreads, kBytes, stream, true, params, static_cast<uint32_t>(grid.slice_rows));
+}
+
+template <typename T, bool kFp8, Mask kMask>
+void launch_rank(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
+  switch (grid.padded_rank) {
+    case 16:
+      return launch<T, kFp8, 16, kMask>(params, grid, stream);
+    case 32:
+      return launch<T, kFp8, 32, kMask>(params, grid, stream);
+    default:
+      return launch<T, kFp8, 64, kMask>(params, grid, stream);
+  }
+}
+
+template <typename T, bool kFp8>
+void launch_masked(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
+  if (params.dropout.threshold == 0) return launch_rank<T, kFp8, Mask::kNone>(params, grid, stream);
+  params.dropped == nullptr ? launch_rank<T, kFp8, Mask::kDrawn>(params, grid, stream)
+                            : launch_rank<T, kFp8, Mask::kGiven>(params, grid, stream);
+}
+
+template <typename T>
+void launch_typed(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
+  params.scale_inv != nullptr ? launch_masked<T, true>(params, grid, stream)
+                              : launch_masked<T, false>(params, grid, stream);
+}
+
+}  // namespace
+
+void launch_lora_grad_a(const LoraGradAParams& params, void* stream, int device) {
+  if (params.rank == 0 || params.cols == 0) return;
+  const DeviceGuard guard(device);
+  const Grid grid(params.rows, params.cols, params.rank, current_device().multiprocessors);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (grid.slices > 0) {
+    params.dtype == FloatType::kBFloat16 ? launch_typed<__nv_bfloat16>(params, grid, on)
+                                         : launch_typed<__half>(params, grid, on);
+  }
+  const int64_t fours = params.rank * params.cols / 4;
+  const dim3 blocks(static_cast<unsigned>((fours + kSumThreads - 1) / kSumThreads));
+  launch_kernel(sum_row_slices_kernel, blocks, kSumThreads, 0, on, grid.slices > 0, params,
+                static_cast<int>(grid.slices));
+}
+
+}  // namespace lorakernels

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The captured blocks of a training loop, one for each shape that was recorded, and how a block is captured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..device.backend import Graph
+from ..errors import CaptureError
+from ..order import Step
+from ..plan.plan import Plan, make_plan
+from ..record.attributes import plain_attributes, unchanged_attributes
+from ..record.recorded_block import RecordedBlock
+from ..replay.block_graphs import BlockGraphs
+from ..replay.cursor import IterationProgress
+from ..replay.grads import GradMemory
+from ..replay.watch import LayerWatch
+from ..report import GraphReport, Report
+from .capturer import Capturer
+from .layer import Layer
+from .managed_layers import ManagedLayers
+from .states import Pins, Snapshot, advance_all, named_states
+
+
+@dataclass(eq=False)
+class CapturedBlock:
+    """A recorded block and its graphs. `cpu_rng`: the CPU generator's state when the capture began."""
+
+    block: RecordedBlock
+    graphs: BlockGraphs
+    plan: Plan
+    report: Report
+    cpu_rng: Tensor
+
+
+class CapturedBlocks:
+    """All blocks that are captured of a loop.
+
+    Each block has a pool of its own. The memory for the parameters' gradients is common to all of them.
+    """
+
+    def __init__(self, managed: ManagedLayers, progress: IterationProgress) -> None:
+        self.managed, self.progress = managed, progress
+        self.captured: list[CapturedBlock] = []
+        self.forwards: list[Callable[..., Any]] = []
+        self.layers: list[Layer] = []
+        self.grad_memory: GradMemory | None = None
+        self._pins: list[Pins] = []
+        self._grads = managed.grads
+
+    def capture(
+        self, block: RecordedBlock, replaced: Mapping[Step, Graph] | None = None
+    ) -> CapturedBlock:
+        """Capture one more block.
+
+        Args:
+            block: what was recorded.
+            replaced: executable graphs of an earlier capture of this block, to be updated where CUDA can do that.
+
+        Raises:
+            CaptureError: the block cannot be captured; everything is as before.
+        """
+        started, managed, trace = time.perf_counter(), self.managed, block.trace
+        if not self.captured:
+            self.forwards = [module.forward for module in managed.modules]
+        layers = self._layers(trace.recomputed)
+        adds = managed.check(layers, trace.reentrant, self._grads)
+        plan = make_plan(block.order, trace.specs)
+        trace.keep(plan.calls)
+        states = named_states(managed.fp8_state, managed.rng_states)
+        snapshot = Snapshot(managed.modules, managed.fp8_state, states.values())
+        pins, graphs = Pins(managed.fp8_state), None
+        grad_memory = (self.grad_memory or GradMemory()) if adds else None
+        try:
+            if grad_memory is not None:
+                grad_memory.prepare([named for layer in layers for named in layer.trained])
+            backend = managed.make_backend()
+            free = backend.free_bytes()
+            attempt = BlockGraphs(plan.order, self.progress, backend)
+            drawn = list(states.values())
+            capturer = Capturer(layers, trace, plan, attempt, grad_memory, drawn, replaced)
+            graphs = capturer.run(snapshot.restore, advance_all(states.values()))
+            snapshot.restore()
+            self._prepare_calls(graphs, layers, block, states)
+            pins.add()
+            report = _report(capturer, len(self.captured), free, time.perf_counter() - started)
+        except BaseException as error:
+            self._roll_back(graphs, pins, snapshot)
+            if graphs is None or not isinstance(error, Exception):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise CaptureError(managed.names[0], "install", reason) from error
+        if grad_memory is not None:
+            grad_memory.adopt()
+        self.grad_memory, self._grads = grad_memory, "add" if adds else "autograd"
+        self.layers = self.layers or layers
+        self._pins.append(pins)
+        graphs.start()
+        found = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
+        self.captured.append(found)
+        return found
+
+    def _layers(self, recomputed: set[int]) -> list[Layer]:
+        named = zip(self.managed.names, self.managed.modules, self.forwards, strict=True)
+        return [
+            Layer(name, module, forward, index in recomputed)
+            for index, (name, module, forward) in enumerate(named)
+        ]
+
+    def _prepare_calls(
+        self,
+        graphs: BlockGraphs,
+        layers: Sequence[Layer],
+        block: RecordedBlock,
+        states: Mapping[str, Any],
+    ) -> None:
+        for index, layer in enumerate(layers):
+            now = plain_attributes(layer.module)
+            attributes = unchanged_attributes(block.attributes[index], now)
+            watch = LayerWatch(layer.name, layer.module, attributes, states)
+            for call in graphs.calls:
+                if call.layer == index:
+                    call.prepare(watch, graphs.backend.device.type)
+
+    def _roll_back(self, graphs: BlockGraphs | None, pins: Pins, snapshot: Snapshot) -> None:
+        if graphs is not None:
+            graphs.destroy()
+        pins.remove()
+        snapshot.restore()
+
+    def choose(
+        self, layer: int, spec: list[Any], tensors: Sequence[Tensor], autocast: Any
+    ) -> BlockGraphs | None:
+        """The captured block that begins with this call, and that the rest of the iteration has room for."""
+        left = self.progress.num_microbatches - self.progress.done % self.progress.num_microbatches
+        for one in self.captured:
+            call = one.graphs.forwards[0]
+            assert call is not None
+            if (
+                call.layer == layer
+                and call.autocast == autocast
+                and one.graphs.microbatches <= left
+                and call.takes(spec, tensors)
+            ):
+                return one.graphs
+        return None
+
+    def rewind(self) -> None:
+        """Give up the iteration that is running."""
+        for one in self.captured:
+            one.graphs.rewind()
+
+    def drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, dict[Step, Graph]]:
+        """Free everything. With `keep_graphs` the executable graphs stay, and are returned by block and step."""
+        found = {}
+        for one in self.captured:
+            if keep_graphs:
+                found[one.block] = one.graphs.take_graphs()
+            else:
+                one.graphs.destroy()
+        for pins in reversed(self._pins):
+            pins.remove()
+        if self.grad_memory is not None:
+            self.grad_memory.release()
+        self.captured, self.layers, self._pins = [], [], []
+        self.grad_memory, self._grads = None, self.managed.grads
+        return found
+
+
+def _report(capturer: Capturer, shape: int, free: int, seconds: float) -> Report:
+    graphs = []
+    for step in capturer.plan.order:
+        call = capturer.calls[step.layer, step.microbatch]
+        graph = getattr(call, f"{step.direction.value}_graph")
+        graphs.append(
+            GraphReport(
+                call.name,
+                step.microbatch,
+                step.direction.value,
+                graph.nodes,
+                graph.kernels,
+                capturer.seconds[step],
+                capturer.made[step],
+                shape,
+            )
+        )
+    plan, backend = capturer.plan, capturer.backend
+    pool, first = backend.reserved_bytes(), capturer.graphs.forwards[0]
+    assert first is not None
+    return Report(
+        "replaying",
+        tuple(graphs),
+        plan.order.num_microbatches,
+        len(plan.buffers),
+        plan.bytes,
+        plan.unshared_buffers,
+        plan.unshared_bytes,
+        pool_bytes=pool,
+        driver_bytes=max(0, free - backend.free_bytes() - pool),
+        capture_s=seconds,
+        shapes=(", ".join(str(x.spec) for x in first.inputs),),
+    )

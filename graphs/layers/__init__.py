@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GraphManager: the layers of a training loop as graphs."""

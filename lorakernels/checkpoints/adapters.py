@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load adapters in PEFT's file format.
+
+An adapter is a directory with adapter_config.json (peft_format.py) and adapter_model.safetensors (adapter_keys.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.checkpoints.adapter_keys import (
+    adapter_tensors,
+    check_keys,
+    expected_slots,
+    slots,
+    without_peft_copies,
+)
+from lorakernels.checkpoints.adapter_rules import describe
+from lorakernels.checkpoints.peft_format import (
+    TASK_TYPES,
+    WEIGHTS_NAME,
+    read_config,
+    read_weights,
+    to_peft_dict,
+    write_files,
+)
+from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
+from lorakernels.modules.apply import apply_lora
+from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.merge import check_enabled, lora_modules
+from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.targets import match_saved
+from lorakernels.modules.trained_parts import saved_modules
+from lorakernels.modules.undo import all_or_nothing
+
+
+def save_adapter(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    base_model_name_or_path: str | None = None,
+    task_type: str | None = None,
+) -> Path:
+    """Write the adapter of `model` to the directory `path`, for `PeftModel.from_pretrained` to read.
+
+    A new directory appears with both files at once. In an existing directory, each file is written beside its
+    place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
+    crash between the two renames leaves new weights beside the old config. With sharded parameters every rank must
+    call this, and rank 0 writes.
+
+    Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
+    causal LM of transformers gets "CAUSAL_LM".
+
+    Raises:
+        ValueError: `model` has no LoRALinear or is inside `disable_lora`, `task_type` is not one of PEFT's, or a
+            layer's scaling is not a positive number.
+        OSError: the files could not be written; an adapter already at `path` is untouched.
+    """
+    model, folder = _unwrap(model), Path(path)
+    layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
+    check_enabled(layers)
+    if task_type not in (None, *TASK_TYPES):
+        raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
+    rules = describe(model, layers)
+    parameters = adapter_tensors(model)
+    tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
+    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
+        return folder
+    kind = type(model)
+    config = to_peft_dict(
+        next(iter(layers.values())).config,
+        base_model_name_or_path=base_model_name_or_path or getattr(model, "name_or_path", None),
+        task_type=task_type or _task_type(model),
+        auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
+        **rules,
+    )
+    write_files(folder, config, tensors)
+    return folder
+
+
+def load_adapter(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+    weight_layout: str = "single",
+    is_trainable: bool = True,
+    adapter_dtype: torch.dtype | None = torch.float32,
+) -> LoRAReport:
+    """Read an adapter that lorakernels or PEFT wrote, into a plain model or over the same adapter.
+
+    A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
+    `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
+    and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`. The message
+            lists missing, unexpected, mis-shaped and mis-typed tensors, and adapters with inf or NaN. `model` is
+            unchanged then.
+    """
+    model, folder = _unwrap(model), Path(path)
+    config = read_config(folder, fp8, weight_layout)
+    tensors = read_weights(folder)
+    adapted = bool(lora_modules(model))
+    try:
+        _check_not_meta(model)
+        if adapted:
+            _check_unmerged(model)
+            expected = slots(adapter_tensors(model))
+            saved = list(saved_modules(model))
+        else:
+            expected = expected_slots(model, config)
+            saved = match_saved(model, config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
+    tensors = without_peft_copies(tensors, list(map(clean_path, saved)))
+    check_keys(folder / WEIGHTS_NAME, expected, tensors)
+    if adapted:
+        _check_scaling(model, config, folder)
+    with all_or_nothing(model):
+        if not adapted:
+            dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
+            report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
+        _copy_values(model, tensors, is_trainable)
+    return _report_now(model) if adapted or not is_trainable else report
+
+
+def _task_type(model: nn.Module) -> str | None:
+    """ "CAUSAL_LM" if PEFT's class for causal LMs accepts the model, judged by the class names that transformers
+    uses.
+    """
+    names = (kind.__name__ for kind in type(model).__mro__)
+    is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return "CAUSAL_LM" if is_causal and hasattr(model, "prepare_inputs_for_generation") else None
+
+
+def _check_not_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: give the model its weights first")
+
+
+def _check_unmerged(model: nn.Module) -> None:
+    layers = lora_modules(model)
+    check_enabled(layers)
+    for name, layer in layers.items():
+        if layer.merged:
+            raise ValueError(f"{name} is merged: call unmerge_lora first")
+
+
+def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
+    for name, layer in lora_modules(model).items():
+        expected = config.scaling_for(clean_path(name))
+        if not math.isclose(layer.scaling, expected, rel_tol=1e-6):
+            raise ValueError(
+                f"the adapter in {folder} does not fit this model: {name} has scaling "
+                f"{layer.scaling:g}, the file's is {expected:g}"
+            )
+
+
+@torch.no_grad()
+def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: bool) -> None:
+    """Copy all values or none. The old values are kept on the host and copied back if an exception occurs."""
+    own = adapter_tensors(model)
+    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
+    try:
+        for key, tensor in own.items():
+            tensor.copy_(_like(tensors[key], tensor))
+    except BaseException:
+        for key, tensor in own.items():
+            _local(tensor).copy_(before[key])
+        raise
+    if not is_trainable:
+        for tensor in own.values():
+            tensor.requires_grad_(False)
+        model.eval()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A full copy of the tensor on the CPU.
+
+    The copy has its own memory because layers may share memory, and safetensors refuses to write shared memory.
+    """
+    full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full.detach().to("cpu", copy=True).contiguous()
+
+
+def _like(value: Tensor, own: Tensor) -> Tensor:
+    if not is_sharded(own):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.to(own.device, own.dtype), mesh, placements)
+
+
+def _report_now(model: nn.Module) -> LoRAReport:
+    first = next(iter(lora_modules(model).values()))
+    reasons = {path: ("saved", "in modules_to_save") for path in saved_modules(model)}
+    return LoRAReport(model, first.config, first.fp8_state, reasons)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The user's model, taken out of DistributedDataParallel, torch.compile and checkpoint wrappers."""
+    while True:
+        names = ["_orig_mod", "_checkpoint_wrapped_module"]
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            names = ["module"]
+        inner = next((model._modules[name] for name in names if name in model._modules), None)
+        if inner is None:
+            return model
+        model = inner

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a transformers checkpoint straight into FP8. The model never exists in bf16.
+
+    loaded = load_quantized("path/to/llama", device="cuda", lora=LoRAConfig(r=16, target_modules="all-linear"))
+    loaded.model, loaded.report
+
+The model is built without memory for its weights. Shards are opened one after the other. Each tensor is copied to
+the device by itself and quantized there.
+
+* Host peak: one mapped shard, whose pages the kernel may drop.
+* Device peak: the model, and the matrix being quantized once in `dtype` and twice in fp32.
+
+With `frozen="plain"` the result equals `from_pretrained(dtype=dtype)` followed by `apply_lora`, bit for bit. "fp8"
+also quantizes the linear layers without an adapter. A block-FP8 weight (e4m3 `weight`, `weight_scale_inv`) keeps
+its bytes if all its scales are equal. Otherwise it is requantized from its exact amax, one matrix at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lorakernels.checkpoints.loading_plan import Plan
+from lorakernels.checkpoints.shards import Directory, Source
+from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.modules import LoRAReport, apply_lora
+from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor_weight
+from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.pretrained import guard_saving
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates
+
+BLOCK = (128, 128)
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The result of `load_quantized`.
+
+    Attributes:
+        model: in eval mode.
+        report: the adapters' report; None without `lora`.
+        fp8_state: the scales and amax histories of the FP8 layers.
+        tensors, bytes: how many tensors were read, and their size.
+        peak_host_bytes: the largest sum of an open shard and a tensor read from it.
+        seconds: the time that loading took.
+    """
+
+    model: nn.Module = field(repr=False)
+    report: LoRAReport | None = field(repr=False)
+    fp8_state: FP8State
+    tensors: int
+    bytes: int
+    peak_host_bytes: int
+    seconds: float
+
+
+def load_quantized(
+    source: str | Path | Source,
+    *,
+    config: Any = None,
+    model_class: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    lora: LoRAConfig | None = None,
+    fp8: DelayedScaling | None = None,
+    frozen: str = "fp8",
+    adapter_dtype: torch.dtype | None = torch.float32,
+    rng_state: PhiloxState | PhiloxStates | None = None,
+    attn_implementation: str = "sdpa",
+    progress: bool | Progress = True,
+) -> Loaded:
+    """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
+    runs.
+
+    Args:
+        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `Source` of
+            tensors.
+        config: transformers config; None reads `source`/config.json.
+        model_class: e.g. LlamaForCausalLM; None asks AutoModelForCausalLM.
+        device: the model's device; None is the current GPU, or the CPU without one.
+        dtype: dtype of the unquantized parts (embedding, norms, head). Weights are rounded to it before they become
+            FP8.
+        lora: selects the layers that get adapters, as in `apply_lora`. Adapter values come from torch's generator.
+            None adds no adapters.
+        fp8: recipe of the activations' scales; None takes `lora`'s, or the default.
+        frozen: "fp8" or "plain" (in `dtype`) for linear layers without an adapter. The output head, routers, tied
+            weights and layers that are not a plain `nn.Linear` are always plain.
+        adapter_dtype, rng_state: as for `apply_lora`.
+        attn_implementation: as for transformers.
+        progress: True shows one line on a terminal; a function is called with (bytes read, total bytes).
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if a weight is
+            not finite, or a kind of quantization is not known. Everything but the values is checked before the first
+            value is read.
+        ImportError: transformers is not installed.
+    """
+    began = time.perf_counter()
+    if frozen not in ("fp8", "plain"):
+        raise ValueError(f'frozen must be "fp8" or "plain", found {frozen!r}')
+    recipe = _recipe(lora, fp8)
+    files = Directory(source) if isinstance(source, (str, Path)) else source
+    target = _device(device)
+    config = config_of(source, config)
+    block = block_size_of(config)
+    model = _build(config, model_class, dtype, attn_implementation)
+    _read_generation_config(model, source)
+    plan = Plan(model, files.tensors, lora, frozen, block)
+    loader = _Loader(model, files, plan, recipe, lora, target)
+    loader.run(_Line() if progress is True else progress or None)
+    model.to(target)
+    report = None
+    guard_saving(model)
+    if lora is not None:
+        report = apply_lora(
+            model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
+        )
+    state = loader.state if report is None or report.fp8_state is None else report.fp8_state
+    seconds = time.perf_counter() - began
+    return Loaded(model, report, state, plan.tensors, plan.bytes, loader.peak_host_bytes, seconds)
+
+
+def _recipe(lora: LoRAConfig | None, fp8: DelayedScaling | None) -> DelayedScaling:
+    if lora is None:
+        return fp8 or DelayedScaling()
+    if lora.fp8 is None:
+        raise ValueError(
+            "lora.fp8 must be a DelayedScaling, found None: load_quantized holds the base in FP8"
+        )
+    if fp8 not in (None, lora.fp8):
+        raise ValueError(f"fp8 is {fp8}, lora.fp8 {lora.fp8}: give one of them")
+    return lora.fp8
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+
+
+def config_of(source: Any, config: Any) -> Any:
+    if config is not None:
+        return copy.deepcopy(config)
+    if not isinstance(source, (str, Path)):
+        raise ValueError("config must be given for a source that is not a directory, found None")
+    import transformers
+
+    if not (Path(source) / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no config.json: give config")
+    return transformers.AutoConfig.from_pretrained(
+        source, local_files_only=True, trust_remote_code=False
+    )
+
+
+def block_size_of(config: Any) -> tuple[int, ...]:
+    """The block of a block-FP8 checkpoint, or the default. Removes quantization_config from `config`.
+
+    The model holds FP8 in lorakernels' own way, so its config must not call it quantized by transformers.
+    """
+    found = config.__dict__.pop("quantization_config", None)
+    if found is None:
+        return BLOCK
+    found = found if isinstance(found, dict) else found.to_dict()
+    if found.get("quant_method") != "fp8":
+        raise ValueError(
+            f"quant_method of the checkpoint must be 'fp8', found {found.get('quant_method')!r}"
+        )
+    return tuple(found.get("weight_block_size") or BLOCK)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Allocates no memory for `torch.empty`, from which linear and embedding layers take their weights.
+
+    Computed tensors, such as rotary frequencies and the ones of norms, are real.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) -> Any:
+    import transformers
+
+    make = model_class or transformers.AutoModelForCausalLM
+    build = make.from_config if hasattr(make, "from_config") else make._from_config
+    random = torch.get_rng_state()
+    with _LargeOnMeta():
+        model = build(config, dtype=dtype, attn_implementation=attention)
+    torch.set_rng_state(random)
+    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
+        raise ValueError(f"{type(model).__name__} keeps {sorted(kept)} in fp32: load it otherwise")
+    return model.eval()
+
+
+def _read_generation_config(model: Any, source: Any) -> None:
+    """Read generation_config.json as from_pretrained does.
+
+    Without the file, the model keeps the generation config made of its own config.
+    """
+    import transformers
+
+    name = transformers.utils.GENERATION_CONFIG_NAME
+    there = isinstance(source, (str, Path)) and (Path(source) / name).is_file()
+    if not there or not model.can_generate():
+        return
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            source, local_files_only=True
+        )
+    except OSError as error:
+        raise ValueError(f"{Path(source) / name} cannot be read: {error}") from error
+
+
+class _Loader:
+    """Reads one shard after the other and puts each tensor where the plan says."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        files: Source,
+        plan: Plan,
+        recipe: DelayedScaling,
+        lora: LoRAConfig | None,
+        device: torch.device,
+    ) -> None:
+        self.model, self.files, self.plan, self.device = model, files, plan, device
+        self.recipe = recipe
+        self.layout = "single" if lora is None else lora.weight_layout
+        self.state = FP8State(plan.quantized, recipe, device)
+        self.peak_host_bytes = 0
+        self._quantized, self._adapted = set(plan.quantized), set(plan.adapted)
+        self._scales: dict[str, Tensor] = {}
+        self._done = 0
+
+    @torch.no_grad()
+    def run(self, progress: Progress | None) -> None:
+        for names, put in (
+            (self.plan.scales, self._keep_scale),
+            (self.plan.take, self._put),
+            (self.plan.copies, self._compare),
+        ):
+            shards: dict[str, list[str]] = {}
+            for name in names:
+                shards.setdefault(self.files.tensors[name].shard, []).append(name)
+            for shard in sorted(shards):
+                self._run_shard(shard, shards[shard], put, progress)
+
+    def _run_shard(
+        self,
+        shard: str,
+        names: list[str],
+        put: Callable[[str, Tensor], None],
+        progress: Progress | None,
+    ) -> None:
+        with self.files.open(shard) as read:
+            for name in names:
+                size = self.files.tensors[name].bytes
+                peak = self.files.mapped_bytes(shard) + size
+                self.peak_host_bytes = max(self.peak_host_bytes, peak)
+                put(name, read(name))
+                self._done += size
+                if progress is not None:
+                    progress(self._done, self.plan.bytes)
+
+    def _keep_scale(self, name: str, tensor: Tensor) -> None:
+        self._scales[name.removesuffix("_scale_inv")] = tensor.to(self.device, copy=True)
+
+    def _compare(self, name: str, tensor: Tensor) -> None:
+        original = self.plan.copies[name]
+        path, _, attribute = original.rpartition(".")
+        own = getattr(self.model.get_submodule(path), attribute)
+        if not torch.equal(tensor.to(self.device).to(own.dtype), own):
+            raise ValueError(f"{name} differs from {original}, to which the model's config ties it")
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        own = getattr(module, attribute)
+        tensor = tensor.to(self.device, copy=True)
+        scales = self._scales.pop(name, None)
+        fp8 = None if scales is None else FP8Weight(name, tensor, scales, self.plan.block)
+        if attribute == "weight" and path in self._quantized:
+            self._put_quantized(path, module, own, tensor, fp8)
+            return
+        if fp8 is not None:
+            tensor = dequantize(fp8)
+        value = tensor.to(own.dtype) if own.is_floating_point() else tensor
+        if isinstance(own, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=own.requires_grad)
+        for holder in self.plan.holders[name]:
+            owner, _, attribute = holder.rpartition(".")
+            module = self.model.get_submodule(owner)
+            table: Any = module._parameters if isinstance(own, nn.Parameter) else module._buffers
+            table[attribute] = value
+
+    def _put_quantized(
+        self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
+    ) -> None:
+        """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
+        try:
+            weight, scale_inv = (
+                quantize_weight(tensor.to(own.dtype)) if fp8 is None else per_tensor_weight(fp8)
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}.weight: {error}") from error
+        new = FrozenFP8Linear.__new__(FrozenFP8Linear)
+        nn.Module.__init__(new)
+        layout = "single" if path in self._adapted else self.layout
+        new._set_base(weight, scale_inv, module.bias, self.recipe, layout, self.state, path)
+        parent, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, new.eval())
+
+
+class FP8Weight(nn.Module):
+    """A block-FP8 weight, with the attributes that convert.py reads from transformers' FP8Linear."""
+
+    def __init__(self, name: str, weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale_inv", scales)
+        self.block_size = block
+        check_fp8_linear(name.removesuffix(".weight"), self)
+
+
+class _Line:
+    """Shows `loading 12.3 of 70.6 GB` on a terminal, in a line that overwrites itself."""
+
+    def __init__(self) -> None:
+        self._shown = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent == self._shown or not sys.stderr.isatty():
+            return
+        self._shown = percent
+        end = "\n" if done == total else ""
+        text = f"\rloading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %"
+        print(text, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide from headers which tensor of a checkpoint goes to which place in a model, and check it, before reading
+values.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from lorakernels.checkpoints.shards import TensorInfo
+from lorakernels.config import LoRAConfig
+from lorakernels.modules.frozen_targets import frozen_targets
+from lorakernels.modules.targets import match_saved, match_targets
+
+E4M3 = "F8_E4M3"
+# Old checkpoints store these tensors for each layer. Models compute them, so they are ignored.
+COMPUTED = r"rotary_emb\.inv_freq$"
+
+
+class Plan:
+    """The place of each tensor of a checkpoint in a model, decided from headers alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: dict[str, TensorInfo],
+        lora: LoRAConfig | None,
+        frozen: str,
+        block: tuple[int, ...],
+    ) -> None:
+        self.block = block
+        self.holders = holders_of(model)
+        self.adapted = [] if lora is None else match_targets(model, lora)
+        saved = () if lora is None else tuple(match_saved(model, lora))
+        wanted = set(self.adapted)
+        if frozen == "fp8":
+            wanted |= set(frozen_targets(model, self.adapted, saved)[0])
+        # A weight that is tied to another stays plain here, because apply_lora must see it to untie it.
+        self.quantized = [
+            path
+            for path in (name for name, _ in model.named_modules())
+            if path in wanted
+            and len(self.holders[f"{path}.weight"]) == 1
+            and not any(path == name or path.startswith(f"{name}.") for name in saved)
+        ]
+        self.scales = {k for k in found if k.endswith(".weight_scale_inv")}
+        self.take = self._match(model, {k: i for k, i in found.items() if k not in self.scales})
+        self._check_fp8(found)
+        self._check_shapes(model)
+        read = [*self.scales, *self.take, *self.copies]
+        self.tensors, self.bytes = len(read), sum(found[k].bytes for k in read)
+
+    def _match(self, model: nn.Module, found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """{name: info} of the tensors to read, one name of each tied group.
+
+        The group's other names go into `copies`; their values must be equal.
+        """
+        groups = {id(group): group for group in self.holders.values()}
+        take, missing, known = {}, [], set()
+        self.copies: dict[str, str] = {}
+        for group in groups.values():
+            there = [name for name in group if name in found]
+            known |= set(there)
+            self.copies |= {name: there[0] for name in there[1:]}
+            if there:
+                take[there[0]] = found[there[0]]
+            else:
+                missing.append(group[0])
+        ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED}
+        unexpected = [
+            k for k in found if k not in known and not any(re.search(p, k) for p in ignored)
+        ]
+        if missing or unexpected:
+            parts = [
+                f"{len(names)} {what} ({', '.join(sorted(names)[:5])})"
+                for what, names in (("missing", missing), ("unexpected", unexpected))
+                if names
+            ]
+            raise ValueError(
+                f"the checkpoint does not fit {type(model).__name__}: {' and '.join(parts)}"
+            )
+        return take
+
+    def _check_fp8(self, found: dict[str, TensorInfo]) -> None:
+        for name, info in self.take.items():
+            scale = found.get(f"{name}_scale_inv")
+            if (info.dtype == E4M3) != (scale is not None):
+                raise ValueError(
+                    f"{name} is {info.dtype} with{'' if scale else 'out'} {name}_scale_inv: only e4m3 weights have one"
+                )
+            expected = tuple(-(-n // b) for n, b in zip(info.shape, self.block, strict=False))
+            if scale is not None and scale.shape not in ((), (1,), expected):
+                raise ValueError(
+                    f"{name}_scale_inv must be {expected} for {info.shape} in blocks of {self.block}, "
+                    f"found {scale.shape}"
+                )
+        if stray := sorted(k for k in self.scales if k.removesuffix("_scale_inv") not in self.take):
+            raise ValueError(f"scales without a weight: {', '.join(stray[:5])}")
+
+    def _check_shapes(self, model: nn.Module) -> None:
+        for name, info in self.take.items():
+            path, _, attribute = name.rpartition(".")
+            own = getattr(model.get_submodule(path), attribute)
+            if tuple(own.shape) != info.shape:
+                raise ValueError(
+                    f"{name} is {list(info.shape)} in the checkpoint, {list(own.shape)} in the model"
+                )
+
+
+def holders_of(model: nn.Module) -> dict[str, list[str]]:
+    """{name of a parameter or persistent buffer: all names of the same tensor}."""
+    by_id: dict[int, list[str]] = {}
+    holders = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        holders[name] = by_id.setdefault(id(tensor), [])
+        holders[name].append(name)
+    return holders

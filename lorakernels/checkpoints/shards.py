@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of safetensors files as a table of tensors. Each tensor is read by itself from the mapped file.
+
+All headers are read before any value. A missing or truncated file, or a wrong index, raises at that point.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The file, shape and dtype of a tensor. `dtype` is safetensors' name, e.g. "BF16" or "F8_E4M3"."""
+
+    shard: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        count = _SIZES.get(self.dtype, 1)
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Source(Protocol):
+    """The tensors that `load_quantized` reads: a table, and shards that are opened one after the other."""
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]: ...
+
+    def mapped_bytes(self, shard: str) -> int:
+        """The bytes that an open shard keeps mapped on the host."""
+        ...
+
+    def open(self, shard: str) -> AbstractContextManager[Callable[[str], Tensor]]:
+        """A context that yields a function from a tensor's name to the tensor on the CPU."""
+        ...
+
+
+class Directory:
+    """The safetensors files of one directory: the files that the index names, or model.safetensors.
+
+    Raises:
+        FileNotFoundError: there is no such directory, it has no safetensors, or a file of the index is missing.
+        ValueError: a file is truncated, corrupted or differs from the index, or two files hold a tensor that the
+            index does not list.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"path must be a directory with safetensors, found {self.path}")
+        index = self._index()
+        self.shards = sorted(set(index.values())) if index else [SINGLE]
+        missing = [name for name in self.shards if not (self.path / name).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{self.path} lacks {len(missing)} of {len(self.shards)} files: {', '.join(missing[:5])}"
+            )
+        self._tensors: dict[str, TensorInfo] = {}
+        for name in self.shards:
+            self._read_header(name, index)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return self._tensors
+
+    def mapped_bytes(self, shard: str) -> int:
+        return (self.path / shard).stat().st_size
+
+    @contextmanager
+    def open(self, shard: str) -> Iterator[Callable[[str], Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path / shard
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file.get_tensor
+        except SafetensorError as error:
+            raise ValueError(f"{path} is truncated or corrupted: {error}") from error
+
+    def _index(self) -> dict[str, str]:
+        path = self.path / INDEX
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            return {str(key): str(shard) for key, shard in found.items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not an index of safetensors: {error!r}") from error
+
+    def _read_header(self, shard: str, index: dict[str, str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path / shard
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = set(file.keys())
+                for name in names:
+                    if index.get(name, shard) != shard:
+                        continue
+                    if name in self._tensors:
+                        other = self._tensors[name].shard
+                        raise ValueError(f"{name} is in {other} and in {shard}, but not in {INDEX}")
+                    part = file.get_slice(name)
+                    info = TensorInfo(shard, tuple(part.get_shape()), part.get_dtype())
+                    self._tensors[name] = info
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is truncated or corrupted: {error}") from error
+        if lost := sorted({k for k, file_name in index.items() if file_name == shard} - names):
+            raise ValueError(f"{path} lacks {len(lost)} tensors of {INDEX}: {', '.join(lost[:5])}")

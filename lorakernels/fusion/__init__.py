@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a Hugging Face decoder layer as three autograd nodes. `fuse` checks and rewires a model; `unfuse` undoes it."""

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check every layer before `fuse` changes anything. transformers is not imported: classes are compared by name."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lorakernels.fusion.layer import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    FusedDecoderLayer,
+    original_class,
+    refuse_hooks,
+)
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.group import GroupedLoRALinear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import projection
+from lorakernels.state.fp8 import FP8State
+
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {*QKV, *OUTPUT},
+    "mlp": {*GATE_UP, *DOWN, "act_fn"},
+}
+_HEAD_NORMS = {"Qwen3DecoderLayer": {"q_norm", "k_norm"}}
+_SILU = ("SiLU", "SiLUActivation")
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """{path: layer} of the layers that `fuse` knows.
+
+    Raises:
+        ValueError: there is none, one is fused already, or two places share one.
+        TypeError: all decoder layers are of other classes.
+    """
+    found: dict[str, nn.Module] = {}
+    others: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind = type(module).__name__
+        if isinstance(module, FusedDecoderLayer):
+            raise ValueError(f"{path} is fused already: call unfuse(model) first")
+        if kind in LAYERS and type(module).__module__.startswith("transformers."):
+            if id(module) in seen:
+                raise ValueError(
+                    f"{path} and {seen[id(module)]} are one layer, which cannot be fused"
+                )
+            seen[id(module)] = path
+            found[path] = module
+        elif kind.endswith(("DecoderLayer", "Block")):
+            others[path] = kind
+    if others and not found:
+        path, kind = next(iter(others.items()))
+        raise TypeError(f"{path} is a {kind}: fuse knows {', '.join(LAYERS)} of transformers")
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layer: fuse knows {', '.join(LAYERS)}"
+        )
+    return found
+
+
+def projections(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """(path, parent, module) of the seven projections, in the order in which they run."""
+    for owner, names in (("self_attn", (*QKV, *OUTPUT)), ("mlp", (*GATE_UP, *DOWN))):
+        parent = layer.get_submodule(owner)
+        for name in names:
+            yield f"{owner}.{name}", parent, projection(parent.get_submodule(name))
+
+
+def check_layers(
+    layers: dict[str, nn.Module], state: FP8State | None, shared_dropout: bool
+) -> None:
+    """Refuse what a fused layer would compute wrongly, or not at all.
+
+    Raises:
+        TypeError: a module has a class or a place that a fused layer does not know.
+        ValueError: a setting is not supported, a module has hooks, or projections for one matrix do not fit together.
+            Or a weight is tied, trained, sharded, merged or not finite.
+        RuntimeError: the FP8 state's memory is pinned, and new layers would have to be registered.
+    """
+    for path, layer in layers.items():
+        _check_structure(path, layer)
+        _check_classes(path, layer)
+        _check_settings(path, layer)
+        for name, module in layer.named_modules():
+            if name:
+                refuse_hooks(f"{path}.{name}", module)
+        _check_projections(path, layer, state, shared_dropout)
+    _check_not_shared(layers)
+    new = [p for p, layer in layers.items() for _, _, m in projections(layer) if _is_plain(m)]
+    if state is not None and new and state.pinned_by:
+        raise RuntimeError(
+            f"{len(new)} projections would be registered in the FP8State, whose memory is pinned by "
+            f"{state.pinned_by}: fuse before capturing graphs"
+        )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def _check_structure(path: str, layer: nn.Module) -> None:
+    for owner, names in _PARTS.items():
+        if owner == "self_attn":
+            names = names | _HEAD_NORMS.get(type(layer).__name__, set())
+        children = set(layer.get_submodule(owner)._modules)
+        if children - names or not names <= children | {"act_fn"}:
+            raise TypeError(
+                f"{path}{'.' + owner if owner else ''} must have the modules {sorted(names)}, "
+                f"found {sorted(children)}"
+            )
+    for name, _, module in projections(layer):
+        if not (_is_plain(module) or isinstance(module, FrozenFP8Linear)):
+            raise TypeError(
+                f"{path}.{name} is a {type(module).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"
+            )
+        if isinstance(module, GroupedLoRALinear):
+            raise ValueError(f"{path}.{name} is in {module.group}: fuse groups by itself")
+
+
+def _check_classes(path: str, layer: nn.Module) -> None:
+    """Refuse classes and forwards other than transformers' own: a fused layer computes what those compute."""
+    parts: dict[str, tuple[str, Any]] = {
+        "": ("DecoderLayer", layer),
+        "self_attn": ("Attention", layer.self_attn),
+        "mlp": ("MLP", layer.mlp),
+        **{name: ("RMSNorm", norm) for name, norm in _norms(layer)},
+    }
+    for name, (part, module) in parts.items():
+        where, kind = f"{path}.{name}" if name else path, type(module)
+        expected = class_beside(layer, part)
+        if kind is not expected:
+            family = type(layer).__name__.removesuffix("DecoderLayer")
+            raise TypeError(
+                f"{where} is a {kind.__module__}.{kind.__qualname__}, expected {type(layer).__module__}.{family}{part}"
+            )
+        home = getattr(inspect.unwrap(kind.forward), "__module__", "")
+        if home != kind.__module__:
+            raise TypeError(
+                f"{where}: the forward of {kind.__name__} was replaced by {home}'s, which a fused layer would not run"
+            )
+    for name, module in layer.named_modules():
+        if "forward" in vars(module):
+            where = f"{path}.{name}" if name else path
+            raise ValueError(
+                f"{where} has a forward of its own, set on the instance, which a fused layer would not run: remove it"
+            )
+
+
+def class_beside(layer: nn.Module, part: str) -> type[nn.Module] | None:
+    """The class that transformers defines for `part` in the file that defines the class of `layer`, or None."""
+    kind = original_class(layer) if isinstance(layer, FusedDecoderLayer) else type(layer)
+    name = kind.__name__.removesuffix("DecoderLayer") + part
+    found = getattr(sys.modules.get(kind.__module__), name, None)
+    ours = isinstance(found, type) and (found.__module__, found.__name__) == (kind.__module__, name)
+    return found if ours else None
+
+
+def _norms(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name in (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+    ):
+        owner, _, leaf = name.rpartition(".")
+        module = layer.get_submodule(owner)._modules.get(leaf)
+        if module is not None:
+            yield name, module
+
+
+def _check_settings(path: str, layer: Any) -> None:
+    config = layer.self_attn.config
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in ("sdpa", None):
+        raise ValueError(
+            f"{path}: a fused layer runs scaled dot product attention, found attn_implementation={attention!r}: "
+            'set model.set_attn_implementation("sdpa")'
+        )
+    dropout = getattr(layer.self_attn, "attention_dropout", 0.0)
+    if dropout:
+        raise ValueError(f"{path}: attention_dropout must be 0, found {dropout}")
+    if getattr(layer.self_attn, "is_causal", True) is not True:
+        raise ValueError(
+            f"{path}.self_attn.is_causal must be True, found {layer.self_attn.is_causal!r}: a fused layer's tokens "
+            "look back only"
+        )
+    kind = type(layer.mlp.act_fn)
+    activation = kind.__name__
+    if activation not in _SILU or not kind.__module__.startswith(("torch.nn.", "transformers.")):
+        raise ValueError(f"{path}: the activation must be SiLU, found {activation}")
+    epsilons = {name: norm.variance_epsilon for name, norm in _norms(layer)}
+    if len(set(epsilons.values())) > 1:
+        raise ValueError(f"{path}: norms must have one epsilon, found {epsilons}")
+
+
+def _check_projections(
+    path: str, layer: nn.Module, state: FP8State | None, shared_dropout: bool
+) -> None:
+    tensors = list(layer.named_parameters())
+    devices = {str(t.device) for _, t in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{path} must be on one device, found {sorted(devices)}")
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{path}.{name} is on the meta device: give the model its weights first"
+            )
+        if is_sharded(tensor):
+            raise ValueError(f"{path}.{name} is sharded: fused weights need whole ones")
+    for name, _, module in projections(layer):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        if _is_plain(module) and weight.requires_grad:
+            raise ValueError(f"{path}.{name}.weight is trained: a fused layer trains adapters only")
+        if _is_plain(module) and state is not None and not bool(weight.isfinite().all()):
+            raise ValueError(f"{path}.{name}.weight must be finite to be held in FP8")
+        if isinstance(module, FrozenFP8Linear):
+            recipes = [None if f is None else f.recipe for f in (module.fp8_state, state)]
+            if recipes[0] != recipes[1]:
+                raise ValueError(
+                    f"{path}.{name} follows {recipes[0]}, the model's adapters {recipes[1]}"
+                )
+            if module.merged:
+                raise ValueError(f"{path}.{name} is merged: call unmerge_lora first")
+    for names in (QKV, GATE_UP):
+        members = [m for n, _, m in projections(layer) if n.rpartition(".")[2] in names]
+        _check_group(path, members, state is not None, shared_dropout)
+
+
+def _check_group(path: str, members: Sequence[nn.Module], fp8: bool, shared_dropout: bool) -> None:
+    adapted = [m for m in members if isinstance(m, LoRALinear)]
+    what: dict[str, Iterable[Any]] = {
+        "weight dtype": (_dtype(m, fp8) for m in members),
+        "weight_layout": (m.weight_layout for m in members if isinstance(m, FrozenFP8Linear)),
+        "adapter dtype": (p.dtype for m in adapted for p in (m.lora_A, m.lora_B)),
+        "bias dtype": (m.bias.dtype for m in members if isinstance(m.bias, Tensor)),
+    }
+    if shared_dropout:
+        what["lora_dropout"] = (m.lora_dropout for m in adapted)
+        what["rng_state"] = (id(m.rng_state) for m in adapted)
+    for name, values in what.items():
+        found = set(values)
+        if len(found) > 1:
+            names = [getattr(m, "name", type(m).__name__) for m in members]
+            raise ValueError(
+                f"{path}: {names} must have one {name}, found {sorted(map(str, found))}"
+            )
+
+
+def _dtype(module: nn.Module, fp8: bool) -> str:
+    """The weight's dtype in the fused layer. With an FP8 state, plain weights become e4m3 as well."""
+    if fp8:
+        return "e4m3"
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return str(weight.dtype)
+
+
+def _check_not_shared(layers: dict[str, nn.Module]) -> None:
+    owners: dict[int, str] = {}
+    for path, layer in layers.items():
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            full, pointer = f"{path}.{name}", parameter.data_ptr()
+            if pointer and owners.setdefault(pointer, full) != full:
+                raise ValueError(
+                    f"{full} shares its memory with {owners[pointer]}: tied weights cannot be fused"
+                )

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fuse: rewire a model's decoder layers in place, to run few kernels over few matrices. unfuse: undo it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lorakernels.autograd import attention as attention_backends
+from lorakernels.fusion.check import LAYERS, check_layers, decoder_layers
+from lorakernels.fusion.layer import Parts, original_class
+from lorakernels.fusion.memory import SAVE, LayerSize, fit
+from lorakernels.fusion.rewire import Options, changed, rewire, unwire
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import adapted, frozen_layers, share_state
+from lorakernels.modules.undo import all_or_nothing
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One fused layer: its mode `save`, and the predicted `bytes` that it keeps for `FuseReport.tokens` tokens.
+
+    `frozen` names the projections that became FrozenFP8Linears.
+    """
+
+    name: str
+    kind: str
+    save: str
+    bytes: int
+    frozen: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """What `fuse` decided. `print(report)` shows it as a table, with the attention backends used so far.
+
+    `tokens` is the number of tokens that bytes are counted for, `element` the bytes per number.
+    """
+
+    layers: list[LayerReport]
+    tokens: int
+    element: int
+    attention: str
+    sizes: list[LayerSize] = field(repr=False)
+    parts: list[Parts] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that all layers keep for the backward of `tokens` tokens, predicted."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def backends(self) -> list[str]:
+        """The attention backends that forwards have used so far."""
+        return sorted({name for parts in self.parts for name in parts.chosen.values()})
+
+    def backend_for(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
+    ) -> str:
+        """The attention backend that forwards with such tensors will use.
+
+        Args:
+            q: [B, H, T, D].
+            k, v: [B, Hk, T, D].
+            rows: "causal", "packed" for sequences that are given by their starts, or a mask.
+
+        Raises:
+            ValueError: the backend `attention` does not take these tensors.
+            RuntimeError: it is "cudnn", and this process has loaded parts of two cuDNNs.
+        """
+        if isinstance(rows, torch.Tensor):
+            return attention_backends.choose(self.attention, q, k, v, rows, False)
+        if rows == "packed":
+            return attention_backends.choose_packed(self.attention, q, k, v)
+        return attention_backends.choose(self.attention, q, k, v, None, True)
+
+    def __str__(self) -> str:
+        per = "token" if self.tokens == 1 else f"{self.tokens:,} tokens"
+        taken = ", ".join(self.backends) or "chosen at the first forward"
+        lines = [
+            f"{len(self.layers)} fused layers keep {self.saved_bytes:,} bytes for backward per {per}",
+            f"attention {self.attention}: {taken}",
+            *self.notes,
+        ]
+        for layer in self.layers:
+            frozen = f"; now FP8: {', '.join(layer.frozen)}" if layer.frozen else ""
+            lines.append(
+                f"  {layer.name}: {layer.kind} save={layer.save} {layer.bytes:,} bytes{frozen}"
+            )
+        for size in dict.fromkeys(self.sizes):
+            costs = ", ".join(
+                f"{save} {size.saved_bytes(save, self.tokens, self.element):,}" for save in SAVE
+            )
+            lines.append(f"  a layer of hidden {size.hidden}, ffn {size.ffn} would keep: {costs}")
+        return "\n".join(lines)
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    save: str = "recompute",
+    memory_budget: int | None = None,
+    tokens: int | None = None,
+    shared_dropout: bool = True,
+    attention: str = "auto",
+    keep_linears: bool = False,
+) -> FuseReport:
+    """Rewire the decoder layers of `model` (transformers' Llama, Mistral, Qwen2, Qwen3) in place, after `apply_lora`.
+
+    q, k and v become one matrix, gate and up another, and so do their adapters. Norm and SwiGLU share kernels with
+    quantization, and the residual is added by the GEMMs. Modules, parameters and state_dict names stay;
+    `save_adapter`, `merge_lora` and the rest work as before.
+
+    A plain `nn.Linear` projection becomes a `FrozenFP8Linear` on the adapters' FP8State. Its names in state_dict
+    change, as with `apply_lora`. With `fp8=None` it is frozen in its dtype. The norm after the last layer becomes one
+    kernel each way. Embedding and head stay as they are. `model.config.use_cache` becomes False.
+
+    Args:
+        model: holds decoder layers, all on one device, with adapters on some of their projections.
+        save: what a layer keeps for backward: "full", "recompute", "fp8" or "checkpoint" (fusion/memory.py).
+        memory_budget: bytes that all layers together may keep. It replaces `save` by a choice per layer, and needs
+            `tokens`.
+        tokens: number of tokens in a microbatch, for the budget and the report.
+        shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
+            adapter, as PEFT does, and runs a few more kernels.
+        attention: "auto", "cudnn", "flash", "efficient" or "math".
+        keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
+
+    Load the state_dict of a fused model into a fused model, or with `strict=True`. With `strict=False`, torch copies
+    the FP8 values without their scales into the `nn.Linear`s of a model that is not fused, and does not notice.
+
+    Returns:
+        A FuseReport.
+
+    Raises:
+        ValueError, TypeError: there is no decoder layer, or one cannot be fused. The message names the layer and why.
+        RuntimeError: the memory of the FP8 state is pinned by a graph.
+
+    No exception leaves a change behind, not even a later one, for example when the device is full.
+    """
+    if save not in SAVE:
+        raise ValueError(f"save must be one of {list(SAVE)}, found {save!r}")
+    attention_backends.check(attention)
+    if memory_budget is not None and tokens is None:
+        raise ValueError(
+            f"memory_budget = {memory_budget} needs tokens, the tokens of a microbatch"
+        )
+    layers = decoder_layers(model)
+    options = Options(attention, shared_dropout, keep_linears)
+    with all_or_nothing(model):
+        adapter = _an_adapter(model)
+        state = adapter.fp8_state
+        check_layers(layers, state, shared_dropout)
+        element = next(iter(layers.values())).get_parameter("input_layernorm.weight").element_size()
+        sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
+        modes = [save] * len(sizes)
+        if memory_budget is not None:
+            modes = fit(sizes, memory_budget, tokens or 1, element)
+        parts, frozen = rewire(model, layers, adapter, modes, options)
+    rows = [
+        LayerReport(
+            path,
+            original_class(layer).__name__,
+            p.save,
+            size.saved_bytes(p.save, tokens or 1, element),
+            names,
+        )
+        for (path, layer), p, size, names in zip(layers.items(), parts, sizes, frozen, strict=True)
+    ]
+    off = bool(changed(model).use_cache)
+    notes = ("model.config.use_cache is False from now on",) if off else ()
+    return FuseReport(rows, tokens or 1, element, attention, sizes, parts, notes)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo `fuse`: the layers run their own forward, and every projection owns its memory again.
+
+    A projection that `fuse` turned into a FrozenFP8Linear stays one unless `keep_linears` was given. A kept
+    `nn.Linear` comes back, in the layer's dtype and on its device, if the FrozenFP8Linear still holds what was made of
+    it. Otherwise it is dropped, and a warning names it.
+
+    FP8 histories that nothing has written since `fuse` are restored. Otherwise each member of a group gets the group's
+    history of x, and its history of dy starts empty. An exception leaves the model fused.
+
+    Raises:
+        ValueError: `model` is not fused.
+    """
+    stale = unwire(model)
+    if stale:
+        warnings.warn(
+            f"{', '.join(stale)} stay FrozenFP8Linears: they hold another weight than the nn.Linears that fuse kept, "
+            "which are dropped",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _an_adapter(model: nn.Module) -> LoRALinear:
+    """The first adapter of `model`. Adapters that were made one by one share one FP8State from now on.
+
+    Raises:
+        ValueError: there is no adapter, or they cannot share one FP8State.
+    """
+    found = list(adapted(model))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no LoRALinear: call apply_lora first, or, with PEFT, register or patch of "
+            "lorakernels.integrations.peft"
+        )
+    share_state(frozen_layers(model))
+    if any(m.fp8_state is not found[0].fp8_state for m in found):
+        raise ValueError(f"the adapters of {type(model).__name__} must have one FP8State")
+    return found[0]
+
+
+__all__ = ["LAYERS", "FuseReport", "LayerReport", "fuse", "unfuse"]

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedGroup: projections of one x that remain separate modules, while their weights are rows of one matrix.
+
+The members' weights are rows of one [ΣN, K], their A's rows of one [ΣR, K], their biases parts of one [ΣN]. The
+Parameter objects and their names stay; their addresses change.
+
+Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale. A write through
+`.data.copy_` goes unnoticed: it leaves the tensor's version as it was. After `.to`, deepcopy or
+`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd.fused_linear import Projections
+from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.ops.quantize_lora_down import MAX_RANK
+from lorakernels.state.philox import draw_slot
+from lorakernels.values import Dropout
+
+
+class _Derived(NamedTuple):
+    """Tensors derived from the members' weights. `Projections` describes each."""
+
+    scale_inv: Tensor | None
+    grad_scale_inv: Tensor | None
+    multiplier: Tensor
+    weight_t: Tensor | None
+
+
+class _Variant(NamedTuple):
+    """Values that depend on the mode (training or eval) and on the active adapters.
+
+    `masks` holds, for each adapter, the index of the adapter that draws its mask; one entry if one mask serves all.
+    """
+
+    spec: LoRASpec
+    ranks: tuple[int, ...]
+    factors: Tensor | None
+    drops: bool
+    masks: tuple[int, ...]
+
+
+class FusedGroup:
+    """One or more LoRALinears and FrozenFP8Linears of one x.
+
+    x and dy have one scale each, in the first member's columns of the FP8 state.
+
+    Args:
+        members: modules of equal in_features, FP8 state and recipe.
+        shared_dropout: draw one mask for all adapters instead of one each. They must then have one lora_dropout.
+    """
+
+    def __init__(self, members: Sequence[FrozenFP8Linear], shared_dropout: bool) -> None:
+        self.members = tuple(members)
+        self.shared_dropout = shared_dropout
+        self.rows = tuple(member.out_features for member in self.members)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._weight: Tensor | None = None
+        self._lora_A: dict[tuple[int, ...], Tensor] = {}
+        self._bias: Tensor | None = None
+        self._biased: list[bool] = []  # had member i a bias when joined?
+        self._seen: tuple[list[Any], list[int]] = ([], [])
+        self._derived: _Derived | None = None
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
+
+    @property
+    def first(self) -> FrozenFP8Linear:
+        return self.members[0]
+
+    @property
+    def adapted(self) -> list[LoRALinear]:
+        """Members with an active adapter, which is neither merged nor switched off."""
+        return [m for m in self.members if is_active(m)]
+
+    def call(self) -> tuple[Projections, list[Tensor | None]]:
+        """Prepare one forward: join the members, update the FP8 state in training, and draw the masks.
+
+        Returns:
+            The Projections, and the flat list of tensors that autograd gets for them (`fused_node.Trained`).
+
+        Raises:
+            RuntimeError: members differ in mode, FSDP manages one, or memory was moved before a capture.
+            ValueError: adapters that share a mask differ in lora_dropout.
+        """
+        derived = self.join()
+        first, adapted = self.first, self.adapted
+        state, training = first.fp8_state, first.training
+        if state is not None and training:
+            state.on_training_forward(first._column)
+        variant = self._variant(training, adapted)
+        bias, biases = self._biases()
+        lora_A: list[Tensor | None] = [m._parameters["lora_A"] for m in adapted]
+        call = Projections(
+            first._stored if self._weight is None else self._weight,
+            derived.scale_inv,
+            derived.grad_scale_inv,
+            derived.weight_t,
+            bias,
+            derived.multiplier,
+            self.rows,
+            variant.ranks,
+            self._stacked_A(adapted, lora_A),
+            variant.factors,
+            self._masks(variant, adapted),
+            None if state is None else state.forward,
+            None if state is None else state.backward,
+            variant.spec,
+            tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
+        )
+        return call, [*lora_A, *(m._parameters["lora_B"] for m in adapted), *biases]
+
+    def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
+        """The _Variant for this mode and these adapters. Each variant is made once."""
+        state = self.first.fp8_state
+        place = (state, self.first._column)
+        self._check_alike(training, adapted)
+        key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
+        if key not in self._variants:
+            spec = LoRASpec(scaling=self._scaling(adapted))
+            if state is not None:
+                spec = spec.following(state.recipe, self.first._column, training)
+            ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
+            drop = training and any(m.lora_dropout for m in adapted)
+            masks = [
+                min(i, 0 if self.shared_dropout or not drop else i) for i in range(len(adapted))
+            ]
+            if sum(ranks) <= MAX_RANK and not any(masks):
+                del masks[1:]
+            with torch.inference_mode(False):
+                factors = self._factors(adapted)
+            self._variants[key] = _Variant(spec, ranks, factors, drop, tuple(masks))
+        return self._variants[key]
+
+    def _check_alike(self, training: bool, adapted: Sequence[LoRALinear]) -> None:
+        if any(m.training != training for m in self.members):
+            modes = {m.name: "training" if m.training else "eval" for m in self.members}
+            raise RuntimeError(f"projections fused into one must be in one mode, found {modes}")
+        if self.shared_dropout and len({m.lora_dropout for m in adapted}) > 1:
+            found = {m.name: m.lora_dropout for m in adapted}
+            raise ValueError(
+                f"adapters that share a mask must have one lora_dropout, found {found}"
+            )
+
+    def _scaling(self, adapted: Sequence[LoRALinear]) -> float:
+        """The scaling of the joined projection. `_factors` holds the members' ratios to it."""
+        if len(self.members) == 1 and adapted:
+            return adapted[0].scaling
+        return next((m.scaling for m in adapted if m.scaling), 1.0)
+
+    def _masks(
+        self, variant: _Variant, adapted: Sequence[LoRALinear]
+    ) -> tuple[Dropout | None, ...]:
+        """Draw the mask of each adapter, or one mask for all."""
+        drawn: dict[int, Dropout | None] = {}
+        for index in variant.masks:
+            if index not in drawn:
+                m = adapted[index]
+                device = m.lora_A.device
+                slot = draw_slot(m.rng_state, device) if variant.drops and m.lora_dropout else None
+                drawn[index] = None if slot is None else Dropout(slot, m.lora_dropout, m.site)
+        return tuple(drawn[index] for index in variant.masks)
+
+    def _biases(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(the joined bias [ΣN] or None, each member's bias where it is trained and None where not)."""
+        biases = [m._parameters.get("bias") for m in self.members]
+        trained: list[Tensor | None] = [
+            b if b is not None and b.requires_grad else None for b in biases
+        ]
+        return biases[0] if len(self.members) == 1 else self._bias, trained
+
+    def _stacked_A(
+        self, adapted: Sequence[LoRALinear], lora_A: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        parts = [a.detach() for a in lora_A if a is not None]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        whole = self._lora_A.get(tuple(id(m) for m in adapted))
+        return torch.cat(parts) if whole is None else whole  # some adapters are switched off
+
+    def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
+        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/fused_linear.py. None for one member or without adapters."""
+        if len(self.members) == 1 or not adapted or self._derived is None:
+            return None
+        scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]
+        whole = self._scaling(adapted)
+        ratios = torch.tensor([scaling / whole for scaling in scalings])
+        ratios = ratios.float().to(self._derived.multiplier.device)
+        return torch.stack((ratios, ratios / self._derived.multiplier))
+
+    def join(self) -> _Derived:
+        """Join the members' weights, A's and biases where they are not, and renew derived tensors that are stale."""
+        if len(self.members) > 1 and not self._is_joined():
+            self._refuse_in_capture()
+            self._refuse_fsdp()
+            self._join_all()
+        seen = self._state_of_members()
+        if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
+            self._refuse_in_capture()
+            with torch.inference_mode(False):
+                self._renew(self._derive())
+            self._seen = seen
+        assert self._derived is not None
+        return self._derived
+
+    @torch.inference_mode(False)  # training will use these tensors too
+    def _join_all(self) -> None:
+        self._forget()
+        self._join_weights()
+        self._join_A()
+        self._join_biases()
+
+    def _is_joined(self) -> bool:
+        weight = self._weight
+        if weight is None:
+            return False
+        at = weight.data_ptr()
+        for member in self.members:
+            parameter = member._parameters["weight"]
+            if parameter is None or parameter.data_ptr() != at:
+                return False
+            at += parameter.numel() * parameter.element_size()
+        for whole in self._lora_A.values():
+            at = whole.data_ptr()
+            for member in self.members:
+                lora_A = member._parameters.get("lora_A")
+                if lora_A is not None:
+                    if lora_A.data_ptr() != at:
+                        return False
+                    at += lora_A.numel() * lora_A.element_size()
+        return self._has_joined_biases()
+
+    def _has_joined_biases(self) -> bool:
+        whole = self._bias
+        biases = [m._parameters.get("bias") for m in self.members]
+        if self._biased != [bias is not None for bias in biases]:
+            return False
+        at = 0 if whole is None else whole.data_ptr()
+        for member, bias in zip(self.members, biases, strict=True):
+            if bias is not None and bias.data_ptr() != at:
+                return False
+            at += member.out_features * (0 if whole is None else whole.element_size())
+        return True
+
+    def _join_weights(self) -> None:
+        parts = [m._parameters["weight"] for m in self.members]
+        assert all(p is not None for p in parts)
+        self._weight = _join([p for p in parts if p is not None])
+        if self.first.weight_scale_inv is not None:
+            self._weight = self._weight.view(torch.uint8)
+
+    def _join_A(self) -> None:
+        adapted = [m for m in self.members if isinstance(m, LoRALinear)]
+        if len(adapted) > 1:
+            self._lora_A = {tuple(id(m) for m in adapted): _join([m.lora_A for m in adapted])}
+
+    @torch.no_grad()
+    def _join_biases(self) -> None:
+        """Join the biases into one [ΣN], with zeros for a member without a bias."""
+        biases = [m._parameters.get("bias") for m in self.members]
+        self._bias, self._biased = None, [bias is not None for bias in biases]
+        first = next((b for b in biases if b is not None), None)
+        if first is None:
+            return
+        self._bias = first.data.new_zeros(sum(self.rows))
+        for bias, part in zip(biases, self._bias.split(list(self.rows)), strict=True):
+            if bias is not None:
+                part.copy_(bias.data)
+                bias.data = part
+
+    def separate(self) -> None:
+        """Give every member memory of its own again."""
+        if len(self.members) > 1:
+            for member in self.members:
+                own = [
+                    member._parameters["weight"],
+                    getattr(member, "lora_A", None),
+                    member._parameters.get("bias"),
+                ]
+                for parameter in own:
+                    if parameter is not None:
+                        parameter.data = parameter.data.clone()
+                member._renew_weight_t()
+        self._forget()
+
+    def _state_of_members(self) -> tuple[list[Any], list[int]]:
+        """Fingerprint of the members' tensors, to notice that the derived tensors are stale.
+
+        Returns (addresses and weight versions, scale versions). Only the second list changes when a scale alone is
+        written in place, as graph capture does when it restores buffers.
+        """
+        found: list[Any] = []
+        scales: list[int] = []
+        for m in self.members:
+            weight, scale = m._parameters["weight"], m._buffers["weight_scale_inv"]
+            assert weight is not None
+            found += (weight.data_ptr(), weight._version, m._buffers["weight_t"] is None)
+            if scale is not None:
+                found.append(scale.data_ptr())
+                scales.append(scale._version)
+        return found, scales
+
+    @torch.no_grad()
+    def _derive(self) -> _Derived:
+        """Scales by column, their largest, the multipliers of dy, and Wᵀ.
+
+        The scale of an all-zero weight is meaningless. It does not count for the largest, and its multiplier is one.
+        """
+        scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
+        if len(self.members) == 1 or not scales:
+            scale = scales[0] if scales else None
+            ones = torch.ones(len(self.members), device=self.first._stored.device)
+            return _Derived(scale, scale, ones, self._weight_t())
+        each = torch.cat(scales)
+        zero = torch.stack([_is_zero(m._stored) for m in self.members])
+        one = torch.ones((), device=each.device)
+        largest = each.masked_fill(zero, 0.0).max().view(1)
+        largest = torch.where(zero.all(), one, largest)
+        counts = torch.tensor(self.rows, device=each.device)
+        by_column = each.repeat_interleave(counts, output_size=sum(self.rows))
+        multiplier = torch.where(zero, one, each / largest)
+        return _Derived(by_column, largest, multiplier, self._weight_t())
+
+    @torch.no_grad()
+    def _renew(self, derived: _Derived) -> None:
+        """Take new derived tensors. If shapes, dtypes and devices are the old ones, copy the values into the old
+        tensors: captured graphs read them at their addresses."""
+        before = self._derived
+        if before is None or [_form(t) for t in before] != [_form(t) for t in derived]:
+            self._derived, self._variants = derived, {}
+            return
+        # one member: the scales and Wᵀ are its own tensors, and the multiplier stays 1
+        if len(self.members) == 1:
+            self._derived = derived._replace(multiplier=before.multiplier)
+            return
+        for old, new in zip(before, derived, strict=True):
+            if old is not None and new is not None and old is not new:
+                old.copy_(new)
+        for variant in self._variants.values():
+            if variant.factors is not None:
+                variant.factors[1] = variant.factors[0] / before.multiplier
+
+    def _weight_t(self) -> Tensor | None:
+        if len(self.members) == 1:
+            return self.first.weight_t
+        if self.first.weight_layout != "both" or self._weight is None:
+            return None
+        if self.first.weight_scale_inv is None:
+            return None
+        whole = ops.transpose_fp8(self._weight)
+        held = None if self._derived is None else self._derived.weight_t
+        at = {0 if m.weight_t is None else _storage(m.weight_t) for m in self.members}
+        if held is not None and at == {_storage(held)}:
+            return held.copy_(whole)
+        for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
+            member.weight_t = part
+        return whole
+
+    def _capturing(self) -> bool:
+        weight = self.first._parameters["weight"]
+        return weight is not None and weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_fsdp(self) -> None:
+        for member in self.members:
+            if getattr(member, "_is_fsdp_managed_module", False):
+                raise RuntimeError(
+                    f"{member.name} is managed by FSDP, which gives its parameters other memory at every forward: "
+                    "a fused layer cannot be sharded, call unfuse(model) before fully_shard"
+                )
+
+    def _refuse_in_capture(self) -> None:
+        if self._capturing():
+            raise RuntimeError(
+                f"{self.first.name}: its memory was moved or written since the last forward; run one "
+                "forward before capturing a graph"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickle and deepcopy: the members. The next forward joins their memory again."""
+        return {"members": self.members, "shared_dropout": self.shared_dropout, "rows": self.rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def _is_zero(raw: Tensor) -> Tensor:
+    """bool []: whether all e4m3 bytes are 0 or −0 (0x80). The bytes are not copied."""
+    return (raw.view(torch.int8).max() <= 0) & (raw.max() <= 0x80)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _form(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, x.dtype, x.device)
+
+
+def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
+    return isinstance(member, LoRALinear) and not (member.merged or member.disable_adapters)
+
+
+@torch.no_grad()
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """Copy the parameters into one contiguous matrix, and make each a view of its rows."""
+    counts = [p.shape[0] for p in parameters]
+    whole = parameters[0].data.new_empty(sum(counts), parameters[0].shape[1])
+    for parameter, part in zip(parameters, whole.split(counts), strict=True):
+        part.copy_(parameter.data)
+        parameter.data = part
+    return whole

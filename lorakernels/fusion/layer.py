@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedDecoderLayer: the class that `fuse` gives a transformers decoder layer. The layer's modules stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lorakernels.autograd.attention import attend, attend_packed, choose, choose_packed
+from lorakernels.autograd.decoder_layer import (
+    MLPCall,
+    OutputCall,
+    QKVCall,
+    mlp,
+    norm_qkv,
+    output,
+)
+from lorakernels.fusion.group import FusedGroup
+
+QKV, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass(eq=False)
+class Parts:
+    """How one layer runs.
+
+    Attributes:
+        qkv, o, gate_up, down: the projections.
+        places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
+        heads, kv_heads: H and Hk.
+        scale: factor of q kᵀ.
+        eps: ε of all norms in the layer.
+        save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
+        attention: the backend asked for.
+        chosen: the backend that is used, by shapes, dtype and kind of mask.
+    """
+
+    qkv: FusedGroup
+    o: FusedGroup
+    gate_up: FusedGroup
+    down: FusedGroup
+    places: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]
+    heads: int
+    kv_heads: int
+    scale: float
+    eps: float
+    save: str
+    attention: str
+    chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> tuple[FusedGroup, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one forward: one call per autograd node, with masks drawn, and the parameters for autograd."""
+
+    qkv: QKVCall
+    o: OutputCall
+    mlp: MLPCall
+    params: tuple[list[Tensor | None], ...]
+
+
+class FusedDecoderLayer(nn.Module):
+    """Mixin before a decoder layer's class. `forward` takes the arguments of that class.
+
+    With a key-value cache, in eval, the layer's own forward runs over the same parameters. Sequences packed into rows
+    may be passed as for transformers' flash attention, by `cu_seq_lens_q` and `max_length_q`. `attention_mask` is not
+    read then (autograd/attention.py). `cu_seq_lens_k` and `max_length_k`, if given, must equal them.
+
+    When `torch.compile` traces a model around it, the layer is a graph break and runs as it is.
+    """
+
+    _fused: Parts
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeError. The layer's kernels are fused already, and GraphManager saves the host their launches."""
+        path = self._fused.qkv.first.name.rpartition(".self_attn.")[0]
+        raise RuntimeError(
+            f"{path or type(self).__name__} is fused and cannot be compiled: replay it with "
+            "lorakernels.graphs.GraphManager, or unfuse the model and then compile its layers"
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, T, K] → [B, T, K].
+
+        Raises:
+            RuntimeError: there is a cache in training, a module was exchanged since `fuse`, or autocast is to another
+                dtype.
+            TypeError, ValueError: an argument does not fit a fused layer, or a module in it has a hook.
+        """
+        if past_key_values is not None or kwargs.get("past_key_value") is not None:
+            if self.training:
+                raise RuntimeError(
+                    "a fused layer trains without a key-value cache: set model.config.use_cache = False"
+                )
+            own: Tensor = super().forward(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+            return own
+        parts = self._fused
+        hidden_states = _widened(self, hidden_states)
+        _check_call(self, parts, hidden_states, attention_mask, kwargs)
+        _check_window(self, hidden_states, kwargs)
+        call = _call(self, parts, hidden_states, position_embeddings)
+        attended = partial(_attended, parts, _visible(hidden_states, attention_mask, kwargs))
+        if parts.save != "checkpoint" or not torch.is_grad_enabled():
+            return _run(self, attended, hidden_states, call)
+        again = replace(call, mlp=replace(call.mlp, output=False))
+        first = [call]
+
+        def body(h: Tensor) -> Tensor:  # nobody reads a recomputation's output
+            return _run(self, attended, h, first.pop() if first else again)
+
+        found: Tensor = checkpoint(
+            body, hidden_states, use_reentrant=False, preserve_rng_state=False
+        )
+        return found
+
+
+def _widened(layer: Any, h: Tensor) -> Tensor:
+    """h in the dtype that the layer's own norms would return."""
+    for norm in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight):
+        if norm.dtype != h.dtype:
+            h = h.to(torch.promote_types(h.dtype, norm.dtype))
+    return h
+
+
+def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Call:
+    if angles is None:
+        raise ValueError("position_embeddings must be (cos, sin) [1 or B, T, D], found None")
+    for name, table in zip(("cos", "sin"), angles, strict=True):
+        if (
+            table.dim() != 3
+            or table.shape[1] != h.shape[1]
+            or table.shape[0] not in (1, h.shape[0])
+        ):
+            raise ValueError(
+                f"{name} of position_embeddings must be [1 or {h.shape[0]}, {h.shape[1]}, D], found {list(table.shape)}"
+            )
+    cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous() for t in angles)
+    calls, params = zip(*(group.call() for group in parts.groups), strict=True)
+    qkv, o, gate_up, down = calls
+    save = parts.save
+    return _Call(
+        QKVCall(qkv, parts.eps, parts.heads, parts.kv_heads, cos, sin, save),
+        OutputCall(o, save),
+        MLPCall(gate_up, down, parts.eps, save),
+        (params[0], params[1], [*params[2], *params[3]]),
+    )
+
+
+class _Visible(NamedTuple):
+    """What a token attends to: what a mask allows, all tokens up to itself, or its packed sequence up to itself."""
+
+    mask: Tensor | None
+    causal: bool
+    starts: Tensor | None
+    longest: int
+
+
+def _visible(h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible:
+    starts = kwargs.get("cu_seq_lens_q")
+    tokens = h.shape[:2].numel()
+    if starts is not None:
+        return _Visible(None, True, starts, kwargs.get("max_length_q") or tokens)
+    causal = mask is None and h.shape[1] > 1 and kwargs.get("is_causal") is not False
+    return _Visible(mask, causal, None, tokens)
+
+
+def _run(
+    layer: Any, attended: Callable[[Tensor, Tensor, Tensor], Tensor], h: Tensor, call: _Call
+) -> Tensor:
+    attention = layer.self_attn
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
+    norm = layer.input_layernorm.weight
+    q, k, v, residual = norm_qkv(h, norm, q_norm, k_norm, call.qkv, call.params[0])
+    h = output(attended(q, k, v), residual, call.o, call.params[1])
+    return mlp(h, layer.post_attention_layernorm.weight, call.mlp, call.params[2])
+
+
+def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask, causal, starts, longest = visible
+    shape = None if mask is None else mask.shape
+    key = (q.shape, k.shape, q.dtype, shape, causal, starts is None, q.requires_grad)
+    name = parts.chosen.get(key)
+    if starts is not None:
+        if name is None:
+            name = parts.chosen[key] = choose_packed(parts.attention, q, k, v)
+        return attend_packed(name, q, k, v, starts, longest, parts.scale)
+    if name is None:
+        name = parts.chosen[key] = choose(parts.attention, q, k, v, mask, causal)
+    return attend(name, q, k, v, mask, causal, parts.scale)
+
+
+def _check_call(
+    layer: nn.Module, parts: Parts, h: Tensor, mask: object, kwargs: dict[str, Any]
+) -> None:
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"attention_mask must be None or a 4-D tensor, found {found}")
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
+        )
+    _check_packing(kwargs)
+    causal = getattr(getattr(layer, "self_attn", None), "is_causal", True)
+    if causal is not True:
+        raise ValueError(
+            f"self_attn.is_causal must be True in a fused layer, found {causal!r}: unfuse the model first"
+        )
+    kind = h.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != h.dtype:
+        raise RuntimeError(
+            f"a fused layer computes in the dtype of its input, found {h.dtype} under autocast to "
+            f"{torch.get_autocast_dtype(kind)}: load the model in that dtype"
+        )
+    for path, owner, name, module in parts.places:
+        if owner.get(name) is not module:
+            raise RuntimeError(
+                f"{path} is another module than when the layer was fused: unfuse the model first, "
+                "then change it"
+            )
+        hooks = module.__dict__
+        if any([hooks[kind] for kind in _HOOKS]):
+            refuse_hooks(path, module)
+
+
+def _check_packing(kwargs: dict[str, Any]) -> None:
+    """Refuse queries and keys that are not the same tokens. The numbers in `cu_seq_lens_k` are not compared, since
+    the host would have to wait for the device."""
+    starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32):
+        found = f"{starts.dtype} {tuple(starts.shape)}"
+        raise ValueError(f"cu_seq_lens_q must be int32 [sequences + 1], found {found}")
+    if ends is not None and (starts is None or _form(starts) != _form(ends)):
+        wanted = None if starts is None else _form(starts)
+        raise ValueError(
+            f"cu_seq_lens_k must be equal to cu_seq_lens_q, {wanted}, found {_form(ends)}"
+        )
+    longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
+    if None not in longest and longest[0] != longest[1]:
+        raise ValueError(f"max_length_q and max_length_k must be equal, found {longest}")
+
+
+def _form(x: Tensor) -> str:
+    return f"{str(x.dtype)[6:]} {list(x.shape)} on {x.device}"
+
+
+def _check_window(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences longer than a sliding window, which only a mask can express.
+
+    Mistral's attention has the window in its config alone.
+    """
+    if kwargs.get("cu_seq_lens_q") is None:
+        return
+    attention = layer.self_attn
+    window = getattr(attention, "sliding_window", None)
+    if not hasattr(attention, "sliding_window") and type(attention).__name__ == "MistralAttention":
+        window = getattr(attention.config, "sliding_window", None)
+    longest = kwargs.get("max_length_q") or h.shape[:2].numel()
+    if window is not None and longest > window:
+        raise ValueError(
+            f"cu_seq_lens_q: sequences of up to {longest} tokens need a sliding window of {window}, which packed "
+            "attention does not have; pass an attention_mask"
+        )
+
+
+def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yield the hooks of `module` that a fused layer would not run. transformers' output collectors do not count: they
+    do nothing unless a call collects outputs."""
+    for name in _HOOKS:
+        for hook in vars(module)[name].values():
+            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
+                yield hook
+
+
+def refuse_hooks(path: str, module: nn.Module) -> None:
+    """Raise ValueError if `module`, inside of a fused layer, has a hook that would not run."""
+    for hook in hooks_of(module):
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise ValueError(
+            f"{path} has a hook ({name}) that would not run in a fused layer: remove it, or hook the layer"
+        )
+
+
+_classes: dict[type, type] = {}
+
+
+def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class `Fused<kind>`, whose bases are FusedDecoderLayer and `kind`."""
+    if kind not in _classes:
+        name = f"Fused{kind.__name__}"
+        reason = (
+            f"{name} is fused already and is not traced; unfuse the model to compile its layers"
+        )
+        own = {
+            "__reduce_ex__": _reduce_fused,
+            "__module__": kind.__module__,
+            "forward": torch.compiler.disable(FusedDecoderLayer.forward, reason=reason),
+        }
+        _classes[kind] = type(name, (FusedDecoderLayer, kind), own)
+    return _classes[kind]
+
+
+def _reduce_fused(self: nn.Module, _: Any) -> tuple[Any, ...]:
+    """For pickle and deepcopy: loading makes the class again, as no module defines it."""
+    return _new_fused, (original_class(self),), self.__dict__
+
+
+def original_class(layer: nn.Module) -> type[nn.Module]:
+    """The decoder layer's class before `fuse`."""
+    classes = type(layer).__mro__
+    kind: type[nn.Module] = classes[classes.index(FusedDecoderLayer) + 1]
+    return kind
+
+
+def _new_fused(kind: type[nn.Module]) -> nn.Module:
+    new = fused_class(kind)
+    module: nn.Module = new.__new__(new)
+    return module

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the bytes that a fused layer keeps for backward, and choose what each layer keeps within a budget.
+
+    M tokens   e bytes per element   H query and Hk key heads of D   K hidden   F ffn   ΣR ranks of an input's adapters
+
+    all        h, h2: 2 M K e        q, k, v: M (H + 2 Hk) D e      out: M H D e      logsumexp: 4 M H      2 rstd: 8 M
+               s of each adapted input: M ΣR e       if q and k have norms, their input and rstd: M (H + Hk) (D e + 4)
+    full       + gate, up: 2 M F e     + x8 of each adapted input: M K_in (plain base: M K_in e, and none for out)
+    recompute  + gate, up: 2 M F e
+    fp8        + gate, up: 2 M F       + their scales: 4 M ⌈F / 256⌉
+    checkpoint   h alone: M K e
+
+Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
+Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.
+A layer without adapters keeps only what attention, the norms and SwiGLU need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lorakernels.fusion.layer import DOWN, GATE_UP, OUTPUT, QKV
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import projection
+from lorakernels.numerics.gate_up import packed_scales
+
+SAVE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The sizes that decide how much a layer keeps.
+
+    `ranks` are ΣR of q, k, v; of o; of gate, up; and of down. `stacked` is the bytes of the stacked B's.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ranks: tuple[int, int, int, int]
+    fp8: bool
+    normed_heads: bool
+    stacked: int = 0
+
+    @classmethod
+    def of(cls, layer: Any, fp8: bool) -> LayerSize:
+        """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8."""
+        attention, config = layer.self_attn, layer.self_attn.config
+        heads = config.num_attention_heads
+        q, gate = attention.q_proj, layer.mlp.gate_proj
+        return cls(
+            q.in_features,
+            gate.out_features,
+            heads,
+            config.num_key_value_heads,
+            q.out_features // heads,
+            (
+                _rank(attention, QKV),
+                _rank(attention, OUTPUT),
+                _rank(layer.mlp, GATE_UP),
+                _rank(layer.mlp, DOWN),
+            ),
+            fp8,
+            hasattr(attention, "q_norm"),
+            _stacked(attention, QKV) + _stacked(layer.mlp, GATE_UP),
+        )
+
+    def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
+        """Bytes kept between forward and backward of `tokens` tokens, with `element` bytes per number."""
+        k, f, d, h, hk = self.hidden, self.ffn, self.head_dim, self.heads, self.kv_heads
+        if save == "checkpoint":
+            return tokens * k * element
+        row = (2 * k + (2 * h + 2 * hk) * d + sum(self.ranks)) * element + 4 * h + 8
+        if self.normed_heads:
+            row += (h + hk) * (d * element + 4)
+        row += 2 * f + 4 * packed_scales(1, 2 * f)[1] if save == "fp8" else 2 * f * element
+        if save == "full":
+            inputs = (k, h * d if self.fp8 else 0, k, f)
+            adapted = sum(n for n, rank in zip(inputs, self.ranks, strict=True) if rank)
+            row += adapted * (1 if self.fp8 else element)
+        return tokens * row + self.stacked
+
+
+def _stacked(owner: nn.Module, names: Sequence[str]) -> int:
+    """Bytes of the B's of all adapters, stacked as one matrix [ΣN, ΣR]."""
+    members = [projection(owner.get_submodule(name)) for name in names]
+    factors = [m.lora_B for m in members if isinstance(m, LoRALinear)]
+    rows = sum(m.out_features for m in members)
+    return rows * sum(b.shape[1] * b.element_size() for b in factors)
+
+
+def _rank(owner: nn.Module, names: Sequence[str]) -> int:
+    return sum(getattr(projection(owner.get_submodule(name)), "r", 0) for name in names)
+
+
+def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> list[str]:
+    """One of `SAVE` for each layer: the fastest mix whose bytes sum to at most `budget`.
+
+    Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
+
+    Args:
+        sizes: of the layers.
+        budget: bytes that all layers together may keep.
+        tokens: number of tokens in a microbatch.
+        element: bytes per number.
+
+    Raises:
+        ValueError: the layers do not fit even if each keeps only its input.
+    """
+    found = [SAVE[0]] * len(sizes)
+    costs = [s.saved_bytes(found[0], tokens, element) for s in sizes]
+    for slower in SAVE[1:]:
+        for i, size in enumerate(sizes):
+            if sum(costs) <= budget:
+                return found
+            cost = size.saved_bytes(slower, tokens, element)
+            if cost < costs[i]:
+                found[i], costs[i] = slower, cost
+    if sum(costs) > budget:
+        raise ValueError(
+            f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: each keeps "
+            f"its input at least, {sum(costs)} bytes together"
+        )
+    return found

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedRMSNorm: the class that `fuse` gives a model's last norm. The norm's weight and name stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lorakernels.autograd.rms_norm import rms_norm
+
+
+class FusedRMSNorm(nn.Module):
+    """Mixin before a norm's class. If weight and input differ in dtype, that class's own forward runs."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., K] → [..., K], normed over the last dimension."""
+        norm: Any = self
+        if hidden_states.dtype != norm.weight.dtype:
+            own: Tensor = super().forward(hidden_states)
+            return own
+        return rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
+
+
+_classes: dict[type, type] = {}
+
+
+def fuse_norm(norm: nn.Module) -> None:
+    """Change the norm's class, in place. `unfuse_norm` puts the old class back."""
+    norm.__class__ = _fused_class(type(norm))
+
+
+def unfuse_norm(norm: nn.Module) -> None:
+    norm.__class__ = _original(norm)
+
+
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _classes:
+        names = {"__reduce_ex__": _reduce, "__module__": kind.__module__}
+        _classes[kind] = type(f"Fused{kind.__name__}", (FusedRMSNorm, kind), names)
+    return _classes[kind]
+
+
+def _original(norm: nn.Module) -> type[nn.Module]:
+    classes = type(norm).__mro__
+    kind: type[nn.Module] = classes[classes.index(FusedRMSNorm) + 1]
+    return kind
+
+
+def _reduce(self: nn.Module, _: Any) -> tuple[Any, ...]:
+    """For pickle and deepcopy: loading makes the class again, as no module defines it."""
+    return _new, (_original(self),), self.__dict__
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    fused = _fused_class(kind)
+    norm: nn.Module = fused.__new__(fused)
+    return norm

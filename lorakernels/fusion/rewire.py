@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Change a model for `fuse`, and change it back for `unfuse`. Either happens completely or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakernels.fusion.check import class_beside, projections
+from lorakernels.fusion.group import FusedGroup
+from lorakernels.fusion.kept_linears import KeptLinear
+from lorakernels.fusion.layer import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    FusedDecoderLayer,
+    Parts,
+    fused_class,
+    original_class,
+)
+from lorakernels.fusion.norm import fuse_norm, unfuse_norm
+from lorakernels.modules.columns import join_state
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import (
+    forget_projections,
+    is_inside_projection,
+    keep_projection,
+)
+from lorakernels.modules.undo import Before, all_or_nothing
+
+_CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `fuse` that hold for all layers."""
+
+    attention: str
+    shared_dropout: bool
+    keep_linears: bool
+
+
+@dataclass(eq=False)
+class Changed:
+    """A record of what `rewire` did to a model, for `unwire`."""
+
+    kept: list[KeptLinear] = field(default_factory=list)
+    columns: dict[FusedGroup, list[torch.Tensor]] = field(default_factory=dict)
+    norms: list[nn.Module] = field(default_factory=list)
+    use_cache: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+def changed(model: nn.Module) -> Changed:
+    """The record of `model`'s changes.
+
+    Raises:
+        ValueError: `fuse` was not given this model, but a module above or inside it, or none.
+    """
+    found = model.__dict__.get(_CHANGED)
+    if found is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is not fused: pass the model that fuse() was given"
+        )
+    assert isinstance(found, Changed)
+    return found
+
+
+def rewire(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    adapter: LoRALinear,
+    modes: Sequence[str],
+    options: Options,
+) -> tuple[list[Parts], list[tuple[str, ...]]]:
+    """Fuse `layers` and the last norm of `model`.
+
+    Args:
+        model: changed in place.
+        layers: {path: decoder layer}.
+        adapter: any adapter of the model; its FP8State is the model's.
+        modes: `save` of each layer.
+        options: for all layers.
+
+    Returns:
+        For each layer, its Parts and the names of its projections that became FrozenFP8Linears.
+    """
+    found, frozen, parts = Changed(), [], []
+    with all_or_nothing(model, _configs(model)) as before, _apart_on_failure(found.columns):
+        for path, layer in layers.items():
+            frozen.append(_freeze(path, layer, adapter, found, options, before))
+        for layer, mode in zip(layers.values(), modes, strict=True):
+            parts.append(_parts(layer, mode, options))
+        for layer, p in zip(layers.values(), parts, strict=True):
+            _join(layer, p, found, before)
+        found.norms += _last_norms(model, layers)
+        for norm in found.norms:
+            fuse_norm(norm)
+        _no_cache(model, found)
+        model.__dict__[_CHANGED] = found
+    return parts, frozen
+
+
+def unwire(model: nn.Module) -> list[str]:
+    """Undo `rewire`. Returns the paths of kept nn.Linears that stay out, as their weights are no longer the model's."""
+    found = changed(model)
+    stale: list[str] = []
+    with all_or_nothing(model, [config for config, _ in found.use_cache]):
+        weights = [kept.weight() for kept in found.kept]
+        for layer in [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]:
+            parts: Parts = layer.__dict__.pop("_fused")
+            plain: nn.Module = layer  # its class is not FusedDecoderLayer any more
+            plain.__class__ = original_class(layer)
+            for group in parts.groups:
+                group.separate()
+                _columns_back(group, found.columns.get(group))
+        for kept, weight in zip(found.kept, weights, strict=True):
+            if weight is None:
+                stale.append(kept.path)
+            else:
+                kept.put_back(weight)
+        forget_projections(model)
+        for norm in found.norms:
+            unfuse_norm(norm)
+        for config, value in found.use_cache:
+            config.use_cache = value
+        del model.__dict__[_CHANGED]
+    return stale
+
+
+@contextmanager
+def _apart_on_failure(groups: Iterable[FusedGroup]) -> Iterator[None]:
+    """When an exception passes, give the members of `groups` memory of their own again.
+
+    Without memory for that, they stay rows of one matrix. Their values are the same.
+    """
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            with suppress(torch.OutOfMemoryError):
+                group.separate()
+                continue
+            for member in group.members:
+                member.weight_t = None  # backward transposes without it
+        raise
+
+
+def _freeze(
+    path: str,
+    layer: nn.Module,
+    adapters: LoRALinear,
+    found: Changed,
+    options: Options,
+    before: Before,
+) -> tuple[str, ...]:
+    """Turn the layer's plain projections into FrozenFP8Linears, and move all to the adapters' FP8State.
+
+    Returns the names of the projections that were plain.
+    """
+    state, names = adapters.fp8_state, []
+    for name, parent, module in projections(layer):
+        full = f"{path}.{name}" if path else name
+        if isinstance(module, FrozenFP8Linear):
+            join_state(module, full, state)
+            continue
+        assert isinstance(module, nn.Linear)
+        if state is not None and full not in state.names:
+            state.register(full)
+        recipe = None if state is None else state.recipe
+        held = {"weight_layout": adapters.weight_layout, "fp8_state": state, "name": full}
+        new = before.patiently(partial(FrozenFP8Linear.from_linear, module, recipe, **held))
+        # keep the Parameter itself: trained or not, an optimizer may hold it
+        new._parameters["bias"] = module._parameters["bias"]
+        leaf = name.rpartition(".")[2]
+        if options.keep_linears:
+            found.kept.append(KeptLinear.of(full, layer, parent, leaf, module))
+        parent._modules[leaf] = new
+        names.append(leaf)
+    return tuple(names)
+
+
+def _parts(layer: Any, save: str, options: Options) -> Parts:
+    config, attn = layer.self_attn.config, layer.self_attn
+    groups = [
+        FusedGroup(
+            [keep_projection(getattr(owner, name)) for name in names], options.shared_dropout
+        )
+        for owner, names in ((attn, QKV), (attn, OUTPUT), (layer.mlp, GATE_UP), (layer.mlp, DOWN))
+    ]
+    places = [
+        (path, layer.get_submodule(owner)._modules, name, module)
+        for path, module in layer.named_modules()
+        for owner, _, name in [path.rpartition(".")]
+        if path and not is_inside_projection(layer, owner)
+    ]
+    return Parts(
+        groups[0],
+        groups[1],
+        groups[2],
+        groups[3],
+        places,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attn.scaling,
+        layer.input_layernorm.variance_epsilon,
+        save,
+        options.attention,
+    )
+
+
+def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> None:
+    for group in parts.groups:
+        found.columns[group] = _take_columns(group)
+        before.patiently(group.join)
+    layer.__dict__["_fused"] = parts
+    layer.__class__ = fused_class(type(layer))
+
+
+def _last_norms(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The `norm` beside each list of layers, if it has the class of the layers' own norms."""
+    owners = {path.rpartition(".")[0].rpartition(".")[0]: layer for path, layer in layers.items()}
+    norms = ((model.get_submodule(o)._modules.get("norm"), layer) for o, layer in owners.items())
+    return [norm for norm, layer in norms if norm and type(norm) is class_beside(layer, "RMSNorm")]
+
+
+def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
+    """Copies of the members' columns of the FP8 state.
+
+    With several members, the first one's column of dy becomes the group's and starts empty.
+    """
+    state = group.first.fp8_state
+    if state is None:
+        return []
+    columns = [state.values(m._column) for m in group.members]
+    if len(group.members) > 1:
+        state.backward[:, group.first._column] = 0.0
+        state.joint.add(group.first._column)
+    return columns
+
+
+def _columns_back(group: FusedGroup, columns: list[torch.Tensor] | None) -> None:
+    state = group.first.fp8_state
+    if state is None or not columns or len(group.members) == 1:
+        return
+    state.joint.discard(group.first._column)
+    now = state.values(group.first._column)
+    device = now.device
+    if not bool(now[:, 1].any()) and torch.equal(now[:, 0], columns[0][:, 0].to(device)):
+        for member, column in zip(group.members, columns, strict=True):
+            state.set_values(member._column, column.to(device))
+        return
+    now[:, 1] = 0.0
+    for member in group.members:
+        state.set_values(member._column, now)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(getattr(config, "use_cache", None), bool) and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
+def _no_cache(model: nn.Module, found: Changed) -> None:
+    for config in _configs(model):
+        if config.use_cache:
+            found.use_cache.append((config, True))
+            config.use_cache = False

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizing inside Triton kernels: the rules of `numerics.fp8.quantize`, bit for bit.
+
+The scale is the state's. Where that is still 0, and in eval, it comes from the amax of what the kernel itself computes:
+the same kernel is launched twice, first with MEASURE, which stores nothing but each program's amax, or returns at once
+where the state has a scale. The host does not know which, so that a captured graph serves both.
+
+    begin(MEASURE, QUANTIZE, OVERLAP)
+    kept = kept_scale(state, kept_at, DELAYED)              # 0: none
+    if MEASURE: if not kept > 0.0: tl.store(partials + program, amax bits)
+    else:       scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
+                tl.store(x8 + at, encode(value * scale, E5M2, NATIVE))
+                raise_amax(state + amax_at, amax bits)
+
+OVERLAP (Hopper's programmatic launch, csrc/host): a kernel may be there before the one in front of it has ended,
+and waits for that end before it reads or writes anything. Of two, the first waits and only then lets the second start,
+which waits for the first only if it needs it: a first one that is not needed writes nothing.
+
+An amax is the largest bit pattern of the magnitudes, as an integer: inf is above every number, NaN above inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakernels.device import capability_of, multiprocessors_of
+from lorakernels.numerics.fp8 import E4M3, FLT_MAX, FP8_MAX
+from lorakernels.values import Scaling
+
+PARTIALS = 512  # programs that measure, at most; a power of two
+NATIVE_FP8 = (8, 9)  # first compute capability whose instructions convert to e4m3
+PROGRAMMATIC_LAUNCH = (9, 0)
+_INF = tl.constexpr(0x7F800000)
+_FLT_MAX = tl.constexpr(FLT_MAX)
+
+
+@triton.jit
+def kept_scale(state: tl.tensor, kept_at: tl.tensor, DELAYED: tl.constexpr) -> tl.tensor:
+    kept = 0.0
+    if DELAYED:
+        kept = tl.load(state + kept_at)
+    return kept
+
+
+@triton.jit
+def begin(MEASURE: tl.constexpr, QUANTIZE: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+    """The first thing in a kernel, in all its programs; from here on all kernels in front have ended."""
+    if OVERLAP:
+        if MEASURE:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        elif QUANTIZE:  # behind one that measures: that has waited
+            tl.extra.cuda.gdc_launch_dependents()
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def scale_of_bits(bits: tl.tensor, FP8_MAX: tl.constexpr) -> tl.tensor:
+    """`numerics.fp8.scale_of` an amax's bits."""
+    usable = (bits > 0) & (bits < _INF)
+    amax = tl.where(usable, bits, 1 << 23).to(tl.float32, bitcast=True)
+    fresh = tl.minimum(tl.div_rn(tl.full((), FP8_MAX, tl.float32), amax), _FLT_MAX)
+    return tl.where(usable, fresh, 1.0)
+
+
+@triton.jit
+def scale_to_use(
+    kept: tl.tensor,
+    partials: tl.tensor,
+    measured: tl.tensor,
+    FP8_MAX: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> tl.tensor:
+    """`kept` if it is > 0; otherwise `numerics.fp8.scale_of` the amax whose parts `measured` programs left."""
+    scale = kept
+    if not kept > 0.0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        i = tl.arange(0, PARTIALS)
+        scale = scale_of_bits(tl.max(tl.load(partials + i, i < measured, other=0), 0), FP8_MAX)
+    return scale
+
+
+@triton.jit
+def magnitude(most: tl.tensor, value: tl.tensor) -> tl.tensor:
+    """Elementwise max of fp32 `most` and |value|; NaN stays."""
+    return tl.maximum(most, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitude_bits(most: tl.tensor) -> tl.tensor:
+    """The largest bit pattern of magnitudes [N]."""
+    return tl.max(most.to(tl.int32, bitcast=True), 0)
+
+
+@triton.jit
+def raise_amax(amax: tl.tensor, bits: tl.tensor) -> None:
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def narrowed(x: tl.tensor, DTYPE: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """fp32 x to DTYPE, to nearest even. NATIVE: two by an instruction; one by one, sm_90 needs eight times as long."""
+    if NATIVE and DTYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, is_pure=True, pack=2
+        )
+    elif NATIVE and DTYPE == tl.float16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def encode(x: tl.tensor, E5M2: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """Bytes of fp32 x: round to nearest even, ±max beyond the range, NaN stays NaN.
+
+    NATIVE: by the GPU's instruction. Otherwise by integers: for GPUs without it, and the interpreter, which cuts off.
+    """
+    if NATIVE:
+        if E5M2:
+            return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        else:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        MANTISSA: tl.constexpr = 2 if E5M2 else 3
+        BIAS: tl.constexpr = 15 if E5M2 else 7
+        MAX_BITS: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # 57344, 448
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        all_bits = x.to(tl.int32, bitcast=True)
+        bits = all_bits & 0x7FFFFFFF
+        finite = tl.minimum(bits, MAX_BITS)
+        even = (finite >> SHIFT) & 1
+        normal = ((finite + even + ((1 << (SHIFT - 1)) - 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+        # below the normals: counted in the format's smallest step, the last bit of this power of two
+        step: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+        power = tl.full((), step, tl.int32).to(tl.float32, bitcast=True)
+        sum_bits = (finite.to(tl.float32, bitcast=True) + power).to(tl.int32, bitcast=True)
+        byte = tl.where(finite >= ((128 - BIAS) << 23), normal, sum_bits - step)
+        byte = tl.where(bits > _INF, 0x7F, byte)
+        return (byte | ((all_bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(byte: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """fp32 of e4m3 bytes. Not NATIVE: by integers, as `encode`."""
+    if NATIVE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = byte.to(tl.int32)
+        low = bits & 0x7F
+        # as an fp32 whose exponent is 120 too small; the product makes subnormals normal
+        tiny = (low << 20).to(tl.float32, bitcast=True)
+        value = tiny * tl.full((), 0x7B800000, tl.int32).to(tl.float32, bitcast=True)
+        value = tl.where(low == 0x7F, float("nan"), value)
+        return tl.where(bits > 0x7F, -value, value)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Where a kernel leaves x8 and scale_inv, and what it reads the scale from."""
+
+    x8: Tensor
+    scale_inv: Tensor
+    state: Tensor  # any tensor where nothing is read
+    partials: Tensor
+    amax_at: int
+    kept_at: int
+    quantizes: bool
+    delayed: bool
+    e5m2: bool
+    native: bool
+    overlaps: bool
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Of a launch, beside num_warps."""
+        return launch_options(self.overlaps)
+
+    @property
+    def constants(self) -> dict[str, object]:
+        return {
+            "QUANTIZE": self.quantizes,
+            "DELAYED": self.delayed,
+            "E5M2": self.e5m2,
+            "NATIVE": self.native,
+            "FP8_MAX": FP8_MAX[torch.float8_e5m2 if self.e5m2 else E4M3],
+            "PARTIALS": PARTIALS,
+            "OVERLAP": self.overlaps,
+        }
+
+
+def quantized(
+    shape: tuple[int, int],
+    device: torch.device,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+) -> Quantized:
+    """Memory for what `numerics.fp8.quantize` returns."""
+    quantizes = scaling is not None
+    scale_inv = torch.empty(1 if quantizes else 0, device=device)
+    state, column, delayed = scaling or (scale_inv, 0, False)
+    return Quantized(
+        torch.empty(shape if quantizes else 0, dtype=torch.uint8, device=device),
+        scale_inv,
+        state,
+        torch.empty(PARTIALS if quantizes else 0, dtype=torch.int32, device=device),
+        column,
+        (state.shape[0] - 1) * state.stride(0) + column if quantizes else 0,
+        quantizes,
+        delayed,
+        fp8_dtype == torch.float8_e5m2,
+        is_native(device),
+        overlaps(device),
+    )
+
+
+def is_native(device: torch.device) -> bool:
+    return device.type == "cuda" and capability_of(device) >= NATIVE_FP8
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can start before the one in front of it has ended."""
+    has_gdc = hasattr(tl.extra.cuda, "gdc_wait")
+    return has_gdc and device.type == "cuda" and capability_of(device) >= PROGRAMMATIC_LAUNCH
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """Of a kernel that calls `begin` with OVERLAP = `early`."""
+    return {"launch_pdl": True} if early else {}
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU; 2 for Triton's interpreter."""
+    if device.type != "cuda":
+        return 2
+    return multiprocessors_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def measuring(tiles: int, device: torch.device) -> int:
+    """How many programs take the amax."""
+    return max(1, min(tiles, 2 * multiprocessors(device), PARTIALS))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels behind ops/rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
+
+The way back starts no kernel early: it runs behind attention's backward, which lets nobody start early either, and its
+many short programs take longer where the next kernel's are there already (docs/measured_facts.md).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakernels.kernels import tune_layer as tune
+from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.quantize import begin
+
+
+@triton.jit
+def _angles(
+    cos: tl.tensor, sin: tl.tensor, row: tl.tensor, HALF: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """cos and sin of both halves, fp32 [1, BLOCK] each."""
+    i = tl.arange(0, BLOCK)
+    at = tl.cast(row, tl.int64) * (2 * HALF) + i
+    c1 = tl.load(cos + at, i < HALF, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(cos + HALF + at, i < HALF, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(sin + at, i < HALF, other=0.0).to(tl.float32)[None, :]
+    s2 = tl.load(sin + HALF + at, i < HALF, other=0.0).to(tl.float32)[None, :]
+    return c1, c2, s1, s2
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rope_kernel(
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    stride: tl.tensor,
+    T: tl.tensor,
+    TURNED: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    begin(False, False, OVERLAP)
+    c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T, HALF, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, BLOCK)
+    inside = (head < TURNED)[:, None] & (i < HALF)[None, :]
+    at = qkv + row * stride + (head[:, None] * (2 * HALF) + i[None, :])
+    x1 = tl.load(at, inside, other=0.0).to(tl.float32)
+    x2 = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+    tl.store(at, (x1 * c1 - x2 * s1).to(qkv.dtype.element_ty), inside)
+    tl.store(at + HALF, (x2 * c2 + x1 * s2).to(qkv.dtype.element_ty), inside)
+
+
+def rope_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    config: tune.HeadConfig | None = None,
+) -> None:
+    """`ops.rope_qkv_` of what its `why_not_triton` has nothing against."""
+    turned = num_heads + num_kv_heads
+    half = cos.shape[1] // 2
+    block = triton.next_power_of_2(half)
+    config = config or tune.rope_config(block, triton.next_power_of_2(turned))
+    early = quantize.overlaps(qkv.device)
+    _rope_kernel[(qkv.shape[0], triton.cdiv(turned, config.heads))](
+        qkv,
+        cos,
+        sin,
+        qkv.stride(0),
+        cos.shape[0],
+        TURNED=turned,
+        HALF=half,
+        BLOCK=block,
+        HEADS=config.heads,
+        OVERLAP=early,
+        num_warps=config.num_warps,
+        **quantize.launch_options(early),
+    )
+
+
+@triton.jit
+def _turn_back(
+    to: tl.tensor,
+    d: tl.tensor,
+    head_stride: tl.tensor,
+    first: tl.tensor,
+    factor: tl.tensor,
+    c1: tl.tensor,
+    c2: tl.tensor,
+    s1: tl.tensor,
+    s2: tl.tensor,
+    COUNT: tl.constexpr,
+    TURN: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Heads first … first + HEADS of the COUNT that d [heads, D] has, times factor, to the same heads of `to`."""
+    head = first + tl.arange(0, HEADS)
+    i = tl.arange(0, BLOCK)
+    inside = (head < COUNT)[:, None] & (i < HALF)[None, :]
+    at = d + head.to(tl.int64)[:, None] * head_stride + i[None, :]
+    d1 = tl.load(at, inside, other=0.0).to(tl.float32)
+    d2 = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+    if TURN:
+        x1 = d1 * c1 + d2 * s2
+        x2 = d2 * c2 - d1 * s1
+    else:
+        x1 = d1
+        x2 = d2
+    at = to + (head[:, None] * (2 * HALF) + i[None, :])
+    tl.store(at, (x1 * factor).to(to.dtype.element_ty), inside)
+    tl.store(at + HALF, (x2 * factor).to(to.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["T", "T_angles"])
+def _rope_backward_kernel(
+    dqkv: tl.tensor,
+    dq: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    multiplier: tl.tensor,
+    T: tl.tensor,
+    T_angles: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    q_token: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_token: tl.tensor,
+    v_batch: tl.tensor,
+    v_head: tl.tensor,
+    v_token: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    batch = tl.cast(
+        tl.program_id(0) // T, tl.int64
+    )  # divided in 32 bits: in 64 it takes a subroutine
+    token = tl.cast(tl.program_id(0) % T, tl.int64)
+    c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T_angles, HALF, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    to = dqkv + row * ((Q_HEADS + 2 * KV_HEADS) * 2 * HALF)
+    q_blocks: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    kv_blocks: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    block = tl.program_id(1)
+    if block < q_blocks:
+        d = dq + batch * q_batch + token * q_token
+        m = tl.load(multiplier)
+        _turn_back(
+            to, d, q_head, block * HEADS, m, c1, c2, s1, s2, Q_HEADS, True, HALF, BLOCK, HEADS
+        )
+    elif block < q_blocks + kv_blocks:
+        d = dk + batch * k_batch + token * k_token
+        m = tl.load(multiplier + 1)
+        to += Q_HEADS * 2 * HALF
+        first = (block - q_blocks) * HEADS
+        _turn_back(to, d, k_head, first, m, c1, c2, s1, s2, KV_HEADS, True, HALF, BLOCK, HEADS)
+    else:
+        d = dv + batch * v_batch + token * v_token
+        m = tl.load(multiplier + 2)
+        to += (Q_HEADS + KV_HEADS) * 2 * HALF
+        first = (block - q_blocks - kv_blocks) * HEADS
+        _turn_back(to, d, v_head, first, m, c1, c2, s1, s2, KV_HEADS, False, HALF, BLOCK, HEADS)
+
+
+def rope_qkv_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    config: tune.HeadConfig | None = None,
+) -> Tensor:
+    """`ops.rope_qkv_backward` of what its `why_not_triton_backward` has nothing against."""
+    (batch, q_heads, tokens, dim), kv_heads = dq.shape, dk.shape[1]
+    dqkv = dq.new_empty(batch * tokens, (q_heads + 2 * kv_heads) * dim)
+    block = triton.next_power_of_2(dim // 2)
+    config = config or tune.rope_backward_config(block, triton.next_power_of_2(q_heads))
+    blocks = triton.cdiv(q_heads, config.heads) + 2 * triton.cdiv(kv_heads, config.heads)
+    _rope_backward_kernel[(dqkv.shape[0], blocks)](
+        dqkv,
+        dq,
+        dk,
+        dv,
+        cos,
+        sin,
+        multiplier,
+        tokens,
+        cos.shape[0],
+        *dq.stride()[:3],
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        BLOCK=block,
+        HEADS=config.heads,
+        num_warps=config.num_warps,
+    )
+    return dqkv

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels behind ops/swiglu.py: one read, one write, element by element.
+
+A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of those that share a scale. A
+program takes every so many-th tile and keeps its amax until the end, so that few atomics meet at one address.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakernels.kernels import tune_layer as tune
+from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.quantize import (
+    Quantized,
+    begin,
+    decode_e4m3,
+    encode,
+    kept_scale,
+    magnitude,
+    magnitude_bits,
+    narrowed,
+    quantized,
+    raise_amax,
+    scale_of_bits,
+    scale_to_use,
+)
+from lorakernels.numerics.fp8 import E4M3, scale_that_tells
+from lorakernels.numerics.gate_up import PACKED_COLUMNS, packed_scales
+from lorakernels.values import Scaled, Scaling
+
+_TRITON_DTYPE = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """1 / (1 + e^−x). NATIVE: four instructions and 0 below 2⁻¹²⁶, where care for subnormal numbers takes eleven."""
+    if NATIVE:
+        asm: tl.constexpr = """{
+            .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t;
+        }"""
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _spread(factor: tl.tensor, BLOCK: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Each of [BLOCK / PACKED] for its PACKED columns."""
+    return tl.reshape(tl.broadcast_to(factor[:, None], (BLOCK // PACKED, PACKED)), (BLOCK,))
+
+
+@triton.jit
+def _scale_of_both(
+    gate: tl.tensor, up: tl.tensor, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr
+) -> tl.tensor:
+    """[BLOCK / PACKED], of the amax of PACKED columns of gate and of up."""
+    gate_bits = tl.abs(gate).to(tl.int32, bitcast=True)
+    bits = tl.maximum(gate_bits, tl.abs(up).to(tl.int32, bitcast=True))
+    return scale_of_bits(tl.max(tl.reshape(bits, (BLOCK // PACKED, PACKED)), 1), FP8_MAX)
+
+
+@triton.jit(do_not_specialize=["M", "amax_at", "kept_at", "measured"])
+def _swiglu_kernel(
+    out: tl.tensor,
+    out8: tl.tensor,
+    scale_inv: tl.tensor,
+    state: tl.tensor,
+    partials: tl.tensor,
+    dact: tl.tensor,
+    gate_up: tl.tensor,
+    gate_up_scale_inv: tl.tensor,
+    multiplier: tl.tensor,
+    packed: tl.tensor,
+    packed_scale_inv: tl.tensor,
+    M: tl.tensor,
+    F: tl.tensor,
+    amax_at: tl.tensor,
+    kept_at: tl.tensor,
+    measured: tl.tensor,
+    GRAD: tl.constexpr,
+    BYTES: tl.constexpr,
+    MEASURE: tl.constexpr,
+    PACK: tl.constexpr,
+    KEEP: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+) -> None:
+    """act [M, F] from gate_up [M, 2F]; GRAD: dgate_up [M, 2F] from dact [M, F] as well."""
+    VECTOR: tl.constexpr = 16 if BYTES else 128 // DTYPE.primitive_bitwidth
+    blocks = tl.cdiv(F, BLOCK)
+    scales = tl.cdiv(F, PACKED)
+    tiles = M * blocks
+    first = tl.program_id(0)
+    begin(MEASURE, QUANTIZE, OVERLAP)
+    kept = kept_scale(state, kept_at, DELAYED)
+    scale = 1.0
+    if MEASURE:
+        if kept > 0.0:
+            first = tiles
+    elif QUANTIZE:
+        scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
+        if first == 0:
+            tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    if GRAD:
+        gate_multiplier = tl.load(multiplier)
+        up_multiplier = tl.load(multiplier + 1)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for tile in tl.range(first, tiles, tl.num_programs(0)):
+        row = tl.cast(tile // blocks, tl.int64)
+        column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = column < F
+        narrow = row * F + column
+        at = row * (2 * F) + column
+        gate_in = tl.load(gate_up + at, inside, other=0)
+        up_in = tl.load(gate_up + F + at, inside, other=0)
+        if BYTES or PACK:
+            block = tile % blocks * (BLOCK // PACKED) + tl.arange(0, BLOCK // PACKED)
+            scale_inside = block < scales
+            scale_at = row * scales + block
+        if BYTES:
+            of_both = tl.load(gate_up_scale_inv + scale_at, scale_inside, other=0.0)
+            factor = _spread(of_both, BLOCK, PACKED)
+        if GRAD:
+            d = tl.load(dact + narrow, inside, other=0.0).to(tl.float32)
+        if BYTES:
+            gate = decode_e4m3(gate_in, NATIVE) * factor
+            up = decode_e4m3(up_in, NATIVE) * factor
+        else:
+            gate = gate_in.to(tl.float32)
+            up = up_in.to(tl.float32)
+        sigmoid = _sigmoid(gate, NATIVE)
+        silu = gate * sigmoid
+        if GRAD:
+            dsilu = sigmoid + silu * (1.0 - sigmoid)
+            a = narrowed(d * gate_multiplier * up * dsilu, DTYPE, NATIVE)
+            b = narrowed(d * up_multiplier * silu, DTYPE, NATIVE)
+            if QUANTIZE:
+                most = magnitude(magnitude(most, a), b)
+            if KEEP:
+                tl.store(out + at, a, inside)
+                tl.store(out + F + at, b, inside)
+            if QUANTIZE and not MEASURE:
+                at = tl.max_contiguous(at, VECTOR)
+                tl.store(out8 + at, encode(a.to(tl.float32) * scale, E5M2, NATIVE), inside)
+                tl.store(out8 + F + at, encode(b.to(tl.float32) * scale, E5M2, NATIVE), inside)
+        else:
+            act = narrowed(silu * up, DTYPE, NATIVE)
+            if QUANTIZE:
+                most = magnitude(most, act)
+            if KEEP:
+                tl.store(out + narrow, act, inside)
+            if QUANTIZE and not MEASURE:
+                narrow = tl.max_contiguous(narrow, VECTOR)
+                tl.store(out8 + narrow, encode(act.to(tl.float32) * scale, E5M2, NATIVE), inside)
+            if PACK:
+                at = tl.max_contiguous(at, VECTOR)
+                fit = _scale_of_both(gate, up, FP8_MAX, BLOCK, PACKED)
+                inverse = tl.div_rn(tl.full((), 1.0, tl.float32), fit)
+                tl.store(packed_scale_inv + scale_at, inverse, scale_inside)
+                factor = _spread(fit, BLOCK, PACKED)
+                tl.store(packed + at, encode(gate * factor, False, NATIVE), inside)
+                tl.store(packed + F + at, encode(up * factor, False, NATIVE), inside)
+    if MEASURE:
+        if not kept > 0.0:
+            tl.store(partials + tl.program_id(0), magnitude_bits(most))
+    elif DELAYED:
+        raise_amax(state + amax_at, magnitude_bits(most))
+
+
+def swiglu_quantize(
+    gate_up: Scaled,
+    scaling: Scaling | None,
+    keep: bool,
+    dtype: torch.dtype,
+    config: tune.TileConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.swiglu_quantize` of what its `why_not_triton` has nothing against."""
+    (rows, cols), device = gate_up.data.shape, gate_up.data.device
+    shape = (rows, cols // 2)
+    act = torch.empty(shape if keep else 0, dtype=dtype, device=device)
+    target = quantized(shape, device, scaling, E4M3)
+    config = config or (tune.SWIGLU if gate_up.scale_inv is None else tune.SWIGLU_OF_BYTES)
+    if keep or target.quantizes:
+        _launch(act, target, None, gate_up, None, dtype, config)
+    return act, target.x8, target.scale_inv
+
+
+def swiglu_quantize_and_pack(
+    gate_up: Tensor,
+    scaling: Scaling | None,
+    keep: bool,
+    config: tune.TileConfig = tune.SWIGLU_PACK,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`ops.swiglu_quantize_and_pack` of what its `why_not_triton_and_pack` has nothing against."""
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    act = torch.empty(shape if keep else 0, dtype=gate_up.dtype, device=gate_up.device)
+    target = quantized(shape, gate_up.device, scaling, E4M3)
+    packed = torch.empty_like(gate_up, dtype=torch.uint8)
+    scale_inv = torch.empty(packed_scales(*gate_up.shape), device=gate_up.device)
+    pack = Scaled(packed, scale_inv)
+    _launch(act, target, None, Scaled(gate_up), None, gate_up.dtype, config, pack)
+    return act, target.x8, target.scale_inv, packed, scale_inv
+
+
+def swiglu_quantize_grad(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+    config: tune.TileConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.swiglu_quantize_grad` of what its `why_not_triton_grad` has nothing against."""
+    shape = (gate_up.data.shape[0], gate_up.data.shape[1])
+    # dgate_up itself may overflow here
+    tells = scaling is not None and dact.dtype == torch.float16
+    dgate_up = torch.empty(shape if keep or tells else 0, dtype=dact.dtype, device=dact.device)
+    target = quantized(shape, dact.device, scaling, fp8_dtype)
+    config = config or (tune.SWIGLU_GRAD_KEPT if keep else tune.SWIGLU_GRAD)
+    if keep or target.quantizes:
+        _launch(dgate_up, target, dact, gate_up, multiplier, dact.dtype, config)
+    scale_inv = scale_that_tells(dgate_up, target.scale_inv)
+    return dgate_up if keep else dact.new_empty(0), target.x8, scale_inv
+
+
+def _launch(
+    out: Tensor,
+    target: Quantized,
+    dact: Tensor | None,
+    gate_up: Scaled,
+    multiplier: Tensor | None,
+    dtype: torch.dtype,
+    config: tune.TileConfig,
+    pack: Scaled | None = None,
+) -> None:
+    """`out`: act or dgate_up. `pack`: where gate_up's bytes and their scale_inv go."""
+    data, gate_up_scale_inv = gate_up
+    if pack is not None or gate_up_scale_inv is not None:
+        assert config.block % PACKED_COLUMNS == 0
+    packed, packed_scale_inv = (out, out) if pack is None else pack
+    rows, cols = data.shape[0], data.shape[1] // 2
+    tiles = rows * triton.cdiv(cols, config.block)
+    measured = quantize.measuring(tiles, data.device)
+    programs = min(tiles, quantize.multiprocessors(data.device) * config.resident)
+    for measure in (True, False) if target.quantizes else (False,):
+        _swiglu_kernel[(measured if measure else programs,)](
+            out,
+            target.x8,
+            target.scale_inv,
+            target.state,
+            target.partials,
+            out if dact is None else dact,
+            data,
+            out if gate_up_scale_inv is None else gate_up_scale_inv,
+            out if multiplier is None else multiplier,
+            packed,
+            packed_scale_inv,
+            rows,
+            cols,
+            target.amax_at,
+            target.kept_at,
+            measured,
+            GRAD=dact is not None,
+            BYTES=gate_up_scale_inv is not None,
+            MEASURE=measure,
+            PACK=pack is not None and not measure,
+            KEEP=out.numel() > 0 and not measure,
+            DTYPE=_TRITON_DTYPE[dtype],
+            BLOCK=config.block,
+            PACKED=PACKED_COLUMNS,
+            num_warps=config.num_warps,
+            **target.constants,
+            **target.options,
+        )

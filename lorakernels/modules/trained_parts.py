@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train `modules_to_save` and biases besides the adapters. Original values are kept, to show the base model again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+# Plain attributes, not children or buffers: absent from state_dict, carried by deepcopy and pickle.
+_ORIGINAL = "_lorakernels_original"
+_SAVED = "_lorakernels_saved"
+_SHOWN = "_lorakernels_shows_original"
+
+
+def mark_saved(module: nn.Module, shared: set[int]) -> list[str]:
+    """Make every parameter of `module` trainable and keep the originals.
+
+    A parameter whose `data_ptr` is in `shared` is tied to another module. It gets its own storage first, as in PEFT's
+    copy of such a module: training lm_head must not train the embedding. Returns the names of these parameters.
+    """
+    untied = []
+    for path, child in module.named_modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None and parameter.data_ptr() in shared:
+                child._parameters[name] = nn.Parameter(parameter.detach().clone())
+                untied.append(f"{path}.{name}" if path else name)
+        keep_original(child, child._parameters)
+    module.__dict__[_SAVED] = True
+    return untied
+
+
+def keep_original(module: nn.Module, names: Iterable[str]) -> None:
+    """Make the parameters `names` of `module` itself trainable, and keep copies of their present values."""
+    originals: dict[str, Tensor] = module.__dict__.setdefault(_ORIGINAL, {})
+    for name in names:
+        parameter = module._parameters[name]
+        if parameter is not None:
+            parameter.requires_grad_(True)
+            originals[name] = parameter.detach().clone()
+
+
+def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """{path: module} of the `modules_to_save` that `apply_lora` marked."""
+    return {name: m for name, m in model.named_modules() if m.__dict__.get(_SAVED)}
+
+
+def forget_originals(model: nn.Module) -> None:
+    """Drop all kept values and marks. Parameters keep the values that they show now."""
+    for module in model.modules():
+        for name in (_ORIGINAL, _SAVED, _SHOWN):
+            module.__dict__.pop(name, None)
+
+
+def hidden_originals(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that have kept originals and now show their trained values."""
+    held = (m for m in model.modules() if m.__dict__.get(_ORIGINAL))
+    return [m for m in held if not m.__dict__.get(_SHOWN, False)]
+
+
+def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
+    """Show the original values (`show=True`) or the trained ones. Returns the modules that changed."""
+    changed = []
+    for module in model.modules():
+        if module.__dict__.get(_ORIGINAL) and module.__dict__.get(_SHOWN, False) != show:
+            _swap(module)
+            module.__dict__[_SHOWN] = show
+            changed.append(module)
+    return changed
+
+
+def _swap(module: nn.Module) -> None:
+    """Exchange storages rather than values, so that an autograd graph keeps the trained values that it has saved.
+
+    A reference model that runs between a policy's forward and its backward needs this.
+    """
+    originals = module.__dict__[_ORIGINAL]
+    pairs = []
+    for name, original in originals.items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        pairs.append((name, parameter, original.to(parameter.device, parameter.dtype)))
+    for name, parameter, then in pairs:
+        originals[name], parameter.data = parameter.data, then

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic that ops share, in plain PyTorch: dropout's masks, FP8 casts, products with one rounding."""

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops, called with values: `ops.quantize_lora_down(x, lora_A, Scaling(state, 0, True), Dropout(slot, p, site))`.
+
+Each is an `Op` with its reference in PyTorch, its implementations on CUDA and the reason why one of them cannot run.
+The dispatcher is torch's: `torch.ops.lorakernels.*` has the same ops under flat schemas. Gradients are composed in
+autograd/, which calls these ops; to differentiate through one of them raises torch's "no autograd formula".
+"""
+
+from lorakernels.ops.amax_and_scale_update import amax_and_scale_update
+from lorakernels.ops.bias_dropout_add import (
+    bias_dropout_add,
+    bias_dropout_add_,
+    bias_dropout_add_backward,
+)
+from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
+from lorakernels.ops.cross_entropy import cross_entropy_
+from lorakernels.ops.fp8_grad_input import fp8_grad_input
+from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
+from lorakernels.ops.lora_grad_a import lora_grad_a
+from lorakernels.ops.quantize_grad import quantize_grad, quantize_grad_and_mask
+from lorakernels.ops.quantize_lora_down import quantize_lora_down
+from lorakernels.ops.rms_norm import rms_norm_backward, rms_norm_quantize
+from lorakernels.ops.rope_qkv import rope_qkv_, rope_qkv_backward
+from lorakernels.ops.swiglu import (
+    swiglu_quantize,
+    swiglu_quantize_and_pack,
+    swiglu_quantize_grad,
+)
+from lorakernels.ops.transpose_fp8 import transpose_fp8
+from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
+
+__all__ = [
+    "Dropout",
+    "Scaled",
+    "Scaling",
+    "SideBySide",
+    "Up",
+    "Weight",
+    "amax_and_scale_update",
+    "bias_dropout_add",
+    "bias_dropout_add_",
+    "bias_dropout_add_backward",
+    "block_diagonal",
+    "block_diagonal_parts",
+    "cross_entropy_",
+    "fp8_grad_input",
+    "fp8_linear_lora",
+    "lora_grad_a",
+    "quantize_grad",
+    "quantize_grad_and_mask",
+    "quantize_lora_down",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "rope_qkv_",
+    "rope_qkv_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_and_pack",
+    "swiglu_quantize_grad",
+    "transpose_fp8",
+]

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All scales of a model from their amax histories, both directions at once.
+
+    amax = max(history's finite ones, new) or new      scale = fp8_max · 2^−margin / amax      then the history rolls
+
+forward, backward fp32 [L + 1, n]: rows 0…L−1 are the amax history of n tensors, row L their scales; `current` fp32 [2n]
+or None. csrc/ops/amax_and_scale_update reads and writes each state once, in one launch. PyTorch's form needs a dozen
+launches for each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.arguments import stream
+from lorakernels.numerics.fp8 import FLT_MAX, divide
+from lorakernels.ops.hardware import Place, chosen_csrc
+from lorakernels.ops.register import Implementation, Op, define
+
+
+def reference(
+    forward: Tensor,
+    backward: Tensor,
+    current: Tensor | None,
+    gated: bool,
+    fp8_max_forward: float,
+    fp8_max_backward: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    """Roll the amax histories and compute new scales, in place, for every column of both directions [L + 1, n].
+
+    A column's current amax is its row 0, or its entry of `current` [2n] (forward's, then backward's). A column whose
+    current amax is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`, amax being the
+    current one or the history's largest finite one; an inf or NaN current amax keeps the scale, an overflowing
+    scale becomes FLT_MAX; then the history rolls. `gated`: nothing changes unless one of backward's current amaxes is
+    > 0 or NaN. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit; nothing is changed then.
+    """
+    check(forward, backward, current)
+    if current is None:
+        current = torch.cat((forward[0], backward[0]))
+    new_x, new_dy = current.view(2, -1)
+    is_open = ~(new_dy <= 0).all() if gated else torch.ones_like(new_dy, dtype=torch.bool)
+    for state, new, fp8_max in (
+        (forward, new_x, fp8_max_forward),
+        (backward, new_dy, fp8_max_backward),
+    ):
+        history, scale = state[:-1], state[-1]
+        live = (new != 0) & is_open
+        older = torch.where(history[1:].isfinite(), history[1:], 0.0)
+        amax = new if most_recent else torch.cat((new[None], older)).amax(0)
+        fresh = divide(fp8_max * 2.0**-margin, amax).clamp(max=FLT_MAX)
+        scale.copy_(torch.where(live & new.isfinite() & (amax > 0), fresh, scale))
+        rolled = torch.cat((history[1:], new[None]))
+        rolled[0] = 0.0
+        history.copy_(torch.where(live, rolled, history))
+
+
+def fake(forward: Tensor, backward: Tensor, current: Tensor | None, *others: object) -> None:
+    return None
+
+
+def check(forward: Tensor, backward: Tensor, current: Tensor | None, *others: object) -> None:
+    """ValueError if a state's or current's shape, dtype, device or strides do not fit."""
+    named = [("forward", forward), ("backward", backward)]
+    for name, state in named:
+        if state.dim() != 2 or state.shape[0] < 2 or state.dtype != torch.float32:
+            raise ValueError(
+                f"{name} must be float32 [history length + 1, tensors] with a history of at least 1, "
+                f"found {state.dtype} {tuple(state.shape)}"
+            )
+    if forward.shape != backward.shape:
+        found = f"{tuple(forward.shape)} and {tuple(backward.shape)}"
+        raise ValueError(f"forward and backward must have one shape, found {found}")
+    if current is not None:
+        named.append(("current", current))
+        expected = 2 * forward.shape[1]
+        if current.shape != (expected,) or current.dtype != torch.float32:
+            raise ValueError(
+                f"current must be float32 ({expected},), forward's amaxes and then backward's, "
+                f"found {current.dtype} {tuple(current.shape)}"
+            )
+    for name, tensor in named:
+        if tensor.device != forward.device:
+            raise ValueError(f"{name} is on {tensor.device}, forward on {forward.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
+
+
+def why_not_csrc_kernel(forward: Tensor, *others: object) -> str | None:
+    """None if csrc's kernel runs on this device; otherwise the reason why not."""
+    return why_not_csrc(capability_of(forward.device))
+
+
+def by_csrc(
+    forward: Tensor,
+    backward: Tensor,
+    current: Tensor | None,
+    gated: bool,
+    fp8_max_forward: float,
+    fp8_max_backward: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    """The reference bit for bit, on the current stream."""
+    if forward.shape[1] == 0:  # an empty `current` has no address, which a gated launch asks for
+        return
+    if gated and current is None:  # every block asks the whole row 0, which others already roll
+        current = torch.cat((forward[0], backward[0]))
+    extension().amax_and_scale_update(
+        forward.data_ptr(),
+        backward.data_ptr(),
+        0 if current is None else current.data_ptr(),
+        forward.shape[1],
+        forward.shape[0] - 1,
+        fp8_max_forward,
+        fp8_max_backward,
+        margin,
+        "most_recent" if most_recent else "max",
+        gated,
+        stream(forward.device),
+        forward.get_device(),
+    )
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    return chosen_csrc("one launch for all tensors", place)
+
+
+def not_in_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, less the automatic (gated) updates that a checkpoint's recomputation reaches inside a backward.
+
+    Asked when the op runs: a compiled layer's trace does not know where it will be called.
+    """
+
+    def guarded(
+        forward: Tensor,
+        backward: Tensor,
+        current: Tensor | None,
+        gated: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not gated or torch._C._current_graph_task_id() == -1:
+            run(forward, backward, current, gated, *args, **kwargs)
+
+    return guarded
+
+
+amax_and_scale_update = define(
+    Op(
+        "amax_and_scale_update",
+        reference,
+        fake,
+        check,
+        (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("torch", reference),
+        ),
+        chosen,
+    ),
+    "(Tensor(a0!) forward, Tensor(a1!) backward, Tensor? current, bool gated, float fp8_max_forward,"
+    " float fp8_max_backward, SymInt margin, bool most_recent) -> ()",
+    guard=not_in_recomputation,
+)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""out = residual + mask ⊙ (x + bias) / (1 − p), what a transformer layer does behind attention and behind its MLP.
+
+x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N]. csrc/ops/bias_dropout_add takes one pass.
+Forward reads x and residual once and writes out: 6MN bytes in bf16. Backward draws the mask again, reads dout and
+writes dx: 4MN bytes. dbias is summed on the way, in an order that depends on shape and GPU alone. Arithmetic is fp32,
+with one rounding at the store. PyTorch's kernels write x + bias, the mask and the product to memory as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
+from lorakernels.kernels.arguments import address, draw, name, stream
+from lorakernels.numerics.dropout import drops, masked
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import FLOATS, Place, chosen_csrc
+from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.values import Dropout
+
+
+def reference(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None
+) -> Tensor:
+    """residual + mask ⊙ (x + bias) / (1 − p) [M, N] in x's dtype; residual and bias may have another one.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check(x, bias, residual, dropout)
+    xb = x.float() if bias is None else x.float() + bias.float()
+    dropped, factor = masked(xb, dropout)
+    out = dropped * factor
+    return (out if residual is None else out + residual.float()).to(x.dtype)
+
+
+def reference_in_place(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> None:
+    """The same, written over `residual`."""
+    residual.copy_(reference(x, bias, residual, dropout))
+
+
+def reference_backward(
+    dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """dx = mask ⊙ dout / (1 − p) [M, N] and dbias = Σ_rows dx [N].
+
+    dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
+    """
+    dropped, factor = masked(dout.float(), dropout)
+    dx = dropped * factor
+    dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
+    return (dx.to(dout.dtype) if drops(dropout) else dout.new_empty(0)), dbias
+
+
+def fake(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def fake_in_place(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> None:
+    return None
+
+
+def fake_backward(
+    dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    columns = 0 if bias_dtype is None else dout.shape[1]
+    dbias = empty(dout, columns, dtype=bias_dtype or torch.float32)
+    return torch.empty_like(dout) if drops(dropout) else empty(dout, 0), dbias
+
+
+def check(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None) -> None:
+    """TypeError or ValueError if a dtype, shape, device, probability or slot does not fit."""
+    check_operands(x, bias, residual, 0.0 if dropout is None else dropout.p)
+    checks.slot(dropout, x.device)
+
+
+def check_operands(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float) -> None:
+    """TypeError or ValueError if a dtype, shape, device or probability does not fit; x may be [..., N]."""
+    for label, tensor in (("x", x), ("bias", bias), ("residual", residual)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{label} must be float32, bfloat16 or float16, found {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{label} is on {tensor.device}, x on {x.device}; they must be the same"
+            )
+    if x.dim() == 0:
+        raise ValueError("x must have shape [..., N], found a scalar")
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ValueError(f"bias must have shape [{x.shape[-1]}], found {tuple(bias.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"residual must have x's shape {tuple(x.shape)}, found {tuple(residual.shape)}"
+        )
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"p must be in [0, 1), found {p}")
+
+
+def check_backward(dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None) -> None:
+    """ValueError if the slot does not fit."""
+    checks.slot(dropout, dout.device)
+
+
+def why_not_csrc_kernel(x: Tensor, *others: object) -> str | None:
+    """None if csrc's kernels run on the device of x or dout; otherwise the reason why not."""
+    return why_not_csrc(capability_of(x.device))
+
+
+def by_csrc(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None
+) -> Tensor:
+    """The reference bit for bit."""
+    out = torch.empty_like(x)
+    _launch(out, x, bias, residual, dropout)
+    return out
+
+
+def by_csrc_in_place(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> None:
+    """The reference bit for bit."""
+    _launch(residual, x, bias, residual, dropout)
+
+
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dropout: Dropout | None,
+) -> None:
+    _check_matrices(x=x, residual=residual)
+    if bias is not None:
+        bias = bias.to(_bias_dtype(bias.dtype, x.dtype)).contiguous()
+    extension().bias_dropout_add(
+        address(out),
+        address(x),
+        address(bias),
+        address(residual),
+        *x.shape,
+        name(x.dtype),
+        name(x.dtype if bias is None else bias.dtype),
+        *draw(dropout),
+        stream(x.device),
+        x.get_device(),
+    )
+
+
+def by_csrc_backward(
+    dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """dx bit for bit the reference's; dbias summed in another order, the same in every run."""
+    _check_matrices(dout=dout)
+    rows, cols = dout.shape
+    some_drop = drops(dropout)
+    dx = torch.empty_like(dout) if some_drop else dout.new_empty(0)
+    if bias_dtype is None:
+        dbias = partial = torch.empty(0, device=dout.device)
+    else:
+        dbias = torch.empty(cols, dtype=_bias_dtype(bias_dtype, dout.dtype), device=dout.device)
+        col0 = 0 if dropout is None else dropout.col0
+        multiprocessors = multiprocessors_of(dout.get_device())
+        chunks = extension().bias_grad_chunks(rows, cols, multiprocessors, col0)
+        partial = torch.empty(chunks, cols, device=dout.device)
+    if some_drop or bias_dtype is not None:
+        extension().bias_dropout_add_backward(
+            address(dx),
+            address(dbias),
+            address(partial),
+            address(dout),
+            rows,
+            cols,
+            name(dout.dtype),
+            name(dbias.dtype),
+            *draw(dropout),
+            stream(dout.device),
+            dout.get_device(),
+        )
+    return dx, dbias if bias_dtype is None else dbias.to(bias_dtype)
+
+
+def _bias_dtype(dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype:
+    """What the kernel reads and writes a bias of `dtype` in: x's dtype or fp32."""
+    return dtype if dtype == x_dtype else torch.float32
+
+
+def _check_matrices(**tensors: Tensor | None) -> None:
+    """What csrc's kernels assume beyond `check`: matrices [M, N] of the first one's dtype, without gaps."""
+    first, like = next((label, tensor) for label, tensor in tensors.items() if tensor is not None)
+    if like.dim() != 2:
+        raise ValueError(f"{first} must be [M, N], found {tuple(like.shape)}")
+    for label, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"{label} must have {first}'s dtype {like.dtype}, found {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{label} must be contiguous, found strides {tensor.stride()}")
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    return chosen_csrc("one pass, forward and backward", place)
+
+
+bias_dropout_add = define(
+    Op(
+        "bias_dropout_add",
+        reference,
+        fake,
+        check,
+        (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("torch", reference),
+        ),
+        chosen,
+    ),
+    "(Tensor x, Tensor? bias, Tensor? residual, Tensor? slot, float p, SymInt site, SymInt row0=0, SymInt col0=0)"
+    " -> Tensor",
+)
+
+bias_dropout_add_ = define(
+    Op(
+        "bias_dropout_add_",
+        reference_in_place,
+        fake_in_place,
+        check,
+        (
+            Implementation("csrc", by_csrc_in_place, why_not_csrc_kernel),
+            Implementation("torch", reference_in_place),
+        ),
+    ),
+    "(Tensor x, Tensor? bias, Tensor(a2!) residual, Tensor? slot, float p, SymInt site, SymInt row0=0, SymInt col0=0)"
+    " -> ()",
+)
+
+bias_dropout_add_backward = define(
+    Op(
+        "bias_dropout_add_backward",
+        reference_backward,
+        fake_backward,
+        check_backward,
+        (
+            Implementation("csrc", by_csrc_backward, why_not_csrc_kernel),
+            Implementation("torch", reference_backward),
+        ),
+    ),
+    "(Tensor dout, Tensor? slot, float p, SymInt site, ScalarType? bias_dtype, SymInt row0=0, SymInt col0=0)"
+    " -> (Tensor, Tensor)",
+)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several ops ask before anything is changed: TypeError or ValueError naming argument, found and expected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.numerics.dropout import dropped_words
+from lorakernels.ops.hardware import FLOATS
+from lorakernels.values import Dropout, Scaling
+
+
+def slot(dropout: Dropout | None, device: torch.device) -> None:
+    """A slot is int64 [2] on the tensors' device."""
+    if dropout is None:
+        return
+    slot = dropout.slot
+    if slot.shape != (2,) or slot.dtype != torch.int64 or slot.device != device:
+        raise ValueError(
+            f"slot must be int64 [2] on {device}, found {slot.dtype} {list(slot.shape)} on {slot.device}"
+        )
+
+
+def dropped(dropout: Dropout | None, rows: int, cols: int, device: torch.device) -> None:
+    """A mask of [rows, cols] that is handed over is int32 [rows, dropped_words(cols)] without gaps on that device."""
+    if dropout is None or dropout.dropped is None:
+        return
+    mask, shape = dropout.dropped, (rows, dropped_words(cols))
+    fits = mask.shape == shape and mask.dtype == torch.int32 and mask.is_contiguous()
+    if not fits or mask.device != device:
+        raise ValueError(
+            f"dropped must be contiguous int32 {list(shape)} on {device}, found {mask.dtype} "
+            f"{list(mask.shape)} with strides {mask.stride()} on {mask.device}"
+        )
+
+
+def matrix(name: str, tensor: Tensor) -> None:
+    """It has two dimensions."""
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be a matrix, found {tuple(tensor.shape)}")
+
+
+def floats(name: str, tensor: Tensor) -> None:
+    """It is of a dtype that is computed in."""
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, found {tensor.dtype}")
+
+
+def vector(
+    name: str,
+    tensor: Tensor,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """It is [length] of `dtype`, or of any that is computed in, on that device."""
+    if tensor.shape != (length,) or tensor.device != device:
+        raise ValueError(
+            f"{name} must be [{length}] on {device}, found {list(tensor.shape)} on {tensor.device}"
+        )
+    if dtype is None:
+        floats(name, tensor)
+    elif tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, found {tensor.dtype}")
+
+
+def state(scaling: Scaling | None, device: torch.device, name: str = "state") -> None:
+    """An FP8 state is a float32 matrix on the tensors' device."""
+    if scaling is None:
+        return
+    state = scaling.state
+    if state.dim() != 2 or state.dtype != torch.float32 or state.device != device:
+        raise ValueError(
+            f"{name} must be float32 [history length + 1, tensors] on {device}, "
+            f"found {state.dtype} {tuple(state.shape)} on {state.device}"
+        )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token losses of a chunk of logits, and the logits' gradient in their place.
+
+    loss = log Σ_v exp z_v − z_label        dz = factor · (softmax(z) − onehot(label))
+
+logits z [M, V] of bf16, fp16 or fp32, labels int64 [M], losses fp32 [M]. kernels/triton/cross_entropy.py reads the
+logits twice, the second time mostly from L2, and writes dz over them: 6MV bytes in bf16. PyTorch's fp32 log-softmax,
+its exponential and the one-hot subtraction move 26MV bytes and hold 8MV.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.ops.hardware import FLOATS, Place
+from lorakernels.ops.register import Implementation, Op, define, empty
+
+BLOCK = 8192  # logits a program holds at a time
+WARPS = 16
+
+
+def reference(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """Losses [M] = log Σ_v exp z_v − z_label, fp32 (fp64 of fp64), 0 where the label is `ignore_index`.
+
+    `gradient`: logits become dz = factor · (softmax(z) − onehot(label)), 0 in ignored rows, whatever they held. A label
+    outside of [0, V) makes loss and gradient of its row NaN.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check(logits, labels, factor)
+    ignored = labels == ignore_index
+    known = (labels >= 0) & (labels < logits.shape[1])
+    target = torch.where(known, labels, 0)[:, None]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.to(wide).log_softmax(-1)
+    losses = torch.where(known, -log_p.gather(1, target)[:, 0], torch.nan)
+    if gradient:
+        dz = log_p.exp_()
+        dz.scatter_add_(1, target, torch.full_like(dz[:, :1], -1.0))
+        if factor is not None:
+            dz *= factor
+        dz.masked_fill_(~known[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
+        logits.copy_(dz)
+    return losses.masked_fill(ignored, 0.0)
+
+
+def fake(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    return empty(labels, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def check(logits: Tensor, labels: Tensor, factor: Tensor | None, *others: object) -> None:
+    """TypeError or ValueError unless logits are floating [M, V], labels int64 [M], factor one fp32 or fp64 value."""
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits must be [M, V] with V ≥ 1, found {tuple(logits.shape)}")
+    if logits.dtype not in (*FLOATS, torch.float64):
+        raise TypeError(f"logits must be floating, found {logits.dtype}")
+    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be int64 [{logits.shape[0]}], found {labels.dtype} {list(labels.shape)}"
+        )
+    for name, tensor in (("labels", labels), ("factor", factor)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
+    if factor is not None and (factor.numel() != 1 or factor.dtype.itemsize < 4):
+        raise ValueError(
+            f"factor must be one fp32 value, found {factor.dtype} {list(factor.shape)}"
+        )
+
+
+def why_not_triton(logits: Tensor, *others: object) -> str | None:
+    """None if Triton's kernel takes these logits; otherwise the reason why not."""
+    return "logits are float64" if logits.dtype == torch.float64 else None
+
+
+def by_triton(
+    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
+) -> Tensor:
+    """Losses and gradient by one kernel.
+
+    Raises:
+        ValueError: logits are not contiguous.
+    """
+    if not logits.is_contiguous():
+        raise ValueError(f"logits must be contiguous, found strides {logits.stride()}")
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    if labels.numel() == 0:
+        return losses
+    from lorakernels.kernels.triton.cross_entropy import launch
+
+    with torch.cuda.device(logits.device):
+        launch(losses, logits, labels, factor, ignore_index, gradient, BLOCK, WARPS)
+    return losses
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    return "triton", "two reads of a chunk's logits, gradient in their place; float64: PyTorch's"
+
+
+cross_entropy_ = define(
+    Op(
+        "cross_entropy_",
+        reference,
+        fake,
+        check,
+        (
+            Implementation("triton", by_triton, why_not_triton),
+            Implementation("torch", reference),
+        ),
+        chosen,
+    ),
+    "(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
+)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dx = dy W + mask ⊙ (ds A) / (1 − p): the gradient of a linear layer's input, through the base and the adapter.
+
+dy [M, N] is e5m2 or e4m3 and W [N, K] e4m3, or both are plain; ds [M, R], A [R, K], dx [M, K]. One kernel
+(csrc/ops/fp8_gemm) draws the mask again while the FP8 product runs and rounds dx once. The adapter's branch
+in kernels of its own writes and reads [M, K] once, and reads and writes dx: 8MK bytes in bf16, besides the mask. Sums
+are split by default, as in Transformer Engine's dgrad.
+
+Hopper's FP8 tensor cores read operands along the contraction only, so that the product needs Wᵀ [K, N]. It is there
+where the layer keeps it, and is otherwise transposed for this call. With few rows and split accumulation, W is turned
+on its way through the registers instead (csrc/ops/fp8_gemm).
+
+What the kernel does not take is multiplied by cuBLASLt or, without FP8 tensor cores, dequantized to dx's dtype. Sizes
+that cuBLASLt does not take are multiplied in fp32. A plain base is one product in dy's dtype. The branch comes after
+these products.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, multiprocessors_of
+from lorakernels.kernels import tune
+from lorakernels.kernels.arguments import address, draw, name, stream
+from lorakernels.numerics.dropout import drawn_mask, drops, keep_scale, masked
+from lorakernels.numerics.fp8 import E4M3, dequantize
+from lorakernels.numerics.products import dequantized_grad_input, product
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import (
+    FLOATS,
+    FP8_GEMM_MULTIPLE,
+    PLAIN,
+    Place,
+    gemm_by_cublaslt,
+    gemm_by_kernel,
+    gemm_without_ours,
+    why_not_aligned,
+    why_not_cublaslt,
+    why_not_dequantized,
+    why_not_wgmma_gemm,
+)
+from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.transpose_fp8 import transpose_fp8
+from lorakernels.values import Dropout, Scaled, Weight
+
+MULTIPLE = 8  # of col0, for csrc
+
+
+def reference(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    split: bool = True,
+) -> Tensor:
+    """dx [M, K] in `out_dtype`, the mask drawn again.
+
+    `fp8_dtype` is the type of dy's bytes. The weight's scale_inv is [1]. Where `dropout.dropped` holds the mask, a
+    kernel may read that instead of drawing. Sums are fp32's here, whatever `split` asks of the FP8 tensor cores: to
+    add partial sums in fp32.
+    """
+    acc = dequantize(dy, fp8_dtype) @ dequantize(Scaled(weight.data, weight.scale_inv))
+    if ds is not None and lora_A is not None:
+        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), dropout)
+        acc += branch * factor
+    return acc.to(out_dtype)
+
+
+def fake(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    *others: object,
+) -> Tensor:
+    return empty(dy.data, dy.data.shape[0], weight.data.shape[1], dtype=out_dtype)
+
+
+def check(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    *others: object,
+) -> None:
+    """ValueError if the slot or a mask that is handed over does not fit."""
+    device = dy.data.device
+    checks.slot(dropout, device)
+    checks.dropped(dropout, dy.data.shape[0], weight.data.shape[1], device)
+
+
+def why_not_csrc_kernel(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    *others: object,
+) -> str | None:
+    """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    if dy.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    if why_not := why_not_wgmma_gemm(capability_of(dy.data.device), *weight.data.shape):
+        return why_not
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
+    if dy.data.shape[0] == 0:
+        return "no rows"
+    if dropout is not None and dropout.col0 % MULTIPLE:
+        return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
+    if why_not := why_not_aligned(dy=dy.data, weight=weight.data, weight_t=weight.t):
+        return why_not
+    return _why_not_branch(ds, lora_A, out_dtype)
+
+
+def _why_not_branch(ds: Tensor | None, lora_A: Tensor | None, out_dtype: torch.dtype) -> str | None:
+    if ds is None or lora_A is None:
+        return None
+    if ds.dtype != out_dtype:
+        return f"ds is {ds.dtype}, out_dtype {out_dtype}"
+    if lora_A.dtype not in FLOATS:
+        return f"lora_A is {lora_A.dtype}"
+    for label, tensor in (("ds", ds), ("lora_A", lora_A)):
+        if not tensor.is_contiguous():
+            return f"{label} must be contiguous, found strides {tensor.stride()}"
+    return None
+
+
+def why_not_cublaslt_gemm(
+    dy: Scaled, fp8_dtype: torch.dtype, weight: Weight, *others: object
+) -> str | None:
+    """None if `torch._scaled_mm` multiplies dy and W; otherwise the reason why not."""
+    if dy.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    return why_not_cublaslt(capability_of(dy.data.device), dy.data.shape[0], *weight.data.shape)
+
+
+def why_not_dequantized_gemm(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    *others: object,
+) -> str | None:
+    """None if dy and W are FP8 and multiplied in `out_dtype`; otherwise the reason why not."""
+    if dy.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    return why_not_dequantized(capability_of(dy.data.device), out_dtype)
+
+
+def by_csrc(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    split: bool = True,
+) -> Tensor:
+    """One kernel of csrc, for any rank, after one that transposes W where that takes less time."""
+    assert dy.scale_inv is not None and weight.scale_inv is not None
+    (rows, depth), cols = dy.data.shape, weight.data.shape[1]
+    ds, lora_A = _factors(ds, lora_A, out_dtype)
+    rank = 0 if ds is None or lora_A is None else lora_A.shape[0]
+    mask = dropout if lora_A is not None and drops(dropout) else None
+    slot, site, threshold, row0, col0 = draw(dropout)
+    if mask is None:
+        slot = threshold = 0
+    multiprocessors = multiprocessors_of(dy.data.get_device())
+    weight_t, how = _layout(weight, rows, rank, split, multiprocessors)
+    dx = torch.empty(rows, cols, dtype=out_dtype, device=dy.data.device)
+    extension().fp8_grad_input(
+        address(dx),
+        address(dy.data),
+        address(weight.data if weight_t is None else weight_t),
+        weight_t is not None,
+        address(dy.scale_inv),
+        address(weight.scale_inv),
+        address(ds) if rank else 0,
+        address(lora_A) if rank else 0,
+        rows,
+        cols,
+        depth,
+        rank,
+        rank + -rank % 8,
+        1.0 if mask is None else keep_scale(mask.p),
+        slot,
+        site,
+        threshold,
+        row0,
+        col0,
+        address(None if mask is None else mask.dropped),
+        name(out_dtype),
+        name(out_dtype if lora_A is None else lora_A.dtype),
+        name(fp8_dtype).removeprefix("float8_"),
+        split,
+        tune.csrc_tile(rows, cols, rank, how, multiprocessors)[0],
+        multiprocessors,
+        stream(dy.data.device),
+        dy.data.get_device(),
+    )
+    return dx
+
+
+def _factors(
+    ds: Tensor | None, lora_A: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """(ds, A) as csrc reads them, A in `dtype` or fp32; None for both without a branch."""
+    if ds is None or lora_A is None:
+        return None, None
+    rank = lora_A.shape[0]
+    ds = F.pad(ds, (0, -rank % 8)) if rank % 8 or ds.data_ptr() % 16 else ds
+    if lora_A.dtype not in (dtype, torch.float32) or lora_A.data_ptr() % 16:
+        lora_A = lora_A.to(dtype, copy=True)
+    return ds, lora_A
+
+
+def _layout(
+    weight: Weight, rows: int, rank: int, split: bool, multiprocessors: int
+) -> tuple[Tensor | None, str]:
+    """(Wᵀ, or None where W is read as it lies; which of `tune.CSRC_TILES`)."""
+    if weight.t is not None:
+        return weight.t, "split" if split else "fast"
+    if split and tune.csrc_turns(rows, weight.data.shape[1], rank, multiprocessors):
+        return None, "turned"
+    return transpose_fp8.run(weight.data), "split" if split else "fast"
+
+
+def by_cublaslt(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    split: bool = True,
+) -> Tensor:
+    """`torch._scaled_mm`, then one PyTorch kernel after the other for the branch."""
+    assert dy.scale_inv is not None and weight.scale_inv is not None
+    wt = transpose_fp8.run(weight.data) if weight.t is None else weight.t
+    dx = torch._scaled_mm(
+        dy.data.contiguous().view(fp8_dtype),
+        wt.view(E4M3).t(),
+        scale_a=dy.scale_inv,
+        scale_b=weight.scale_inv,
+        out_dtype=out_dtype,
+        use_fast_accum=not split,
+    )
+    return _with_branch(dx, ds, lora_A, dropout, out_dtype)
+
+
+def by_dequantized(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    split: bool = True,
+) -> Tensor:
+    """A product in `out_dtype`, then one PyTorch kernel after the other for the branch."""
+    dx = dequantized_grad_input(dy, fp8_dtype, weight, out_dtype)
+    return _with_branch(dx, ds, lora_A, dropout, out_dtype)
+
+
+def by_torch(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+    split: bool = True,
+) -> Tensor:
+    """A product in fp32, or in dy's dtype for a plain base, then one PyTorch kernel after the other."""
+    if dy.scale_inv is None or weight.scale_inv is None:
+        dx = dy.data @ weight.data.to(dy.data.dtype)
+    else:
+        dx = reference(dy, fp8_dtype, weight, None, None, None, out_dtype)
+    return _with_branch(dx, ds, lora_A, dropout, out_dtype)
+
+
+def _with_branch(
+    dx: Tensor,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx with the adapter's branch added in place."""
+    if ds is None or lora_A is None:
+        return dx
+    a = lora_A.to(out_dtype)
+    if dropout is None or not drops(dropout):
+        return dx.addmm_(ds.to(out_dtype), a)
+    branch = product(ds.to(out_dtype), a, keep_scale(dropout.p))
+    return dx.add_(branch.where(drawn_mask(dropout, *dx.shape), 0.0))
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    if without_ours := gemm_without_ours(place):
+        return without_ours
+    n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
+    if why_not := why_not_wgmma_gemm(place.capability, n, k):
+        return gemm_by_cublaslt(place, why_not)
+    return gemm_by_kernel(place, "csrc", "any rank")
+
+
+fp8_grad_input = define(
+    Op(
+        "fp8_grad_input",
+        reference,
+        fake,
+        check,
+        (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("cublaslt", by_cublaslt, why_not_cublaslt_gemm),
+            Implementation("dequantized", by_dequantized, why_not_dequantized_gemm),
+            Implementation("torch", by_torch),
+        ),
+        chosen,
+    ),
+    "(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv, Tensor? weight_t,"
+    " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
+    " SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
+)

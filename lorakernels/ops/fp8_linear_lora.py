@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y = x Wᵀ + bias + scaling · s Bᵀ + residual: a frozen linear layer with its adapter's second half.
+
+x [M, K] and W [N, K] are e4m3, or both plain; bias [N], s [M, R], B [N, R], residual and y [M, N].
+csrc/ops/fp8_gemm on Hopper, and kernels/triton/fp8_linear_lora.py on other GPUs with TMA, add every term to the
+product's fp32 sums in registers and round y once. Added one after the other, each term reads and writes all of y: 4MN
+bytes in bf16, and a rounding.
+
+What neither kernel takes is multiplied by cuBLASLt (`torch._scaled_mm`, with fast accumulation, as Transformer Engine
+does it forward). Without FP8 tensor cores both operands are dequantized to y's dtype; sizes that cuBLASLt does not take
+are multiplied in fp32. A plain base is one product in x's dtype. The other terms come after these products, so that y
+is rounded up to four times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, multiprocessors_of
+from lorakernels.kernels import tune
+from lorakernels.kernels.csrc import fp8_linear_lora as csrc
+from lorakernels.numerics.fp8 import E4M3, dequantize
+from lorakernels.numerics.products import dequantized_linear
+from lorakernels.ops.hardware import (
+    FLOATS,
+    FP8_GEMM_MULTIPLE,
+    PLAIN,
+    TMA_CAPABILITY,
+    Place,
+    gemm_by_cublaslt,
+    gemm_by_kernel,
+    gemm_without_ours,
+    why_not_aligned,
+    why_not_cublaslt,
+    why_not_dequantized,
+    why_not_wgmma_gemm,
+)
+from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.values import Scaled, Up, Weight
+
+TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
+
+
+def reference(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y [M, N] in `out_dtype`.
+
+    The weight's scale_inv is [1], or [N] for a scale of each row. Sums are fp32's here, whatever `split` asks of the
+    FP8 tensor cores: to add partial sums in fp32.
+
+    Raises:
+        ValueError: the weight's scale_inv or the residual does not fit.
+    """
+    check(x, weight, bias, up, out_dtype, split, residual)
+    by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
+    acc = dequantize(x) @ dequantize(Scaled(weight.data, by_row)).t()
+    if up is not None and up.s is not None:
+        acc += up.scaling * (up.s.float() @ up.lora_B.to(up.s.dtype).float().t())
+    if bias is not None:
+        acc += bias.float()
+    if residual is not None:
+        acc += residual.float()
+    return acc.to(out_dtype)
+
+
+def fake(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    *others: object,
+) -> Tensor:
+    return empty(x.data, x.data.shape[0], weight.data.shape[0], dtype=out_dtype)
+
+
+def check(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> None:
+    """ValueError if the weight's scale_inv is not [1] or [N], or the residual is not [M, N]."""
+    rows, cols = x.data.shape[0], weight.data.shape[0]
+    if weight.scale_inv is not None and weight.scale_inv.shape not in ((1,), (cols,)):
+        raise ValueError(
+            f"weight_scale_inv must be [1] or [{cols}], found {list(weight.scale_inv.shape)}"
+        )
+    if residual is not None and residual.shape != (rows, cols):
+        raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
+
+
+def why_not_csrc_kernel(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> str | None:
+    """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    if x.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    if why_not := why_not_wgmma_gemm(capability_of(x.data.device), *weight.data.shape):
+        return why_not
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
+    if x.data.shape[0] == 0 or x.data.shape[1] == 0:
+        return f"x is empty, {tuple(x.data.shape)}"
+    if why_not := why_not_aligned(x=x.data, weight=weight.data, residual=residual):
+        return why_not
+    if residual is not None and residual.dtype != out_dtype:
+        return f"residual is {residual.dtype}, out_dtype {out_dtype}"
+    if up is not None and up.s is not None and up.s.dtype != out_dtype:
+        return f"s is {up.s.dtype}, out_dtype {out_dtype}"
+    return _why_not_floats(bias=bias, **_factors(up))
+
+
+def why_not_triton_kernel(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> str | None:
+    """None if Triton's kernel takes these operands; otherwise the reason why not."""
+    if x.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    capability, rows = capability_of(x.data.device), x.data.shape[0]
+    if why_not := _why_not_triton_sizes(capability, rows, *weight.data.shape):
+        return why_not
+    if why_not := why_not_aligned(x=x.data, weight=weight.data):
+        return why_not
+    if split:
+        return TRITON_SPLIT
+    if out_dtype not in (torch.bfloat16, torch.float16):
+        return f"out_dtype is {out_dtype}, not bfloat16 or float16"
+    if why_not := _why_not_triton_factors(up):
+        return why_not
+    if residual is not None and (residual.dtype != out_dtype or residual.data_ptr() % 16):
+        return f"residual must be {out_dtype} and 16-byte aligned, found {residual.dtype}"
+    return _why_not_floats(bias=bias, **_factors(up), residual=residual)
+
+
+def _why_not_triton_sizes(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
+    if capability < TMA_CAPABILITY:
+        return f"compute capability {capability} has no TMA"
+    return why_not_cublaslt(capability, rows, n, k) or ("K = 0" if k == 0 else None)
+
+
+def _why_not_triton_factors(up: Up | None) -> str | None:
+    if up is None or up.s is None:
+        return None
+    if up.s.dtype not in (torch.bfloat16, torch.float16):
+        return f"s is {up.s.dtype}, not bfloat16 or float16"
+    if up.s.shape[1] > tune.MAX_RANK:
+        return f"rank {up.s.shape[1]} is above {tune.MAX_RANK}"
+    if up.scaling and not 2.0**-64 <= abs(up.scaling) <= 2.0**64:
+        return f"scaling = {up.scaling}: the accumulator divided by it may leave fp32's range"
+    return None
+
+
+def _why_not_floats(**tensors: Tensor | None) -> str | None:
+    for label, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{label} must be contiguous, found strides {tensor.stride()}"
+        if tensor is not None and tensor.dtype not in FLOATS:
+            return f"{label} is {tensor.dtype}"
+    return None
+
+
+def _factors(up: Up | None) -> dict[str, Tensor | None]:
+    return {} if up is None else {"s": up.s, "lora_B": up.lora_B}
+
+
+def why_not_cublaslt_gemm(x: Scaled, weight: Weight, *others: object) -> str | None:
+    """None if `torch._scaled_mm` multiplies x and W; otherwise the reason why not."""
+    if x.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    return why_not_cublaslt(capability_of(x.data.device), x.data.shape[0], *weight.data.shape)
+
+
+def why_not_dequantized_gemm(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    *others: object,
+) -> str | None:
+    """None if x and W are FP8 and multiplied in `out_dtype`; otherwise the reason why not."""
+    if x.scale_inv is None or weight.scale_inv is None:
+        return PLAIN
+    return why_not_dequantized(capability_of(x.data.device), out_dtype)
+
+
+def by_csrc(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
+    shape = (x.data.shape[0], weight.data.shape[0])
+    y = torch.empty(shape, dtype=out_dtype, device=x.data.device)
+    csrc.launch(y, x, weight, bias, up, split, residual)
+    return y
+
+
+def by_triton(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """One kernel of Triton, for ranks up to `tune.MAX_RANK`, with fast accumulation."""
+    from lorakernels.kernels.triton.fp8_linear_lora import launch
+
+    (m, k), n, device = x.data.shape, weight.data.shape[0], x.data.device
+    y = torch.empty(m, n, dtype=out_dtype, device=device)
+    rank = 0 if up is None or up.s is None else up.s.shape[1]
+    problem = tune.Problem(m, n, k, rank)
+    multiprocessors = multiprocessors_of(x.data.get_device())
+    config = tune.choose(problem, capability_of(device), multiprocessors)
+    programs = tune.programs(config, problem, multiprocessors)
+    with torch.cuda.device(device):
+        launch(y, x, weight, bias, up, config, programs, residual)
+    return y
+
+
+def by_cublaslt(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`torch._scaled_mm`, then one PyTorch kernel for each other term."""
+    assert x.scale_inv is not None and weight.scale_inv is not None
+    by_column = weight.scale_inv.numel() > 1
+    y = torch._scaled_mm(
+        x.data.view(E4M3),
+        weight.data.view(E4M3).t(),
+        scale_a=x.scale_inv,
+        scale_b=torch.ones_like(x.scale_inv) if by_column else weight.scale_inv,
+        out_dtype=torch.float32 if by_column else out_dtype,
+        use_fast_accum=not split,
+    )
+    if by_column:
+        y = (y * weight.scale_inv).to(out_dtype)
+    return _with_terms(y, bias, up, out_dtype, residual)
+
+
+def by_dequantized(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A product in `out_dtype`, then one PyTorch kernel for each other term."""
+    y = dequantized_linear(x, weight, out_dtype)
+    return _with_terms(y, bias, up, out_dtype, residual)
+
+
+def by_torch(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A product in fp32, or in x's dtype for a plain base, then one PyTorch kernel for each other term."""
+    if x.scale_inv is None or weight.scale_inv is None:
+        y = x.data @ weight.data.to(x.data.dtype).t()
+    else:
+        y = reference(x, weight, None, None, out_dtype)
+    return _with_terms(y, bias, up, out_dtype, residual)
+
+
+def _with_terms(
+    y: Tensor,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+) -> Tensor:
+    """y with the other terms added in place, the adapter's in fp32 inside `addmm`."""
+    if bias is not None:
+        y += bias
+    if up is not None and up.s is not None:
+        y.addmm_(up.s.to(out_dtype), up.lora_B.to(out_dtype).t(), alpha=up.scaling)
+    if residual is not None:
+        y += residual
+    return y
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    if without_ours := gemm_without_ours(place):
+        return without_ours
+    n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
+    if not why_not_wgmma_gemm(place.capability, n, k):
+        return gemm_by_kernel(place, "csrc", "any rank")
+    split = TRITON_SPLIT if place.split else None
+    if why_not := _why_not_triton_sizes(place.capability, 1, n, k) or split:
+        return gemm_by_cublaslt(place, why_not)
+    return gemm_by_kernel(place, "triton", f"rank ≤ {tune.MAX_RANK}")
+
+
+fp8_linear_lora = define(
+    Op(
+        "fp8_linear_lora",
+        reference,
+        fake,
+        check,
+        (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("triton", by_triton, why_not_triton_kernel),
+            Implementation("cublaslt", by_cublaslt, why_not_cublaslt_gemm),
+            Implementation("dequantized", by_dequantized, why_not_dequantized_gemm),
+            Implementation("torch", by_torch),
+        ),
+        chosen,
+    ),
+    "(Tensor x, Tensor? x_scale_inv, Tensor weight, Tensor? weight_scale_inv, Tensor? bias, Tensor? s, Tensor? lora_B,"
+    " float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None) -> Tensor",
+)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU's compute capability and a layer's sizes allow: the reasons that several ops share.
+
+A reason is a sentence for `lorakernels doctor` and `apply_lora`'s report; None means that nothing stands against it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, why_not_csrc
+
+FP8_GEMM_CAPABILITY = (8, 9)
+FP8_GEMM_MULTIPLE = 16
+TMA_CAPABILITY = (9, 0)
+DEQUANTIZED_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # their tensor cores
+LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
+PLAIN = "the base is not FP8"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Place(NamedTuple):
+    """Where an op is to run.
+
+    Attributes:
+        capability: the GPU's compute capability, e.g. (9, 0).
+        sizes: (N, K) of the layer; None stands for sizes that every implementation takes.
+        fp8: whether the base weight is FP8.
+        split: whether the recipe has the forward GEMM add partial sums in fp32.
+    """
+
+    capability: tuple[int, int]
+    sizes: tuple[int, int] | None = None
+    fp8: bool = True
+    split: bool = False
+
+
+def why_not_wgmma(capability: tuple[int, int]) -> str | None:
+    """None if csrc's kernels with Hopper's own instructions were built and run here; otherwise the reason why not."""
+    if why_not := why_not_csrc(capability):
+        return why_not
+    if capability != (9, 0):
+        return f"wgmma is Hopper's (9, 0), found {capability}"
+    built = extension().build_info()["cuda_archs"]
+    return (
+        None if "90a" in built.split(";") else f"lorakernels._C was built for sm_{built}, not 90a"
+    )
+
+
+def why_not_wgmma_gemm(capability: tuple[int, int], n: int, k: int) -> str | None:
+    """None if csrc's FP8 GEMMs take a weight [n, k]; otherwise the reason why not."""
+    if why_not := why_not_wgmma(capability):
+        return why_not
+    if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
+        return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
+    return "N = 0" if n == 0 else None
+
+
+def why_not_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
+    """None if `torch._scaled_mm` takes an FP8 [rows, k] × [k, n] product; otherwise the reason why not."""
+    if capability < FP8_GEMM_CAPABILITY:
+        return f"compute capability {capability} has no FP8 tensor cores"
+    if n % FP8_GEMM_MULTIPLE or k % FP8_GEMM_MULTIPLE:
+        return f"N = {n} and K = {k} must be multiples of {FP8_GEMM_MULTIPLE}"
+    return "no rows" if rows == 0 else None
+
+
+def why_not_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """None if FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
+    if capability >= FP8_GEMM_CAPABILITY:
+        return f"compute capability {capability} has FP8 tensor cores"
+    if dtype not in DEQUANTIZED_CAPABILITY or capability < DEQUANTIZED_CAPABILITY[dtype]:
+        return f"compute capability {capability} has no tensor cores for {dtype}"
+    return None
+
+
+def why_not_aligned(**tensors: Tensor | None) -> str | None:
+    """None if these tensors have no gaps and begin at 16 bytes, as TMA reads them; otherwise the reason why not."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return f"{name} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+    return None
+
+
+def gemm_without_ours(place: Place) -> tuple[str, str] | None:
+    """What multiplies a base of `place` where no kernel of ours can, and why; None where one may."""
+    if not place.fp8:
+        return "torch", PLAIN
+    halves = (torch.bfloat16, torch.float16)
+    if dtypes := [t for t in halves if not why_not_dequantized(place.capability, t)]:
+        names = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
+        note = f"dequantized {names} matmul, 2 bytes a weight of scratch: no FP8 tensor cores"
+        return "dequantized", f"{note}; else fp32"
+    sizes = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
+    if why_not := why_not_cublaslt(place.capability, 1, *sizes):
+        return "torch", why_not
+    return None
+
+
+def gemm_by_kernel(place: Place, name: str, ranks: str) -> tuple[str, str]:
+    """What doctor says of a GEMM with the LoRA term in one kernel, which takes `ranks`."""
+    return name, f"one kernel for bf16 and fp16, {ranks}{_needed(place)}; else torch._scaled_mm"
+
+
+def gemm_by_cublaslt(place: Place, why_not: str) -> tuple[str, str]:
+    """What doctor says of a GEMM that cuBLASLt multiplies because of `why_not`."""
+    return "cublaslt", f"torch._scaled_mm{_needed(place)}: {why_not}"
+
+
+def _needed(place: Place) -> str:
+    return "" if place.sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
+
+
+def why_not_layer_capability(capability: tuple[int, int]) -> str | None:
+    """None if Triton's kernels between a decoder layer's GEMMs run here; otherwise the reason why not."""
+    if capability < LAYER_CAPABILITY:
+        return f"compute capability {capability} has no bf16"
+    return None
+
+
+def why_not_layer_kernel(**tensors: Tensor | None) -> str | None:
+    """None if Triton's kernels between a decoder layer's GEMMs take these tensors; otherwise the reason why not."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if why_not := why_not_layer_capability(capability_of(tensor.device)):
+            return why_not
+        if tensor.numel() == 0:
+            return f"{name} has no elements"
+        if not tensor.is_contiguous():
+            return f"{name} must be contiguous, found strides {tensor.stride()}"
+    return None
+
+
+def chosen_layer_kernel(note: str, place: Place) -> tuple[str, str]:
+    """Triton's kernel with this `note`, or PyTorch with the reason why not."""
+    why_not = why_not_layer_capability(place.capability)
+    return ("torch", why_not) if why_not else ("triton", note)
+
+
+def chosen_csrc(note: str, place: Place) -> tuple[str, str]:
+    """csrc's kernel with this `note`, or PyTorch with the reason why not."""
+    why_not = why_not_csrc(place.capability)
+    return ("torch", why_not) if why_not else ("csrc", note)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dA = dsᵀ D(x): the gradient of the adapter's first half.
+
+ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes
+of e4m3, 2MK of a plain x. It draws the mask on the way, or reads MK / 8 bytes of one that was drawn before. The product
+runs on the tensor cores in ds's dtype, in which e4m3 is exact. Its fp32 sums have an order that depends on the shape
+alone. They are multiplied by scale_inv and the dropout factor, and then rounded once.
+
+PyTorch's kernels first write D(x) in ds's dtype and then read it: another 4MK bytes. They sum fp16 in fp32, because the
+sum before scale_inv could pass 65504, where fp16 ends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
+from lorakernels.kernels.arguments import address, draw, name, stream
+from lorakernels.numerics.dropout import drops, masked
+from lorakernels.numerics.fp8 import E4M3, dequantize
+from lorakernels.numerics.products import product
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import FLOATS, Place
+from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.values import Dropout, Scaled
+
+MULTIPLE = {True: 16, False: 8}  # of K, for csrc, by whether x is FP8
+COLUMN_MULTIPLE = 8  # of col0, for csrc
+MAX_RANK = 128  # for csrc
+GROUP = 8  # numbers of ds that csrc copies together
+
+
+def reference(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+    """dA [R, K] in `out_dtype`; the mask is drawn, also where `dropout.dropped` has it."""
+    xd, factor = masked(dequantize(x), dropout)
+    return ((ds.float().t() @ xd) * factor).to(out_dtype)
+
+
+def fake(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+    return empty(ds, ds.shape[1], x.data.shape[1], dtype=out_dtype)
+
+
+def check(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> None:
+    """ValueError if the slot, or a mask that has been drawn already, does not fit."""
+    checks.slot(dropout, x.data.device)
+    checks.dropped(dropout, x.data.shape[0], x.data.shape[1], x.data.device)
+
+
+def why_not_csrc_kernel(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype
+) -> str | None:
+    """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    data, fp8 = x.data, x.scale_inv is not None
+    if why_not := why_not_sizes(capability_of(data.device), data.shape[1], fp8):
+        return why_not
+    if ds.dtype not in (torch.bfloat16, torch.float16):
+        return f"ds is {ds.dtype}, not bfloat16 or float16"
+    if not fp8 and data.dtype != ds.dtype:
+        return f"x is {data.dtype}, ds {ds.dtype}"
+    if out_dtype not in FLOATS:
+        return f"out_dtype is {out_dtype}"
+    if dropout is not None and dropout.col0 % COLUMN_MULTIPLE:
+        return f"col0 = {dropout.col0} must be a multiple of {COLUMN_MULTIPLE}"
+    if not 0 < ds.shape[1] <= MAX_RANK:
+        return f"rank {ds.shape[1]} is not in 1 to {MAX_RANK}"
+    if data.data_ptr() % 16 or not data.is_contiguous():
+        return f"x must be contiguous and 16-byte aligned, found strides {data.stride()}"
+    return None
+
+
+def why_not_sizes(capability: tuple[int, int], k: int, fp8: bool) -> str | None:
+    """None if csrc's kernel takes an x of K = `k` columns on such a GPU; otherwise the reason why not."""
+    if why_not := why_not_csrc(capability):
+        return why_not
+    if capability < (8, 0):
+        return f"compute capability {capability} has no bf16 tensor cores"
+    multiple = MULTIPLE[fp8]
+    return f"K = {k} must be a multiple of {multiple}" if k % multiple else None
+
+
+def by_csrc(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+    """One read of x, by csrc's kernel; the mask is `dropout.dropped`, if that is there."""
+    data, scale_inv = x
+    (rows, cols), rank, ext = data.shape, ds.shape[1], extension()
+    dA = torch.empty(rank, cols, dtype=out_dtype, device=data.device)
+    floats = ext.lora_grad_a_partial(rows, cols, rank, multiprocessors_of(data.get_device()))
+    partial = torch.empty(floats, device=data.device)
+    ds = _in_whole_groups(ds)
+    dropped = dropout.dropped if dropout is not None and drops(dropout) else None
+    ext.lora_grad_a(
+        address(dA),
+        address(partial),
+        address(ds),
+        address(data),
+        address(scale_inv),
+        rows,
+        cols,
+        rank,
+        ds.stride(0),
+        name(ds.dtype),
+        name(out_dtype),
+        *draw(dropout),
+        address(dropped),
+        stream(data.device),
+        data.get_device(),
+    )
+    return dA
+
+
+def _in_whole_groups(ds: Tensor) -> Tensor:
+    """ds, if its rows are aligned groups of 8 numbers; otherwise a copy padded with zeros."""
+    rows, rank = ds.shape
+    aligned = ds.stride(1) == 1 and ds.stride(0) % GROUP == 0 and ds.data_ptr() % 16 == 0
+    if aligned and rank % GROUP == 0:
+        return ds
+    padded = ds.new_zeros(rows, rank + -rank % GROUP)
+    padded[:, :rank] = ds
+    return padded
+
+
+def by_torch(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+    """One PyTorch kernel after the other, for any dtype, shape and stride."""
+    if ds.dtype == torch.float16:
+        return reference(ds, x, dropout, out_dtype)
+    data, scale_inv = x
+    values = (data if scale_inv is None else data.view(E4M3)).to(ds.dtype)
+    xd, factor = masked(values, dropout)
+    dA = product(ds.t(), xd, factor)
+    return (dA if scale_inv is None else dA * scale_inv).to(out_dtype)
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    multiple = MULTIPLE[place.fp8]
+    k = place.sizes[1] if place.sizes else multiple
+    if why_not := why_not_sizes(place.capability, k, place.fp8):
+        return "torch", why_not
+    needs_k = "" if place.sizes else f", K a multiple of {multiple}"
+    return "csrc", f"one pass for bf16 and fp16, rank ≤ {MAX_RANK}{needs_k}; else PyTorch's"
+
+
+lora_grad_a = define(
+    Op(
+        "lora_grad_a",
+        reference,
+        fake,
+        check,
+        (Implementation("csrc", by_csrc, why_not_csrc_kernel), Implementation("torch", by_torch)),
+        chosen,
+    ),
+    "(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
+    " SymInt row0=0, SymInt col0=0, Tensor? dropped=None) -> Tensor",
+)

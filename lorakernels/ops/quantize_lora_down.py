@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""x8 = sat(x · scale), s = D(x) Aᵀ: a linear layer's input, quantized and multiplied by the adapter's first half.
+
+x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/ops/quantize_lora_down reads x once and writes x8: 3MK bytes.
+It draws the mask on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that
+depends on shape and GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x
+once for its amax, once to quantize it and once or twice for s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.arguments import address, draw, name, state_address, stream
+from lorakernels.numerics.dropout import masked
+from lorakernels.numerics.fp8 import E4M3, quantize
+from lorakernels.numerics.products import product
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import Place
+from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
+from lorakernels.values import Dropout, Scaling
+
+MULTIPLE = 8  # of K, for csrc
+MAX_RANK = 128  # for csrc
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> Results:
+    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A."""
+    x8, scale_inv = quantize(x, scaling, E4M3)
+    if lora_A is None:
+        return x8, scale_inv, x.new_empty(0)
+    xd, factor = masked(x.float(), dropout)
+    s = (xd @ lora_A.to(x.dtype).float().t()) * factor
+    return x8, scale_inv, s.to(x.dtype)
+
+
+def fake(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> Results:
+    x8, scale_inv = fake_quantized(x, scaling)
+    return x8, scale_inv, empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[0])
+
+
+def check(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> None:
+    """ValueError if the slot does not fit."""
+    checks.slot(dropout, x.device)
+
+
+def why_not_csrc_kernel(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> str | None:
+    """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    if why_not := _why_not_sizes(capability_of(x.device), x.shape[1]):
+        return why_not
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"x is {x.dtype}, not bfloat16 or float16"
+    if dropout is not None and dropout.col0 % MULTIPLE:
+        return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
+    if lora_A is not None and not 0 < lora_A.shape[0] <= MAX_RANK:
+        return f"rank {lora_A.shape[0]} is not in 1 to {MAX_RANK}"
+    for label, tensor in (("x", x), ("lora_A", lora_A)):
+        if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            return (
+                f"{label} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
+            )
+    return None
+
+
+def _why_not_sizes(capability: tuple[int, int], k: int) -> str | None:
+    if why_not := why_not_csrc(capability):
+        return why_not
+    if capability < (8, 0):
+        return f"compute capability {capability} has no bf16 tensor cores"
+    return f"K = {k} must be a multiple of {MULTIPLE}" if k % MULTIPLE else None
+
+
+def by_csrc(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> Results:
+    """One read of x, by csrc's kernel."""
+    rows, cols = x.shape
+    rank = 0 if lora_A is None else lora_A.shape[0]
+    quantizes, ext = scaling is not None, extension()
+    x8 = torch.empty((rows, cols) if quantizes else 0, dtype=torch.uint8, device=x.device)
+    scale_inv = torch.empty(1 if quantizes else 0, device=x.device)
+    s = x.new_empty(0 if lora_A is None else (rows, rank))
+    if x.numel() == 0:  # no kernel runs; the scale that the others use
+        if quantizes:
+            scale_inv = quantize(x, scaling, E4M3)[1]
+        return x8, scale_inv, s.zero_()
+    if not quantizes and lora_A is None:
+        return x8, scale_inv, s
+    if lora_A is not None and lora_A.dtype not in (x.dtype, torch.float32):
+        lora_A = lora_A.to(x.dtype)
+    floats = ext.quantize_lora_down_workspace(rows, cols, rank, x.get_device())
+    workspace = torch.empty(floats, device=x.device)
+    ext.quantize_lora_down(
+        address(x8),
+        address(scale_inv),
+        state_address(scaling, 0),
+        address(s),
+        address(workspace),
+        address(x),
+        address(lora_A),
+        state_address(scaling, -1),
+        rows,
+        cols,
+        rank,
+        name(x.dtype),
+        name(x.dtype if lora_A is None else lora_A.dtype),
+        *draw(dropout),
+        stream(x.device),
+        x.get_device(),
+    )
+    return x8, scale_inv, s
+
+
+def by_torch(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> Results:
+    """One PyTorch kernel after the other, for any dtype and shape."""
+    x8, scale_inv = quantize(x, scaling, E4M3)
+    if lora_A is None:
+        return x8, scale_inv, x.new_empty(0)
+    xd, factor = masked(x, dropout)
+    return x8, scale_inv, product(xd, lora_A.to(x.dtype).t(), factor)
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    if why_not := _why_not_sizes(place.capability, place.sizes[1] if place.sizes else MULTIPLE):
+        return "torch", why_not
+    needs_k = "" if place.sizes else f", K a multiple of {MULTIPLE}"
+    return "csrc", f"one read for bf16 and fp16, rank ≤ {MAX_RANK}{needs_k}; else PyTorch's"
+
+
+quantize_lora_down = define(
+    Op(
+        "quantize_lora_down",
+        reference,
+        fake,
+        check,
+        (Implementation("csrc", by_csrc, why_not_csrc_kernel), Implementation("torch", by_torch)),
+        chosen,
+    ),
+    "(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot, float p, SymInt site,"
+    " SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor, Tensor)",
+)

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An op as one object, and its registration with torch.library.
+
+The functions of an op take values (values.py); its schema is flat, as torch.library wants it. `define` makes two small
+functions from the two signatures: one takes the values apart for torch's dispatcher, the other puts them together again
+behind it. A field goes by the name that the schema has for it: `data` of a parameter x is "x", `scale_inv` is
+"x_scale_inv", `t` is "x_t", and any other field goes by its own name. A field that the schema lacks is not passed on.
+
+Integers and flags choose code, floats are run-time values; an FP8 state is passed whole, with the column to use.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from lorakernels.ops.hardware import Place
+from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LIBRARY = torch.library.Library("lorakernels", "FRAGMENT")
+# Names of fields that the schema derives from the parameter's.
+_BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv", "t": "{}_t"}
+# What the flat arguments are where an optional value is None.
+_ABSENT: dict[type, tuple[Any, ...]] = {
+    Dropout: (None, 0.0, 0, 0, 0, None),
+    Scaling: (None, 0, False),
+    SideBySide: (None, None),
+    Up: (None, None, 0.0),
+}
+
+
+class Implementation(NamedTuple):
+    """One way to run an op on CUDA. `why_not` takes the op's arguments: the reason why it cannot run, or None."""
+
+    name: str
+    run: Callable[..., Any]
+    why_not: Callable[..., str | None] = lambda *arguments: None
+
+
+@dataclass(eq=False)
+class Op(Generic[P, R]):
+    """A kernel's place in torch: `torch.ops.lorakernels.<name>`, called with values.
+
+    Attributes:
+        name: as torch.library knows it.
+        reference: the op in plain PyTorch: the truth for tests, the CPU's implementation.
+        fake: the results' shapes and dtypes, for compile and export.
+        check: TypeError or ValueError for arguments that no implementation takes.
+        implementations: on CUDA the first runs whose `why_not` has no objection.
+        chosen: which implementation a GPU and a layer's sizes get, and why; None for an op that goes with another one.
+    """
+
+    name: str
+    reference: Callable[P, R]
+    fake: Callable[..., Any]
+    check: Callable[..., None]
+    implementations: tuple[Implementation, ...]
+    chosen: Callable[[Place], tuple[str, str]] | None = None
+    _call: Callable[..., Any] = field(init=False, repr=False)
+    __signature__: inspect.Signature = field(init=False, repr=False)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(*args, **kwargs)
+
+    def takes(self, *arguments: Any) -> Implementation:
+        """The implementation that runs these CUDA tensors."""
+        return next(i for i in self.implementations if not i.why_not(*arguments))
+
+    def run(self, *arguments: Any) -> Any:
+        """The op on CUDA tensors, without the dispatcher."""
+        self.check(*arguments)
+        return self.takes(*arguments).run(*arguments)
+
+
+OPS: dict[str, Op[..., Any]] = {}
+
+
+def define(
+    op: Op[P, R],
+    schema: str,
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    names: dict[str, str] | None = None,
+) -> Op[P, R]:
+    """Register `op` under the flat `schema`, "(Tensor x, …) -> …".
+
+    Args:
+        guard: wraps the flat implementations of both devices.
+        names: {field: the schema's name for it} where that is not the field's own.
+    """
+    names = names or {}
+    _LIBRARY.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.lorakernels, op.name).default
+    arguments = overload._schema.arguments
+    flat = [argument.name for argument in arguments]
+    parameters = _parameters(op.reference)
+
+    def behind(run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which takes values, as a function of the flat arguments."""
+        defaulted = [_named(a.name, a.default_value, a.has_default_value()) for a in arguments]
+        return _function(defaulted, _together(parameters, flat, names), run)
+
+    for device_type, run in (("cpu", op.reference), ("cuda", op.run)):
+        implementation = _disable_dynamo(_without_autocast(guard(behind(run)), device_type))
+        _LIBRARY.impl(op.name, implementation, device_type.upper())
+    torch.library.register_fake(f"lorakernels::{op.name}", behind(op.fake), lib=_LIBRARY)
+    _LIBRARY.impl(op.name, _undifferentiable(overload), "Autograd", with_keyset=True)
+    op.__signature__ = inspect.signature(op.reference)  # inspect.signature and editors show it
+    own = op.__signature__.parameters.values()
+    called = [_named(p.name, p.default, p.default is not p.empty) for p in own]
+    op._call = _function(called, _apart(parameters, flat, names), overload)
+    op._call.__qualname__ = op.name  # Python's errors about arguments show it
+    OPS[op.name] = op
+    return op
+
+
+def _named(name: str, default: object, has_default: bool) -> str:
+    return f"{name}={default!r}" if has_default else name
+
+
+def _function(
+    parameters: list[str], arguments: list[str], target: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`lambda parameters: target(arguments)`.
+
+    It is compiled from text because a loop over the arguments costs each call several times as much, and because
+    torch.compile traces such a function without a guard on every name in it.
+    """
+    known = {kind.__name__: kind for kind in (Dropout, Scaled, Scaling, SideBySide, Up, Weight)}
+    source = f"lambda {', '.join(parameters)}: target({', '.join(arguments)})"
+    return eval(source, {"target": target, "new": tuple.__new__, **known})
+
+
+class _Parameter(NamedTuple):
+    """A parameter of an op: the value type that it has, if any, and whether it may be None."""
+
+    name: str
+    value: Any
+    optional: bool
+
+
+def _parameters(function: Callable[..., Any]) -> list[_Parameter]:
+    hints = typing.get_type_hints(function)
+    found = []
+    for name in inspect.signature(function).parameters:
+        kinds = _kinds(hints[name])
+        value = next((kind for kind in kinds if hasattr(kind, "_fields")), None)
+        found.append(_Parameter(name, value, type(None) in kinds))
+    return found
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _flat_name(parameter: str, field_name: str, names: dict[str, str]) -> str:
+    pattern = _BY_PARAMETER.get(field_name, names.get(field_name, field_name))
+    return pattern.format(parameter)
+
+
+def _apart(parameters: list[_Parameter], flat: list[str], names: dict[str, str]) -> list[str]:
+    """For each flat argument the expression that takes it out of the parameters."""
+    found = {}
+    for parameter, kind, optional in parameters:
+        if kind is None:
+            found[parameter] = parameter
+            continue
+        absent = _ABSENT[kind] if optional else (None,) * len(kind._fields)
+        for name, value in zip(kind._fields, absent, strict=True):
+            taken = f"{parameter}.{name}"
+            given = f"({value!r} if {parameter} is None else {taken})" if optional else taken
+            found[_flat_name(parameter, name, names)] = given
+    return [found[name] for name in flat]
+
+
+def _together(parameters: list[_Parameter], flat: list[str], names: dict[str, str]) -> list[str]:
+    """For each parameter the expression that makes it of the flat arguments."""
+    found = []
+    for parameter, kind, optional in parameters:
+        if kind is None:
+            found.append(parameter)
+            continue
+        known = {name: _flat_name(parameter, name, names) for name in kind._fields}
+        given = [
+            argument if argument in flat else repr(kind._field_defaults[name])
+            for name, argument in known.items()
+        ]
+        made = f"new({kind.__name__}, ({', '.join(given)},))"
+        found.append(f"(None if {_is_absent(kind, known)} else {made})" if optional else made)
+    return found
+
+
+def _is_absent(kind: type, known: dict[str, str]) -> str:
+    """What is true of the flat arguments where an optional value is None: its first field is, or all lists are empty.
+
+    One list without the other makes a SideBySide, so that the op's check can refuse it.
+    """
+    names = [*known.values()]
+    return f"not ({' or '.join(names)})" if kind is SideBySide else f"{names[0]} is None"
+
+
+def define_composed(
+    fn: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    save: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Any:
+    """Register `fn`, which calls other ops, as the op of its name on every device.
+
+    `save(ctx, inputs, output)` and `differentiate(ctx, *grads)` are its gradient; without them it has none.
+    """
+    name = fn.__name__
+    schema = torch.library.infer_schema(fn, mutates_args=(), op_name=name)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device_type in ("cpu", "cuda"):
+        run = _disable_dynamo(_without_autocast(fn, device_type))
+        _LIBRARY.impl(name, run, device_type.upper())
+    torch.library.register_fake(f"lorakernels::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.lorakernels, name).default
+    if differentiate is None:
+        _LIBRARY.impl(name, _undifferentiable(op), "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(
+            f"lorakernels::{name}", differentiate, setup_context=save, lib=_LIBRARY
+        )
+    return op
+
+
+def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What stands in for a gradient. torch.library.custom_op does the same in several times the host's time
+    (docs/measured_facts.md)."""
+    mutated = [
+        (i, argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in mutated]
+        if torch.is_grad_enabled():
+            tensors = list(_tensors_with_gradients((*args, *kwargs.values())))
+            if any(t is w for t in tensors for w in written):
+                raise RuntimeError(
+                    f"{op} writes to a tensor that requires grad: no autograd formula"
+                )
+            if tensors:
+                return _NoFormula.apply(op, keyset, args, kwargs, *tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            out = op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        for tensor in written:
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)
+        return out
+
+    return run
+
+
+def _tensors_with_gradients(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.requires_grad:
+                yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_with_gradients(tuple(argument))
+
+
+class _NoFormula(torch.autograd.Function):
+    """`tensors` are those among the arguments that autograd has to see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: Any,
+        keyset: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.op = op
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.op}: no autograd formula; lorakernels.autograd composes gradients from these ops"
+        )
+
+
+def _without_autocast(fn: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(device_type):  # the context alone costs 6 µs
+            return fn(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(shape, dtype=dtype or like.dtype)
+
+
+def fake_quantized(x: Tensor, scaling: Scaling | None) -> tuple[Tensor, Tensor]:
+    """What `numerics.fp8.quantize` returns, without values."""
+    if scaling is None:
+        return empty(x, 0, dtype=torch.uint8), empty(x, 0, dtype=torch.float32)
+    return empty(x, *x.shape, dtype=torch.uint8), empty(x, 1, dtype=torch.float32)

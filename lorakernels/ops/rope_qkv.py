@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoPE: q's and k's heads turned by the angles of their token, and their gradients turned back.
+
+    out₁ = x₁ cos₁ − x₂ sin₁      out₂ = x₂ cos₂ + x₁ sin₂      a head's halves, as in Transformers' `rotate_half`
+    dx₁ = d₁ cos₁ + d₂ sin₂       dx₂ = d₂ cos₂ − d₁ sin₁
+
+qkv, dqkv [M, (H + 2 Hk) D], cos and sin [T, D], multiplier fp32 [3]. dq [B, H, T, D], dk and dv [B, Hk, T, D] may have
+any strides but the last. The arithmetic is fp32's, with one rounding when a result is stored.
+
+Each way is one kernel (kernels/triton/rope_qkv.py). Forward turns q and k in place and moves 4M(H + Hk)D bytes in bf16.
+Backward gathers what attention's backward left, turns q and k back and multiplies by the ratios of the weights' scales.
+It moves 4M(H + 2 Hk)D bytes; a transposition, a rotation, a concatenation and a product apart move four times that.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
+from lorakernels.ops.register import Implementation, Op, define, empty
+
+
+def reference(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    """q's and k's columns of qkv turned in place; row m by cos and sin of row m mod T.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check(qkv, cos, sin, num_heads, num_kv_heads)
+    turned = num_heads + num_kv_heads
+    heads = qkv.view(qkv.shape[0], turned + num_kv_heads, cos.shape[1])[:, :turned]
+    c1, c2, s1, s2 = _angles(cos, sin, qkv.shape[0])
+    x1, x2 = heads.float().chunk(2, -1)
+    heads.copy_(torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1))
+
+
+def _angles(cos: Tensor, sin: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """cos₁, cos₂, sin₁, sin₂: fp32 [rows, 1, D / 2]."""
+    row = torch.arange(rows, device=cos.device) % cos.shape[0]
+    halves = (*cos.float().chunk(2, -1), *sin.float().chunk(2, -1))
+    return tuple(half[row].unsqueeze(1) for half in halves)
+
+
+def fake(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    return None
+
+
+def check(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    """TypeError or ValueError unless qkv is [M, (H + 2 Hk) D] and cos, sin are [T, D] for a T that divides M."""
+    checks.matrix("qkv", qkv)
+    checks.floats("qkv", qkv)
+    heads = num_heads + 2 * num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % heads:
+        raise ValueError(
+            f"qkv must have (num_heads + 2 num_kv_heads) D columns, found {qkv.shape[1]} for "
+            f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
+        )
+    _check_angles(cos, sin, qkv.shape[0], qkv.shape[1] // heads, qkv.device)
+
+
+def _check_angles(cos: Tensor, sin: Tensor, rows: int, dim: int, device: torch.device) -> None:
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        checks.matrix(name, tensor)
+        checks.floats(name, tensor)
+        fits = tensor.shape[1] == dim and tensor.shape[0] > 0 and rows % tensor.shape[0] == 0
+        if not fits or tensor.device != device:
+            raise ValueError(
+                f"{name} must be [T, {dim}] on {device} for a T that divides the {rows} tokens, "
+                f"found {list(tensor.shape)} on {tensor.device}"
+            )
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"sin must be like cos, {cos.dtype} {tuple(cos.shape)}, found {sin.dtype} {tuple(sin.shape)}"
+        )
+    if dim % 2:
+        raise ValueError(f"D must be even, found {dim}")
+
+
+def why_not_triton(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> str | None:
+    """None if Triton's kernel takes these tensors; otherwise the reason why not."""
+    return why_not_layer_kernel(qkv=qkv, cos=cos, sin=sin)
+
+
+def by_triton(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+    """One kernel; the reference's bits but for fused multiply-adds."""
+    from lorakernels.kernels.triton import rope_qkv
+
+    with torch.cuda.device(qkv.device):
+        rope_qkv.rope_qkv_(qkv, cos, sin, num_heads, num_kv_heads)
+
+
+rope_qkv_ = define(
+    Op(
+        "rope_qkv_",
+        reference,
+        fake,
+        check,
+        (Implementation("triton", by_triton, why_not_triton), Implementation("torch", reference)),
+        partial(chosen_layer_kernel, "one pass, forward and backward"),
+    ),
+    "(Tensor(a0!) qkv, Tensor cos, Tensor sin, SymInt num_heads, SymInt num_kv_heads) -> ()",
+)
+
+
+def reference_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> Tensor:
+    """dqkv [M, (H + 2 Hk) D], M = B T, of dq [B, H, T, D], dk and dv [B, Hk, T, D]: turned back, times multiplier [3].
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device does not fit.
+    """
+    check_backward(dq, dk, dv, cos, sin, multiplier)
+    rows, dim = dq.shape[0] * dq.shape[2], dq.shape[3]
+    c1, c2, s1, s2 = _angles(cos, sin, rows)
+    parts = [d.transpose(1, 2).reshape(rows, d.shape[1], dim).float() for d in (dq, dk, dv)]
+    for i in range(2):
+        d1, d2 = parts[i].chunk(2, -1)
+        parts[i] = torch.cat((d1 * c1 + d2 * s2, d2 * c2 - d1 * s1), -1)
+    scaled = [part * factor for part, factor in zip(parts, multiplier, strict=True)]
+    return torch.cat(scaled, 1).flatten(1).to(dq.dtype)
+
+
+def fake_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> Tensor:
+    batch, heads, tokens, dim = dq.shape
+    return empty(dq, batch * tokens, (heads + 2 * dk.shape[1]) * dim)
+
+
+def check_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> None:
+    """TypeError or ValueError unless dq, dk and dv are of one dtype, their last dimension contiguous, and all fits."""
+    for name, tensor in (("dq", dq), ("dk", dk), ("dv", dv)):
+        _check_grad(name, tensor, dq)
+    batch, _, tokens, dim = dq.shape
+    expected = (batch, dk.shape[1], tokens, dim)
+    for name, tensor in (("dk", dk), ("dv", dv)):
+        if tensor.shape != expected:
+            raise ValueError(f"{name} must be {expected}, found {tuple(tensor.shape)}")
+    _check_angles(cos, sin, batch * tokens, dim, dq.device)
+    checks.vector("multiplier", multiplier, 3, dq.device, torch.float32)
+
+
+def _check_grad(name: str, tensor: Tensor, dq: Tensor) -> None:
+    if tensor.dim() != 4:
+        raise ValueError(f"{name} must be [B, heads, T, D], found {tuple(tensor.shape)}")
+    checks.floats(name, tensor)
+    if tensor.dtype != dq.dtype or tensor.device != dq.device:
+        raise TypeError(
+            f"{name} must be {dq.dtype} on {dq.device} like dq, found {tensor.dtype} on {tensor.device}"
+        )
+    if tensor.numel() and tensor.shape[3] > 1 and tensor.stride(3) != 1:
+        raise ValueError(
+            f"{name} must have a contiguous last dimension, found strides {tensor.stride()}"
+        )
+
+
+def why_not_triton_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> str | None:
+    """None if Triton's kernel takes these tensors; otherwise the reason why not."""
+    if dq.numel() == 0:
+        return "dq has no elements"
+    return why_not_layer_kernel(cos=cos, sin=sin, multiplier=multiplier)
+
+
+def by_triton_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
+) -> Tensor:
+    """One kernel; the reference's bits but for fused multiply-adds."""
+    from lorakernels.kernels.triton import rope_qkv
+
+    with torch.cuda.device(dq.device):
+        return rope_qkv.rope_qkv_backward(dq, dk, dv, cos, sin, multiplier)
+
+
+rope_qkv_backward = define(
+    Op(
+        "rope_qkv_backward",
+        reference_backward,
+        fake_backward,
+        check_backward,
+        (
+            Implementation("triton", by_triton_backward, why_not_triton_backward),
+            Implementation("torch", reference_backward),
+        ),
+    ),
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor multiplier) -> Tensor",
+)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU with the quantization of its result, and its gradient with the quantization of that.
+
+    act = silu(gate) ⊙ up          silu(g) = g σ(g)          a8 = sat(act · scale)
+    dup = dact ⊙ silu(gate)        dgate = dact ⊙ up ⊙ σ (1 + gate (1 − σ))
+    dgate_up = dgate · m₀ | dup · m₁          d8 = sat(dgate_up · scale)
+
+gate_up = gate | up and dgate_up [M, 2F], act and dact [M, F], a8 [M, F] e4m3 bytes, d8 [M, 2F] bytes, m fp32 [2].
+gate_up is in bf16, fp16 or fp32, or in e4m3 with scales of its own (numerics/gate_up.py). The arithmetic is fp32's,
+with one rounding when a result is stored. What is quantized is the result as stored, whether it is kept or not.
+
+Each way is one kernel (kernels/triton/swiglu.py), which reads its operands once and writes what is asked for. Forward
+in bf16 moves 5MF bytes for a8 alone, 7MF with gate_up's own bytes beside it and 3MF from such bytes. An activation, a
+product and a quantization apart move 13MF. Backward moves 8MF bytes for d8 alone, 6MF from bytes. A second kernel in
+front takes the amax where the state has no scale yet, and in evaluation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lorakernels.numerics.fp8 import E4M3, quantize, scale_that_tells
+from lorakernels.numerics.gate_up import halves, packed, packed_scales
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import FLOATS, chosen_layer_kernel, why_not_layer_kernel
+from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
+from lorakernels.values import Scaled, Scaling
+
+Results = tuple[Tensor, Tensor, Tensor]
+Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def reference(
+    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+) -> Results:
+    """(act [M, F] or empty unless `keep`, a8 [M, F] and scale_inv [1] or empty without a scaling).
+
+    act is in the dtype of a plain gate_up, and in `out_dtype` where gate_up is the bytes that
+    `swiglu_quantize_and_pack` returns.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check(gate_up, scaling, keep, out_dtype)
+    gate, up = halves(gate_up)
+    act = (torch.nn.functional.silu(gate) * up).to(_dtype_of_act(gate_up, out_dtype))
+    a8, scale_inv = quantize(act, scaling, E4M3)
+    return act if keep else act.new_empty(0), a8, scale_inv
+
+
+def _dtype_of_act(gate_up: Scaled, out_dtype: torch.dtype | None) -> torch.dtype:
+    if gate_up.scale_inv is None:
+        return gate_up.data.dtype
+    assert out_dtype is not None
+    return out_dtype
+
+
+def fake(
+    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+) -> Results:
+    rows, cols = gate_up.data.shape
+    act = empty(gate_up.data, rows, cols // 2, dtype=_dtype_of_act(gate_up, out_dtype))
+    return act if keep else empty(act, 0), *fake_quantized(act, scaling)
+
+
+def check(
+    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+) -> None:
+    """TypeError or ValueError unless gate_up is [M, 2F], plain, or e4m3 bytes with their scales and an out_dtype."""
+    _check_columns(gate_up.data)
+    checks.state(scaling, gate_up.data.device)
+    _check_dtypes(gate_up, out_dtype)
+
+
+def _check_columns(gate_up: Tensor) -> None:
+    checks.matrix("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must have 2 F columns, found {gate_up.shape[1]}")
+
+
+def _check_dtypes(gate_up: Scaled, out_dtype: torch.dtype | None) -> None:
+    data, scale_inv = gate_up
+    if scale_inv is None:
+        checks.floats("gate_up", data)
+        if out_dtype not in (None, data.dtype):
+            raise TypeError(f"out_dtype must be gate_up's {data.dtype}, found {out_dtype}")
+        return
+    if data.dtype != torch.uint8:
+        raise TypeError(
+            f"gate_up must be uint8, e4m3 bytes, where it has a scale_inv, found {data.dtype}"
+        )
+    _check_scales(scale_inv, data)
+    if out_dtype not in FLOATS:
+        raise TypeError(
+            f"out_dtype must be float32, bfloat16 or float16 for e4m3 bytes, found {out_dtype}"
+        )
+
+
+def _check_scales(scale_inv: Tensor, gate_up: Tensor) -> None:
+    expected = packed_scales(*gate_up.shape)
+    if scale_inv.shape != expected or scale_inv.device != gate_up.device:
+        raise ValueError(
+            f"gate_up_scale_inv must be {list(expected)} on {gate_up.device}, "
+            f"found {list(scale_inv.shape)} on {scale_inv.device}"
+        )
+    if scale_inv.dtype != torch.float32:
+        raise TypeError(f"gate_up_scale_inv must be torch.float32, found {scale_inv.dtype}")
+
+
+def why_not_triton(
+    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """None if Triton's kernel takes these tensors; otherwise the reason why not."""
+    return why_not_layer_kernel(gate_up=gate_up.data, gate_up_scale_inv=gate_up.scale_inv)
+
+
+def by_triton(
+    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+) -> Results:
+    """One read of gate_up. act is within fp32's rounding of the reference's; a8 is act's, bit for bit."""
+    from lorakernels.kernels.triton import swiglu
+
+    with torch.cuda.device(gate_up.data.device):
+        return swiglu.swiglu_quantize(gate_up, scaling, keep, _dtype_of_act(gate_up, out_dtype))
+
+
+chosen = partial(chosen_layer_kernel, "one read")
+
+swiglu_quantize = define(
+    Op(
+        "swiglu_quantize",
+        reference,
+        fake,
+        check,
+        (Implementation("triton", by_triton, why_not_triton), Implementation("torch", reference)),
+        chosen,
+    ),
+    "(Tensor gate_up, Tensor? gate_up_scale_inv, Tensor(a2!)? state, SymInt column, bool delayed, bool keep,"
+    " ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def reference_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> Packed:
+    """What `swiglu_quantize` returns of a plain gate_up, and gate_up in e4m3: bytes [M, 2F] and their scale_inv.
+
+    scale_inv is fp32 [M, ⌈F / 256⌉]: one for 256 columns of a row of gate and those of up.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    return *reference(Scaled(gate_up), scaling, keep), *packed(gate_up)
+
+
+def fake_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> Packed:
+    bytes_ = empty(gate_up, *gate_up.shape, dtype=torch.uint8)
+    scale_inv = empty(gate_up, *packed_scales(*gate_up.shape), dtype=torch.float32)
+    return *fake(Scaled(gate_up), scaling, keep), bytes_, scale_inv
+
+
+def check_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> None:
+    """TypeError or ValueError unless gate_up is a plain [M, 2F]."""
+    check(Scaled(gate_up), scaling, keep)
+
+
+def why_not_triton_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> str | None:
+    """None if Triton's kernel takes this tensor; otherwise the reason why not."""
+    return why_not_layer_kernel(gate_up=gate_up)
+
+
+def by_triton_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> Packed:
+    """As `by_triton`; gate_up's bytes are the reference's, bit for bit."""
+    from lorakernels.kernels.triton import swiglu
+
+    with torch.cuda.device(gate_up.device):
+        return swiglu.swiglu_quantize_and_pack(gate_up, scaling, keep)
+
+
+swiglu_quantize_and_pack = define(
+    Op(
+        "swiglu_quantize_and_pack",
+        reference_and_pack,
+        fake_and_pack,
+        check_and_pack,
+        (
+            Implementation("triton", by_triton_and_pack, why_not_triton_and_pack),
+            Implementation("torch", reference_and_pack),
+        ),
+    ),
+    "(Tensor gate_up, Tensor(a1!)? state, SymInt column, bool delayed, bool keep)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def reference_grad(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+) -> Results:
+    """(dgate_up [M, 2F] or empty unless `keep`, d8 [M, 2F] and scale_inv [1] or empty without a scaling).
+
+    dgate_up is in dact's dtype.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check_grad(dact, gate_up, multiplier, scaling, fp8_dtype, keep)
+    gate, up = halves(gate_up)
+    wide, sigmoid = dact.float(), torch.sigmoid(gate)
+    dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dup = wide * (gate * sigmoid)
+    dgate_up = torch.cat((dgate * multiplier[0], dup * multiplier[1]), 1).to(dact.dtype)
+    d8, scale_inv = quantize(dgate_up, scaling, fp8_dtype)
+    scale_inv = scale_that_tells(dgate_up, scale_inv)
+    return dgate_up if keep else dact.new_empty(0), d8, scale_inv
+
+
+def fake_grad(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+) -> Results:
+    dgate_up = empty(dact, *gate_up.data.shape)
+    return dgate_up if keep else empty(dact, 0), *fake_quantized(dgate_up, scaling)
+
+
+def check_grad(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+) -> None:
+    """TypeError or ValueError unless dact is [M, F], gate_up as `check` takes it, and multiplier float32 [2]."""
+    checks.floats("dact", dact)
+    data = gate_up.data
+    if gate_up.scale_inv is None and dact.dtype != data.dtype:
+        raise TypeError(f"dact must be gate_up's {data.dtype}, found {dact.dtype}")
+    _check_columns(data)
+    _check_dtypes(gate_up, dact.dtype)
+    expected = (data.shape[0], data.shape[1] // 2)
+    if dact.shape != expected or dact.device != data.device:
+        raise ValueError(
+            f"dact must be {expected} on {data.device}, found {tuple(dact.shape)} on {dact.device}"
+        )
+    checks.vector("multiplier", multiplier, 2, dact.device, torch.float32)
+    checks.state(scaling, dact.device, "state_dy")
+
+
+def why_not_triton_grad(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+) -> str | None:
+    """None if Triton's kernel takes these tensors; otherwise the reason why not."""
+    tensors = {"dact": dact, "gate_up": gate_up.data, "gate_up_scale_inv": gate_up.scale_inv}
+    return why_not_layer_kernel(**tensors, multiplier=multiplier)
+
+
+def by_triton_grad(
+    dact: Tensor,
+    gate_up: Scaled,
+    multiplier: Tensor,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    keep: bool,
+) -> Results:
+    """One read of each. dgate_up is within fp32's rounding of the reference's; d8 is dgate_up's, bit for bit."""
+    from lorakernels.kernels.triton import swiglu
+
+    with torch.cuda.device(dact.device):
+        return swiglu.swiglu_quantize_grad(dact, gate_up, multiplier, scaling, fp8_dtype, keep)
+
+
+swiglu_quantize_grad = define(
+    Op(
+        "swiglu_quantize_grad",
+        reference_grad,
+        fake_grad,
+        check_grad,
+        (
+            Implementation("triton", by_triton_grad, why_not_triton_grad),
+            Implementation("torch", reference_grad),
+        ),
+        chosen,
+    ),
+    "(Tensor dact, Tensor gate_up, Tensor? gate_up_scale_inv, Tensor multiplier, Tensor(a4!)? state_dy, SymInt column,"
+    " bool delayed, ScalarType fp8_dtype, bool keep) -> (Tensor, Tensor, Tensor)",
+    names={"state": "state_dy"},
+)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wᵀ [K, N] of the bytes W [N, K]: the second copy of a frozen FP8 weight, or the one that a backward makes for itself.
+
+Hopper's FP8 tensor cores read operands along the contraction only, so that dy W needs Wᵀ. csrc/ops/transpose_fp8 reads
+and writes 2NK bytes: 16 at a time where N and K are multiples of 16, single bytes otherwise. PyTorch's strided copy
+moves the same bytes one by one. The result is exact, since the scale is one for the whole tensor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.arguments import address, stream
+from lorakernels.ops.hardware import chosen_csrc
+from lorakernels.ops.register import Implementation, Op, define, empty
+
+
+def reference(weight: Tensor) -> Tensor:
+    """[K, N], contiguous, in the dtype of `weight` [N, K].
+
+    Raises:
+        ValueError: `weight` is not a matrix.
+    """
+    check(weight)
+    return weight.t().clone(memory_format=torch.contiguous_format)
+
+
+def fake(weight: Tensor) -> Tensor:
+    return empty(weight, weight.shape[1], weight.shape[0])
+
+
+def check(weight: Tensor) -> None:
+    """ValueError if `weight` is not a matrix."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [N, K], found {list(weight.shape)}")
+
+
+def why_not_csrc_kernel(weight: Tensor) -> str | None:
+    """None if csrc's kernel takes this matrix; otherwise the reason why not."""
+    if why_not := why_not_csrc(capability_of(weight.device)):
+        return why_not
+    if weight.element_size() != 1:
+        return f"weight is {weight.dtype}, not a byte an element"
+    if not weight.is_contiguous():
+        return f"weight must be contiguous, found strides {weight.stride()}"
+    return None
+
+
+def by_csrc(weight: Tensor) -> Tensor:
+    """One pass."""
+    rows, cols = weight.shape
+    out = torch.empty(cols, rows, dtype=weight.dtype, device=weight.device)
+    extension().transpose_fp8(
+        address(out),
+        address(weight),
+        rows,
+        cols,
+        stream(weight.device),
+        weight.get_device(),
+    )
+    return out
+
+
+transpose_fp8 = define(
+    Op(
+        "transpose_fp8",
+        reference,
+        fake,
+        check,
+        (Implementation("csrc", by_csrc, why_not_csrc_kernel), Implementation("torch", reference)),
+        partial(chosen_csrc, "one pass"),
+    ),
+    "(Tensor weight) -> Tensor",
+)

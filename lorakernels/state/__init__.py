@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that outlives a step: FP8 scales and amax histories, Philox states, and the layers that traced ops look up."""

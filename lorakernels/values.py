@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that travel together through modules, autograd, ops and kernels, each as one argument.
+
+An op's schema stays flat: ops/register.py takes such a value apart where torch.library begins and puts it together
+again behind it. Where an argument is optional, None stands for the whole value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Dropout(NamedTuple):
+    """Which elements of an operand [M, K] are dropped: the mask that (slot, site) draws.
+
+    Attributes:
+        slot: int64 [2], Philox's key and offset (state/philox.py).
+        p: probability, in [0, 1).
+        site: which of the model's dropouts this is; sites of one slot draw independent masks.
+        row0: row of the whole tensor at which this operand begins, where it is a shard.
+        col0: its column, likewise.
+        dropped: int32 [M, 4 ⌈K / 128⌉], the same mask where it has been drawn already (numerics/dropout.py).
+    """
+
+    slot: Tensor
+    p: float
+    site: int
+    row0: int = 0
+    col0: int = 0
+    dropped: Tensor | None = None
+
+
+class Scaling(NamedTuple):
+    """Where a quantization takes its scale from, and where its amax goes.
+
+    Attributes:
+        state: fp32 [L + 1, n], an FP8 state of one direction: L rows of amax history, then the scales of n tensors.
+        column: which of the n tensors this is.
+        delayed: True in training: the state's scale is used and the amax is recorded. False in evaluation: the tensor
+            is scaled by its own amax and the state is left alone.
+    """
+
+    state: Tensor
+    column: int
+    delayed: bool
+
+
+class Scaled(NamedTuple):
+    """An operand of a product.
+
+    Attributes:
+        data: its elements, or uint8 bytes of an FP8 type.
+        scale_inv: fp32 [1], by which FP8 bytes are multiplied; None for a plain operand.
+    """
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+
+
+class Weight(NamedTuple):
+    """A frozen matrix.
+
+    Attributes:
+        data: [N, K], plain or uint8 bytes of e4m3.
+        scale_inv: fp32 [1], or [N] for a scale of each row; None for a plain matrix.
+        t: its transposed bytes [K, N], where the layer keeps them for backward.
+    """
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+    t: Tensor | None = None
+
+
+class Up(NamedTuple):
+    """The second half of an adapter, which adds scaling · s Bᵀ.
+
+    Attributes:
+        lora_B: [N, R].
+        s: [M, R], the first half's result D(x) Aᵀ; None where only lora_B is needed.
+        scaling: alpha / R, or alpha / √R with rslora.
+    """
+
+    lora_B: Tensor
+    s: Tensor | None
+    scaling: float
+
+
+class SideBySide(NamedTuple):
+    """Several projections of one x whose matrices lie one below the other.
+
+    Attributes:
+        rows: their N_i.
+        ranks: their R_i; 0 for one without an adapter.
+    """
+
+    rows: Sequence[int]
+    ranks: Sequence[int]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""report/: the README holds what the committed CSVs say, and the numbers are the ones meant."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lib import goals
+from tests.benchmarks.aliases import Load
+
+
+@pytest.fixture
+def report(load: Load) -> Any:
+    return load("report.readme")
+
+
+@pytest.fixture
+def ops(load: Load) -> Any:
+    return load("report.ops")
+
+
+def test_the_readme_holds_what_the_committed_results_say(report: Any) -> None:
+    text = report.README.read_text(encoding="utf-8")
+    expected = report.tables(report.read(report.RESULTS))
+    assert report.between_markers(text) == expected, "run `python benchmarks/report/readme.py`"
+
+
+@pytest.mark.parametrize(
+    ("at_least", "value", "verdict"),
+    [(False, 1.15, ["1.15", "≤ 1.15", "met"]), (False, 1.3, ["1.30", "≤ 1.15", "missed by 13%"]),
+     (False, None, ["–", "≤ 1.15", "not measured"]), (True, 1.2, ["1.20", "≥ 1.15", "met"]),
+     (True, 1.0, ["1.00", "≥ 1.15", "missed by 15%"])],
+    ids=["met", "missed", "not-measured", "above", "below"],
+)  # fmt: skip
+def test_a_target_is_met_missed_or_not_measured(
+    report: Any, at_least: bool, value: float | None, verdict: list[str]
+) -> None:
+    """The row with the values of `where` is the target's, and no other."""
+    target = goals.Target("it", "op", {"p": 0.1, "provider": "ours"}, "÷ floor", 1.15, at_least)
+    row = {"p": "0.1", "provider": "ours", "÷ floor": "" if value is None else str(value)}
+    others = [{**row, key: "other", "÷ floor": "9"} for key in ("p", "provider")]
+    found = report.find([*others, row], target.where)
+    assert target.line(report.number(found["÷ floor"])) == ["it", *verdict]
+
+
+def source_of(path: Path) -> str:
+    """Of a benchmark and of what benchmarks share."""
+    shared = [p for p in (path.parents[1] / "lib").glob("*.py") if p.stem != "goals"]
+    return "".join(p.read_text(encoding="utf-8") for p in (path, *shared))
+
+
+def test_every_target_names_a_benchmark_and_the_provider_of_it(report: Any, load: Load) -> None:
+    """A column or provider renamed in a benchmark must not become "not measured" here."""
+    for target in report.targets():
+        name = target.csv if target.csv == "check_gpu" else f"bench_{target.csv}"
+        (path,) = (report.ROOT / "benchmarks").glob(f"*/{name}.py")
+        bench = load(f"{path.parent.name}.{name}")
+        if name == "check_gpu":
+            assert "{shape}: {part}".format(**target.where) in {p.key for p in bench.ON_GPU}
+        else:
+            providers = getattr(bench, "PEERS", None) or bench.PROVIDERS
+            assert target.where["provider"] in providers, target
+        text = source_of(path)
+        for column in (target.column, *target.where):
+            assert f'"{column}"' in text, (target.csv, column)
+
+
+def test_every_op_of_the_table_names_columns_of_its_benchmark(ops: Any, load: Load) -> None:
+    for op in ops.OPS:
+        bench = load(f"ops.bench_{op.csv}")
+        text = source_of(Path(bench.__file__))
+        for column in (*op.where, *op.by, op.ratio):
+            assert f'"{column}"' in text, (op.csv, column)
+        assert set(op.ours) <= set(getattr(bench, "PROVIDERS", op.ours)), op.csv
+
+
+def test_it_rewrites_only_between_the_markers_and_plots(
+    report: Any, ops: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    gemm = {"M x N x K": "8192x8192x8192", "rank": "16", "provider": "ours", "ms": "0.85"}
+    facts = {"device": "cuda: NVIDIA H200", "copy GB/s": "4100", "÷ cublaslt": "1.01"}
+    facts |= {"torch": "2.11", "commit": "abc", "check": "ok"}
+    with (tmp_path / "fp8_linear_lora.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*gemm, *facts])
+        writer.writeheader()
+        writer.writerow({**gemm, **facts})
+    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("above\n") and text.endswith(f"\n{report.END}\nbelow\n")
+    assert "old" not in text and "| 1.01 | ≤ 0.98 | missed by 3% |" in text
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    flops = 2 * 8192 * 8192 * (8192 + 16)
+    (intensity, rate), *_ = ops.points(report.read(tmp_path))["fp8_linear_lora"]
+    assert (intensity, rate) == pytest.approx((flops / (4 * 8192**2), flops / 0.85e-3 / 1e12))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "<!-- results:end -->\n<!-- results:begin -->"], ids=["none", "swapped"]
+)
+def test_a_readme_without_markers_is_refused(report: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="results:begin"):
+        report.rewritten(text, "new")

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fused layer is given: packed sequences, padding, a sliding window, a key-value cache, no adapters at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels import apply_lora
+from lorakernels.autograd.attention import attend_packed
+from lorakernels.config import LoRAConfig
+from tests.fusion.fused_models import (
+    FP32,
+    adapted,
+    difference,
+    fused_copy,
+    model_of,
+    run,
+    same_within,
+    tokens,
+)
+
+
+def test_packed_sequences_by_mask_and_positions() -> None:
+    model = adapted()
+    twin, _ = fused_copy(model)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+    starts = torch.tensor([0] * 5 + [1] * 7)
+    allowed = (starts[:, None] == starts) & torch.ones(12, 12, dtype=torch.bool).tril()
+    mask = allowed[None, None].expand(2, 1, 12, 12)
+    x = tokens()
+    found = [run(m, x, attention_mask=mask, position_ids=positions) for m in (twin, model)]
+    same_within(*found, FP32)
+    assert difference(found[0]["logits"], run(twin, x)["logits"]) > 1e-2
+
+
+@pytest.mark.parametrize("save", ["recompute", "checkpoint"])
+def test_packed_sequences_by_their_starts(save: str) -> None:
+    """As flash attention takes them, one without tokens among them; a mask beside them is not read."""
+    model = adapted()
+    twin, _ = fused_copy(model, save=save)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+    owner = torch.tensor([0] * 5 + [1] * 7)
+    mask = (owner[:, None] == owner) & torch.ones(12, 12, dtype=torch.bool).tril()
+    starts = torch.tensor([0, 5, 5, 12, 17, 24], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7}
+    x = tokens()
+    found = run(twin, x, position_ids=positions, **packed)
+    expected = run(
+        model, x, position_ids=positions, attention_mask=mask[None, None].expand(2, 1, 12, 12)
+    )
+    same_within(found, expected, FP32)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be int32 \[sequences \+ 1\]"):
+        starts = starts.long()
+        twin(x, use_cache=False, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be int32 \[sequences \+ 1\]"):
+        twin(x, use_cache=False, cu_seq_lens_q=starts.int()[None])
+
+
+def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And chosen anew for packed ones: not all backends take both."""
+    twin, _ = fused_copy(adapted())
+    x, told = tokens(), []
+
+    def attend(name, q, k, v, starts, longest, scale):  # type: ignore[no-untyped-def]
+        told.append(longest)
+        return attend_packed(name, q, k, v, starts, longest, scale)
+
+    monkeypatch.setattr("lorakernels.fusion.layer.attend_packed", attend)
+    packed = {"cu_seq_lens_q": torch.tensor([0, 12, 24], dtype=torch.int32), "use_cache": False}
+    twin(x, use_cache=False)
+    twin(x, max_length_q=12, **packed)
+    twin(x, **packed)
+    assert told == [12, 12, 24, 24]
+    assert len(twin.model.layers[0]._fused.chosen) == 2
+
+
+def test_a_layer_that_is_told_to_look_ahead() -> None:
+    model = adapted()
+    twin, _ = fused_copy(model)
+    h = torch.randn(2, 12, 32)
+    angles = model.model.rotary_emb(h, torch.arange(12)[None])
+    options = {"position_embeddings": angles, "attention_mask": None}
+    for causal in (False, True):
+        found, expected = (m.model.layers[0](h, is_causal=causal, **options) for m in (twin, model))
+        assert difference(found, expected) <= FP32
+
+
+def test_packed_sequences_as_transformers_collates_them() -> None:
+    """Equal tensors, not one, once the batch has been moved to where the model is."""
+    from transformers import BatchEncoding, DataCollatorWithFlattening
+
+    model = adapted()
+    twin, _ = fused_copy(model)
+    rows = [{"input_ids": tokens(1, length)[0].tolist()} for length in (5, 1, 7)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate(rows)
+    starts, ends = (batch[f"cu_seq_lens_{name}"] for name in "qk")
+    assert starts is not ends and starts.dtype == torch.int32
+    found = twin(**BatchEncoding(batch).to("cpu"), use_cache=False)
+    found.loss.backward()
+    alone = [model(torch.tensor([row["input_ids"]]), use_cache=False).logits for row in rows]
+    assert difference(found.logits, torch.cat(alone, 1)) <= FP32
+    with torch.inference_mode():
+        batch = {**batch, "cu_seq_lens_k": starts.to(torch.int64).to(torch.int32)}
+        assert torch.equal(twin(**batch, use_cache=False).logits, found.logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seq_lens_k": torch.tensor([0, 12, 24])}, r"int32 \[3\] on cpu, found int64 \[3\]"),
+        ({"cu_seq_lens_k": torch.tensor([0, 24], dtype=torch.int32)}, r"found int32 \[2\] on cpu"),
+        ({"cu_seq_lens_q": None}, "must be equal to cu_seq_lens_q, None, found"),
+        ({"max_length_k": 11}, r"must be equal, found \(12, 11\)"),
+    ],
+    ids=["dtype", "shape", "keys alone", "longest"],
+)
+def test_sequences_of_keys_that_are_not_those_of_queries_are_refused(change, message: str) -> None:
+    model, _ = fused_copy(adapted())
+    starts = torch.tensor([0, 12, 24], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12}
+    with pytest.raises(ValueError, match=message):
+        model(tokens(), use_cache=False, **{**packed, "max_length_k": 12, **change})
+
+
+def test_padding_and_a_sliding_window_come_as_masks() -> None:
+    model = adapted("Mistral", model={"sliding_window": 5})
+    twin, _ = fused_copy(model)
+    x, mask = tokens(), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    for options in ({}, {"attention_mask": mask}):
+        same_within(run(twin, x, **options), run(model, x, **options), FP32)
+
+
+def test_generation_with_a_cache_is_the_layers_own() -> None:
+    model = adapted().eval()
+    twin, _ = fused_copy(model)
+    x = tokens(2, 5)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(twin.generate(x, **options), model.generate(x, **options))
+    twin.train()
+    with pytest.raises(RuntimeError, match="without a key-value cache"):
+        twin(x, use_cache=True)
+
+
+def test_apply_lora_keeps_away_from_what_was_never_adapted() -> None:
+    """Adapters on the MLP only: attention runs frozen, and the first layer's input may need no gradient."""
+    plain = model_of("Llama")
+    apply_lora(plain, LoRAConfig(r=4, target_modules=["gate_proj", "down_proj"], fp8=None))
+    twin, _ = fused_copy(plain)
+    x = tokens()
+    for m in (plain, twin):
+        m.zero_grad()
+        m(x, labels=x, use_cache=False).loss.backward()
+    for (name, p), q in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad.norm() > 0:
+            assert difference(p.grad, q.grad) <= FP32, name

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fuse refuses before it changes anything, and what a fused layer refuses at its call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import (
+    DelayedScaling,
+    FP8State,
+    FrozenFP8Linear,
+    LoRALinear,
+    PhiloxState,
+    fuse,
+    group_projections,
+)
+from tests.fusion.fused_models import FP32, adapted, model_of, run, same_within, tokens
+
+
+def on_layer(change):
+    def wrapped(model: nn.Module) -> None:
+        change(model.model.layers[1])
+
+    return wrapped
+
+
+def _tie(model: nn.Module) -> None:
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def _share(model: nn.Module) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def _become(module: nn.Module, name: str) -> None:
+    """Of a subclass that has the same name and changes what is computed."""
+    kind = type(module)
+    forward = lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs)  # noqa: E731
+    module.__class__ = type(name, (kind,), {"forward": forward, "__module__": "own"})
+
+
+def _half(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().bfloat16())
+
+
+def _biases(attention: nn.Module) -> None:
+    attention.q_proj.bias = nn.Parameter(torch.zeros(32))
+    attention.k_proj.bias = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+
+
+def _frozen(linear: nn.Linear) -> FrozenFP8Linear:
+    return FrozenFP8Linear.from_linear(linear, DelayedScaling(margin=1))
+
+
+REFUSALS = {
+    "hook": (
+        on_layer(lambda m: m.mlp.register_forward_hook(lambda *_: None)),
+        r"layers\.1\.mlp has a hook",
+    ),
+    "attention dropout": (
+        on_layer(lambda m: setattr(m.self_attn, "attention_dropout", 0.1)),
+        r"attention_dropout must be 0, found 0\.1",
+    ),
+    "activation": (on_layer(lambda m: setattr(m.mlp, "act_fn", nn.GELU())), "must be SiLU"),
+    "shared layer": (_share, r"layers\.1 and model\.layers\.0 are one layer"),
+    "tied weight": (_tie, "shares its memory with"),
+    "trained base": (
+        on_layer(lambda m: m.mlp.up_proj.weight.requires_grad_()),
+        r"up_proj\.weight is trained",
+    ),
+    "not finite": (
+        on_layer(lambda m: m.mlp.up_proj.weight.data.fill_(float("nan"))),
+        r"up_proj\.weight must be finite",
+    ),
+    "another linear": (
+        on_layer(lambda m: setattr(m.mlp, "up_proj", nn.Bilinear(2, 2, 2))),
+        r"layers\.1\.mlp\.up_proj is a Bilinear",
+    ),
+    "another module": (
+        on_layer(lambda m: m.add_module("gate", nn.Linear(2, 2))),
+        r"must have the modules",
+    ),
+    "another norm": (
+        on_layer(lambda m: setattr(m, "input_layernorm", nn.LayerNorm(32))),
+        r"layers\.1\.input_layernorm is a torch\..*LayerNorm, expected transformers.*LlamaRMSNorm",
+    ),
+    "a subclass of the norm": (
+        on_layer(lambda m: _become(m.input_layernorm, "LlamaRMSNorm")),
+        r"layers\.1\.input_layernorm is a .*own\.LlamaRMSNorm, expected transformers",
+    ),
+    "a subclass of the mlp": (
+        on_layer(lambda m: _become(m.mlp, "LlamaMLP")),
+        r"layers\.1\.mlp is a .*own\.LlamaMLP, expected transformers",
+    ),
+    "a subclass of the attention": (
+        on_layer(lambda m: _become(m.self_attn, "LlamaAttention")),
+        r"layers\.1\.self_attn is a .*own\.LlamaAttention, expected transformers",
+    ),
+    "a forward on the mlp": (
+        on_layer(lambda m: setattr(m.mlp, "forward", lambda x: x)),
+        r"layers\.1\.mlp has a forward of its own",
+    ),
+    "a forward on a projection": (
+        on_layer(lambda m: setattr(m.mlp.up_proj, "forward", m.mlp.up_proj.forward)),
+        r"layers\.1\.mlp\.up_proj has a forward of its own",
+    ),
+    "a forward on the layer": (
+        on_layer(lambda m: setattr(m, "forward", m.forward)),
+        r"layers\.1 has a forward of its own",
+    ),
+    "norms on heads that the family does not have": (
+        on_layer(lambda m: setattr(m.self_attn, "q_norm", m.input_layernorm)),
+        r"layers\.1\.self_attn must have the modules",
+    ),
+    "an activation of the same name": (
+        on_layer(lambda m: setattr(m.mlp, "act_fn", type("SiLU", (nn.GELU,), {})())),
+        "must be SiLU",
+    ),
+    "adapter dtype": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "lora_B", _half(m.self_attn.q_proj.lora_B))),
+        r"must have one adapter dtype, found \['torch\.bfloat16', 'torch\.float32'\]",
+    ),
+    "weight layout": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "weight_layout", "both")),
+        "must have one weight_layout",
+    ),
+    "bias dtype": (on_layer(lambda m: _biases(m.self_attn)), "must have one bias dtype"),
+    "recipe": (
+        on_layer(lambda m: setattr(m.mlp, "up_proj", _frozen(m.mlp.up_proj))),
+        r"layers\.1\.mlp\.up_proj follows .*margin=1",
+    ),
+    "bidirectional": (
+        on_layer(lambda m: setattr(m.self_attn, "is_causal", False)),
+        r"layers\.1\.self_attn\.is_causal must be True, found False",
+    ),
+    "merged": (on_layer(lambda m: m.self_attn.q_proj.merge()), "q_proj is merged"),
+    "dropout": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "lora_dropout", 0.5)),
+        "must have one lora_dropout",
+    ),
+    "rng": (
+        on_layer(lambda m: setattr(m.self_attn.q_proj, "rng_state", PhiloxState(1))),
+        "must have one rng_state",
+    ),
+    "group": (
+        lambda m: group_projections(m, [("q_proj", "k_proj", "v_proj")]),
+        "fuse groups by itself",
+    ),
+    "attention": (
+        lambda m: setattr(m.config, "_attn_implementation", "flash_attention_2"),
+        "flash_attention_2",
+    ),
+    "epsilon": (
+        on_layer(lambda m: setattr(m.input_layernorm, "variance_epsilon", 0.5)),
+        "one epsilon",
+    ),
+    "meta": (on_layer(lambda m: m.mlp.to("meta")), "must be on one device"),
+    "device": (on_layer(lambda m: m.to("meta")), "meta device"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_before_anything_is_changed(case: str) -> None:
+    change, message = REFUSALS[case]
+    model = adapted(fp8=DelayedScaling())
+    change(model)
+    before = [type(m) for m in model.modules()]
+    names = model.model.layers[0].self_attn.q_proj.fp8_state.names
+    with pytest.raises((ValueError, TypeError), match=message):
+        fuse(model)
+    assert [type(m) for m in model.modules()] == before
+    assert model.model.layers[0].self_attn.q_proj.fp8_state.names == names
+
+
+def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    sharded = model.model.layers[1].mlp.down_proj.weight
+    monkeypatch.setattr("lorakernels.fusion.check.is_sharded", lambda p: p is sharded)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is sharded"):
+        fuse(model)
+
+
+@pytest.mark.parametrize("part", ["MLP", "Attention", "RMSNorm"])
+def test_a_class_that_was_patched_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    kind = getattr(modeling_llama, f"Llama{part}")
+    model = adapted()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", lambda self, *args, **kwargs: args[0])
+        with pytest.raises(TypeError, match=f"the forward of Llama{part} was replaced by"):
+            fuse(model)
+    other = type(f"Other{part}", (kind,), {})
+    monkeypatch.setattr(modeling_llama, f"Llama{part}", other)
+    with pytest.raises(TypeError, match=f"Other{part}, expected transformers.*Llama{part}"):
+        fuse(adapted())
+
+
+def test_a_last_norm_of_another_class_is_left_alone() -> None:
+    model, x = adapted(), tokens()
+    kind = type(model.model.norm)
+    forward = lambda self, h: 2 * kind.forward(self, h)  # noqa: E731
+    model.model.norm.__class__ = type("LlamaRMSNorm", (kind,), {"forward": forward})
+    expected = run(model, x)
+    fuse(model)
+    same_within(run(model, x), expected, FP32)
+
+
+def test_other_refusals() -> None:
+    model = adapted(fp8=DelayedScaling())
+    for options, message in (
+        ({"save": "some"}, "save must be one of"),
+        ({"attention": "fast"}, "attention must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fuse(model, **options)
+    with pytest.raises(ValueError, match="no LoRALinear: call apply_lora"):
+        fuse(model_of("Llama"))
+    with pytest.raises(ValueError, match="Sequential has no decoder layer"):
+        fuse(nn.Sequential(nn.Linear(2, 2)))
+    state = model.model.layers[0].self_attn.q_proj.fp8_state
+    state.pin("a graph")
+    with pytest.raises(
+        RuntimeError, match=r"^6 projections would be.* pinned by a graph: fuse bef"
+    ):
+        fuse(model)
+    state.unpin()
+    fuse(model)
+    with pytest.raises(ValueError, match=r"layers\.0 is fused already"):
+        fuse(model)
+
+
+def test_another_family_is_refused_by_name() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(TypeError, match=r"h\.0 is a GPT2Block: fuse knows LlamaDecoderLayer"):
+        fuse(model)
+
+
+def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
+    model = adapted()
+    fuse(model)
+    x, layer = tokens(), model.model.layers[0]
+    handle = layer.mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="mlp has a hook"):
+        run(model, x)
+    handle.remove()
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        model(x, output_attentions=True, use_cache=False)
+    model(x, output_hidden_states=True, use_cache=False)
+    run(model, x)  # transformers' idle collectors stay behind as hooks
+    layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="is_causal must be True in a fused layer, found False"):
+        run(model, x)
+    layer.self_attn.is_causal = True
+    old, layer.mlp.up_proj = layer.mlp.up_proj, nn.Linear(32, 48, bias=False)
+    with pytest.raises(RuntimeError, match=r"mlp\.up_proj is another module"):
+        run(model, x)
+    layer.mlp.up_proj = old
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast to"):
+        run(model, x)
+    with pytest.raises(ValueError, match="position_embeddings"):
+        layer(torch.randn(1, 3, 32))
+    with pytest.raises(TypeError, match="4-D tensor"):
+        layer(torch.randn(1, 3, 32), attention_mask=torch.ones(1, 3))
+    assert isinstance(layer.self_attn.q_proj, LoRALinear)
+
+
+def test_layers_made_one_by_one_keep_their_states_where_fuse_is_refused() -> None:
+    model = adapted("Llama", fp8=DelayedScaling())
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    for i, layer in enumerate(layers):
+        layer.fp8_state, layer._column = FP8State([f"own {i}"], layer.fp8_state.recipe), 0
+    before = [(layer.fp8_state, layer._column, layer.name) for layer in layers]
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="attention_dropout"):
+        fuse(model)
+    assert [(m.fp8_state, m._column, m.name) for m in layers] == before
+    model.model.layers[1].self_attn.attention_dropout = 0.0
+    fuse(model)
+    assert len({id(layer.fp8_state) for layer in layers}) == 1

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections as one matrix: weights that are zero or far apart, settings that change, memory of inference mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import DelayedScaling, FP8State, LoRALinear, fuse, unfuse
+from lorakernels.modules.frozen import quantize_weight
+from tests.fusion.fused_models import (
+    LINEARS,
+    adapted,
+    difference,
+    exact,
+    run,
+    tokens,
+)
+
+
+def scale_weights(model: nn.Module, factors: dict[str, float]) -> None:
+    for path, module in model.named_modules():
+        if (factor := factors.get(path.rpartition(".")[2])) is not None:
+            raw, scale_inv = quantize_weight(module.dequantized_weight() * factor)
+            module._write_weight(raw, scale_inv)
+
+
+def both_errors(fused: nn.Module) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the fused and of the unfused model's gradients, against float64."""
+    unfused = copy.deepcopy(fused)
+    unfuse(unfused)
+    x, found = tokens(2, 32), []
+    truth = run(exact(unfused), x)
+    for model in (fused, unfused):
+        one = run(model, x)
+        found.append({name: difference(one[name], value) for name, value in truth.items()})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [{"k_proj": 8, "v_proj": 64}, {"q_proj": 1 / 64, "up_proj": 16}, {"k_proj": 0, "gate_proj": 0}],
+    ids=["k and v", "q and up", "zero"],
+)
+def test_trained_biases_of_weights_that_are_far_apart(factors: dict[str, float]) -> None:
+    """dy's segments come multiplied by what the weights' scales differ by; a bias' gradient does not."""
+    model = adapted("Qwen2", LINEARS, fp8=DelayedScaling(), bias="all")
+    scale_weights(model, factors)
+    fuse(model)
+    ours, theirs = both_errors(model)
+    biases = [name for name in ours if name.endswith("bias")]
+    assert len(biases) == 6
+    for name in biases:
+        assert ours[name] <= 2 * theirs[name] + 2.0**-4, (name, ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("zero", ["k_proj", "up_proj"])
+def test_a_zero_weight_leaves_fp16_gradients_of_the_others_in_range(zero: str) -> None:
+    model = adapted(targets=LINEARS, fp8=DelayedScaling(), dtype=torch.float16)
+    scale_weights(model, {zero: 0.0})
+    fuse(model)
+    parts = model.model.layers[0]._fused
+    group = parts.qkv if zero == "k_proj" else parts.gate_up
+    derived = group.join()
+    members = [name.rpartition(".")[2] for name in (m.name for m in group.members)]
+    scales = {n: float(m.weight_scale_inv) for n, m in zip(members, group.members, strict=True)}
+    assert scales.pop(zero) == 1.0
+    largest = max(scales.values())
+    assert float(derived.grad_scale_inv) == largest
+    expected = [scales.get(name, largest) / largest for name in members]
+    assert derived.multiplier.tolist() == pytest.approx(expected)
+    ours, theirs = both_errors(model)
+    for name, error in ours.items():
+        assert error <= 2 * theirs[name] + 2.0**-4, (name, error, theirs[name])
+
+
+def test_weights_that_are_all_zero() -> None:
+    model = adapted(targets=LINEARS, fp8=DelayedScaling())
+    scale_weights(model, {"gate_proj": 0.0, "up_proj": -0.0})
+    fuse(model)
+    derived = model.model.layers[0]._fused.gate_up.join()
+    assert derived.multiplier.tolist() == [1.0, 1.0] and float(derived.grad_scale_inv) == 1.0
+    assert all(value.isfinite().all() for value in run(model, tokens()).values())
+
+
+def test_only_bytes_without_a_value_count_as_zero() -> None:
+    """−0 is zero; the smallest values of either sign are not."""
+    model = adapted(targets=LINEARS, fp8=DelayedScaling())
+    gate = model.model.layers[0].mlp.gate_proj
+    for byte, zero in ((0x80, True), (0x01, False), (0x81, False)):
+        raw = torch.zeros_like(gate._stored)
+        raw.view(-1)[3] = byte
+        gate._write_weight(raw, torch.full_like(gate.weight_scale_inv, 64.0))
+        twin = copy.deepcopy(model)
+        fuse(twin)
+        derived = twin.model.layers[0]._fused.gate_up.join()
+        assert (float(derived.grad_scale_inv) < 64.0) == zero, byte
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one mask", "a mask each"])
+def test_a_dropout_that_changes_after_a_forward(shared: bool) -> None:
+    model = adapted(targets=LINEARS)
+    fuse(model, shared_dropout=shared)
+    x = tokens()
+    before = run(model, x)["logits"]
+    for p, same in ((0.5, False), (0.0, True)):
+        for module in model.modules():
+            if isinstance(module, LoRALinear):
+                module.lora_dropout = p
+        assert torch.equal(run(model, x)["logits"], before) == same
+
+
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+@pytest.mark.parametrize("layout", ["single", "both"])
+def test_memory_that_is_joined_in_inference_mode_trains(fp8, layout: str) -> None:
+    model = adapted("Qwen2", fp8=fp8, weight_layout=layout, bias="all")
+    fuse(model)
+    model = copy.deepcopy(model)  # which moves all memory
+    x = tokens()
+    with torch.inference_mode():
+        model(x, use_cache=False)
+    run(model, x)
+    q = model.model.layers[0].self_attn.q_proj
+    for mode in (True, False):  # derived again, in the same memory
+        q._write_weight(q._stored.clone(), None)
+        with torch.inference_mode(mode), torch.no_grad():
+            model(x, use_cache=False)
+        run(model, x)
+
+
+def test_columns_of_another_state_are_taken_at_the_next_forward() -> None:
+    model = adapted(targets=LINEARS, fp8=DelayedScaling())
+    fuse(model)
+    x = tokens()
+    run(model, x)
+    frozen = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    before = frozen[0].fp8_state
+    after = FP8State(["another", *before.names], before.recipe)
+    for module in frozen:
+        module.fp8_state, module._column = after, module._column + 1
+    before.reset()
+    run(model, x)
+    written = [names[1:] for names in (after.forward[0].tolist(), after.backward[0].tolist())]
+    assert after.forward[0, 0] == after.backward[0, 0] == 0 and not before.forward[0].any()
+    assert all(any(row) for row in written)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""csrc's one-pass lora_grad_a against float64, and what it promises without a GPU: workspace, refusals, choice."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+import torch
+
+from lorakernels import _C, ops
+from lorakernels.numerics.dropout import dropout_keep, dropped_bits, dropped_words, keep_scale
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.choice import implementations
+from lorakernels.ops.hardware import Place
+from lorakernels.ops.lora_grad_a import by_csrc, by_torch, why_not_csrc_kernel
+from lorakernels.values import Dropout, Scaled
+from tests.exact import EPS
+
+gpu = pytest.mark.gpu
+run = ops.lora_grad_a.run
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MODULE = sys.modules["lorakernels.ops.lora_grad_a"]  # the package has the op under this name
+SITE = 3
+SMALLEST = {
+    FP32: 1e-30,
+    BF16: 1e-30,
+    FP16: 2.0**-25,
+}  # half the step where the numbers lie no closer
+
+
+def inputs(m, k, r, dtype=BF16, fp8=True):
+    """ds, x (e4m3 bytes if fp8), slot. All 256 bytes but the two NaNs occur, subnormals and −0 included."""
+    ds = torch.randn(m, r, device="cuda").to(dtype)
+    slot = torch.tensor([-5, 0x1_2345_6789], device="cuda")
+    if not fp8:
+        return ds, Scaled(torch.randn(m, k, device="cuda").to(dtype)), slot
+    bytes_ = torch.randint(0, 254, (m, k), device="cuda")
+    x8 = (bytes_ + (bytes_ >= 127).long()).to(torch.uint8)
+    return ds, Scaled(x8, torch.full((1,), 0.37, device="cuda")), slot
+
+
+def exact(ds, x, dropout):
+    """(value, size) in float64, size being the sum of the magnitudes."""
+    data, scale_inv = x
+    data = data.double() if scale_inv is None else data.view(E4M3).double() * scale_inv.double()
+    if dropout is not None:
+        keep = dropout_keep(dropout, *data.shape)
+        data = torch.where(keep, data, 0.0) * keep_scale(dropout.p)
+    return ds.double().t() @ data, ds.double().abs().t() @ data.abs()
+
+
+def assert_right(found, ds, x, dropout):
+    """One rounding at the store; fp32 sums of M exact products, and of two factors: (M + 2) · 2⁻²⁴ at worst. Tensor
+    cores round what they add to fewer bits than that sum's own, hence 2⁻²³."""
+    value, size = exact(ds, x, dropout)
+    sums = (ds.shape[0] + 2) * 2.0**-23 * size
+    bound = 0.5 * EPS[found.dtype] * value.abs() + sums + SMALLEST[found.dtype]
+    assert found.shape == value.shape
+    assert bool(((found.double() - value).abs() <= bound).all())
+
+
+SHAPES = [
+    (1, 16, 1),
+    (7, 16, 2),
+    (33, 272, 15),
+    (64, 256, 16),
+    (500, 144, 17),
+    (1025, 528, 32),
+    (300, 640, 33),
+    (777, 1040, 64),
+    (130, 400, 65),
+    (2100, 160, 128),
+    (9000, 48, 8),
+]
+
+
+@gpu
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("m", "k", "r"), SHAPES)
+def test_against_float64(m, k, r, dtype, fp8, p):
+    if not fp8:
+        k += 8  # a multiple of 8 is enough there
+    ds, x, slot = inputs(m, k, r, dtype, fp8)
+    dropout = Dropout(slot, p, SITE) if p else None
+    assert ops.lora_grad_a.takes(ds, x, dropout, FP32).run is by_csrc
+    found = run(ds, x, dropout, FP32)
+    assert_right(found, ds, x, dropout)
+    for out_dtype in (BF16, FP16):
+        rounded = run(ds, x, dropout, out_dtype)
+        assert torch.equal(rounded, found.to(out_dtype)), "the same sums, rounded once"
+
+
+@gpu
+@pytest.mark.parametrize(
+    "p", [2**-16, 0.25, 0x7BFF / 65536, 0x7C00 / 65536, 0.5, 0.5 + 2**-16, 0.9, 1 - 2**-16]
+)  # 0x7C00: the first threshold that is no finite fp16
+@pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
+def test_the_mask_is_the_reference_s_bit_for_bit(fp8, p):
+    """ds = 1 in one row of each slot of an MMA at a time and x = 1: dA is that row's mask, times one factor."""
+    m, k = 64, 544
+    ones = torch.ones(m, k, device="cuda")
+    x8 = ones.to(E4M3).view(torch.uint8)
+    x = Scaled(x8, torch.ones(1, device="cuda")) if fp8 else Scaled(ones.to(BF16))
+    slot = torch.tensor([0x7EDC_BA98_7654_3210, -1], device="cuda")
+    dropout = Dropout(slot, p, 7, 11, 24)
+    keep = dropout_keep(dropout, m, k)
+    for first in range(0, m, 16):
+        ds = torch.zeros(m, 16, device="cuda", dtype=BF16)
+        ds[first : first + 16] = torch.eye(16, device="cuda", dtype=BF16)
+        dA = run(ds, x, dropout, FP32)
+        assert torch.equal(dA, keep[first : first + 16] * keep_scale(p))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("p", [0.1, 0.95])
+@pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
+@pytest.mark.parametrize(
+    ("m", "k", "r"), [(1, 16, 1), (33, 272, 16), (1025, 4112, 33), (777, 1040, 128)]
+)
+def test_a_mask_that_is_given_is_read_instead_of_drawn(m, k, r, fp8, p, dtype):
+    """Another slot is named beside it; the bits behind the last column are set."""
+    ds, x, slot = inputs(m, k, r, dtype, fp8)
+    dropout = Dropout(slot, p, SITE, 7, 40)
+    keep = dropout_keep(dropout, m, k)
+    columns = dropped_bits(torch.zeros_like(keep))  # bits that stand for a column
+    bits, guards = between_guards((m, dropped_words(k)), torch.int32, "cuda", -1)
+    bits.copy_(dropped_bits(keep) | ~columns)
+    another = dropout._replace(slot=slot + 1)
+    dA = run(ds, x, another._replace(dropped=bits), FP32)
+    assert torch.equal(dA, run(ds, x, dropout, FP32))
+    assert not torch.equal(dA, run(ds, x, another, FP32)) or m * k < 64
+    assert all(bool((guard == -1).all()) for guard in guards)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((64, 3), torch.int32), ((64, 4), torch.int64)], ids=["shape", "dtype"]
+)
+def test_a_given_mask_that_does_not_fit_is_refused(shape, dtype):
+    ds, x, slot = inputs(64, 128, 4)
+    bits = torch.zeros(shape, dtype=dtype, device="cuda")
+    with pytest.raises(ValueError, match=r"dropped must be contiguous int32 \[64, 4\]"):
+        run(ds, x, Dropout(slot, 0.1, SITE, dropped=bits), FP32)
+
+
+@gpu
+def test_p_below_what_16_bits_express_draws_nothing():
+    ds, x, slot = inputs(40, 64, 4)
+    found = run(ds, x, Dropout(slot, 1e-6, SITE), FP32)
+    assert torch.equal(found, run(ds, x, None, FP32))
+
+
+@gpu
+@pytest.mark.parametrize("fp8", [True, False], ids=["x8", "plain x"])
+def test_shards_draw_one_mask(fp8):
+    ds, x, slot = inputs(200, 512, 16, fp8=fp8)
+    data, scale_inv = x
+    whole = run(ds, x, Dropout(slot, 0.3, SITE, 5, 16), FP32)
+    columns = Scaled(data[:, 256:].contiguous(), scale_inv)
+    right = run(ds, columns, Dropout(slot, 0.3, SITE, 5, 16 + 256), FP32)
+    assert torch.equal(whole[:, 256:], right)
+    halves = []
+    for i in (0, 100):
+        rows = slice(i, i + 100)
+        dropout = Dropout(slot, 0.3, SITE, 5 + i, 16)
+        halves.append(run(ds[rows], Scaled(data[rows], scale_inv), dropout, FP32))
+    # Another order of the same fp32 sums, which reach 200 · 4 · 166 at most; a rounding there is 2^-24 of it, 0.008.
+    torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-4, atol=1e-2)
+
+
+@gpu
+@pytest.mark.parametrize("rank", [16, 40, 128])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_what_is_not_finite_stays_in_its_row_and_column(value, rank):
+    ds, x, slot = inputs(70, 96, rank)
+    ds[5, 3] = value
+    x.data[9, 20] = 0x7F
+    dropout = Dropout(slot, 0.5, SITE)
+    keep = dropout_keep(dropout, 70, 96)
+    dA = run(ds, x, dropout, FP32)
+    touched = torch.zeros_like(dA, dtype=torch.bool)
+    touched[3] = True  # 0 · inf, and NaN times anything
+    touched[:, 20] |= bool(keep[9, 20])
+    assert torch.equal(dA.isfinite() | touched, torch.ones_like(touched))
+    assert bool(keep[9, 20]) == bool(dA[:, 20].isnan().all()), "a dropped NaN is 0"
+
+
+@gpu
+def test_ds_of_any_layout():
+    _, x, slot = inputs(90, 128, 1)
+    dropout = Dropout(slot, 0.1, SITE)
+    wide = torch.randn(90, 64, device="cuda").to(BF16)
+    for ds in (wide[:, 8:24], wide[:, 1:18], wide[:, ::2], wide[:, :16].t().contiguous().t()):
+        found = run(ds, x, dropout, FP32)
+        assert torch.equal(found, run(ds.clone().contiguous(), x, dropout, FP32))
+        assert_right(found, ds, x, dropout)
+
+
+@gpu
+@pytest.mark.parametrize("r", [1, 16, 100])
+def test_no_rows_give_zeros(r):
+    ds, x, slot = inputs(0, 64, r)
+    dA = run(ds, x, Dropout(slot, 0.1, SITE), BF16)
+    assert dA.shape == (r, 64) and dA.dtype == BF16 and not dA.any()
+
+
+@gpu
+@pytest.mark.parametrize(("m", "k", "r"), [(8192, 8192, 16), (1000, 4112, 100), (257, 272, 64)])
+def test_the_same_bits_every_run(m, k, r):
+    ds, x, slot = inputs(m, k, r)
+    arguments = (ds, x, Dropout(slot, 0.1, SITE))
+    first = run(*arguments, FP32)
+    assert all(torch.equal(first, run(*arguments, FP32)) for _ in range(5))
+    assert_right(first, *arguments)
+
+
+def between_guards(shape, dtype, device, fill):
+    """A tensor with 4 KiB of `fill` in front of it and behind it, and both."""
+    guard = 4096 // dtype.itemsize
+    count = torch.Size(shape).numel()
+    whole = torch.full((count + 2 * guard,), fill, dtype=dtype, device=device)
+    return whole[guard : guard + count].view(shape), (whole[:guard], whole[guard + count :])
+
+
+@gpu
+@pytest.mark.parametrize(("m", "k", "r"), [(1000, 1040, 16), (70, 144, 100), (333, 272, 64)])
+def test_writes_every_element_and_nothing_else(m, k, r, monkeypatch):
+    """Outputs and workspace hold NaN before, between guards that hold NaN after."""
+    guards, real = [], torch.empty
+
+    def poisoned(*shape, dtype=FP32, device=None):
+        if torch.device(device).type != "cuda":
+            return real(*shape, dtype=dtype, device=device)
+        out, around = between_guards(shape, dtype, device, torch.nan)
+        guards.extend(around)
+        return out
+
+    ds, x, slot = inputs(m, k, r)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    dA = by_csrc(ds, x, Dropout(slot, 0.2, SITE), BF16)
+    assert dA.isfinite().all()
+    assert len(guards) == 4 and all(guard.isnan().all() for guard in guards)
+
+
+@gpu
+def test_runs_under_capture():
+    ds, x, slot = inputs(300, 528, 16)
+    dropout = Dropout(slot, 0.1, SITE)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = run(ds, x, dropout, FP32)
+    for offset in (1, 2):  # what changes between steps lies in device memory
+        slot[1], x.scale_inv[0] = offset, 0.1 * offset
+        graph.replay()
+        assert torch.equal(found, run(ds, x, dropout, FP32))
+
+
+def sweep(count):
+    """(id, m, k, r, dtype, fp8, p, out_dtype, row0, col0), the same on every machine."""
+    draw = random.Random(4)
+    for i in range(count):
+        m = draw.choice([draw.randrange(1, 70), draw.randrange(1, 3000)])
+        k = 16 * draw.choice([draw.randrange(1, 20), draw.randrange(1, 150)])
+        r = draw.choice([draw.randrange(1, 129), 8, 16, 64])
+        case = (
+            draw.choice([BF16, FP16]),
+            draw.random() < 0.6,
+            draw.choice([0.0, 0.05, 0.1, 0.5, 0.8]),
+            draw.choice([FP32, BF16, FP16]),
+            draw.choice([0, draw.randrange(2**31)]),
+            8 * draw.choice([0, draw.randrange(1000)]),
+        )
+        yield pytest.param(m, k, r, *case, id=f"{i}-{m}x{k}-r{r}")
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("m", "k", "r", "dtype", "fp8", "p", "out_dtype", "row0", "col0"), list(sweep(60))
+)
+def test_random_sweep(m, k, r, dtype, fp8, p, out_dtype, row0, col0):
+    ds, x, slot = inputs(m, k, r, dtype, fp8)
+    if fp8:
+        x.scale_inv.mul_(0.01)  # fp16 results stay in range
+    dropout = Dropout(slot, p, SITE, row0, col0) if p else None
+    found = run(ds, x, dropout, out_dtype)
+    assert_right(found, ds, x, dropout)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("fp32 ds", "ds is torch.float32"),
+        ("K % 16", "K = 72 must be a multiple of 16"),
+        ("rank 129", "rank 129"),
+        ("rank 0", "rank 0"),
+        ("col0 % 8", "col0 = 4"),
+        ("transposed x", "x must be contiguous"),
+        ("misaligned x", "x must be contiguous and 16-byte aligned"),
+        ("x of another dtype", "x is torch.float16, ds torch.bfloat16"),
+    ],
+)
+def test_what_it_does_not_take_goes_through_pytorch(case, reason):
+    rank = int(case.split()[1]) if case.startswith("rank") else 4
+    ds, (data, scale_inv), slot = inputs(32, 72 if case == "K % 16" else 64, rank)
+    col0 = 4 if case == "col0 % 8" else 0
+    if case == "fp32 ds":
+        ds = ds.float()
+    if case == "transposed x":
+        data = data.t().contiguous().t()
+    if case == "misaligned x":
+        data = torch.cat((data.flatten()[:1], data.flatten()))[1:].view(32, 64)
+    if case == "x of another dtype":
+        data, scale_inv = torch.randn(32, 64, device="cuda").to(FP16), None
+    arguments = (ds, Scaled(data, scale_inv), Dropout(slot, 0.1, SITE, 0, col0))
+    assert reason in why_not_csrc_kernel(*arguments, FP32)
+    assert ops.lora_grad_a.takes(*arguments, FP32).run is by_torch
+    found = run(*arguments, FP32)
+    value, size = exact(*arguments)
+    assert bool(((found.double() - value).abs() <= 2.0**-6 * size).all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices"),
+    [((0, 16, 1), 0), ((1, 16, 1), 1), ((64, 8192, 16), 1), ((65, 16, 128), 2)],
+)
+def test_workspace_is_one_share_per_slice(shape, slices):
+    assert _C.lora_grad_a_partial(*shape, 132) == slices * shape[1] * shape[2]
+
+
+@pytest.mark.parametrize("r", [8, 16, 64, 128])
+@pytest.mark.parametrize("k", [1024, 8192, 28672])
+def test_workspace_stays_small_beside_x(k, r):
+    """Shares, written and read, are the price of using every multiprocessor: 15 % of x8's bytes at R ≤ 16, K ≥ 8192."""
+    floats = _C.lora_grad_a_partial(8192, k, r, 132)
+    assert floats % (k * r) == 0 and 1 <= floats // (k * r) <= 32
+    if r <= 16 and k >= 8192:
+        assert 2 * 4 * floats <= 0.15 * 8192 * k
+
+
+CALL = {
+    "dA": 16,
+    "partial": 16,
+    "ds": 16,
+    "x": 16,
+    "scale_inv": 4,
+    "rows": 8,
+    "cols": 16,
+    "rank": 4,
+    "ds_pitch": 8,
+    "dtype": "bfloat16",
+    "out_dtype": "float32",
+    "slot": 8,
+    "site": 0,
+    "threshold": 100,
+    "first_row": 0,
+    "first_col": 0,
+    "dropped": 0,
+    "stream": 0,
+    "device": -1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": -1}, "rows must not be negative, got -1"),
+        ({"cols": 12}, "cols must be a multiple of 8"),
+        ({"cols": 24}, "cols must be a multiple of 16 with scale_inv, got 24"),
+        ({"rank": 0}, "rank 1 to 128"),
+        ({"rank": 129}, "rank 129"),
+        ({"rows": 2**31}, "got rows 2147483648"),
+        ({"ds_pitch": 12}, "ds_pitch must be a multiple of 8, got 12"),
+        ({"x": 24}, "16-byte aligned"),
+        ({"dA": 4}, "16-byte aligned"),
+        ({"first_col": 4}, "first_col must be a multiple of 8, got 4"),
+        ({"dtype": "float32"}, "got 'float32'"),
+        ({"out_dtype": "float8"}, "got 'float8'"),
+        ({"slot": 0}, "slot must be given"),
+        ({"threshold": 65536}, "threshold must be in"),
+    ],
+    ids=lambda v: "-".join(f"{k}={n}" for k, n in v.items()) if isinstance(v, dict) else "",
+)
+def test_the_binding_refuses(changed, message):
+    with pytest.raises(ValueError, match=message):
+        _C.lora_grad_a(**{**CALL, **changed})
+
+
+def test_the_choice_names_what_it_needs(monkeypatch):
+    monkeypatch.setattr(MODULE, "why_not_csrc", lambda _: None)
+
+    def chosen(capability=(9, 0), **layer):
+        return implementations("cuda", Place(capability, **layer))["lora_grad_a"]
+
+    assert chosen()[0] == "csrc" and "K a multiple of 16" in chosen()[1]
+    assert chosen(sizes=(64, 72)) == ("torch", "K = 72 must be a multiple of 16")
+    assert chosen(sizes=(64, 72), fp8=False)[0] == "csrc"
+    assert chosen((7, 5))[0] == "torch"

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lorakernels handed to the extension, Triton and torch, written down so that two runs can be compared."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LEAST_ADDRESS = 1 << 40  # above every size and dropout site
+BACKENDS = ("flash", "mem_efficient", "cudnn", "math")  # of scaled_dot_product_attention
+PLACE = re.compile(r"(m\d+\+\d+) (.*)", re.DOTALL)  # in memory that nobody named
+attention = torch.nn.functional.scaled_dot_product_attention
+data_ptr = torch._C.TensorBase.data_ptr
+
+
+@dataclass(frozen=True)
+class Call:
+    """`kind` is "extension", "triton" or "torch"; `arguments` have their defaults, and values that JSON can hold."""
+
+    kind: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Memory:
+    """Storages by the address that they begin at. Those that were seen stay alive."""
+
+    begins: list[int] = field(default_factory=list)
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def see(self, tensor: Tensor) -> int:
+        """Where the tensor's storage begins, 0 of an empty one."""
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        known = self.storages.get(begin)
+        if begin and (known is None or known._cdata != storage._cdata):
+            if known is None:
+                bisect.insort(self.begins, begin)
+            self.storages[begin] = storage
+            self.labels.pop(begin, None)  # the earlier one gave its memory up
+        return begin
+
+    def at(self, address: int) -> str | None:
+        """The address as `Call`s have it; None of what is no address of memory that was seen."""
+        place = bisect.bisect_right(self.begins, address) - 1
+        begin = self.begins[place] if place >= 0 else 0
+        left = begin + self.storages[begin].nbytes() - address if begin else -1
+        if left < 0:  # its end is where memory of no bytes lies
+            return None
+        label = self.labels.get(begin) or f"m{next(self.numbers)}"
+        self.labels[begin] = label
+        return f"{label}+{address - begin} ={ctypes.string_at(address, min(left, 4)).hex()}"
+
+
+class Recorded:
+    """What a run handed over, in order.
+
+    Attributes:
+        calls: of the extension, of Triton and of torch.
+        memory: what the addresses among their arguments mean.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.memory = Memory()
+
+    def name(self, **tensors: Tensor | None) -> None:
+        """Call these tensors' memory by these names; memory that has a name keeps its first."""
+        for label, tensor in tensors.items():
+            if tensor is not None and (begin := self.memory.see(tensor)):
+                self.memory.labels.setdefault(begin, label)
+
+    def add(self, kind: str, name: str, arguments: dict[str, Any]) -> None:
+        plain = {key: self.plain(value, f"{name}: {key}") for key, value in arguments.items()}
+        self.calls.append(Call(kind, name, plain))
+
+    def plain(self, value: Any, where: str = "") -> Any:
+        """As JSON can hold it, the same in every process.
+
+        Raises:
+            ValueError: an integer looks like an address and lies in no memory that was seen.
+        """
+        if isinstance(value, Tensor):
+            begins = self.memory.see(value) and self.memory.at(data_ptr(value))
+            dtype = str(value.dtype).removeprefix("torch.")
+            return f"{begins or 0} {dtype}{list(value.shape)} by {list(value.stride())}"
+        if hasattr(value, "_fields"):  # a NamedTuple
+            return {k: self.plain(v, f"{where}.{k}") for k, v in value._asdict().items()}
+        if isinstance(value, list | tuple):
+            return [self.plain(v, where) for v in value]
+        if isinstance(value, bool | str | float | None):
+            return value
+        if isinstance(value, int):
+            found = self.memory.at(value)
+            if found is None and value >= LEAST_ADDRESS:
+                raise ValueError(f"{where} = {value:#x} lies in no memory that was seen")
+            return value if found is None else found
+        if hasattr(value, "block_shape"):  # Triton's TensorDescriptor
+            return {"base": self.plain(value.base), **_shapes(value)}
+        return str(value)
+
+    def extension(
+        self, name: str, signature: inspect.Signature, launch: Callable[..., None]
+    ) -> Callable[..., None]:
+        """What stands in for `launch`, a function of the extension."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            self.add("extension", name, bound.arguments)
+            launch(*args, **kwargs)
+
+        return run
+
+    def triton(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """What stands in for `JITFunction.run`; a grid that is a function gets the arguments, as Triton's does."""
+        bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        defaults = {n: p.default for n, p in kernel.signature.parameters.items()}
+        defaults = {n: d for n, d in defaults.items() if d is not inspect.Parameter.empty}
+        bound = defaults | bound
+        missing = [n for n in kernel.arg_names if n not in bound]
+        if missing or len(args) > len(kernel.arg_names):
+            raise TypeError(f"{kernel.__name__}: {len(args)} positional, missing {missing}")
+        blocks = grid(bound) if callable(grid) else grid
+        options = {n: bound[n] for n in sorted(bound.keys() - set(kernel.arg_names))}
+        ordered = {n: bound[n] for n in kernel.arg_names}
+        self.add("triton", kernel.__name__, {"grid": tuple(blocks), **ordered, **options})
+
+    def scaled_mm(self, a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        self.add("torch", "_scaled_mm", {"a": a, "b": b, **options})
+        return torch.zeros(a.shape[0], b.shape[1], dtype=options["out_dtype"])
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        allowed = [n for n in BACKENDS if getattr(torch.backends.cuda, f"{n}_sdp_enabled")()]
+        heads = {"q": q, "k": k, "v": v}
+        self.add("torch", "scaled_dot_product_attention", {"by": allowed, **heads, **options})
+        with sdpa_kernel(SDPBackend.MATH):
+            return attention(q, k, v, **options)
+
+
+def _shapes(descriptor: Any) -> dict[str, Any]:
+    names = ("shape", "strides", "block_shape")
+    return {name: list(getattr(descriptor, name)) for name in names}
+
+
+def differences(first: list[Call], second: list[Call]) -> list[str]:
+    """Where two records differ: in anything but where new memory lies.
+
+    Memory that nobody named may lie elsewhere, as where one block holds several results; but what was one place stays
+    one place, and two stay two, in all calls.
+    """
+    names = [[call.name for call in calls] for calls in (first, second)]
+    if names[0] != names[1]:
+        return [f"calls: {names[0]} != {names[1]}"]
+    found: list[str] = []
+    there: dict[str, str] = {}
+    back: dict[str, str] = {}
+    for number, (a, b) in enumerate(zip(first, second, strict=True)):
+        x, y = (dict(_leaves(call.arguments)) for call in (a, b))
+        if x.keys() != y.keys():
+            found.append(f"{number} {a.name}: {list(x)} != {list(y)}")
+            continue
+        wrong = [name for name in x if not _equal(x[name], y[name], there, back)]
+        found += [f"{number} {a.name}{name}: {x[name]} != {y[name]}" for name in wrong]
+    return found
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            yield from _leaves(part, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+def _equal(x: Any, y: Any, there: dict[str, str], back: dict[str, str]) -> bool:
+    places = [PLACE.fullmatch(v) if isinstance(v, str) else None for v in (x, y)]
+    if places[0] is None or places[1] is None:
+        return type(x) is type(y) and x == y
+    (a, a_rest), (b, b_rest) = (place.groups() for place in places if place)
+    return there.setdefault(a, b) == b and back.setdefault(b, a) == a and a_rest == b_rest
