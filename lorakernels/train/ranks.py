@@ -67,15 +67,15 @@ class Ranks:
         return [p.grad for p in parameters if p.grad is not None]
 
     def on_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while the others wait. If it raises FinetuneError or OSError, all ranks raise."""
+        """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
         error: Exception | None = None
         if self.first:
             try:
                 work()
-            except (FinetuneError, OSError) as found:
+            except Exception as found:  # any: the other ranks wait for the broadcast below
                 error = found
         if self.size > 1:
-            said = [None if error is None else str(error)]
+            said = [None if error is None else str(error) or type(error).__name__]
             dist.broadcast_object_list(said, src=0)
             if said[0] is not None and error is None:
                 error = FinetuneError(f"rank 0 stopped: {said[0]}")

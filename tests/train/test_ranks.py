@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorakernels.train.errors import OptionError
+from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.ranks import Ranks, ranks_of_environment
 from tests import processes
 from tests.train.replays import assert_same, records
@@ -43,6 +43,32 @@ def test_ranks_of_environment(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert ranks_of_environment() == Ranks(3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(FinetuneError("full"), "full"), (ValueError("odd"), "odd"), (KeyError(), "KeyError")],
+    ids=["ours", "another", "without words"],
+)
+def test_what_stops_rank_0_stops_all(error, said, monkeypatch):
+    """Whatever it is: the other ranks wait in the broadcast."""
+    sent: list[Any] = []
+
+    def broadcast(values: list[Any], src: int) -> None:
+        if sent:
+            values[:] = sent
+        else:
+            sent.extend(values)
+
+    def work() -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    with pytest.raises(type(error)):
+        Ranks(0, 2).on_first(work)
+    assert sent == [said]
+    with pytest.raises(FinetuneError, match=f"rank 0 stopped: {said}"):
+        Ranks(1, 2).on_first(work)
 
 
 def uneven(rank: int, size: int, port: int, folder: str) -> None:
