@@ -77,7 +77,7 @@ def dry_cuda() -> Iterator[Recorded]:
         for owner, name, value in (*_of_torch(recorded), *_of_tensors(recorded)):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         for name, value in _of_extension(recorded):
-            stack.enter_context(mock.patch.object(_C, name, value))
+            stack.enter_context(mock.patch.object(_C, name, value, create=True))
         stack.enter_context(_cuda_for_cpu(ops))
         stack.callback(_forget_answers)
         _forget_answers()
@@ -128,6 +128,7 @@ def _of_extension(recorded: Recorded) -> Iterator[tuple[str, Any]]:
             checks = _checks(getattr(_C, node.name))
             yield node.name, recorded.extension(node.name, _signature(node), checks)
     yield WORKSPACE, lambda rows, cols, rank, device: 4096 + rows * max(rank, 16)
+    yield "LaunchList", recorded.launch_list()
     yield "build_info", _constant(_C.build_info() | {"cuda": True, "cuda_archs": "90a"})
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+INDEX_BITS = 48  # of a stand-in's address: what is above is its index, from 1
 LEAST_ADDRESS = 1 << 40  # above every size and dropout site
 BACKENDS = ("flash", "mem_efficient", "cudnn", "math")  # of scaled_dot_product_attention
 PLACE = re.compile(r"(m\d+\+\d+) (.*)", re.DOTALL)  # in memory that nobody named
@@ -71,11 +72,15 @@ class Recorded:
     Attributes:
         calls: of the extension, of Triton and of torch.
         memory: what the addresses among their arguments mean.
+        list: the LaunchList that is being recorded, if any.
+        runs: how often one was run.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.memory = Memory()
+        self.list: Any = None
+        self.runs = 0
 
     def name(self, **tensors: Tensor | None) -> None:
         """Call these tensors' memory by these names; memory that has a name keeps its first."""
@@ -120,10 +125,58 @@ class Recorded:
         def run(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            self.add("extension", name, bound.arguments)
+            if self.list is not None:
+                self.list.recorded.append((name, bound.arguments))
+            else:
+                self.add("extension", name, bound.arguments)
             launch(*args, **kwargs)
 
         return run
+
+    def launch_list(self) -> type:
+        """What stands in for the extension's LaunchList: a run adds its launches to `calls`."""
+        recorded = self
+
+        class LaunchList:
+            def __init__(self) -> None:
+                self.recorded: list[tuple[str, dict[str, Any]]] = []
+
+            def __len__(self) -> int:
+                return len(self.recorded)
+
+            def begin(self) -> None:
+                assert recorded.list is None
+                recorded.list = self
+
+            def end(self) -> None:
+                recorded.list = None
+
+            def place(self, places: list[tuple[int, int]], aligned: list[bool]) -> None:
+                self.places, self.aligned = places, aligned
+
+            def run(
+                self, addresses: tuple[int, ...], sites: tuple[int, ...], stream: int, device: int
+            ) -> bool:
+                assert len(addresses) == len(self.aligned)
+                flagged = zip(addresses, self.aligned, strict=True)
+                if any(is_aligned and address % 16 for address, is_aligned in flagged):
+                    return False
+                recorded.runs += 1
+                given = {"stream": stream, "device": device}
+                for name, arguments in self.recorded:
+                    real = {k: self.real(v, addresses) for k, v in arguments.items()}
+                    if "site" in real and real.get("slot"):
+                        real["site"] = sites[real["site"]]
+                    recorded.add("extension", name, {**real, **given})
+                return True
+
+            def real(self, value: Any, addresses: tuple[int, ...]) -> Any:
+                if type(value) is not int or value < 1 << INDEX_BITS:
+                    return value
+                base, offset = self.places[(value >> INDEX_BITS) - 1]
+                return addresses[base] + offset + value % (1 << INDEX_BITS)
+
+        return LaunchList
 
     def triton(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         """What stands in for `JITFunction.run`; a grid that is a function gets the arguments, as Triton's does."""

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
+from lorakernels.autograd.linear_node import Needs, gradients
+from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.autograd.lora_linear import check_input
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import Numbers, numbers_of
 from lorakernels.values import Scaled, Scaling, Up, Weight

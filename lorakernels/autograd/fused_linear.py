@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
 

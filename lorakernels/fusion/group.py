@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.fused_linear import Projections
-from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.ops.quantize_lora_down import MAX_RANK

@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from lorakernels.autograd import Adapter, Call, LoRASpec, lora_linear
+from lorakernels.autograd import Adapter, AdapterNumbers, Call, LoRASpec, lora_linear
 from lorakernels.config import DelayedScaling
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
@@ -132,12 +132,12 @@ class LoraKernelsLinear(PeftLinear):
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
         p = self.dropout_of(name) if self.training else 0.0
         slot = draw_slot(self.rng_state, x.device) if p > 0 else None
-        spec = LoRASpec(scaling=self.scaling[name], p=p)
-        lora_A, lora_B = self.lora_A[name].weight, self.lora_B[name].weight
+        numbers = AdapterNumbers(self.scaling[name], p)
+        adapter = Adapter(self.lora_A[name].weight, self.lora_B[name].weight)
         base = self.base_layer
         if isinstance(base, FrozenFP8Linear):
-            return base._linear(x, lora_A, lora_B, spec, slot)
-        adapter, call = Adapter(lora_A, lora_B), Call(spec, slot)
+            return base._linear(x, adapter, numbers, slot)
+        call = Call(LoRASpec(*numbers), slot)
         return lora_linear(x, Weight(base.weight), base.bias, adapter, call)
 
     def _takes(self, x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 from lorakernels import ops
 from lorakernels.autograd import (
     Adapter,
+    AdapterNumbers,
     Call,
     LoRASpec,
     check_input,
@@ -227,6 +228,13 @@ class FrozenFP8Linear(nn.Module):
         return stored.to(STORAGE).view(torch.uint8)
 
     @property
+    def _held(self) -> Tensor:
+        """`_stored`, without a view where the parameter is e4m3: for what takes both."""
+        stored = self._parameters["weight"]
+        assert stored is not None
+        return stored if stored.dtype in BYTES else self._stored
+
+    @property
     def holds_fp8(self) -> bool:
         """Whether the weight is e4m3 bytes with a scale, and not a plain tensor."""
         return self.weight_scale_inv is not None
@@ -303,27 +311,34 @@ class FrozenFP8Linear(nn.Module):
             TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device.
         """
-        check_input(x, self._stored)
-        return self._linear(x, None, None, LoRASpec(), None)
+        check_input(x, self._held)
+        return self._linear(x, Adapter(), AdapterNumbers(), None)
 
     def _linear(
-        self,
-        x: Tensor,
-        lora_A: Tensor | None,
-        lora_B: Tensor | None,
-        spec: LoRASpec,
-        slot: Tensor | None,
+        self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
     ) -> Tensor:
         if is_compiling():
-            return self._compiled(x, (lora_A, lora_B), slot, scaling=spec.scaling, p=spec.p)
-        state = self.fp8_state
+            scaling, p, _ = numbers
+            return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
+        state, training = self.fp8_state, self.training
         if state is not None:
-            state.begin(x.device, self._column, self.training)
-            spec = spec.following(state.recipe, self._column, self.training)
-        weight = Weight(self._stored, self.weight_scale_inv, self.weight_t)
-        states = (None, None) if state is None else (state.forward, state.backward)
-        call = Call(spec, slot, *states)
-        return lora_linear(x, weight, self.bias, Adapter(lora_A, lora_B), call)
+            state.begin(x.device, self._column, training)
+        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
+        buffers, parameters = self._buffers, self._parameters
+        weight = Weight(self._held, buffers["weight_scale_inv"], buffers["weight_t"])
+        call = (
+            Call(spec, slot) if state is None else Call(spec, slot, state.forward, state.backward)
+        )
+        return lora_linear(x, weight, parameters.get("bias"), adapter, call)
+
+    def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:
+        """Kept in `_specs` until a number of the layer changes."""
+        state, spec = self.fp8_state, LoRASpec(*numbers)
+        if state is not None:
+            spec = spec.following(state.recipe, self._column, training)
+        if not torch.compiler.is_compiling():  # an export takes it for a side effect
+            self._specs[numbers, training] = spec
+        return spec
 
     def _compiled(
         self,
@@ -333,10 +348,7 @@ class FrozenFP8Linear(nn.Module):
         **options: Any,
     ) -> Tensor:
         """`_linear` in a trace. It reads no number that differs between layers, so that they share the trace."""
-        stored = self._parameters["weight"]
-        assert stored is not None
-        weight = stored if stored.dtype in (E4M3, torch.uint8) else self._stored
-        base = (weight, self.weight_scale_inv, self.weight_t, self.bias)
+        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         handle = self._handle.tensor
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
@@ -349,6 +361,7 @@ class FrozenFP8Linear(nn.Module):
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
+        self._specs: dict[tuple[AdapterNumbers, bool], LoRASpec] = {}
         self._handle = Handle(self._numbers(), weight.device)
 
     def _handle_follows(self) -> None:
@@ -404,7 +417,7 @@ class FrozenFP8Linear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: no handle, and the weight as uint8, as pickle has no FP8 storage."""
-        state = {k: v for k, v in self.__dict__.items() if k != "_handle"}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_handle", "_specs")}
         stored = self._parameters["weight"]
         if stored is not None and stored.dtype == E4M3:
             state["_parameters"] = {**self._parameters, "weight": _frozen(stored.view(torch.uint8))}

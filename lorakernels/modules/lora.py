@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import LoRASpec, check_input, is_compiling
+from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, number, quantize_weight
 from lorakernels.modules.state_entries import is_apart
@@ -213,11 +213,14 @@ class LoRALinear(FrozenFP8Linear):
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             return self._compiled(x, (self.lora_A, self.lora_B), slot)
-        check_input(x, self._stored)
-        drops = self.training and self.lora_dropout > 0
-        slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
-        spec = LoRASpec(scaling=self.scaling, p=self.lora_dropout, site=self.site)
-        return self._linear(x, self.lora_A, self.lora_B, spec, slot)
+        check_input(x, self._held)
+        parameters = self._parameters
+        adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
+        numbers = AdapterNumbers(self.scaling, self.lora_dropout, self.site)
+        slot = None
+        if self.training and numbers.p > 0:
+            slot = draw_slot(self.rng_state, self.lora_A.device)
+        return self._linear(x, adapter, numbers, slot)
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scaling · B A, [N, K]."""

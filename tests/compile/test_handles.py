@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.autograd import compiled_linear, lora_linear
-from lorakernels.autograd.lora_linear import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Weight
 

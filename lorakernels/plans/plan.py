@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan: what a function of ops launches for operands of given shapes, to be launched again by one call of csrc.
+
+The function has run once with stand-ins. What it returned becomes tensors of their own. What it saved for backward lies
+in one block, and everything else in another one, where memory that is needed no more is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
+
+ALIGNMENT = 256  # bytes, of everything in a block; torch's own allocations have 512
+
+
+class Place(NamedTuple):
+    """A tensor in a block of bytes: where it begins, and what it is."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def of(self, block: Tensor) -> Tensor:
+        size = self.shape.numel() * self.dtype.itemsize
+        return block[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+class View(NamedTuple):
+    """A tensor in memory that a run allocates: which, and if it is not simply all of that, its part."""
+
+    result: int
+    part: tuple[torch.Size, tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run launches and makes.
+
+    Attributes:
+        launches: csrc's list. Its bases are the given tensors, the results, the kept block and the scratch.
+        results: shape and dtype of each tensor that a run allocates for what it returns.
+        outputs: what the function returned: a given tensor by its place, a view of a result, or None.
+        kept: bytes that backward needs.
+        scratch: bytes that are free again after the run.
+    """
+
+    launches: Any
+    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    outputs: tuple[int | View | None, ...]
+    kept: int
+    scratch: int
+
+    def run(
+        self, given: list[int], sites: tuple[int, ...], device: torch.device
+    ) -> tuple[list[Tensor], Tensor | None] | None:
+        """(results, kept block), or None where an address is not aligned as the kernels need it.
+
+        Args:
+            given: addresses of the caller's tensors; 0 for those that are not needed.
+            sites: dropout sites, in the order of the recording.
+            device: the GPU, with its index.
+        """
+        empty, index = torch.empty, device.index
+        made = [empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
+        kept = empty(self.kept, dtype=torch.uint8, device=device) if self.kept else None
+        scratch = empty(self.scratch, dtype=torch.uint8, device=device) if self.scratch else None
+        given += [t.data_ptr() for t in made]
+        given.append(0 if kept is None else kept.data_ptr())
+        given.append(0 if scratch is None else scratch.data_ptr())
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if not self.launches.run(tuple(given), sites, stream, index):
+            return None
+        return made, kept
+
+    def returned(self, results: list[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the function would have returned; `given` are the caller's tensors."""
+        found: list[Tensor | None] = []
+        for output in self.outputs:
+            if isinstance(output, View):
+                result, part = results[output.result], output.part
+                found.append(result if part is None else result.as_strided(*part))
+            else:
+                found.append(None if output is None else given[output])
+        return found
+
+
+class Kept(NamedTuple):
+    """Where each of the memories that backward reads lies in the kept block, in bytes; and that block's size."""
+
+    offsets: dict[int, int]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[StandIn]) -> Kept:
+        offsets, end = {}, 0
+        for memory in {t.memory.index: t.memory for t in tensors}.values():
+            offsets[memory.index] = end
+            end += _rounded(memory.nbytes)
+        return cls(offsets, end)
+
+    def place(self, tensor: StandIn) -> Place:
+        """Raises NotPlanned: the tensor has gaps."""
+        if not tensor.is_contiguous():
+            raise NotPlanned("a tensor with gaps that is kept for backward")
+        at = self.offsets[tensor.memory.index] + tensor.offset
+        return Place(at, tensor.shape, tensor.dtype)
+
+
+def finish(
+    recording: Recording,
+    given: Sequence[StandIn],
+    returned: Sequence[Any],
+    kept: Kept,
+    is_new: bool,
+) -> Plan:
+    """The plan of what was recorded.
+
+    Args:
+        given: stand-ins of the caller's tensors, in the order of a run's addresses.
+        returned: by the function: stand-ins and None.
+        kept: what backward reads.
+        is_new: whether this run makes the kept block. Otherwise it is the last of `given`.
+
+    Raises:
+        NotPlanned: what is returned is also kept, or comes from another recording.
+    """
+    own = {t.memory.index: i for i, t in enumerate(given)}
+    outputs, results = _outputs(own, returned)
+    bases = [*own, *results]
+    places = {index: (base, 0) for base, index in enumerate(bases)}
+    if {*results} & {*kept.offsets}:
+        raise NotPlanned("a result that backward reads, too")
+    block = len(bases) if is_new else len(given) - 1
+    rest = [
+        m for m in recording.allocated() if m.index not in places and m.index not in kept.offsets
+    ]
+    scratch, size = by_lifetime(rest)
+    places |= {index: (block, offset) for index, offset in kept.offsets.items()}
+    places |= {index: (len(bases) + 1, offset) for index, offset in scratch.items()}
+    sizes = [t.numel() * t.element_size() for t in given]
+    aligned = [size > 16 for size in sizes] + [True] * (len(results) + 2)
+    at = [places.get(i, (0, 0)) for i in range(len(recording.memories))]
+    recording.launches.place(at, aligned)
+    kinds = tuple(results.values())
+    return Plan(recording.launches, kinds, outputs, kept.size if is_new else 0, size)
+
+
+def _outputs(
+    own: dict[int, int], returned: Sequence[Any]
+) -> tuple[tuple[int | View | None, ...], dict[int, tuple[torch.Size, torch.dtype]]]:
+    """(`Plan.outputs`, {memory's index: shape and dtype of its result})."""
+    found: list[int | View | None] = []
+    results: dict[int, tuple[torch.Size, torch.dtype]] = {}
+    for tensor in returned:
+        if tensor is None:
+            found.append(None)
+        elif tensor.memory.index in own:
+            found.append(own[tensor.memory.index])
+        else:
+            found.append(_result(tensor, results))
+    return tuple(found), results
+
+
+def _result(tensor: StandIn, results: dict[int, tuple[torch.Size, torch.dtype]]) -> View:
+    memory, size = tensor.memory, tensor.element_size()
+    is_all = tensor.is_contiguous() and tensor.numel() * size == memory.nbytes
+    if memory.index not in results:
+        shape = tensor.shape if is_all else torch.Size((memory.nbytes // size,))
+        results[memory.index] = (shape, tensor.dtype)
+    number = [*results].index(memory.index)
+    if is_all and results[memory.index][0] == tensor.shape:
+        return View(number, None)
+    return View(number, (tensor.shape, tensor.stride(), tensor.offset // size))
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def by_lifetime(memories: Sequence[Memory]) -> tuple[dict[int, int], int]:
+    """({index: offset}, size) such that memories which are needed at one time do not overlap.
+
+    The largest are placed first, each at the lowest place that is free.
+    """
+    offsets: dict[int, int] = {}
+    placed: list[tuple[int, int, Memory]] = []
+    for memory in sorted(memories, key=lambda m: (-m.nbytes, m.index)):
+        at, size = 0, _rounded(memory.nbytes)
+        for begin, end, other in sorted(placed, key=lambda p: p[:2]):
+            if memory.meets(other) and at + size > begin:
+                at = max(at, end)
+        offsets[memory.index] = at
+        placed.append((at, at + size, memory))
+    return offsets, max((end for _, end, _ in placed), default=0)

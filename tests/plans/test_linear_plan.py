@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer by its plan launches what its ops launch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
+from lorakernels.autograd import linear_plan
+from lorakernels.plans.routing import without_plans
+from tests.dry_cuda import dry_cuda
+from tests.recorded_calls import Call
+
+UNNAMED = re.compile(r"m\d+\+\d+ =[0-9a-f]*")
+K, N, M = 256, 384, 96
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def layer(**options: Any) -> LoRALinear:
+    config = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1} | options
+    base = nn.Linear(K, N, bias=config.pop("base_bias", False), dtype=BF16)
+    made = LoRALinear.from_linear(base, LoRAConfig(**config))
+    made.site = 3
+    return made
+
+
+def frozen(**options: Any) -> FrozenFP8Linear:
+    return FrozenFP8Linear.from_linear(nn.Linear(K, N, bias=False, dtype=BF16), **options)
+
+
+def with_parameters(
+    make: Callable[[], nn.Module], change: Callable[[Any], Any]
+) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        module = make()
+        change(module)
+        return module
+
+    return made
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": layer,
+    "no dropout": lambda: layer(lora_dropout=0.0),
+    "bias": lambda: layer(base_bias=True),
+    "trained bias": lambda: layer(base_bias=True, bias="all"),
+    "both layouts": lambda: layer(weight_layout="both"),
+    "rank 64": lambda: layer(r=64),
+    "rank 128": lambda: layer(r=128),
+    "eval": lambda: layer().eval(),
+    "bf16 adapter": lambda: layer().to(BF16),
+    "only A trained": with_parameters(layer, lambda m: m.lora_B.requires_grad_(False)),
+    "only B trained": with_parameters(layer, lambda m: m.lora_A.requires_grad_(False)),
+    "e4m3 dy": lambda: layer(fp8=DelayedScaling(fp8_format="E4M3")),
+    "frozen": frozen,
+}
+
+
+BACKWARD_BY_OPS = {"trained bias"}  # its gradient is a sum of torch's
+
+
+def has_backward(module: nn.Module, x: Tensor) -> bool:
+    return x.requires_grad or any(p.requires_grad for p in module.parameters())
+
+
+def step(module: nn.Module, x: Tensor) -> None:
+    y = module(x)
+    if has_backward(module, x):
+        y.backward(torch.ones_like(y))
+
+
+def launches(calls: list[Call]) -> list[tuple[str, dict[str, Any]]]:
+    """Each call with its addresses in the layer's own tensors. Of other memory only that there is an address."""
+    return [
+        (
+            c.name,
+            {
+                k: "there" if isinstance(v, str) and UNNAMED.fullmatch(v) else v
+                for k, v in c.arguments.items()
+            },
+        )
+        for c in calls
+    ]
+
+
+@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
+    torch.manual_seed(0)
+    module = LAYERS[name]()
+    x = torch.randn(2, M // 2, K, dtype=BF16).requires_grad_(needs_dx)
+    with dry_cuda() as recorded:
+        state = module.fp8_state
+        recorded.name(x=x, state_x=state.forward, state_dy=state.backward, **module._buffers)
+        recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+        with without_plans():
+            step(module, x)
+        by_ops = launches(recorded.calls)
+        recorded.calls.clear()
+        assert not recorded.runs
+        linear_plan.linear_plan.cache_clear()
+        step(module, x)
+        assert launches(recorded.calls) == by_ops
+        assert linear_plan.linear_plan.cache_info().misses == 1
+        recorded.calls.clear()
+        step(module, x)  # by the plan that is there now
+        assert launches(recorded.calls) == by_ops
+        assert linear_plan.linear_plan.cache_info().misses == 1
+        planned = 1 if name in BACKWARD_BY_OPS or not has_backward(module, x) else 2
+        assert recorded.runs == 2 * planned
