@@ -77,7 +77,7 @@ def dry_cuda() -> Iterator[Recorded]:
         for owner, name, value in (*_of_torch(recorded), *_of_tensors(recorded)):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         for name, value in _of_extension(recorded):
-            stack.enter_context(mock.patch.object(_C, name, value, create=True))
+            stack.enter_context(mock.patch.object(_C, name, value))
         stack.enter_context(_cuda_for_cpu(ops))
         stack.callback(_forget_answers)
         _forget_answers()

@@ -114,3 +114,57 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
         assert linear_plan.linear_plan.cache_info().misses == 1
         planned = 1 if name in BACKWARD_BY_OPS or not has_backward(module, x) else 2
         assert recorded.runs == 2 * planned
+
+
+def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """y and all gradients of two steps from one random state."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):
+        module.zero_grad()
+        x = x.detach().requires_grad_(x.requires_grad)
+        y = module(x)
+        found.append(y.detach())
+        if has_backward(module, x):
+            y.backward(torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype))
+            found += [p.grad for p in (x, *module.parameters()) if p.grad is not None]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None:
+    torch.manual_seed(0)
+    module = LAYERS[name]().to("cuda")
+    x = torch.randn(2, M // 2, K, dtype=BF16, device="cuda").requires_grad_(needs_dx)
+    state = module.fp8_state.save()
+    with without_plans():
+        by_ops = outcome(module, x)
+    after = module.fp8_state.forward.clone()
+    module.fp8_state.restore(state)
+    planned = outcome(module, x)
+    assert len(planned) == len(by_ops)
+    assert all(map(torch.equal, planned, by_ops))
+    assert torch.equal(module.fp8_state.forward, after)
+
+
+@pytest.mark.gpu
+def test_plans_in_a_captured_graph() -> None:
+    torch.manual_seed(0)
+    module = layer(lora_dropout=0.0).to("cuda")
+    x = torch.randn(M, K, dtype=BF16, device="cuda", requires_grad=True)
+
+    def run() -> list[Tensor]:
+        y = module(x)
+        return [y, *torch.autograd.grad(y, (x, module.lora_A, module.lora_B), torch.ones_like(y))]
+
+    module.eval()
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for tensor in captured:
+        tensor.detach().zero_()
+    graph.replay()
+    assert all(map(torch.equal, captured, expected))
