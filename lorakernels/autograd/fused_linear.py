@@ -15,7 +15,7 @@ of dx are then computed one projection after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class Projections(NamedTuple):
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
+        kind: what plans go by; None where there can be none.
     """
 
     weight: Tensor
@@ -62,6 +63,7 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
+    kind: Hashable = None
 
     @property
     def adapted(self) -> bool:

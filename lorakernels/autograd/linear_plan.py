@@ -84,7 +84,13 @@ def planned_linear(
     """y [M, N] of a contiguous x [M, K] on a GPU; None where the ops have to run."""
     lora_A, lora_B, _ = adapter
     spec, slot, state, state_dy = call
-    if state is None or state_dy is None or weight.scale_inv is None or not is_plain():
+    if (
+        state is None
+        or state_dy is None
+        or weight.scale_inv is None
+        or not len(x)
+        or not is_plain()
+    ):
         return None
     others = [t for t in (*weight, slot) if t is not None]
     if not are_plain(x, bias, lora_A, lora_B, state, *others):

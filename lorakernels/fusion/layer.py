@@ -13,14 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lorakernels.autograd.attention import attend, attend_packed, choose, choose_packed
-from lorakernels.autograd.decoder_layer import (
-    MLPCall,
-    OutputCall,
-    QKVCall,
-    mlp,
-    norm_qkv,
-    output,
-)
+from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
+from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
 from lorakernels.fusion.group import FusedGroup
 
 QKV, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)

@@ -7,7 +7,8 @@ strides that the gradients then have. `PlannedNode` is the Function that autogra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ class NodePlan:
         forward: the plan of its forward.
         saved: for each tensor that it saves: its place among the given ones, its place in the kept block, or None.
         by_reference: the given ones among them.
+        given: how many addresses its forward gets.
         sources: for each given tensor that autograd sees: where it is in `by_reference`, or -1.
     """
 
@@ -75,6 +77,7 @@ class NodePlan:
         with self._recording as recording, torch.no_grad():
             self._given, arguments, self.tensors = operands(recording)
             returned = node.forward(self.context, *arguments)
+        self.given = len(self._given)
         self.is_tuple = isinstance(returned, tuple)
         outputs = returned if self.is_tuple else (returned,)
         self._outputs = [(t.shape, t.dtype) for t in outputs]
@@ -201,7 +204,7 @@ class PlannedNode(torch.autograd.Function):
         ran = backward.run(addresses, run.sites, plan.device)
         if ran is None:
             return _by_ops(ctx, *grads)
-        return None, *backward.returned(ran[0], grads)
+        return None, *backward.returned(ran[0], grads, plan.given)
 
 
 # Function.apply asks whether functorch is active, which `is_plain` has done.
@@ -216,3 +219,32 @@ def _by_ops(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     context = run.plan.real_context(saved, kept, run.attributes)
     found = run.plan.node.backward(context, *grads)
     return None, *(found[i] for i in run.plan.tensors)
+
+
+class Plans:
+    """The plans of the last calls, by all that they depend on. None stands for what runs by the ops."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, Lock()
+        self._plans: OrderedDict[Hashable, NodePlan | None] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], NodePlan]) -> NodePlan | None:
+        plans = self._plans
+        try:
+            plan = plans[key]
+            plans.move_to_end(key)
+            return plan
+        except KeyError:
+            pass
+        try:
+            made: NodePlan | None = make()
+        except NotPlanned:
+            made = None
+        with self._lock:
+            plans[key] = made
+            if len(plans) > self._most:
+                plans.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        self._plans.clear()

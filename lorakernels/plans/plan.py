@@ -78,15 +78,17 @@ class Plan:
             return None
         return made, kept
 
-    def returned(self, results: list[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
-        """What the function would have returned; `given` are the caller's tensors."""
+    def returned(
+        self, results: list[Tensor], given: Sequence[Tensor], first: int = 0
+    ) -> list[Tensor | None]:
+        """What the function would have returned; `given` are the caller's tensors from the `first` on."""
         found: list[Tensor | None] = []
         for output in self.outputs:
             if isinstance(output, View):
                 result, part = results[output.result], output.part
                 found.append(result if part is None else result.as_strided(*part))
             else:
-                found.append(None if output is None else given[output])
+                found.append(None if output is None else given[output - first])
         return found
 
 

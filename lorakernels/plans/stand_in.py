@@ -68,6 +68,13 @@ class Memory:
         return self.born < ends[1] and other.born < ends[0]
 
 
+def _refuse(name: str) -> Callable[..., Any]:
+    def operator(*operands: object) -> Any:
+        raise NotPlanned(f"Tensor.{name}")
+
+    return operator
+
+
 class _Held:
     """What stand-ins of one memory share. It dies with the last of them, and so does the memory."""
 
@@ -162,6 +169,25 @@ class StandIn:
             return like.held.recording.allocate(torch.empty_like(like.meta, **kwargs or {}))
         raise NotPlanned(f"torch.{getattr(function, '__name__', function)}")
 
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "neg",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "invert",
+    "and",
+    "or",
+    "bool",
+):
+    setattr(StandIn, f"__{_name}__", _refuse(f"__{_name}__"))
+    setattr(StandIn, f"__r{_name}__", _refuse(f"__r{_name}__"))
 
 _BY_OVERLOAD: dict[Any, Callable[..., Any]] = {}
 

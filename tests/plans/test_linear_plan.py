@@ -152,19 +152,22 @@ def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None
 @pytest.mark.gpu
 def test_plans_in_a_captured_graph() -> None:
     torch.manual_seed(0)
-    module = layer(lora_dropout=0.0).to("cuda")
-    x = torch.randn(M, K, dtype=BF16, device="cuda", requires_grad=True)
+    module = layer(lora_dropout=0.0).to("cuda").eval()
+    given = torch.randn(M, K, dtype=BF16, device="cuda")
 
     def run() -> list[Tensor]:
+        x = given.detach().requires_grad_()
         y = module(x)
         return [y, *torch.autograd.grad(y, (x, module.lora_A, module.lora_B), torch.ones_like(y))]
 
-    module.eval()
-    expected = run()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = [t.detach().clone() for t in run()]
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run()
+        captured = [t.detach() for t in run()]
     for tensor in captured:
-        tensor.detach().zero_()
+        tensor.zero_()
     graph.replay()
     assert all(map(torch.equal, captured, expected))
