@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.launch import launch as launch_kernel
 from lorakernels.kernels.triton.quantize import begin
 from lorakernels.values import SideBySide
 
@@ -113,8 +114,11 @@ def launch(
     pointers = [next(held) if rank else whole for rank in ranks]  # no rank: nothing is accessed
     pointers += [whole] * (MAX_BLOCKS - len(rows))
     early = quantize.overlaps(whole.device)
-    with torch.cuda.device_of(whole):  # does nothing for a CPU tensor of the interpreter
-        _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
+    device = whole.device if whole.device.type == "cuda" else -1  # none for the interpreter
+    with torch.cuda.device(device):
+        launch_kernel(
+            _block_diagonal_kernel,
+            (triton.cdiv(n[-1], TILE),),
             whole,
             second,
             *pointers,
