@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lorakernels import _C
+from lorakernels.device import why_not_csrc
+from tests.kernels.stand_ins import recording, symbolic
 
 STUBS = Path(_C.__file__).with_name("_C.pyi")
 DROPOUT = {"site": 0, "threshold": 6554, "first_row": 3, "first_col": 8}
@@ -68,24 +71,10 @@ def launching() -> dict[str, list[str]]:
     return {name: names for name, names in arguments.items() if {"stream", "device"} <= {*names}}
 
 
-def symbolic(index: int, offset: int = 0) -> int:
-    return (index + 1) << 48 | offset
-
-
-@contextmanager
-def recording() -> Iterator[_C.LaunchList]:
-    launches = _C.LaunchList()
-    launches.begin()
-    try:
-        yield launches
-    finally:
-        launches.end()
-
-
-def submit(case: str, address: Callable[[int], int]) -> list[int]:
+def submit(case: str, address: Callable[[int], int], **changes: int) -> list[int]:
     """Calls a case with `address` of 0, 1, … for its pointers; returns these addresses."""
     name, given = CASES[case]
-    values = dict(given) | {"stream": 12345, "device": 7}
+    values = dict(given) | {"stream": 12345, "device": 7} | changes
     names = launching()[name]
     if "dtype" in names:
         values["dtype"] = "bfloat16"
@@ -341,3 +330,50 @@ def test_parameters_of_a_kernel_that_are_refused(
 def test_a_kernel_is_recorded_or_refused() -> None:
     with pytest.raises(RuntimeError, match="record_kernel: this thread records into no LaunchList"):
         record_kernel([])
+
+
+SITE = 2**32 - 3
+BYTES = 1 << 20  # more than any of the cases has at an address
+
+
+def through_a_list(case: str, memory: Tensor) -> Callable[[], None]:
+    """Runs the case with memory [2 bases, 16, BYTES], its addresses in turns at the one and the other base."""
+    with recording() as launches:
+        count = len(submit(case, symbolic))
+    launches.place([(i % 2, i // 2 * BYTES) for i in range(count)], [True, True])
+    addresses, device = (memory[0].data_ptr(), memory[1].data_ptr()), memory.get_device()
+
+    def run() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        assert launches.run(addresses, (SITE,), stream, device)
+
+    return run
+
+
+def directly(case: str, memory: Tensor) -> None:
+    stream = torch.cuda.current_stream().cuda_stream
+    changes = {"stream": stream, "device": memory.get_device()}
+    if "site" in CASES[case][1]:
+        changes["site"] = SITE
+    submit(case, lambda i: memory[i % 2, i // 2].data_ptr(), **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_list_gives_the_bits_of_the_op(case: str) -> None:
+    """Launched, and captured: all memory is the same after it as after the op itself, and not as before."""
+    if reason := why_not_csrc(torch.cuda.get_device_capability()):
+        pytest.skip(reason)
+    # finite numbers of every type that is read
+    before = torch.randint(0x3A, 0x40, (2, 16, BYTES), dtype=torch.uint8, device="cuda")
+    expected, found, replayed = before.clone(), before.clone(), before.clone()
+    directly(case, expected)
+    through_a_list(case, found)()
+    graph, run = torch.cuda.CUDAGraph(), through_a_list(case, replayed)
+    with torch.cuda.graph(graph):
+        run()
+    assert torch.equal(replayed, before)
+    graph.replay()
+    assert not torch.equal(expected, before)
+    assert torch.equal(found, expected)
+    assert torch.equal(replayed, expected)

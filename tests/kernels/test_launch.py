@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,24 @@ def test_recorded_kernels_give_the_bits_of_launched_ones(
     expected = function(*triton_s)
     pairs = zip(as_bytes((found, mine)), as_bytes((expected, triton_s)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_called_cuda_yet_runs_a_list() -> None:
+    x = torch.randn(ROWS, K, device="cuda").to(BF16)
+    memory = Memory(x.device)
+    with recording() as launches:
+        act, *_ = swiglu.swiglu_quantize(memory.of(Scaled(x)), None, True, BF16)
+    addresses = tuple(memory.allocate())
+    launches.place([(i, 0) for i in range(len(addresses))], [False] * len(addresses))
+    torch.cuda.synchronize()
+    done: list[bool] = []
+    thread = threading.Thread(target=lambda: done.append(launches.run(addresses, (), 0, -1)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert done == [True]
+    assert torch.equal(act.tensor, swiglu.swiglu_quantize(Scaled(x), None, True, BF16)[0])
 
 
 @pytest.fixture
