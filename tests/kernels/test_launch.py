@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -32,6 +34,8 @@ from tests.kernels.stand_ins import Memory, recording, run_recorded, symbolic, t
 
 BF16, E5M2 = torch.bfloat16, torch.float8_e5m2
 ROWS, K, HEADS, KV_HEADS, DIM = 37, 512, 4, 2, 64
+SM90 = GPUTarget("cuda", 90, 32)
+BYTES = {"*": 8, "i64": 8, "i32": 4, "fp32": 4}
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -159,17 +163,23 @@ def test_a_thread_that_has_not_called_cuda_yet_runs_a_list() -> None:
     assert torch.equal(act.tensor, swiglu.swiglu_quantize(Scaled(x), None, True, BF16)[0])
 
 
+def specialized(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """What Triton compiles the kernel for: types, constants and the options that are none of its arguments."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(SM90))
+    values, specialization, rest = bind(*arguments, **options)
+    signature = dict(zip(kernel.arg_names, (kind for kind, _ in specialization), strict=True))
+    constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
+    return signature, constants, rest
+
+
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What is given to `record_kernel`, of kernels that are not compiled. Triton itself says what they would take."""
-    backend = make_backend(GPUTarget("cuda", 90, 32))
     calls: list[dict[str, Any]] = []
 
     def warmup(kernel: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        _, specialization, rest = bind(*arguments, **options)
-        kinds = [kind for kind, _ in specialization]
-        return compiled(dict(zip(kernel.arg_names, kinds, strict=True)), **rest)
+        signature, _, rest = specialized(kernel, *arguments, **options)
+        return compiled(signature, **rest)
 
     monkeypatch.setattr(JITFunction, "warmup", warmup)
     monkeypatch.setattr(
@@ -224,6 +234,35 @@ SIGNATURE = {
     "eps": "fp32",
     "BLOCK": "constexpr",
 }
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", ["rms_norm-kept", "block_diagonal", "rope_backward"])
+def test_the_code_takes_the_parameters_that_are_recorded(
+    name: str, recorded: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many, of these sizes and in this order, for a Hopper GPU."""
+    expected = []
+
+    def warmup(kernel: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        signature, constants, rest = specialized(kernel, *arguments, **options)
+        expected.append(sizes_in_ptx(kernel, signature, constants))
+        return compiled(signature, **rest)
+
+    monkeypatch.setattr(JITFunction, "warmup", warmup)
+    function, arguments = case_of(name, torch.device("cpu"))
+    function(*Memory(torch.device("cpu")).of(arguments))
+    assert expected
+    assert [[BYTES[kind] for kind, _ in call["parameters"]] for call in recorded] == expected
+
+
+def sizes_in_ptx(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> list[int]:
+    """Bytes of each parameter of the kernel's code."""
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    ptx = triton.compile(source, target=SM90).asm["ptx"]
+    entry = ptx[ptx.index(".entry") :].partition("{")[0]
+    return [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)]
 
 
 class FakeKernel:
