@@ -17,6 +17,12 @@ uint64_t unsigned_of(PyObject* number) {
   return value;
 }
 
+int device_of(PyObject* number) {
+  const long value = PyLong_AsLong(number);
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return static_cast<int>(value);
+}
+
 size_t length_of(const char* argument, PyObject* tuple) {
   if (!PyTuple_Check(tuple)) throw py::type_error(std::string(argument) + " must be a tuple");
   const auto length = static_cast<size_t>(PyTuple_GET_SIZE(tuple));
@@ -43,11 +49,11 @@ bool read(const LaunchList& list, PyObject* addresses, PyObject* sites, LaunchVa
 
 bool run(PyObject* self, PyObject* const* arguments) {
   const auto& list = py::handle(self).cast<const LaunchList&>();
-  const long device = PyLong_AsLong(arguments[3]);
-  const uint64_t stream = unsigned_of(arguments[2]);  // throws for the device's error, too
+  const uint64_t stream = unsigned_of(arguments[2]);
+  const int device = device_of(arguments[3]);
   LaunchValues values;
   if (!read(list, arguments[0], arguments[1], &values)) return false;
-  list.launch(values, reinterpret_cast<void*>(stream), static_cast<int>(device));
+  list.launch(values, reinterpret_cast<void*>(stream), device);
   return true;
 }
 

@@ -285,8 +285,15 @@ def test_a_run_without_cuda_says_what_is_missing() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [([16], (), 0, -1), ((16.0, 16, 0), (), 0, -1), ((16, 16, -16), (), 0, -1), ((), (), 0)],
-    ids=["list", "float", "negative", "count"],
+    [
+        ([16], (), 0, -1),
+        ((16.0, 16, 0), (), 0, -1),
+        ((16, 16, -16), (), 0, -1),
+        ((16, 16, 0), (0, 0, 0), None, -1),
+        ((16, 16, 0), (0, 0, 0), 0, "cuda"),
+        ((), (), 0),
+    ],
+    ids=["list", "float", "negative", "stream", "device", "count"],
 )
 def test_arguments_of_other_types_are_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises((TypeError, OverflowError)):
