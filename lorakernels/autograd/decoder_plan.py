@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from lorakernels.autograd.decoder_layer import (
 from lorakernels.autograd.fused_linear import Projections
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
 from lorakernels.plans.routing import are_plain, is_plain
-from lorakernels.plans.stand_in import Recording, Site
+from lorakernels.plans.stand_in import Recording, Site, column_address
 from lorakernels.values import Dropout
 
 PLANS = Plans(1024)
@@ -42,17 +42,17 @@ class _Kind:
     """What several Projections have in common, compared by identity."""
 
 
-def kind_of(to: Projections) -> Hashable:
+def kind_of(to: Projections, drawn: tuple[float, ...]) -> Hashable:
     """One object for all Projections whose launches differ in addresses, columns and dropout sites only.
 
-    None where there is no FP8 state or a tensor is not torch's own.
+    `drawn` has the dropout probability of each mask, 0 where none is drawn. The result is None where there is no FP8
+    state, or a tensor is not torch's own.
     """
     tensors = _tensors(to)
     if to.state_x is None or to.state_dy is None or not are_plain(to.state_x, *tensors):
         return None
     shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-    masks = tuple(None if m is None else (m.p, m.row0, m.col0) for m in to.masks)
-    key = (shapes, to.rows, to.ranks, masks, to.state_x.shape, to.spec.numbers)
+    key = (shapes, to.rows, to.ranks, drawn, to.state_x.shape, to.spec.numbers)
     return _KINDS.setdefault(key, _Kind())
 
 
@@ -102,12 +102,10 @@ class _Call(NamedTuple):
                 if mask is None:
                     masks.append(None)
                 else:
-                    slot = _stand_in(recording, mask.slot)
-                    masks.append(mask._replace(slot=slot, site=Site(sites)))
-                    given_slot = slot
-                    tensors.append(given_slot)
+                    tensors.append(_stand_in(recording, mask.slot))
+                    masks.append(mask._replace(slot=tensors[-1], site=Site(sites)))
                     sites += 1
-            own = [_stand_in(recording, t) for t in (to.state_x, to.state_dy)]
+            own = [recording.column(t.shape) for t in (to.state_x, to.state_dy) if t is not None]
             states += own
             given += tensors
             n = len(_TENSORS)
@@ -134,9 +132,9 @@ class _Call(NamedTuple):
                 if mask is not None:
                     others.append(mask.slot)
                     sites.append(mask.site)
-            at = 4 * to.spec.column
-            assert to.state_x is not None and to.state_dy is not None
-            addresses += (to.state_x.data_ptr() + at, to.state_dy.data_ptr() + at)
+            for state in (to.state_x, to.state_dy):
+                assert state is not None
+                addresses.append(column_address(state, to.spec.column))
         return NodeRun(plan, others, tuple(addresses), tuple(sites), {"call": self.call})
 
 
@@ -194,6 +192,9 @@ def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor 
     """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them."""
     y: Tensor | None = None
     if out.is_cuda:
+        out = (
+            out.transpose(1, 2).contiguous().transpose(1, 2)
+        )  # mostly no copy: attention wrote it so
         made = _Call(OutputNode, (out, residual), call, params, {"to": call.to}, {})
         y = _planned(made, (call.save,))
     return OutputNode.apply(out, residual, call, *params) if y is None else y

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, SharedNumbers
-from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, apply_planned
+from lorakernels.plans.node import UNPLANNED, Misaligned, NodePlan, NodeRun, Operands, apply_planned
 from lorakernels.plans.routing import are_plain, is_plain
-from lorakernels.plans.stand_in import NotPlanned, Recording, Site
+from lorakernels.plans.stand_in import Recording, Site, column_address
 from lorakernels.values import Weight
 
 MAX_PLANS = 1024  # a plan has a few KB
@@ -62,7 +62,7 @@ class Shapes(NamedTuple):
             recording.tensor((k, n), torch.uint8) if self.layout else None,
         )
         slot = recording.tensor((2,), torch.int64) if self.drops else None
-        states = [recording.tensor(self.state, torch.float32) for _ in range(2)]
+        states = [recording.column(self.state) for _ in range(2)]
         spec = replace(self.numbers.spec, site=Site(0))
         given = [t for t in (*tensors, *weight, slot, *states) if t is not None]
         return Operands(given, (*tensors, weight, Call(spec, slot, *states)), (0, 1, 2, 3))
@@ -74,7 +74,7 @@ def linear_plan(shapes: Shapes) -> NodePlan | None:
     device = torch.device("cuda", shapes.device)
     try:
         return NodePlan(LinearNode, device, shapes.operands, (*shapes.needs, False, False))
-    except NotPlanned:
+    except UNPLANNED:
         return None
 
 
@@ -111,8 +111,7 @@ def planned_linear(
     plan = linear_plan(shapes)
     if plan is None:
         return None
-    at = 4 * spec.column
-    addresses = (state.data_ptr() + at, state_dy.data_ptr() + at)
+    addresses = (column_address(state, spec.column), column_address(state_dy, spec.column))
     attributes: dict[str, Any] = {"state_dy": state_dy, "spec": spec}
     run = NodeRun(plan, others, addresses, (spec.site,), attributes)
     try:

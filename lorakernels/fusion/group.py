@@ -12,12 +12,14 @@ Derived tensors (scales by column, Wᵀ) are renewed after torch has written a m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.autograd.decoder_plan import kind_of
 from lorakernels.autograd.fused_linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -49,6 +51,24 @@ class _Variant(NamedTuple):
     masks: tuple[int, ...]
 
 
+class _Prepared(NamedTuple):
+    """A call without its masks. It serves as long as what was seen is the same.
+
+    Attributes:
+        seen: `FusedGroup._now` when it was made.
+        variant: of the mode and the adapters.
+        adapted: the members whose adapters are active.
+        to: the Projections, with None for every mask.
+        params: the flat list of tensors that autograd gets (`fused_node.Trained`).
+    """
+
+    seen: tuple[list[Any], list[Any]] | None
+    variant: _Variant
+    adapted: tuple[LoRALinear, ...]
+    to: Projections
+    params: list[Tensor | None]
+
+
 class FusedGroup:
     """One or more LoRALinears and FrozenFP8Linears of one x.
 
@@ -73,6 +93,7 @@ class FusedGroup:
         self._seen: tuple[list[Any], list[int]] = ([], [])
         self._derived: _Derived | None = None
         self._variants: dict[tuple[Any, ...], _Variant] = {}
+        self._prepared: _Prepared | None = None
 
     @property
     def first(self) -> FrozenFP8Linear:
@@ -93,15 +114,27 @@ class FusedGroup:
             RuntimeError: members differ in mode, FSDP manages one, or memory was moved before a capture.
             ValueError: adapters that share a mask differ in lora_dropout.
         """
+        now = self._now()
+        prepared = self._prepared
+        if prepared is None or now is None or not _same(now, prepared.seen):
+            prepared = self._prepared = self._prepare()
+        first = self.first
+        state = first.fp8_state
+        if state is not None and first.training:
+            state.on_training_forward(first._column)
+        masks = self._masks(prepared.variant, prepared.adapted)
+        return prepared.to._replace(masks=masks), prepared.params
+
+    def _prepare(self) -> _Prepared:
+        """Join what is not joined, and make everything of a call that is not drawn."""
         derived = self.join()
         first, adapted = self.first, self.adapted
-        state, training = first.fp8_state, first.training
-        if state is not None and training:
-            state.on_training_forward(first._column)
-        variant = self._variant(training, adapted)
+        state = first.fp8_state
+        variant = self._variant(first.training, adapted)
         bias, biases = self._biases()
         lora_A: list[Tensor | None] = [m._parameters["lora_A"] for m in adapted]
-        call = Projections(
+        lora_B = [m._parameters["lora_B"] for m in adapted]
+        to = Projections(
             first._stored if self._weight is None else self._weight,
             derived.scale_inv,
             derived.grad_scale_inv,
@@ -112,13 +145,41 @@ class FusedGroup:
             variant.ranks,
             self._stacked_A(adapted, lora_A),
             variant.factors,
-            self._masks(variant, adapted),
+            (None,) * len(variant.masks),
             None if state is None else state.forward,
             None if state is None else state.backward,
             variant.spec,
             tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
         )
-        return call, [*lora_A, *(m._parameters["lora_B"] for m in adapted), *biases]
+        drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
+        to = to._replace(kind=kind_of(to, drawn))
+        return _Prepared(self._now(), variant, tuple(adapted), to, [*lora_A, *lora_B, *biases])
+
+    def _now(self) -> tuple[list[Any], list[Any]] | None:
+        """What a prepared call depends on: objects, and numbers. None if a member is not a module of ours."""
+        objects: list[Any] = []
+        numbers: list[Any] = []
+        for member in self.members:
+            own = member.__dict__
+            if "_handle" not in own:
+                return None
+            parameters, buffers = own["_parameters"], own["_buffers"]
+            weight, scale = parameters["weight"], buffers["weight_scale_inv"]
+            lora_A, bias = parameters.get("lora_A"), parameters.get("bias")
+            objects += (weight, scale, buffers["weight_t"], lora_A, parameters.get("lora_B"), bias)
+            objects.append(own["_handle"])  # there is a new one after a number of the layer changed
+            numbers += (weight.data_ptr(), weight._version, own["training"])
+            numbers += (own.get("merged"), own.get("disable_adapters"))
+            if scale is not None:
+                numbers += (scale.data_ptr(), scale._version)
+            if lora_A is not None:
+                numbers.append(lora_A.data_ptr())
+            if bias is not None:
+                numbers += (bias.data_ptr(), bias.requires_grad)
+        state = self.first.fp8_state
+        if state is not None:
+            objects += (state.forward, state.backward)
+        return objects, numbers
 
     def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
         """The _Variant for this mode and these adapters. Each variant is made once."""
@@ -392,6 +453,13 @@ class FusedGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _same(now: tuple[list[Any], list[Any]], seen: tuple[list[Any], list[Any]] | None) -> bool:
+    if seen is None:
+        return False
+    (objects, numbers), (those, then) = now, seen
+    return numbers == then and len(objects) == len(those) and all(map(is_, objects, those))
 
 
 def _is_zero(raw: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from lorakernels.plans.plan import Kept, Place, Plan, finish
 from lorakernels.plans.routing import is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, StandIn
 
+UNPLANNED = (NotPlanned, NotImplementedError)  # the latter: of a kernel that csrc cannot launch
+
 
 class Misaligned(Exception):
     """An address is not aligned as a plan's kernels need it. Nothing was launched."""
@@ -74,7 +76,7 @@ class NodePlan:
         self.node, self.device = node, device
         self.context = Context(needs_input_grad)
         self._recording, self._lock = Recording(device), Lock()
-        with self._recording as recording, torch.no_grad():
+        with torch.cuda.device(device), self._recording as recording, torch.no_grad():
             self._given, arguments, self.tensors = operands(recording)
             returned = node.forward(self.context, *arguments)
         self.given = len(self._given)
@@ -109,12 +111,12 @@ class NodePlan:
             with self._lock:
                 try:
                     self._backwards[strides] = self._record_backward(strides)
-                except NotPlanned:
+                except UNPLANNED:
                     self._backwards[strides] = None
         return self._backwards[strides]
 
     def _record_backward(self, strides: tuple[tuple[int, ...], ...]) -> Plan:
-        with self._recording.again() as recording, torch.no_grad():
+        with torch.cuda.device(self.device), self._recording.again() as recording, torch.no_grad():
             described = zip(self._outputs, strides, strict=True)
             grads = [recording.tensor(*output, stride) for output, stride in described]
             block = recording.tensor((self._kept.size,), torch.uint8)
@@ -238,7 +240,7 @@ class Plans:
             pass
         try:
             made: NodePlan | None = make()
-        except NotPlanned:
+        except UNPLANNED:
             made = None
         with self._lock:
             plans[key] = made
@@ -246,5 +248,5 @@ class Plans:
                 plans.popitem(last=False)
         return made
 
-    def clear(self) -> None:
+    def cache_clear(self) -> None:
         self._plans.clear()

@@ -145,8 +145,7 @@ def finish(
     scratch, size = by_lifetime(rest)
     places |= {index: (block, offset) for index, offset in kept.offsets.items()}
     places |= {index: (len(bases) + 1, offset) for index, offset in scratch.items()}
-    sizes = [t.numel() * t.element_size() for t in given]
-    aligned = [size > 16 for size in sizes] + [True] * (len(results) + 2)
+    aligned = [t.memory.is_aligned for t in given] + [True] * (len(results) + 2)
     at = [places.get(i, (0, 0)) for i in range(len(recording.memories))]
     recording.launches.place(at, aligned)
     kinds = tuple(results.values())

@@ -41,6 +41,14 @@ _FACTS = frozenset(
 )
 
 
+def column_address(state: Tensor, column: int) -> int:
+    """What stands for the address of a column in an FP8 state: four bytes less.
+
+    Kernels are compiled for addresses that are multiples of 16 where a stand-in's is one, and a column's is not.
+    """
+    return state.data_ptr() + 4 * column - 4
+
+
 class NotPlanned(Exception):
     """These operands need something that cannot be recorded; the message names it."""
 
@@ -56,11 +64,13 @@ class Memory:
         index: its number in the recording.
         nbytes: its size.
         born, died: how many launches had been recorded when it was allocated, and when nothing referred to it any more.
+        is_aligned: whether its address has to be a multiple of 16 bytes.
     """
 
     def __init__(self, index: int, nbytes: int, born: int) -> None:
         self.index, self.nbytes, self.born = index, nbytes, born
         self.died: int | None = None
+        self.is_aligned = nbytes > 16
 
     def meets(self, other: Memory) -> bool:
         """Whether both are needed at one time."""
@@ -234,6 +244,13 @@ class Recording:
         """A StandIn for a tensor of the caller's, which has no gaps if no `stride` is given."""
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return self.allocate(meta if stride is None else meta.as_strided(shape, stride))
+
+    def column(self, state: torch.Size) -> Any:
+        """A StandIn for an FP8 state of this shape, from one of its columns on: an address like `column_address`."""
+        memory = torch.empty(state.numel() + 1, dtype=torch.float32, device="meta")
+        held = self.allocate(memory)
+        held.memory.is_aligned = False
+        return held[1:].view(state)
 
     def allocate(self, meta: Tensor) -> StandIn:
         size = sum((n - 1) * step for n, step in zip(meta.shape, meta.stride(), strict=True)) + 1
