@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lorakernels.autograd import attention as attention_backends
-from lorakernels.fusion.check import LAYERS, check_layers, decoder_layers
+from lorakernels.fusion.check import check_layers, decoder_layers
+from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import Parts, original_class
 from lorakernels.fusion.memory import SAVE, LayerSize, fit
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
@@ -155,7 +156,8 @@ def fuse(
         adapter = _an_adapter(model)
         state = adapter.fp8_state
         check_layers(layers, state, shared_dropout)
-        element = next(iter(layers.values())).get_parameter("input_layernorm.weight").element_size()
+        first = next(iter(layers.values()))
+        element = first.get_parameter(f"{spec_of(first).norms[0]}.weight").element_size()
         sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
         modes = [save] * len(sizes)
         if memory_budget is not None:
@@ -217,4 +219,4 @@ def _an_adapter(model: nn.Module) -> LoRALinear:
     return found[0]
 
 
-__all__ = ["LAYERS", "FuseReport", "LayerReport", "fuse", "unfuse"]
+__all__ = ["FuseReport", "LayerReport", "fuse", "unfuse"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lorakernels.fusion.families import spec_of
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 
 
@@ -58,7 +59,7 @@ class KeptLinear:
 
 
 def _norm(layer: nn.Module) -> Tensor:
-    return layer.get_parameter("input_layernorm.weight")
+    return layer.get_parameter(f"{spec_of(layer).norms[0]}.weight")
 
 
 def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:

@@ -134,7 +134,7 @@ REFUSALS = {
     ),
     "bidirectional": (
         on_layer(lambda m: setattr(m.self_attn, "is_causal", False)),
-        r"layers\.1\.self_attn\.is_causal must be True, found False",
+        r"layers\.1: self_attn\.is_causal must be True, found False",
     ),
     "merged": (on_layer(lambda m: m.self_attn.q_proj.merge()), "q_proj is merged"),
     "dropout": (
