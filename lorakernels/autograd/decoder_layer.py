@@ -160,11 +160,18 @@ def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
     return tuple(part.transpose(1, 2) for part in split.split(counts, 2))
 
 
+def _columns(qkv: Tensor, call: QKVCall) -> tuple[Tensor, ...]:
+    """q's, k's and v's columns of qkv [M, (H + 2 Hk) D]. One projection may have made all of them."""
+    counts = (call.heads, call.kv_heads, call.kv_heads)
+    dim = qkv.shape[1] // sum(counts)
+    return qkv.split([count * dim for count in counts], 1)
+
+
 def _normed_heads(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> list[tuple[str, Tensor, Tensor]]:
     """(name, weight [D], columns of qkv) for q and k, if their heads have an RMSNorm."""
-    parts = zip(("q", "k"), (q_norm, k_norm), qkv.split(list(call.to.rows), 1)[:2], strict=True)
+    parts = zip(("q", "k"), (q_norm, k_norm), _columns(qkv, call)[:2], strict=True)
     return [(name, weight, part) for name, weight, part in parts if weight is not None]
 
 
@@ -198,7 +205,7 @@ def _heads_backward(
         dx, dweight = ops.rms_norm_backward(d, x, weight, rstd, None, need["qk".index(name)])
         columns.copy_(dx.view_as(columns))
         found[name] = dweight.to(weight.dtype)
-    for part, factor in zip(dqkv.split(list(call.to.rows), 1), multiplier, strict=True):
+    for part, factor in zip(_columns(dqkv, call), multiplier, strict=True):
         part.mul_(factor)
     return dqkv, [found[name] if flag else None for name, flag in zip("qk", need, strict=True)]
 
