@@ -77,11 +77,15 @@ class FusedGroup:
     Args:
         members: modules of equal in_features, FP8 state and recipe.
         shared_dropout: draw one mask for all adapters instead of one each. They must then have one lora_dropout.
+        results: how many results the joined matrix has, 3 of which are q, k and v. A single member has all of them.
     """
 
-    def __init__(self, members: Sequence[FrozenFP8Linear], shared_dropout: bool) -> None:
+    def __init__(
+        self, members: Sequence[FrozenFP8Linear], shared_dropout: bool, results: int
+    ) -> None:
         self.members = tuple(members)
         self.shared_dropout = shared_dropout
+        self.results = results
         self.rows = tuple(member.out_features for member in self.members)
         self._forget()
 
@@ -380,7 +384,7 @@ class FusedGroup:
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales:
             scale = scales[0] if scales else None
-            ones = torch.ones(len(self.members), device=self.first._stored.device)
+            ones = torch.ones(self.results, device=self.first._stored.device)
             return _Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
         zero = torch.stack([_is_zero(m._stored) for m in self.members])
@@ -448,7 +452,8 @@ class FusedGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: the members. The next forward joins their memory again."""
-        return {"members": self.members, "shared_dropout": self.shared_dropout, "rows": self.rows}
+        kept = ("members", "shared_dropout", "results", "rows")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -184,9 +184,11 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
     spec = spec_of(layer)
     qkv, o, gate_up, down = (
         FusedGroup(
-            [keep_projection(layer.get_submodule(path)) for path in paths], options.shared_dropout
+            [keep_projection(layer.get_submodule(path)) for path in paths],
+            options.shared_dropout,
+            results,
         )
-        for paths in spec.groups
+        for paths, results in zip(spec.groups, spec.results, strict=True)
     )
     first, second = (layer.get_submodule(path) for path in spec.norms)
     heads = [layer.get_submodule(path) for path in spec.head_norms]

@@ -144,7 +144,7 @@ def test_one_scale_serves_projections_of_very_different_weights() -> None:
     for linear, size in zip(base, (1.0, 1e-3, 30.0), strict=True):
         nn.init.normal_(linear.weight, std=size)
     members = [LoRALinear.from_linear(linear, config, name=str(i)) for i, linear in enumerate(base)]
-    group = FusedGroup(members, True)
+    group = FusedGroup(members, True, len(members))
     call, _ = group.call()
     scales = torch.cat([m.weight_scale_inv for m in members])
     assert call.grad_scale_inv == scales.max()

@@ -85,6 +85,11 @@ class LayerSpec:
         return self.qkv, (self.output,), self.gate_up, (self.down,)
 
     @property
+    def results(self) -> tuple[int, ...]:
+        """How many results each of `groups` has, whether separate projections or a packed one make them."""
+        return 3, 1, 2, 1
+
+    @property
     def all_norms(self) -> tuple[str, ...]:
         return *self.norms, *self.head_norms
 
