@@ -36,7 +36,8 @@ class Projections(NamedTuple):
         grad_scale_inv: fp32 [1], the largest of the scale_inv; None over a plain base.
         weight_t: [K, ΣN] or None.
         bias: [ΣN] or None.
-        multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base.
+        multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base. For n = 1 there is one for each
+            result that the projection packs, such as q, k and v.
         rows: N_i.
         ranks: R_i; 0 without an adapter.
         lora_A: [ΣR, K] or None.
