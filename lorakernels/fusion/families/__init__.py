@@ -7,6 +7,7 @@ from torch import nn
 
 from lorakernels.fusion.families.llama import LLAMA
 from lorakernels.fusion.families.mistral import MISTRAL
+from lorakernels.fusion.families.phi3 import PHI3
 from lorakernels.fusion.families.qwen2 import QWEN2
 from lorakernels.fusion.families.qwen3 import QWEN3
 from lorakernels.fusion.families.spec import LayerSpec
@@ -16,6 +17,7 @@ FAMILIES: tuple[LayerSpec, ...] = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    PHI3,
 )
 KNOWN = ", ".join(spec.layer for spec in FAMILIES)  # for messages
 _BY_LAYER = {spec.layer: spec for spec in FAMILIES}

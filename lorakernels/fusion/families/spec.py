@@ -157,8 +157,9 @@ class LayerSpec:
         if len(set(epsilons.values())) > 1:
             yield f"norms must have one epsilon, found {epsilons}"
         for place in self.dropouts:
-            if p := attrgetter(place)(layer).p:
-                yield f"{place}.p must be 0, found {p}"
+            module = layer.get_submodule(place)
+            if type(module) is not nn.Dropout or module.p:
+                yield f"{place} must be Dropout(p=0), found {module}"
         if found := self.refuse(layer):
             yield found
 
