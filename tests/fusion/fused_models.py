@@ -69,7 +69,8 @@ def model_of(family: str, **options: Any) -> nn.Module:
     if family == "Qwen3":
         options.setdefault("head_dim", 8)
     if family == "Phi3":
-        options.setdefault("pad_token_id", 0)  # its own one lies outside of the vocabulary
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        options = {**special, **options}  # its own ones lie outside of the vocabulary
     config = getattr(transformers, f"{family}Config")(
         **{
             "vocab_size": VOCABULARY,
