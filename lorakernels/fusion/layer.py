@@ -199,8 +199,8 @@ def _run(
     parts: Parts, attended: Callable[[Tensor, Tensor, Tensor], Tensor], h: Tensor, call: _Call
 ) -> Tensor:
     first, second = map(_weight, parts.norms)
-    q_norm, k_norm = (None if norm is None else _weight(norm) for norm in parts.head_norms)
-    q, k, v, residual = norm_qkv(h, first, q_norm, k_norm, call.qkv, call.params[0])
+    of_q, of_k = (None if norm is None else _weight(norm) for norm in parts.head_norms)
+    q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
     h = output(attended(q, k, v), residual, call.o, call.params[1])
     return mlp(h, second, call.mlp, call.params[2])
 
