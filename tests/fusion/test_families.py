@@ -64,14 +64,14 @@ def test_a_family_refuses_in_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_has_the_modules_of_its_spec(family: str) -> None:
-    layer = model_of(family).model.layers[0]
+    layer = model_of(family, head_dim=16).model.layers[0]
     spec = spec_of(layer)
     assert spec.family == family and spec.own_class(layer, "DecoderLayer") is type(layer)
     found = {owner: set(layer.get_submodule(owner)._modules) for owner in spec.children()}
     assert found == spec.children()
     rows = [sum(layer.get_submodule(p).out_features for p in paths) for paths in spec.groups]
     heads = spec.heads(layer)
-    assert rows == [(heads.query + 2 * heads.key) * heads.dim, 32, 2 * 48, 32]
+    assert heads == (4, 2, 16, 16**-0.5) and rows == [(4 + 2 * 2) * 16, 32, 2 * 48, 32]
 
 
 def test_a_subclass_of_a_layer_is_another_class() -> None:

@@ -58,7 +58,8 @@ def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi3"])
 def test_kept_bytes_are_the_predicted_ones(family: str, fp8, save: str, targets) -> None:
-    model = adapted(family, targets, fp8=fp8, dtype=torch.bfloat16, lora_dropout=0.1)
+    wide = {"head_dim": 16}  # 4 heads are wider than the hidden size, 32
+    model = adapted(family, targets, model=wide, fp8=fp8, dtype=torch.bfloat16, lora_dropout=0.1)
     x = tokens(2, 32)
     report = fuse(model, save=save, tokens=x.numel())
     kept = kept_bytes(model, x)

@@ -16,6 +16,7 @@ from lorakernels import (
     disable_lora,
     fuse,
     load_adapter,
+    merge_and_unload,
     merge_lora,
     save_adapter,
     unfuse,
@@ -228,6 +229,22 @@ def test_merge_and_disable(family: str, fp8) -> None:
     twin.train(), model.train()
     if fp8 is None:
         same_within(run(twin, x), run(model, x), FP32)
+
+
+@pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
+@pytest.mark.parametrize("family", PACKINGS)
+def test_unloading_a_fused_model_leaves_plain_layers(family: str, fp8) -> None:
+    model = adapted(family, LINEARS, fp8=fp8).eval()
+    twin, _ = fused_copy(model)
+    x = tokens()
+    for each in (model, twin):
+        merge_and_unload(each)
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+    assert not any(isinstance(m, FrozenFP8Linear) for m in twin.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name
+    with torch.no_grad():
+        assert torch.equal(twin(x).logits, model(x).logits)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "to", "assign"])
