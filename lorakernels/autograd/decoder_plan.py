@@ -144,8 +144,14 @@ def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
     return recording.tensor(tensor.shape, tensor.dtype, tensor.stride())
 
 
-def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
-    """The node's results, or None where it has to run by the ops."""
+def _planned(
+    call: _Call, constants: tuple[Hashable, ...], first: tuple[Hashable, ...] | None = None
+) -> Any:
+    """The node's results, or None where it has to run by the ops.
+
+    `first` are the constants of the call that this one recomputes. It ran by the ops if there is no plan for it, and
+    what is recomputed has to save as many tensors.
+    """
     if not is_plain() or any(to.kind is None for to in call.tos.values()):
         return None
     if not call.tensors[0].numel() or not are_plain(*call.tensors[1:], *call.params):  # type: ignore[union-attr]
@@ -158,6 +164,8 @@ def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
     def make() -> NodePlan:
         return NodePlan(call.node, device, call.operands, (*flags[:n], False, *flags[n:]))
 
+    if first is not None and not PLANS.has(call.key((*first, device.index), flags)):
+        return None
     plan = PLANS.get(call.key((*constants, device.index), flags), make)
     if plan is None:
         return None
@@ -207,5 +215,6 @@ def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> 
         h = h.contiguous()
         tos = {"gate_up": call.gate_up, "down": call.down}
         made = _Call(MLPNode, (h, norm), call, params, tos, {})
-        y = _planned(made, (call.eps, call.save, call.output))
+        first = None if call.output else (call.eps, call.save, True)
+        y = _planned(made, (call.eps, call.save, call.output), first)
     return MLPNode.apply(h, norm, call, *params) if y is None else y

@@ -248,5 +248,9 @@ class Plans:
                 plans.popitem(last=False)
         return made
 
+    def has(self, key: Hashable) -> bool:
+        """Whether there is a plan for it."""
+        return self._plans.get(key) is not None
+
     def cache_clear(self) -> None:
         self._plans.clear()

@@ -45,7 +45,7 @@ class StandIn:
         return self.memory.device
 
     def data_ptr(self) -> int:
-        return symbolic(self.index)
+        return symbolic(self.index) if self.numel() else 0
 
     def numel(self) -> int:
         return math.prod(self.shape)
