@@ -166,7 +166,11 @@ def _planned(
 
     if first is not None and not PLANS.has(call.key((*first, device.index), flags)):
         return None
-    plan = PLANS.get(call.key((*constants, device.index), flags), make)
+    key = call.key((*constants, device.index), flags)
+    try:
+        plan = PLANS[key]
+    except KeyError:
+        plan = PLANS.make(key, make)
     if plan is None:
         return None
     try:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,46 +13,46 @@ from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, SharedNumbers
-from lorakernels.plans.node import UNPLANNED, Misaligned, NodePlan, NodeRun, Operands, apply_planned
-from lorakernels.plans.routing import are_plain, is_plain
-from lorakernels.plans.stand_in import Recording, Site, column_address
+from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
+from lorakernels.plans.routing import PLAIN, are_plain, is_plain
+from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
 from lorakernels.values import Weight
 
-MAX_PLANS = 1024  # a plan has a few KB
 
-
-class Shapes(NamedTuple):
-    """All that a linear layer's launches depend on, but for the addresses, the FP8 column and the dropout site.
+class LinearKind(NamedTuple):
+    """All that a linear layer's launches depend on, but for the addresses, the FP8 column, the dropout site and x.
 
     Attributes:
-        rows: M.
         weight: (N, K).
         rank: R; 0 without an adapter.
-        dtypes: of x, bias, A and B; None for what is not there.
+        dtypes: of bias, A and B; None for what is not there.
         layout: whether the layer keeps Wᵀ.
-        drops: whether a mask is drawn.
         state: shape of the FP8 state's tensors.
         numbers: of the call, as `LoRASpec.numbers` has them.
-        needs: which of x, bias, A and B need a gradient.
         device: index of the GPU.
     """
 
-    rows: int
     weight: torch.Size
     rank: int
     dtypes: tuple[torch.dtype | None, ...]
     layout: bool
-    drops: bool
     state: torch.Size
     numbers: SharedNumbers
-    needs: tuple[bool, ...]
     device: int
 
-    def operands(self, recording: Recording) -> Operands:
-        (n, k), r = self.weight, self.rank
-        x, bias, A, B = self.dtypes
+
+class _Kind:
+    """A LinearKind, compared by identity: there is one object for equal ones."""
+
+    def __init__(self, value: LinearKind) -> None:
+        self.value = value
+
+    def operands(
+        self, rows: int, dtype: torch.dtype, drops: bool, recording: Recording
+    ) -> Operands:
+        (n, k), r, (bias, A, B), layout, state, numbers, _ = self.value
         tensors = [
-            None if x is None else recording.tensor((self.rows, k), x),
+            recording.tensor((rows, k), dtype),
             None if bias is None else recording.tensor((n,), bias),
             None if A is None else recording.tensor((r, k), A),
             None if B is None else recording.tensor((n, r), B),
@@ -59,63 +60,94 @@ class Shapes(NamedTuple):
         weight = Weight(
             recording.tensor((n, k), torch.uint8),
             recording.tensor((1,), torch.float32),
-            recording.tensor((k, n), torch.uint8) if self.layout else None,
+            recording.tensor((k, n), torch.uint8) if layout else None,
         )
-        slot = recording.tensor((2,), torch.int64) if self.drops else None
-        states = [recording.column(self.state) for _ in range(2)]
-        spec = replace(self.numbers.spec, site=Site(0))
+        slot = recording.tensor((2,), torch.int64) if drops else None
+        states = [recording.column(state) for _ in range(2)]
         given = [t for t in (*tensors, *weight, slot, *states) if t is not None]
-        return Operands(given, (*tensors, weight, Call(spec, slot, *states)), (0, 1, 2, 3))
+        call = Call(replace(numbers.spec, site=Site(0)), slot, *states)
+        return Operands(given, (*tensors, weight, call), (0, 1, 2, 3))
 
 
-@lru_cache(MAX_PLANS)
-def linear_plan(shapes: Shapes) -> NodePlan | None:
-    """The plan of a linear layer; None where its ops do not run on kernels that can be recorded."""
-    device = torch.device("cuda", shapes.device)
-    try:
-        return NodePlan(LinearNode, device, shapes.operands, (*shapes.needs, False, False))
-    except UNPLANNED:
-        return None
+_kind = lru_cache(4096)(_Kind)
+
+
+class _Known(NamedTuple):
+    """What a layer's tensors were when its kind was asked for. The kind holds as long as they are the same."""
+
+    tensors: tuple[Tensor | None, ...]
+    forms: tuple[Any, ...]
+    kind: _Kind | None
+
+    def holds_for(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        return all(map(is_, tensors, self.tensors)) and _forms(tensors) == self.forms
+
+
+def _forms(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Changes where a tensor's `data` is set."""
+    data, bias, lora_A, lora_B = tensors[:4]
+    found = (data.data_ptr(), data.dtype)  # type: ignore[union-attr]
+    if lora_A is not None and lora_B is not None:
+        found += (lora_A.data_ptr(), lora_A.dtype, lora_B.data_ptr(), lora_B.dtype)  # type: ignore[assignment]
+    return found if bias is None else (*found, bias.data_ptr(), bias.dtype)
+
+
+def _ask(tensors: tuple[Tensor | None, ...], numbers: SharedNumbers) -> _Known:
+    data, bias, lora_A, lora_B, scale_inv, weight_t, state, _ = tensors
+    kind = None
+    if state is not None and scale_inv is not None and are_plain(*tensors) and data is not None:
+        dtypes = tuple([None if t is None else t.dtype for t in (bias, lora_A, lora_B)])
+        rank = 0 if lora_A is None else lora_A.shape[0]
+        layout, device = weight_t is not None, data.get_device()
+        kind = _kind(LinearKind(data.shape, rank, dtypes, layout, state.shape, numbers, device))
+    return _Known(tensors, _forms(tensors), kind)
+
+
+PLANS = Plans(1024)  # a plan has some 10 KB
 
 
 def planned_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, adapter: Adapter, call: Call
 ) -> Tensor | None:
     """y [M, N] of a contiguous x [M, K] on a GPU; None where the ops have to run."""
+    if not is_plain():
+        return None
+    data, scale_inv, weight_t = weight
     lora_A, lora_B, _ = adapter
     spec, slot, state, state_dy = call
-    if (
-        state is None
-        or state_dy is None
-        or weight.scale_inv is None
-        or not len(x)
-        or not is_plain()
-    ):
+    tensors = (data, bias, lora_A, lora_B, scale_inv, weight_t, state, state_dy)
+    known: _Known | None = spec.memo.get("linear")
+    if known is None or not known.holds_for(tensors):
+        known = spec.memo["linear"] = _ask(tensors, spec.numbers)
+    kind = known.kind
+    if kind is None or type(x) not in PLAIN:
         return None
-    others = [t for t in (*weight, slot) if t is not None]
-    if not are_plain(x, bias, lora_A, lora_B, state, *others):
-        return None
-    tensors, grad = (x, bias, lora_A, lora_B), torch.is_grad_enabled()
-    shapes = Shapes(
-        x.shape[0],
-        weight.data.shape,
-        0 if lora_A is None else lora_A.shape[0],
-        tuple([None if t is None else t.dtype for t in tensors]),
-        weight.t is not None,
-        slot is not None,
-        state.shape,
-        spec.numbers,
-        tuple([grad and t is not None and t.requires_grad for t in tensors]),
-        x.get_device(),
-    )
-    plan = linear_plan(shapes)
+    seen = (x, bias, lora_A, lora_B)
+    grad = torch.is_grad_enabled()
+    flags = tuple([grad and t is not None and t.requires_grad for t in seen])
+    key = (kind, x.shape[0], x.dtype, slot is None, flags)
+    try:
+        plan = PLANS[key]
+    except KeyError:
+        plan = PLANS.make(key, partial(_plan, *key))
     if plan is None:
         return None
-    addresses = (column_address(state, spec.column), column_address(state_dy, spec.column))
-    attributes: dict[str, Any] = {"state_dy": state_dy, "spec": spec}
-    run = NodeRun(plan, others, addresses, (spec.site,), attributes)
+    others = [t for t in (data, scale_inv, weight_t, slot) if t is not None]
+    column = spec.column
+    addresses = (column_address(state, column), column_address(state_dy, column))  # type: ignore[arg-type]
+    run = NodeRun(plan, others, addresses, (spec.site,), {"state_dy": state_dy, "spec": spec})
     try:
-        y: Tensor = apply_planned(run, *tensors)
+        y: Tensor = apply_planned(run, *seen)
     except Misaligned:
         return None
     return y
+
+
+def _plan(
+    kind: _Kind, rows: int, dtype: torch.dtype, draws_none: bool, flags: tuple[bool, ...]
+) -> NodePlan:
+    if rows == 0:
+        raise NotPlanned("no rows")
+    operands = partial(kind.operands, rows, dtype, not draws_none)
+    device = torch.device("cuda", kind.value.device)
+    return NodePlan(LinearNode, device, operands, (*flags, False, False))

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class LoRASpec:
         delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
         backward_dtype: FP8 dtype of dy.
         split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
+        memo: what is remembered of the layer whose numbers these are, by what it is for.
     """
 
     scaling: float = 1.0
@@ -39,6 +40,7 @@ class LoRASpec:
     backward_dtype: torch.dtype = torch.float8_e5m2
     split_fprop: bool = False
     split_dgrad: bool = True
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
         """A copy for an FP8 base that follows `recipe`."""

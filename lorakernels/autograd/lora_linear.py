@@ -33,7 +33,8 @@ def lora_linear(
     """y = x Wᵀ + bias + scaling · D(x) Aᵀ Bᵀ, differentiable in x, bias, A and B; W is frozen.
 
     Args:
-        x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
+        x: [..., K] fp32, bf16 or fp16, any strides, which `check_input` has taken. Under autocast it is cast to the
+            autocast dtype first.
         weight: [N, K], e4m3 (or its bytes, uint8) with a scale_inv [1], or of a plain dtype without.
         bias: [N] or None.
         adapter: A and B, fp32, bf16 or fp16; both or neither.
@@ -41,18 +42,13 @@ def lora_linear(
 
     Returns:
         [..., N] in x's dtype (the autocast dtype under autocast).
-
-    Raises:
-        TypeError: x is not fp32, bf16 or fp16.
-        ValueError: x's last dimension is not K, or x and W are on two devices.
     """
-    check_input(x, weight.data)
-    device = x.device
-    if torch.is_autocast_enabled(device.type):
-        x = x.to(torch.get_autocast_dtype(device.type))
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    rows = rows.contiguous()
-    y = planned_linear(rows, weight, bias, adapter, call) if x.is_cuda else None
+    kind = "cuda" if x.is_cuda else x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    shape = x.shape
+    rows = (x if len(shape) == 2 else x.reshape(-1, shape[-1])).contiguous()
+    y = planned_linear(rows, weight, bias, adapter, call) if kind == "cuda" else None
     if y is None:
         y = LinearNode.apply(rows, bias, adapter.A, adapter.B, in_bytes(weight), call)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])

@@ -17,7 +17,14 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from lorakernels.autograd import Adapter, AdapterNumbers, Call, LoRASpec, lora_linear
+from lorakernels.autograd import (
+    Adapter,
+    AdapterNumbers,
+    Call,
+    LoRASpec,
+    check_input,
+    lora_linear,
+)
 from lorakernels.config import DelayedScaling
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
@@ -129,12 +136,13 @@ class LoraKernelsLinear(PeftLinear):
             return super().forward(x, *args, **kwargs)
         if self._reason_for_peft() is not None or not self._takes(x):
             return super().forward(x)
+        base = self.base_layer
+        check_input(x, base.weight)
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
         p = self.dropout_of(name) if self.training else 0.0
         slot = draw_slot(self.rng_state, x.device) if p > 0 else None
         numbers = AdapterNumbers(self.scaling[name], p)
         adapter = Adapter(self.lora_A[name].weight, self.lora_B[name].weight)
-        base = self.base_layer
         if isinstance(base, FrozenFP8Linear):
             return base._linear(x, adapter, numbers, slot)
         call = Call(LoRASpec(*numbers), slot)

@@ -219,7 +219,7 @@ class LoRALinear(FrozenFP8Linear):
         numbers = AdapterNumbers(self.scaling, self.lora_dropout, self.site)
         slot = None
         if self.training and numbers.p > 0:
-            slot = draw_slot(self.rng_state, self.lora_A.device)
+            slot = draw_slot(self.rng_state, x.device)
         return self._linear(x, adapter, numbers, slot)
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:

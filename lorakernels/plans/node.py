@@ -175,10 +175,10 @@ class PlannedNode(torch.autograd.Function):
         tensors_given = [t for t in tensors if t is not None] + run.others
         addresses = [t.data_ptr() for t in tensors_given]
         addresses += run.addresses
-        ran = plan.forward.run(addresses, run.sites, plan.device)
-        if ran is None:
+        results = plan.forward.run(addresses, run.sites)
+        if results is None:
             raise Misaligned
-        results, kept = ran
+        kept = None if plan.forward.kept < 0 else results[plan.forward.kept]
         ctx.save_for_backward(*[tensors_given[i] for i in plan.by_reference], kept)
         ctx.run = run
         if plan.is_tuple:
@@ -203,10 +203,10 @@ class PlannedNode(torch.autograd.Function):
         addresses += run.addresses
         addresses += [grad.data_ptr() for grad in grads]
         addresses.append(0 if kept is None else kept.data_ptr())
-        ran = backward.run(addresses, run.sites, plan.device)
-        if ran is None:
+        results = backward.run(addresses, run.sites)
+        if results is None:
             return _by_ops(ctx, *grads)
-        return None, *backward.returned(ran[0], grads, plan.given)
+        return None, *backward.returned(results, grads, plan.given)
 
 
 # Function.apply asks whether functorch is active, which `is_plain` has done.
@@ -230,23 +230,25 @@ class Plans:
         self._most, self._lock = most, Lock()
         self._plans: OrderedDict[Hashable, NodePlan | None] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], NodePlan]) -> NodePlan | None:
-        plans = self._plans
+    def __getitem__(self, key: Hashable) -> NodePlan | None:
+        """Raises KeyError: it has to be made."""
+        found = self._plans[key]
+        self._plans.move_to_end(key)
+        return found
+
+    def make(self, key: Hashable, record: Callable[[], NodePlan]) -> NodePlan | None:
         try:
-            plan = plans[key]
-            plans.move_to_end(key)
-            return plan
-        except KeyError:
-            pass
-        try:
-            made: NodePlan | None = make()
+            made: NodePlan | None = record()
         except UNPLANNED:
             made = None
         with self._lock:
-            plans[key] = made
-            if len(plans) > self._most:
-                plans.popitem(last=False)
+            self._plans[key] = made
+            if len(self._plans) > self._most:
+                self._plans.popitem(last=False)
         return made
+
+    def __len__(self) -> int:
+        return len(self._plans)
 
     def has(self, key: Hashable) -> bool:
         """Whether there is a plan for it."""

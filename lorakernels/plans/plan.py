@@ -43,40 +43,31 @@ class Plan:
     """What a run launches and makes.
 
     Attributes:
-        launches: csrc's list. Its bases are the given tensors, the results, the kept block and the scratch.
-        results: shape and dtype of each tensor that a run allocates for what it returns.
+        launches: csrc's list. Its bases are the given tensors and those that a run allocates.
+        blanks: one like each of the latter, without memory: the results, then the block that backward needs, then one
+            that is free again after the run. Blocks of no bytes are not there.
         outputs: what the function returned: a given tensor by its place, a view of a result, or None.
-        kept: bytes that backward needs.
-        scratch: bytes that are free again after the run.
+        kept: the place among `blanks` of the block that backward needs, or -1.
+        device: index of the GPU.
     """
 
     launches: Any
-    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    blanks: tuple[Tensor, ...]
     outputs: tuple[int | View | None, ...]
     kept: int
-    scratch: int
+    device: int
 
-    def run(
-        self, given: list[int], sites: tuple[int, ...], device: torch.device
-    ) -> tuple[list[Tensor], Tensor | None] | None:
-        """(results, kept block), or None where an address is not aligned as the kernels need it.
+    def run(self, given: list[int], sites: tuple[int, ...]) -> list[Tensor] | None:
+        """What was allocated, or None where an address is not aligned as the kernels need it.
 
         Args:
             given: addresses of the caller's tensors; 0 for those that are not needed.
             sites: dropout sites, in the order of the recording.
-            device: the GPU, with its index.
         """
-        empty, index = torch.empty, device.index
-        made = [empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
-        kept = empty(self.kept, dtype=torch.uint8, device=device) if self.kept else None
-        scratch = empty(self.scratch, dtype=torch.uint8, device=device) if self.scratch else None
+        made = [*map(torch.empty_like, self.blanks)]
         given += [t.data_ptr() for t in made]
-        given.append(0 if kept is None else kept.data_ptr())
-        given.append(0 if scratch is None else scratch.data_ptr())
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if not self.launches.run(tuple(given), sites, stream, index):
-            return None
-        return made, kept
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        return made if self.launches.run(tuple(given), sites, stream, self.device) else None
 
     def returned(
         self, results: list[Tensor], given: Sequence[Tensor], first: int = 0
@@ -134,22 +125,33 @@ def finish(
     """
     own = {t.memory.index: i for i, t in enumerate(given)}
     outputs, results = _outputs(own, returned)
-    bases = [*own, *results]
-    places = {index: (base, 0) for base, index in enumerate(bases)}
     if {*results} & {*kept.offsets}:
         raise NotPlanned("a result that backward reads, too")
-    block = len(bases) if is_new else len(given) - 1
+    bases = [*own, *results]
+    places = {index: (base, 0) for base, index in enumerate(bases)}
     rest = [
         m for m in recording.allocated() if m.index not in places and m.index not in kept.offsets
     ]
     scratch, size = by_lifetime(rest)
+    blocks = [n for n in (kept.size if is_new else 0, size) if n]
+    block = len(bases) if is_new else len(given) - 1
     places |= {index: (block, offset) for index, offset in kept.offsets.items()}
-    places |= {index: (len(bases) + 1, offset) for index, offset in scratch.items()}
-    aligned = [t.memory.is_aligned for t in given] + [True] * (len(results) + 2)
+    places |= {index: (len(bases) + len(blocks) - 1, offset) for index, offset in scratch.items()}
+    aligned = [t.memory.is_aligned for t in given] + [True] * (len(results) + len(blocks))
     at = [places.get(i, (0, 0)) for i in range(len(recording.memories))]
     recording.launches.place(at, aligned)
-    kinds = tuple(results.values())
-    return Plan(recording.launches, kinds, outputs, kept.size if is_new else 0, size)
+    kinds = [*results.values(), *((torch.Size((n,)), torch.uint8) for n in blocks)]
+    blanks = tuple(_blank(shape, dtype, recording.device) for shape, dtype in kinds)
+    place = len(results) if is_new and kept.size else -1
+    return Plan(recording.launches, blanks, outputs, place, recording.device.index)
+
+
+@torch.inference_mode(False)
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For `empty_like`, which takes less of the host's time than `empty` with a shape, a dtype and a device."""
+    blank = torch.empty(shape, dtype=dtype, device=device)
+    blank.untyped_storage().resize_(0)
+    return blank
 
 
 def _outputs(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)
 _allowed = True
 
 
@@ -53,7 +53,7 @@ def _only_default_device() -> bool:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of torch's own type, without gaps."""
-    return all(t is None or (type(t) in _PLAIN and t.is_contiguous()) for t in tensors)
+    return all(t is None or (type(t) in PLAIN and t.is_contiguous()) for t in tensors)
 
 
 @contextmanager

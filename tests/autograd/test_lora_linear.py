@@ -19,7 +19,7 @@ from tests.exact import EPS, error_in_eps, exact_lora
 
 HYBRID = DelayedScaling()
 # module `lora_linear`, which the function of that name hides
-lora_linear_module = sys.modules["lorakernels.autograd.lora_linear"]
+linear_node = sys.modules["lorakernels.autograd.lora_linear"]
 SLOT = (0x1234_5678_9ABC_DEF, 7)
 
 
@@ -323,7 +323,7 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
 @pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])
 def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
     """What a GPU's backward does, with the reference's ops."""
-    monkeypatch.setattr(lora_linear_module, "hands_mask_over", lambda *_: draws)
+    monkeypatch.setattr(linear_node, "hands_mask_over", lambda *_: draws)
     layer = make_layer(40, 16, 4, p=0.3)
     x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
     with (

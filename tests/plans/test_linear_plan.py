@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
-from lorakernels.autograd import linear_plan
+from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Call
@@ -102,16 +102,12 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
         with without_plans():
             step(module, x)
         by_ops = launches(recorded.calls)
-        recorded.calls.clear()
         assert not recorded.runs
-        linear_plan.linear_plan.cache_clear()
-        step(module, x)
-        assert launches(recorded.calls) == by_ops
-        assert linear_plan.linear_plan.cache_info().misses == 1
-        recorded.calls.clear()
-        step(module, x)  # by the plan that is there now
-        assert launches(recorded.calls) == by_ops
-        assert linear_plan.linear_plan.cache_info().misses == 1
+        for _ in range(2):  # the second by the plan that is there then
+            recorded.calls.clear()
+            step(module, x)
+            assert launches(recorded.calls) == by_ops
+            assert len(PLANS) == 1
         planned = 1 if name in BACKWARD_BY_OPS or not has_backward(module, x) else 2
         assert recorded.runs == 2 * planned
 
