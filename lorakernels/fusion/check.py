@@ -161,7 +161,7 @@ def _check_projections(
                 raise ValueError(
                     f"{path}.{name} follows {recipes[0]}, the model's adapters {recipes[1]}"
                 )
-            if module.merged:
+            if isinstance(module, LoRALinear) and module.merged:
                 raise ValueError(f"{path}.{name} is merged: call unmerge_lora first")
     for names in spec_of(layer).groups:
         members = [projection(layer.get_submodule(name)) for name in names]
