@@ -355,7 +355,7 @@ class FusedGroup:
                 for parameter in own:
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
-                member._renew_weight_t()
+                member.renew_weight_t()
         self._forget()
 
     def _state_of_members(self) -> tuple[list[Any], list[int]]:
