@@ -125,7 +125,7 @@ class FusedGroup:
         first = self.first
         state = first.fp8_state
         if state is not None and first.training:
-            state.on_training_forward(first._column)
+            state.on_training_forward(first.column)
         masks = self._masks(prepared.variant, prepared.adapted)
         return prepared.to._replace(masks=masks), prepared.params
 
@@ -139,7 +139,7 @@ class FusedGroup:
         lora_A: list[Tensor | None] = [m._parameters["lora_A"] for m in adapted]
         lora_B = [m._parameters["lora_B"] for m in adapted]
         to = Projections(
-            first._stored if self._weight is None else self._weight,
+            first.stored if self._weight is None else self._weight,
             derived.scale_inv,
             derived.grad_scale_inv,
             derived.weight_t,
@@ -188,13 +188,13 @@ class FusedGroup:
     def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
         """The _Variant for this mode and these adapters. Each variant is made once."""
         state = self.first.fp8_state
-        place = (state, self.first._column)
+        place = (state, self.first.column)
         self._check_alike(training, adapted)
         key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
         if key not in self._variants:
             spec = LoRASpec(scaling=self._scaling(adapted))
             if state is not None:
-                spec = spec.following(state.recipe, self.first._column, training)
+                spec = spec.following(state.recipe, self.first.column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
             drop = training and any(m.lora_dropout for m in adapted)
             masks = [
@@ -384,10 +384,10 @@ class FusedGroup:
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales:
             scale = scales[0] if scales else None
-            ones = torch.ones(self.results, device=self.first._stored.device)
+            ones = torch.ones(self.results, device=self.first.stored.device)
             return _Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
-        zero = torch.stack([_is_zero(m._stored) for m in self.members])
+        zero = torch.stack([_is_zero(m.stored) for m in self.members])
         one = torch.ones((), device=each.device)
         largest = each.masked_fill(zero, 0.0).max().view(1)
         largest = torch.where(zero.all(), one, largest)

@@ -64,7 +64,7 @@ def _norm(layer: nn.Module) -> Tensor:
 
 def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:
     """Whether `layer` holds exactly what it would make of `weight`: FP8 bytes and scale, or plain values."""
-    stored, scale_inv = layer._stored, layer.weight_scale_inv
+    stored, scale_inv = layer.stored, layer.weight_scale_inv
     if stored.shape != weight.shape:
         return False
     if scale_inv is None:

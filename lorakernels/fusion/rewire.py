@@ -242,10 +242,10 @@ def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
     state = group.first.fp8_state
     if state is None:
         return []
-    columns = [state.values(m._column) for m in group.members]
+    columns = [state.values(m.column) for m in group.members]
     if len(group.members) > 1:
-        state.backward[:, group.first._column] = 0.0
-        state.joint.add(group.first._column)
+        state.backward[:, group.first.column] = 0.0
+        state.joint.add(group.first.column)
     return columns
 
 
@@ -253,16 +253,16 @@ def _columns_back(group: FusedGroup, columns: list[torch.Tensor] | None) -> None
     state = group.first.fp8_state
     if state is None or not columns or len(group.members) == 1:
         return
-    state.joint.discard(group.first._column)
-    now = state.values(group.first._column)
+    state.joint.discard(group.first.column)
+    now = state.values(group.first.column)
     device = now.device
     if not bool(now[:, 1].any()) and torch.equal(now[:, 0], columns[0][:, 0].to(device)):
         for member, column in zip(group.members, columns, strict=True):
-            state.set_values(member._column, column.to(device))
+            state.set_values(member.column, column.to(device))
         return
     now[:, 1] = 0.0
     for member in group.members:
-        state.set_values(member._column, now)
+        state.set_values(member.column, now)
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

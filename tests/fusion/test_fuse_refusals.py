@@ -344,12 +344,12 @@ def test_layers_made_one_by_one_keep_their_states_where_fuse_is_refused() -> Non
     model = adapted("Llama", fp8=DelayedScaling())
     layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
     for i, layer in enumerate(layers):
-        layer.fp8_state, layer._column = FP8State([f"own {i}"], layer.fp8_state.recipe), 0
-    before = [(layer.fp8_state, layer._column, layer.name) for layer in layers]
+        layer.fp8_state, layer.column = FP8State([f"own {i}"], layer.fp8_state.recipe), 0
+    before = [(layer.fp8_state, layer.column, layer.name) for layer in layers]
     model.model.layers[1].self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="attention_dropout"):
         fuse(model)
-    assert [(m.fp8_state, m._column, m.name) for m in layers] == before
+    assert [(m.fp8_state, m.column, m.name) for m in layers] == before
     model.model.layers[1].self_attn.attention_dropout = 0.0
     fuse(model)
     assert len({id(layer.fp8_state) for layer in layers}) == 1

@@ -104,7 +104,7 @@ def test_plain_linears_become_fp8_on_the_adapters_state_and_may_come_back(family
     down = model.model.layers[1].mlp.down_proj
     assert type(down) is FrozenFP8Linear and down.weight.element_size() == 1
     assert down.fp8_state is fp8_state(model)
-    assert down.fp8_state.names[down._column] == "model.layers.1.mlp.down_proj"
+    assert down.fp8_state.names[down.column] == "model.layers.1.mlp.down_proj"
     assert report.layers[0].frozen == named(("gate_proj", "up_proj", "down_proj"), family)
     unfuse(model)
     assert model.model.layers[1].mlp.down_proj is linear
