@@ -26,6 +26,8 @@ OTHERS = {
     "_version": TORCH,
     "_schema": TORCH,
     "_scaled_mm": TORCH,
+    "_cdata": TORCH,
+    "_init_handles": "Triton loads a kernel that was compiled by it",
     "_foreach_copy_": TORCH,
     "_fused_sdp_choice": TORCH,
     "_flash_attention_forward": TORCH,

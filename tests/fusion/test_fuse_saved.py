@@ -90,7 +90,7 @@ def test_unfused_layers_have_whole_memory_of_their_own() -> None:
     fuse(model)
     unfuse(model)
     attention = model.model.layers[0].self_attn
-    for name in ("_stored", "weight_t", "lora_A", "bias"):
+    for name in ("stored", "weight_t", "lora_A", "bias"):
         tensors = [getattr(m, name) for m in (attention.q_proj, attention.k_proj)]
         assert all(t.is_contiguous() for t in tensors), name
         assert len({t.untyped_storage().data_ptr() for t in tensors}) == 2, name
