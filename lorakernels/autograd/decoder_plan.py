@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from lorakernels.autograd.decoder_layer import (
     OutputNode,
     QKVCall,
 )
-from lorakernels.autograd.fused_linear import Projections
+from lorakernels.autograd.fused_linear import PlannedProjections, Projections
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
 from lorakernels.plans.routing import are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_address
@@ -42,18 +42,25 @@ class _Kind:
     """What several Projections have in common, compared by identity."""
 
 
-def kind_of(to: Projections, drawn: tuple[float, ...]) -> Hashable:
-    """One object for all Projections whose launches differ in addresses, columns and dropout sites only.
+def planned_projections(
+    to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
+) -> PlannedProjections | None:
+    """What plans take of `to`; None where there is no FP8 state, or a tensor is not torch's own.
 
-    `drawn` has the dropout probability of each mask, 0 where none is drawn. The result is None where there is no FP8
-    state, or a tensor is not torch's own.
+    Args:
+        drawn: the dropout probability of each mask, 0 where none is drawn.
+        params: what autograd sees of the projections (`fused_node.Trained`).
     """
-    tensors = _tensors(to)
-    if to.state_x is None or to.state_dy is None or not are_plain(to.state_x, *tensors):
+    tensors, states = _tensors(to), (to.state_x, to.state_dy)
+    if None in states or not are_plain(*states, *tensors, *params):
         return None
-    shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-    key = (shapes, to.rows, to.ranks, drawn, to.state_x.shape, to.spec.numbers)
-    return _KINDS.setdefault(key, _Kind())
+    forms = tuple(
+        None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
+    )
+    key = (forms, to.rows, to.ranks, drawn, to.spec.numbers)
+    kind = _KINDS.setdefault(key, _Kind())
+    addresses = tuple(column_address(s, to.spec.column) for s in states if s is not None)
+    return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)
 
 
 def _tensors(to: Projections) -> list[Tensor | None]:
@@ -84,9 +91,8 @@ class _Call(NamedTuple):
             None if t is None else (t.shape, t.dtype, t.stride())
             for t in (*self.tensors, *self.tables.values())
         ]
-        params = [None if t is None else (t.shape, t.dtype) for t in self.params]
-        kinds = [to.kind for to in self.tos.values()]
-        return (self.node, *kinds, *shapes, *params, *constants, *flags)
+        kinds = [to.planned and to.planned.kind for to in self.tos.values()]
+        return (self.node, *kinds, *shapes, *constants, *flags)
 
     def operands(self, recording: Recording) -> Operands:
         """Stand-ins for everything."""
@@ -124,18 +130,17 @@ class _Call(NamedTuple):
 
     def run(self, plan: NodePlan) -> NodeRun:
         others: list[Tensor] = [*self.tables.values()]
-        addresses: list[int] = []
+        addresses: tuple[int, ...] = ()
         sites: list[int] = []
         for to in self.tos.values():
-            others += [t for t in _tensors(to) if t is not None]
+            assert to.planned is not None
+            others += to.planned.tensors
+            addresses += to.planned.addresses
             for mask in to.masks:
                 if mask is not None:
                     others.append(mask.slot)
                     sites.append(mask.site)
-            for state in (to.state_x, to.state_dy):
-                assert state is not None
-                addresses.append(column_address(state, to.spec.column))
-        return NodeRun(plan, others, tuple(addresses), tuple(sites), {"call": self.call})
+        return NodeRun(plan, others, addresses, tuple(sites), {"call": self.call})
 
 
 def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
@@ -152,9 +157,9 @@ def _planned(
     `first` are the constants of the call that this one recomputes. It ran by the ops if there is no plan for it, and
     what is recomputed has to save as many tensors.
     """
-    if not is_plain() or any(to.kind is None for to in call.tos.values()):
+    if not is_plain() or any([to.planned is None for to in call.tos.values()]):
         return None
-    if not call.tensors[0].numel() or not are_plain(*call.tensors[1:], *call.params):  # type: ignore[union-attr]
+    if not call.tensors[0].numel() or not are_plain(*call.tensors[1:]):  # type: ignore[union-attr]
         return None
     grad = torch.is_grad_enabled()
     tensors = (*call.tensors, *call.params)

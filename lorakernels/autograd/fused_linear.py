@@ -27,6 +27,20 @@ from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
 
 
+class PlannedProjections(NamedTuple):
+    """What plans take of Projections (decoder_plan.py).
+
+    Attributes:
+        kind: equal for Projections whose launches differ in addresses, columns and dropout sites only.
+        tensors: all tensors but the masks' slots and the FP8 state.
+        addresses: of the columns of x and of dy in the FP8 state, as `column_address` has them.
+    """
+
+    kind: Hashable
+    tensors: list[Tensor]
+    addresses: tuple[int, ...]
+
+
 class Projections(NamedTuple):
     """n projections of one x.
 
@@ -46,7 +60,7 @@ class Projections(NamedTuple):
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
-        kind: what plans go by; None where there can be none.
+        planned: what plans take of it; None where there are none.
     """
 
     weight: Tensor
@@ -64,7 +78,7 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
-    kind: Hashable = None
+    planned: PlannedProjections | None = None
 
     @property
     def adapted(self) -> bool:

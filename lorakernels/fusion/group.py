@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.decoder_plan import kind_of
+from lorakernels.autograd.decoder_plan import planned_projections
 from lorakernels.autograd.fused_linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -156,8 +156,9 @@ class FusedGroup:
             tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
         )
         drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
-        to = to._replace(kind=kind_of(to, drawn))
-        return _Prepared(self._now(), variant, tuple(adapted), to, [*lora_A, *lora_B, *biases])
+        params = [*lora_A, *lora_B, *biases]
+        to = to._replace(planned=planned_projections(to, drawn, params))
+        return _Prepared(self._now(), variant, tuple(adapted), to, params)
 
     def _now(self) -> tuple[list[Any], list[Any]] | None:
         """What a prepared call depends on: objects, and numbers. None if a member is not a module of ours."""
