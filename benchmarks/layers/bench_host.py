@@ -75,6 +75,7 @@ from benchmarks.peers.models import SPECS
 
 NAME = "host"
 KINDS = ("linear", "layer", "step")
+PROVIDERS = (*LINEARS, *RECIPES)
 PEFT = ("peft bf16", "hf + peft bf16")
 RANK = 16
 BUDGET, QUICK_BUDGET = 100.0, 40.0  # seconds
