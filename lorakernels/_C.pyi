@@ -382,7 +382,7 @@ class Matcher:
     """What a function that `matcher` makes is bound to."""
 
 class GradSlots:
-    """Where parameters' gradients are (csrc/graphs/call.cpp)."""
+    """Where parameters' gradients are (csrc/graphs/grad_slots.h)."""
 
     def __init__(self, targets: list[Any]) -> None: ...
     def state(self) -> int: ...  # 0: all installed, 1: all None and nobody's, 2: anything else
