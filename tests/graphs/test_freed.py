@@ -211,44 +211,39 @@ def test_two_managers_pin_one_state(first: int) -> None:
     assert state.pinned_by is None and state.register("y") == 1
 
 
-class Target:
-    """As GradSlots takes them; looks for garbage while it is asked, before the slots' constructor is through."""
+class Memory:
+    """A gradient that looks for garbage while it is asked, before the slots' constructor is through."""
 
-    references = 3
-
-    def __init__(self) -> None:
-        self.own = nn.Parameter(torch.zeros(2))
-        self.grad = torch.zeros(2)
-
-    @property
-    def parameter(self) -> nn.Parameter:
+    def data_ptr(self) -> int:
         gc.collect()
-        return self.own
+        return 512
 
 
-def three_holders() -> dict[str, tuple[Any, list[object]]]:
+def holders() -> dict[str, tuple[Any, list[object]]]:
     """Each type of the extension that holds Python's objects, and which."""
-    watch, slots_of = extension().Watch(), Target()
+    watch, own, grad = extension().Watch(), nn.Parameter(torch.zeros(2)), Memory()
     layer, x = nn.Linear(2, 2), torch.zeros(2)
-    entries, data_ptr = {"a": x, "b": layer}, x.data_ptr
+    entries = {"a": x, "b": layer}
     watch.add_dict(entries, ["a"])
-    watch.add_address(data_ptr, data_ptr())
+    watch.add_address(x, x.data_ptr())
     watch.add_attribute(layer, "training", layer.training)
     like, given, cast = object(), object(), (len, "cpu", False, repr, None)
     spec = [tuple, 0, dict, 0]
     match = extension().matcher(spec, Tensor, [(0, given)], [], [(0, like)], cast, watch)
-    held = [entries, "a", x, "b", None, data_ptr, layer, "training", True]
+    target, storage = extension().GradTarget(own, grad, "own"), object()
+    slots = extension().GradSlots([target], [(id, storage, 1)], watch)
     return {
-        "Watch": (watch, held),
+        "Watch": (watch, [entries, "a", x, "b", None, x, layer, "training", True]),
         "Matcher": (match.__self__, [Tensor, watch, *spec, *cast, given, like]),
-        "GradSlots": (extension().GradSlots([slots_of]), [slots_of, slots_of.own, slots_of.grad]),
+        "GradTarget": (target, [own, grad]),
+        "GradSlots": (slots, [target, id, storage, watch]),
     }
 
 
-@pytest.mark.parametrize("kind", ["Watch", "Matcher", "GradSlots"])
+@pytest.mark.parametrize("kind", ["Watch", "Matcher", "GradTarget", "GradSlots"])
 def test_the_collector_sees_each_reference_once(kind: str) -> None:
     """One more would be as bad as one less: what is in use would be freed."""
-    holder, held = three_holders()[kind]
+    holder, held = holders()[kind]
     found = gc.get_referents(holder)
     assert sorted(map(id, found)) == sorted(map(id, [type(holder), *held]))
     unmade = type(holder).__new__(type(holder))
@@ -268,13 +263,15 @@ def test_what_the_collector_has_cleared_takes_no_call() -> None:
         assert gc.get_referents(holder) == [type(holder)]
 
     cast = (torch.is_autocast_enabled, "cpu", False, torch.get_autocast_dtype, None)
-    watch, slots = extension().Watch(), extension().GradSlots([Target()])
+    watch, cleared = extension().Watch(), extension().GradSlots([], [], extension().Watch())
+    slots = extension().GradSlots([], [], watch)
     _, spec = flatten(((), {}))
     both = [extension().matcher(spec, Tensor, [], [], [], cast, watch) for _ in range(2)]
     assert all(match((), {}) == [] for match in both)
-    clear(both[0].__self__), clear(watch), clear(slots)
+    assert cleared.ready() and slots.ready()
+    clear(both[0].__self__), clear(watch), clear(cleared)
     assert both[0]((), {}) is None
-    for call in (watch.check, slots.state, lambda: both[1]((), {})):
+    for call in (watch.check, slots.ready, cleared.ready, cleared.state, lambda: both[1]((), {})):
         with pytest.raises(RuntimeError, match="garbage collector has cleared it"):
             call()
 
