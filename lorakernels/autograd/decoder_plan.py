@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from lorakernels.autograd.decoder_layer import (
 )
 from lorakernels.autograd.fused_linear import PlannedProjections, Projections
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
-from lorakernels.plans.routing import are_plain, is_plain
+from lorakernels.plans.routing import PLAIN, are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_address
 from lorakernels.values import Dropout
 
-PLANS = Plans(1024)
+PLANS: Plans[NodePlan] = Plans(1024)
 _TENSORS = (
     "weight",
     "scale_inv",
@@ -35,11 +36,16 @@ _TENSORS = (
     "lora_A",
     "factors",
 )
-_KINDS: dict[Hashable, Hashable] = {}
 
 
 class _Kind:
     """What several Projections have in common, compared by identity."""
+
+    def __init__(self, forms: Hashable) -> None:
+        self.forms = forms
+
+
+_kind = lru_cache(4096)(_Kind)
 
 
 def planned_projections(
@@ -58,7 +64,7 @@ def planned_projections(
         None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
     )
     key = (forms, to.rows, to.ranks, drawn, to.spec.numbers)
-    kind = _KINDS.setdefault(key, _Kind())
+    kind = _kind(key)
     addresses = tuple(column_address(s, to.spec.column) for s in states if s is not None)
     return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)
 
@@ -88,7 +94,7 @@ class _Call(NamedTuple):
 
     def key(self, constants: tuple[Hashable, ...], flags: list[bool]) -> Hashable:
         shapes = [
-            None if t is None else (t.shape, t.dtype, t.stride())
+            None if t is None else (t.shape, t.dtype, t.stride(), t.device)
             for t in (*self.tensors, *self.tables.values())
         ]
         kinds = [to.planned and to.planned.kind for to in self.tos.values()]
@@ -149,17 +155,13 @@ def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
     return recording.tensor(tensor.shape, tensor.dtype, tensor.stride())
 
 
-def _planned(
-    call: _Call, constants: tuple[Hashable, ...], first: tuple[Hashable, ...] | None = None
-) -> Any:
-    """The node's results, or None where it has to run by the ops.
-
-    `first` are the constants of the call that this one recomputes. It ran by the ops if there is no plan for it, and
-    what is recomputed has to save as many tensors.
-    """
+def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
+    """The node's results, or None where it has to run by the ops."""
     if not is_plain() or any([to.planned is None for to in call.tos.values()]):
         return None
-    if not call.tensors[0].numel() or not are_plain(*call.tensors[1:]):  # type: ignore[union-attr]
+    first, others = call.tensors[0], (*call.tensors[1:], *call.tables.values())
+    assert first is not None
+    if not first.numel() or type(first) not in PLAIN or not are_plain(*others):
         return None
     grad = torch.is_grad_enabled()
     tensors = (*call.tensors, *call.params)
@@ -169,8 +171,6 @@ def _planned(
     def make() -> NodePlan:
         return NodePlan(call.node, device, call.operands, (*flags[:n], False, *flags[n:]))
 
-    if first is not None and not PLANS.has(call.key((*first, device.index), flags)):
-        return None
     key = call.key((*constants, device.index), flags)
     try:
         plan = PLANS[key]
@@ -224,6 +224,5 @@ def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> 
         h = h.contiguous()
         tos = {"gate_up": call.gate_up, "down": call.down}
         made = _Call(MLPNode, (h, norm), call, params, tos, {})
-        first = None if call.output else (call.eps, call.save, True)
-        y = _planned(made, (call.eps, call.save, call.output), first)
+        y = _planned(made, (call.eps, call.save, call.output))
     return MLPNode.apply(h, norm, call, *params) if y is None else y

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from operator import is_
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
-from lorakernels.autograd.linear_values import Adapter, Call, SharedNumbers
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
 from lorakernels.plans.routing import PLAIN, are_plain, is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
@@ -41,8 +42,8 @@ class LinearKind(NamedTuple):
     device: int
 
 
-class _Kind:
-    """A LinearKind, compared by identity: there is one object for equal ones."""
+class Kind:
+    """A LinearKind, compared by identity, which is quicker. A second object for an equal one costs a second plan."""
 
     def __init__(self, value: LinearKind) -> None:
         self.value = value
@@ -69,27 +70,36 @@ class _Kind:
         return Operands(given, (*tensors, weight, call), (0, 1, 2, 3))
 
 
-_kind = lru_cache(4096)(_Kind)
+_kind = lru_cache(4096)(Kind)
 
 
 class _Known(NamedTuple):
-    """What a layer's tensors were when its kind was asked for. The kind holds as long as they are the same."""
+    """What a layer's tensors were when its kind was asked for. The kind holds as long as they are the same.
 
-    tensors: tuple[Tensor | None, ...]
+    References are weak: a weight that is replaced is freed, whether or not the layer runs again.
+    """
+
+    references: tuple[Callable[[], Tensor | None], ...]
     forms: tuple[Any, ...]
-    kind: _Kind | None
+    kind: Kind | None
 
     def holds_for(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        return all(map(is_, tensors, self.tensors)) and _forms(tensors) == self.forms
+        same = all([r() is t for r, t in zip(self.references, tensors, strict=True)])
+        return same and _forms(tensors) == self.forms
+
+
+def _nothing() -> None:
+    return None
 
 
 def _forms(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Changes where a tensor's `data` is set."""
-    data, bias, lora_A, lora_B = tensors[:4]
-    found = (data.data_ptr(), data.dtype)  # type: ignore[union-attr]
-    if lora_A is not None and lora_B is not None:
-        found += (lora_A.data_ptr(), lora_A.dtype, lora_B.data_ptr(), lora_B.dtype)  # type: ignore[assignment]
-    return found if bias is None else (*found, bias.data_ptr(), bias.dtype)
+    return tuple(
+        [
+            None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous())
+            for t in tensors[:4]
+        ]
+    )
 
 
 def _ask(tensors: tuple[Tensor | None, ...], numbers: SharedNumbers) -> _Known:
@@ -100,10 +110,22 @@ def _ask(tensors: tuple[Tensor | None, ...], numbers: SharedNumbers) -> _Known:
         rank = 0 if lora_A is None else lora_A.shape[0]
         layout, device = weight_t is not None, data.get_device()
         kind = _kind(LinearKind(data.shape, rank, dtypes, layout, state.shape, numbers, device))
-    return _Known(tensors, _forms(tensors), kind)
+    references = tuple([_nothing if t is None else ref(t) for t in tensors])
+    return _Known(references, _forms(tensors), kind)
 
 
-PLANS = Plans(1024)  # a plan has some 10 KB
+def kind_of(tensors: tuple[Tensor | None, ...], spec: LoRASpec) -> Kind | None:
+    """The kind of a layer, remembered by `spec`. None if it has no FP8 state, or a tensor that is not torch's own.
+
+    `tensors` are W, bias, A, B, W's scale_inv, Wᵀ, and the FP8 state of x and of dy.
+    """
+    known: _Known | None = spec.memo.get("linear")
+    if known is None or not known.holds_for(tensors):
+        known = spec.memo["linear"] = _ask(tensors, spec.numbers)
+    return known.kind
+
+
+PLANS: Plans[NodePlan] = Plans(1024)  # a plan has some 10 KB
 
 
 def planned_linear(
@@ -115,11 +137,7 @@ def planned_linear(
     data, scale_inv, weight_t = weight
     lora_A, lora_B, _ = adapter
     spec, slot, state, state_dy = call
-    tensors = (data, bias, lora_A, lora_B, scale_inv, weight_t, state, state_dy)
-    known: _Known | None = spec.memo.get("linear")
-    if known is None or not known.holds_for(tensors):
-        known = spec.memo["linear"] = _ask(tensors, spec.numbers)
-    kind = known.kind
+    kind = kind_of((data, bias, lora_A, lora_B, scale_inv, weight_t, state, state_dy), spec)
     if kind is None or type(x) not in PLAIN:
         return None
     seen = (x, bias, lora_A, lora_B)
@@ -144,7 +162,7 @@ def planned_linear(
 
 
 def _plan(
-    kind: _Kind, rows: int, dtype: torch.dtype, draws_none: bool, flags: tuple[bool, ...]
+    kind: Kind, rows: int, dtype: torch.dtype, draws_none: bool, flags: tuple[bool, ...]
 ) -> NodePlan:
     if rows == 0:
         raise NotPlanned("no rows")

@@ -158,7 +158,10 @@ class FusedGroup:
         drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
         params = [*lora_A, *lora_B, *biases]
         to = to._replace(planned=planned_projections(to, drawn, params))
-        return _Prepared(self._now(), variant, tuple(adapted), to, params)
+        # what was copied goes stale when a parameter is written
+        copied = len(adapted) > 1 and tuple(map(id, adapted)) not in self._lora_A
+        seen = None if copied else self._now()
+        return _Prepared(seen, variant, tuple(adapted), to, params)
 
     def _now(self) -> tuple[list[Any], list[Any]] | None:
         """What a prepared call depends on: objects, and numbers. None if a member is not a module of ours."""
@@ -170,17 +173,18 @@ class FusedGroup:
                 return None
             parameters, buffers = own["_parameters"], own["_buffers"]
             weight, scale = parameters["weight"], buffers["weight_scale_inv"]
-            lora_A, bias = parameters.get("lora_A"), parameters.get("bias")
-            objects += (weight, scale, buffers["weight_t"], lora_A, parameters.get("lora_B"), bias)
+            lora_A, lora_B, bias = (parameters.get(name) for name in ("lora_A", "lora_B", "bias"))
+            objects += (weight, scale, buffers["weight_t"], lora_A, lora_B, bias)
             objects.append(own["_handle"])  # there is a new one after a number of the layer changed
             numbers += (weight.data_ptr(), weight._version, own["training"])
             numbers += (own.get("merged"), own.get("disable_adapters"))
             if scale is not None:
                 numbers += (scale.data_ptr(), scale._version)
-            if lora_A is not None:
-                numbers.append(lora_A.data_ptr())
+            if lora_A is not None and lora_B is not None:
+                numbers += (lora_A.data_ptr(), lora_A.dtype, lora_A.shape, lora_B.dtype)
+                numbers += (lora_B.shape, lora_B.is_contiguous())
             if bias is not None:
-                numbers += (bias.data_ptr(), bias.requires_grad)
+                numbers += (bias.data_ptr(), bias.dtype, bias.requires_grad)
         state = self.first.fp8_state
         if state is not None:
             objects += (state.forward, state.backward)

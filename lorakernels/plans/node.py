@@ -10,17 +10,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels.plans.plan import Kept, Place, Plan, finish
+from lorakernels.plans.plan import Kept, Place, Plan, View, finish
 from lorakernels.plans.routing import is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, StandIn
 
+P = TypeVar("P")
 UNPLANNED = (NotPlanned, NotImplementedError)  # the latter: of a kernel that csrc cannot launch
+
+
+MOST_STRIDES = (
+    8  # of the gradients that a node's backward has plans for; others are made contiguous
+)
 
 
 class Misaligned(Exception):
@@ -59,7 +65,7 @@ class NodePlan:
     Attributes:
         node: the Function.
         forward: the plan of its forward.
-        saved: for each tensor that it saves: its place among the given ones, its place in the kept block, or None.
+        saved: for each tensor that it saves: a number is its place among the given ones, a Place is in the kept block.
         by_reference: the given ones among them.
         given: how many addresses its forward gets.
         sources: for each given tensor that autograd sees: where it is in `by_reference`, or -1.
@@ -88,6 +94,8 @@ class NodePlan:
         where = {place: i for i, place in enumerate(self.by_reference)}
         self.sources = [where.get(i, -1) for i in range(seen)]
         self.forward = finish(recording, self._given, outputs, self._kept, is_new=True)
+        if not self.is_tuple and self.forward.outputs != (View(0, None),):
+            raise NotPlanned("a result that is a part of a tensor")
         self._backwards: dict[tuple[tuple[int, ...], ...], Plan | None] = {}
 
     def _keep(self) -> None:
@@ -107,13 +115,17 @@ class NodePlan:
     def backward(self, grads: Sequence[Tensor]) -> Plan | None:
         """The plan of a backward for gradients of such strides; None where it cannot be recorded."""
         strides = tuple([grad.stride() for grad in grads])
-        if strides not in self._backwards:
-            with self._lock:
+        try:
+            return self._backwards[strides]
+        except KeyError:
+            pass
+        with self._lock:
+            if strides not in self._backwards and len(self._backwards) < MOST_STRIDES:
                 try:
                     self._backwards[strides] = self._record_backward(strides)
                 except UNPLANNED:
                     self._backwards[strides] = None
-        return self._backwards[strides]
+            return self._backwards.get(strides)
 
     def _record_backward(self, strides: tuple[tuple[int, ...], ...]) -> Plan:
         with torch.cuda.device(self.device), self._recording.again() as recording, torch.no_grad():
@@ -223,22 +235,22 @@ def _by_ops(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return None, *(found[i] for i in run.plan.tensors)
 
 
-class Plans:
+class Plans(Generic[P]):
     """The plans of the last calls, by all that they depend on. None stands for what runs by the ops."""
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, Lock()
-        self._plans: OrderedDict[Hashable, NodePlan | None] = OrderedDict()
+        self._plans: OrderedDict[Hashable, P | None] = OrderedDict()
 
-    def __getitem__(self, key: Hashable) -> NodePlan | None:
+    def __getitem__(self, key: Hashable) -> P | None:
         """Raises KeyError: it has to be made."""
         found = self._plans[key]
         self._plans.move_to_end(key)
         return found
 
-    def make(self, key: Hashable, record: Callable[[], NodePlan]) -> NodePlan | None:
+    def make(self, key: Hashable, record: Callable[[], P]) -> P | None:
         try:
-            made: NodePlan | None = record()
+            made: P | None = record()
         except UNPLANNED:
             made = None
         with self._lock:
@@ -250,9 +262,8 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def has(self, key: Hashable) -> bool:
-        """Whether there is a plan for it."""
-        return self._plans.get(key) is not None
+    def values(self) -> list[P | None]:
+        return [*self._plans.values()]
 
     def cache_clear(self) -> None:
         self._plans.clear()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
 
+MOST_BASES = 64  # of csrc's LaunchList
 ALIGNMENT = 256  # bytes, of everything in a block; torch's own allocations have 512
 
 
@@ -121,10 +122,10 @@ def finish(
         is_new: whether this run makes the kept block. Otherwise it is the last of `given`.
 
     Raises:
-        NotPlanned: what is returned is also kept, or comes from another recording.
+        NotPlanned: what is returned is also kept, or is a part of a given tensor, or there are too many tensors.
     """
     own = {t.memory.index: i for i, t in enumerate(given)}
-    outputs, results = _outputs(own, returned)
+    outputs, results = _outputs(own, given, returned)
     if {*results} & {*kept.offsets}:
         raise NotPlanned("a result that backward reads, too")
     bases = [*own, *results]
@@ -137,6 +138,8 @@ def finish(
     block = len(bases) if is_new else len(given) - 1
     places |= {index: (block, offset) for index, offset in kept.offsets.items()}
     places |= {index: (len(bases) + len(blocks) - 1, offset) for index, offset in scratch.items()}
+    if len(bases) + len(blocks) > MOST_BASES:
+        raise NotPlanned(f"more than {MOST_BASES} tensors")
     aligned = [t.memory.is_aligned for t in given] + [True] * (len(results) + len(blocks))
     at = [places.get(i, (0, 0)) for i in range(len(recording.memories))]
     recording.launches.place(at, aligned)
@@ -155,7 +158,7 @@ def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _outputs(
-    own: dict[int, int], returned: Sequence[Any]
+    own: dict[int, int], given: Sequence[StandIn], returned: Sequence[Any]
 ) -> tuple[tuple[int | View | None, ...], dict[int, tuple[torch.Size, torch.dtype]]]:
     """(`Plan.outputs`, {memory's index: shape and dtype of its result})."""
     found: list[int | View | None] = []
@@ -164,7 +167,10 @@ def _outputs(
         if tensor is None:
             found.append(None)
         elif tensor.memory.index in own:
-            found.append(own[tensor.memory.index])
+            place = own[tensor.memory.index]
+            if not given[place].is_all_of(tensor):
+                raise NotPlanned("a part of a given tensor that is returned")
+            found.append(place)
         else:
             found.append(_result(tensor, results))
     return tuple(found), results

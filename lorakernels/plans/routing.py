@@ -15,7 +15,7 @@ PLAIN = (Tensor, Parameter)
 _allowed = True
 
 
-def _asked_of_torch() -> tuple[Callable[[], Any], ...] | None:
+def _asked_of_torch() -> tuple[Callable[..., Any], ...] | None:
     """What is true of a call that somebody watches or changes; None where this torch lacks a name."""
     try:
         return (
@@ -23,6 +23,7 @@ def _asked_of_torch() -> tuple[Callable[[], Any], ...] | None:
             torch._C._are_functorch_transforms_active,
             torch._C._get_tracing_state,
             torch._C._autograd._profiler_enabled,
+            torch._C._autograd._top_saved_tensors_default_hooks,
         )
     except AttributeError:
         return None
@@ -33,12 +34,22 @@ _is_compiling = torch.compiler.is_compiling
 _functions = getattr(torch._C, "_len_torch_function_stack", None)
 
 
+def are_allowed() -> bool:
+    """Whether plans are used at all (`without_plans`)."""
+    return _allowed
+
+
 def is_plain() -> bool:
-    """Whether no mode, transform, trace or profiler is active that has to see the ops."""
+    """Whether no mode, transform, trace, profiler or hook of saved tensors is active, which has to see the ops.
+
+    torch.utils.checkpoint without reentrance has such hooks.
+    """
     if _is_compiling() or not _allowed or _ASKED is None or _functions is None:
         return False
-    dispatches, transforms, traces, profiles = _ASKED
+    dispatches, transforms, traces, profiles, hooks = _ASKED
     if dispatches() or transforms() or traces() is not None or profiles():
+        return False
+    if hooks(True) is not None:  # they may keep a tensor in another form, as save_on_cpu does
         return False
     return not _functions() or _only_default_device()
 
@@ -52,8 +63,10 @@ def _only_default_device() -> bool:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors of torch's own type, without gaps."""
-    return all(t is None or (type(t) in PLAIN and t.is_contiguous()) for t in tensors)
+    """Whether these are tensors of torch's own type, without gaps, on one device."""
+    there = [t for t in tensors if t is not None]
+    plain = all([type(t) in PLAIN and t.is_contiguous() for t in there])
+    return plain and len({t.device for t in there}) < 2
 
 
 @contextmanager

@@ -136,6 +136,11 @@ class StandIn:
         """Where it begins in its memory, in bytes."""
         return int(self.meta.storage_offset()) * self.meta.element_size()
 
+    def is_all_of(self, other: StandIn) -> bool:
+        """Whether both stand for the same elements of one memory."""
+        mine, theirs = ((t.memory.index, t.offset, t.shape, t.stride()) for t in (self, other))
+        return mine == theirs
+
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> StandIn:
         return self.held.recording.allocate(
             torch.empty(*shape, dtype=dtype or self.dtype, device="meta")

@@ -55,8 +55,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# "checkpoint" runs the forwards again. With a mask for each of q, k, v, torch joins what they give: by the ops.
-RUNS = {"checkpoint": 18, "a mask for each": 8}
+# Checkpointed layers run by the ops. With a mask for each of q, k, v, torch joins what they give.
+RUNS = {"checkpoint": 0, "a mask for each": 8}
 
 
 def step(model: nn.Module, h: Tensor) -> None:
@@ -107,6 +107,40 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
             step(model, h)
             assert launches(recorded.calls) == by_ops
             assert recorded.runs == RUNS.get(name, 12)  # 3 nodes, 2 layers, 2 ways
+
+
+def test_a_written_A_is_seen_where_another_adapter_is_switched_off() -> None:
+    """q's and k's A are then copied beside each other, without v's."""
+    model = llama(lora_dropout=0.0).eval()
+    h = torch.randn(2, 8, SIZES["hidden_size"], dtype=BF16)
+    for layer in model.layers:
+        layer.self_attn.v_proj.disable_adapters = True
+        nn.init.normal_(layer.self_attn.q_proj.lora_B)
+    with torch.no_grad():
+        before = model(inputs_embeds=h).last_hidden_state
+        for layer in model.layers:
+            layer.self_attn.q_proj.lora_A.mul_(-3)
+        after = model(inputs_embeds=h).last_hidden_state
+        for layer in model.layers:
+            layer.self_attn.q_proj.lora_A.mul_(-1 / 3)
+        again = model(inputs_embeds=h).last_hidden_state
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(again, before, rtol=0.05, atol=0.05)
+
+
+def test_a_factor_of_another_dtype_is_seen() -> None:
+    model = llama(lora_dropout=0.0)
+    h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16)
+    step(model, h)
+    with dry_cuda() as recorded:
+        step(model, h)
+        for layer in model.layers:
+            o = layer.self_attn.o_proj
+            o.lora_A.data, o.lora_B.data = o.lora_A.data.to(BF16), o.lora_B.data.to(BF16)
+        recorded.calls.clear()
+        step(model, h)
+        found = {c.arguments[k] for c in recorded.calls for k in c.arguments if k == "b_dtype"}
+        assert found == {"bfloat16", "float32"}  # o's, and the stacked one of q, k and v
 
 
 def outcome(model: nn.Module, h: Tensor) -> list[Tensor]:

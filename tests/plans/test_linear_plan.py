@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +129,47 @@ def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
     return found
 
 
+def test_a_rank_that_is_cut_by_data_is_seen() -> None:
+    """The addresses stay."""
+    module, x = layer(r=32), torch.randn(M, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        module(x)
+        module.lora_A.data = module.lora_A.data[:8]
+        module.lora_B.data = module.lora_B.data[:, :8].contiguous()
+        recorded.calls.clear()
+        module(x)
+        assert [c.arguments["rank"] for c in recorded.calls if "rank" in c.arguments] == [8, 8]
+
+
+def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
+    """A hook may keep a tensor with other strides, or on the CPU."""
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        step(module, x)
+        assert recorded.calls and not recorded.runs
+
+
+def test_gradients_with_many_kinds_of_gaps_run_by_one_plan() -> None:
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        for more in range(12):
+            y = module(x)
+            y.backward(torch.ones(M, N + more, dtype=BF16)[:, :N])
+        assert recorded.runs == 2 * 12
+        (plan,) = PLANS.values()
+        assert len(plan._backwards) <= 8
+
+
+def test_a_replaced_weight_is_freed_before_the_layer_runs_again() -> None:
+    module, x = layer(), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        module(x)
+    old = weakref.ref(module._parameters["weight"])
+    module.load_state_dict(module.state_dict(), assign=True)
+    gc.collect()
+    assert old() is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
 @pytest.mark.parametrize("name", LAYERS)
@@ -137,12 +180,13 @@ def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None
     state = module.fp8_state.save()
     with without_plans():
         by_ops = outcome(module, x)
-    after = module.fp8_state.forward.clone()
+    after = module.fp8_state.save()
     module.fp8_state.restore(state)
     planned = outcome(module, x)
     assert len(planned) == len(by_ops)
     assert all(map(torch.equal, planned, by_ops))
-    assert torch.equal(module.fp8_state.forward, after)
+    assert torch.equal(module.fp8_state.forward, after.forward)
+    assert torch.equal(module.fp8_state.backward, after.backward)
 
 
 @pytest.mark.gpu
