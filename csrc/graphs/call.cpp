@@ -36,24 +36,9 @@ void register_graph_call(py::module_& m) {
   m.def("matcher", &matcher, py::arg("spec"), py::arg("tensor_type"), py::arg("given"), py::arg("same"),
         py::arg("like"), py::arg("autocast"), py::arg("watch"));
   py::class_<Matcher>(m, "Matcher", collected<Matcher>());
-  py::class_<GradTarget>(m, "GradTarget", collected<GradTarget>())
-      .def(py::init([](const py::object& parameter, const py::object& grad, const std::string& kind) {
-             return GradTarget{parameter, grad, kind};
-           }),
-           py::arg("parameter"), py::arg("grad"), py::arg("kind"))
-      .def_readonly("parameter", &GradTarget::parameter)
-      .def_readonly("grad", &GradTarget::grad)
-      .def_readonly("kind", &GradTarget::kind)
-      .def_readonly("zeroed", &GradTarget::zeroed)
-      .def("held", &GradTarget::held);
   py::class_<GradSlots>(m, "GradSlots", collected<GradSlots>())
-      .def(py::init<const py::list&, const py::list&, const py::object&>(), py::arg("targets"), py::arg("slabs"),
-           py::arg("watch"))
-      .def("ready", &GradSlots::ready)
-      .def("moved", &GradSlots::moved)
+      .def(py::init<const py::list&>(), py::arg("targets"))
       .def("state", &GradSlots::state)
-      .def("set_zeroed", &GradSlots::set_zeroed, py::arg("zeroed"))
-      .def("alone", &GradSlots::alone)
       .def("install", &GradSlots::install);
 }
 

@@ -8,12 +8,6 @@
 
 namespace lorakernels {
 
-// The new reference `made`, which is null if Python has raised an error.
-inline py::object owned(PyObject* made) {
-  if (made == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(made);
-}
-
 inline py::object interned(const char* text) {
   return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text));
 }
@@ -54,19 +48,10 @@ inline const PyGetSetDef* getter_of(PyObject* owner, PyObject* name) {
 }
 
 inline py::object get(PyObject* owner, PyObject* name, const PyGetSetDef* getter) {
-  return owned(getter != nullptr ? getter->get(owner, getter->closure) : PyObject_GetAttr(owner, name));
-}
-
-// The C function of a method without arguments that a lookup of the name finds in the type. Null if there is none.
-inline PyCFunction method_of(PyObject* owner, PyObject* name) {
-  PyObject* found = _PyType_Lookup(Py_TYPE(owner), name);
-  if (found == nullptr || !Py_IS_TYPE(found, &PyMethodDescr_Type)) return nullptr;
-  const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(found)->d_method;
-  return method->ml_flags == METH_NOARGS ? method->ml_meth : nullptr;
-}
-
-inline py::object call(PyObject* owner, PyObject* name, PyCFunction method) {
-  return owned(method != nullptr ? method(owner, nullptr) : PyObject_CallMethodNoArgs(owner, name));
+  py::object value = py::reinterpret_steal<py::object>(getter != nullptr ? getter->get(owner, getter->closure)
+                                                                         : PyObject_GetAttr(owner, name));
+  if (!value) throw py::error_already_set();
+  return value;
 }
 
 // The T of a bound object. Null while its constructor runs: the garbage collector tracks the object already then.
@@ -112,7 +97,9 @@ PyObject* guarded(const Call& call) {
 
 // A builtin function that `self` is bound to. The call of a pybind11 method takes twice as long as the work done here.
 inline py::object bound(PyMethodDef& definition, const py::object& self) {
-  return owned(PyCFunction_New(&definition, self.ptr()));
+  const auto made = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
+  if (!made) throw py::error_already_set();
+  return made;
 }
 
 }  // namespace lorakernels

@@ -47,7 +47,7 @@ void register_graph_watch(py::module_& m) {
   py::class_<Watch>(m, "Watch", collected<Watch>())
       .def(py::init<>())
       .def("add_dict", &Watch::add_dict, py::arg("dict"), py::arg("keys") = py::none())
-      .def("add_address", &Watch::add_address, py::arg("tensor"), py::arg("expected"))
+      .def("add_address", &Watch::add_address, py::arg("data_ptr"), py::arg("expected"))
       .def("add_attribute", &Watch::add_attribute, py::arg("owner"), py::arg("name"), py::arg("expected"))
       .def("check", &Watch::check);
   m.def("flatten", &flatten, py::arg("value"), py::arg("tensor_type"));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a replay relies on in Python, compared before every launch in a microsecond or two: entries of dicts (a module's
-// parameters, buffers and plain attributes), addresses (Tensor.data_ptr) and attributes (Tensor.requires_grad).
+// parameters, buffers and plain attributes), addresses (bound Tensor.data_ptr) and attributes (Tensor.requires_grad).
 // There is no CUDA and no torch here.
 #pragma once
 
@@ -71,8 +71,10 @@ class Watch {
     dicts_.push_back(std::move(watched));
   }
 
-  void add_address(const py::object& tensor, uint64_t expected) {
-    addresses_.push_back({tensor, method_of(tensor.ptr(), data_ptr_.ptr()), expected});
+  void add_address(const py::object& data_ptr, uint64_t expected) {
+    // The C function of a bound method without arguments is called directly, which is faster than through Python.
+    const bool plain = PyCFunction_CheckExact(data_ptr.ptr()) && PyCFunction_GetFlags(data_ptr.ptr()) == METH_NOARGS;
+    addresses_.push_back({data_ptr, plain ? PyCFunction_GetFunction(data_ptr.ptr()) : nullptr, expected});
   }
 
   void add_attribute(const py::object& owner, const py::str& name, const py::object& expected) {
@@ -87,9 +89,12 @@ class Watch {
       if (!watched.same()) return index;
       ++index;
     }
-    for (const Address& address : addresses_) {
-      const py::object now = call(address.tensor.ptr(), data_ptr_.ptr(), address.data_ptr);
-      if (PyLong_AsUnsignedLongLongMask(now.ptr()) != address.expected) return index;
+    for (const auto& [data_ptr, function, expected] : addresses_) {
+      const py::object now =
+          py::reinterpret_steal<py::object>(function != nullptr ? function(PyCFunction_GetSelf(data_ptr.ptr()), nullptr)
+                                                                : PyObject_CallNoArgs(data_ptr.ptr()));
+      if (!now) throw py::error_already_set();
+      if (PyLong_AsUnsignedLongLongMask(now.ptr()) != expected) return index;
       ++index;
     }
     for (const Attribute& attribute : attributes_) {
@@ -108,7 +113,7 @@ class Watch {
         Py_VISIT(entry.value.ptr());
       }
     }
-    for (const Address& address : addresses_) Py_VISIT(address.tensor.ptr());
+    for (const Address& address : addresses_) Py_VISIT(address.data_ptr.ptr());
     for (const Attribute& attribute : attributes_) {
       Py_VISIT(attribute.owner.ptr());
       Py_VISIT(attribute.name.ptr());
@@ -130,11 +135,10 @@ class Watch {
     const PyGetSetDef* getter;
   };
   struct Address {
-    py::object tensor;
-    PyCFunction data_ptr;
+    py::object data_ptr;
+    PyCFunction function;
     uint64_t expected;
   };
-  py::object data_ptr_ = interned("data_ptr");
   std::vector<WatchedDict> dicts_;
   std::vector<Address> addresses_;
   std::vector<Attribute> attributes_;

@@ -5,39 +5,69 @@ The memory stays in place. It is `main_grad` where a parameter has one, a `.grad
 of a slab that the manager has allocated. A graph always adds, so the memory must start at zero: if `.grad` is None at a
 launch, as after `zero_grad`, the memory is zeroed and installed as `.grad` first.
 
-A gradient that other code still holds, as an object or by a view of it, is never overwritten. The extension's
-`GradTarget` has our only reference to the tensor, so that any other shows in its reference count. Views hold its
-storage, whose holders are counted when a slab is made. If an old gradient is held, or `.grad` was replaced by another
+A gradient that other code still holds is never overwritten. Whether it does is seen from reference counts: of the
+tensor object, and of the storage, which views hold. If an old gradient is held, or `.grad` was replaced by another
 tensor, the launch makes a detour: it adds to zeroed memory, copies the sum to `.grad`, and puts the old content back.
-A reference that nobody uses, such as that of a debugger's frame, costs no more than the detour.
+Our own references are counted when a capture ends. A later one that nobody uses, such as that of a debugger's frame,
+costs no more than the detour.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ReplayError
 from ..signature import extension
-from .buffers import storage_uses
 from .watch import GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
-GradTarget = Any  # of the extension: csrc/graphs/grad_slots.h
 INSTALLED, FREE = 0, 1  # `GradSlots.state`
 
 
-def _target(parameter: nn.Parameter, grad: Tensor, kind: str) -> GradTarget:
-    return extension().GradTarget(parameter, grad, kind)
+@dataclass(eq=False)
+class GradTarget:
+    """The gradient memory of one parameter.
+
+    Attributes:
+        kind: "main" (`parameter.main_grad`), "given" (`.grad`, which other code holds too) or "own" (in a slab).
+        references, uses: how many references to the tensor and to its storage are our own.
+        zeroed: the memory is zero already, and `.grad` is None.
+    """
+
+    parameter: nn.Parameter
+    grad: Tensor
+    kind: str
+    references: int = 0
+    uses: int = 0
+    zeroed: bool = False
+
+    def calibrate(self, before: tuple[int, int] | None) -> None:
+        """Record the reference counts that our own code accounts for, so that `held` can detect others.
+
+        For a new tensor these are the counts now. Otherwise `before` has the counts before the capture, and only what
+        the capture has added is added here, because other code may have held the gradient already.
+        """
+        references, uses = before or (self.references, self.uses)
+        self.references += sys.getrefcount(self.grad) - references
+        self.uses += _uses(self.grad) - uses
+
+    def held(self) -> bool:
+        """Whether other code holds this gradient, as an object or through a view. Asked while `.grad` is None."""
+        return (
+            self.kind == "given"
+            or sys.getrefcount(self.grad) > self.references
+            or _uses(self.grad) > self.uses
+        )
 
 
 def _uses(x: Tensor) -> int:
-    return storage_uses(x.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 class GradSlab:
@@ -45,30 +75,39 @@ class GradSlab:
 
     def __init__(self, memory: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         self.memory = memory
-        self.targets = _targets_in(memory, parameters)
-        self._slots = extension().GradSlots(self.targets, [], extension().Watch())
+        self.targets = []
+        pieces = memory.split([p.numel() for p in parameters])
+        for parameter, flat in zip(parameters, pieces, strict=True):
+            grad = flat.view(parameter.shape).detach()
+            self.targets.append(GradTarget(parameter, grad, "own"))
+        self._slots = extension().GradSlots(self.targets)
         self._held = memory.untyped_storage()
-        # How the extension counts who holds the storage: with which function, of what, and how many are our own
-        self.count = (storage_uses, self._held._cdata, storage_uses(self._held._cdata))
+        self._cdata = self._held._cdata
+        self._uses = self._before = 0
+
+    def _count(self) -> int:
+        return torch._C._storage_Use_Count(self._cdata)
+
+    def note(self) -> None:
+        """Before a capture: count who holds the storage."""
+        self._before = self._count() if self._uses else 0
+
+    def calibrate(self) -> None:
+        """After a capture: the holders that it has added are our own."""
+        self._uses += self._count() - self._before
 
     def alone(self) -> bool:
         """Whether no other code has a view of it."""
-        uses, storage, ours = self.count
-        return uses(storage) <= ours
+        return self._count() <= self._uses
 
     def zero(self) -> bool:
         """Zero all of it at once. False, and nothing is done, if a piece is a `.grad` or other code holds one."""
         if self._slots.state() != FREE or not self.alone():
             return False
         self.memory.zero_()
-        self._slots.set_zeroed(True)
+        for target in self.targets:
+            target.zeroed = True
         return True
-
-
-def _targets_in(memory: Tensor, parameters: Sequence[nn.Parameter]) -> list[GradTarget]:
-    pieces = memory.split([p.numel() for p in parameters])
-    pairs = zip(parameters, pieces, strict=True)
-    return [_target(p, piece.view(p.shape).detach(), "own") for p, piece in pairs]
 
 
 def _alone(parameter: nn.Parameter, pieces: int, callers: int) -> bool:
@@ -98,20 +137,27 @@ class GradMemory:
     def __init__(self) -> None:
         self._by_id: dict[int, GradTarget] = {}
         self._slabs: list[GradSlab] = []
-        self._new: list[GradTarget] = []  # since the last capture that succeeded
+        self._before: dict[int, tuple[int, int]] = {}
         self.bytes = 0
 
     def prepare(self, parameters: NamedParameters) -> None:
         """Before a capture: a target for each parameter; those without gradients of their own share a slab a dtype."""
+        self._before = {  # counts of the targets that earlier captures have made
+            key: (sys.getrefcount(target.grad), _uses(target.grad))
+            for key, target in self._by_id.items()
+            if target.references
+        }
+        for slab in self._slabs:
+            slab.note()
         new = list({id(p): p for _, p in parameters if id(p) not in self._by_id}.values())
         pieces = _pieces(new)
         for parameter in new:
             main, grad = getattr(parameter, "main_grad", None), parameter.grad
             if main is not None:
-                self._by_id[id(parameter)] = _target(parameter, main, "main")
+                self._by_id[id(parameter)] = GradTarget(parameter, main, "main")
                 continue
             if grad is not None and not _alone(parameter, pieces[grad.untyped_storage()._cdata], 1):
-                self._by_id[id(parameter)] = _target(parameter, grad, "given")
+                self._by_id[id(parameter)] = GradTarget(parameter, grad, "given")
         new = [p for p in new if id(p) not in self._by_id]
         for dtype, device in dict.fromkeys((p.dtype, p.device) for p in new):
             group = [p for p in new if (p.dtype, p.device) == (dtype, device)]
@@ -119,16 +165,20 @@ class GradMemory:
             self.bytes += memory.nbytes
             self._slabs.append(GradSlab(memory, group))
             self._by_id |= {id(t.parameter): t for t in self._slabs[-1].targets}
-            self._new += self._slabs[-1].targets
 
     def adopt(self) -> None:
         """After a capture that succeeded: gradients that exist move into the slabs."""
-        for target in self._new:
+        for key, target in self._by_id.items():
+            if target.kind == "own":
+                target.calibrate(self._before.get(key))
+        for slab in self._slabs:
+            slab.calibrate()
+        for key, target in self._by_id.items():
             grad = target.parameter.grad
-            if grad is not None and grad is not target.grad:
+            new = target.kind == "own" and key not in self._before
+            if new and grad is not None and grad is not target.grad:
                 target.grad.copy_(grad)
-                target.parameter.grad = target.grad
-        self._new.clear()
+                target.parameter.grad, target.zeroed = target.grad, False
 
     def of(self, parameters: Sequence[nn.Parameter]) -> list[GradTarget]:
         """The targets of parameters that a backward reaches."""
@@ -142,7 +192,6 @@ class GradMemory:
         """Drop the memory; gradients that are installed stay with their parameters."""
         self._by_id.clear()
         self._slabs.clear()
-        self._new.clear()
         self.bytes = 0
 
 
@@ -159,27 +208,27 @@ class LayerGrads:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
         self._slabs = list(slabs)
         self._installed = [target for target in targets if target.kind != "main"]
-        self._addresses = [target.grad.data_ptr() for target in targets]
+        self._slots = extension().GradSlots(self._installed)
+        self._state = self._slots.state
+        self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
         self._detour: list[tuple[GradTarget, Tensor]] = []
-        parameters = [target.parameter for target in targets]
-        self._watch = GradWatch(layer, zip(names, parameters, strict=True))
-        counts = [slab.count for slab in slabs]
-        self._slots = extension().GradSlots(self.targets, counts, self._watch.compared)
-        # Whether the graph may be launched. Gradients that are None are installed, if nothing else has to be done first
-        self.ready: Callable[[], bool] = self._slots.ready
+        named = zip(self.names, self.targets, strict=True)
+        self._watch = GradWatch(layer, [(name, t.parameter, t.grad) for name, t in named])
+        self._changed = self._watch.check
 
-    def make_ready(self) -> None:
-        """Make sure that what the graph adds to is each parameter's gradient, where `ready` has found otherwise.
+    def before_launch(self) -> None:
+        """Make sure that what the graph adds to is each parameter's gradient.
 
         Raises:
             ReplayError: a parameter's `main_grad` is another tensor than at capture, a gradient's data have moved, or
                 a parameter has a hook by now.
         """
-        if (changed := self._watch.check()) >= 0:
+        if (changed := self._changed()) >= 0:
             self._watch.refuse(changed)
-        if (moved := self._slots.moved()) >= 0:
-            self._refuse_moved(moved)
-        if (state := self._slots.state()) != INSTALLED:
+        for parameter, grad in self._main:
+            if getattr(parameter, "main_grad", None) is not grad:
+                self._refuse_main(parameter)
+        if state := self._state():
             self._install(state)
 
     def after_launch(self) -> None:
@@ -188,21 +237,22 @@ class LayerGrads:
             self._finish_detour()
 
     def _install(self, state: int) -> None:
-        if state == FREE and self._slots.alone():
+        if state == FREE and all([slab.alone() for slab in self._slabs]):
             zeroed = all([t.zeroed for t in self._installed])
             if not zeroed and not all([slab.zero() for slab in self._slabs]):
                 torch._foreach_zero_([t.grad for t in self._installed])
             self._slots.install()
-            return
-        self._install_one_by_one()
-        self._slots.set_zeroed(False)
+        else:
+            self._install_one_by_one()
+        for target in self._installed:
+            target.zeroed = False
 
     def _install_one_by_one(self) -> None:
-        fresh, alone = [], self._slots.alone()
+        fresh = []
         for target in self._installed:
             if target.parameter.grad is target.grad:
                 continue
-            if target.parameter.grad is not None or not alone or target.held():
+            if target.parameter.grad is not None or target.held():
                 self._detour.append((target, target.grad.clone()))
             else:
                 fresh.append(target)
@@ -220,14 +270,9 @@ class LayerGrads:
             target.grad.copy_(content)
         self._detour.clear()
 
-    def _refuse_moved(self, index: int) -> NoReturn:
-        name, target = self.names[index], self.targets[index]
-        expected, found = self._addresses[index], target.grad.data_ptr()
-        if expected != found:
-            what = f"address of 'gradient of {name}'"
-            raise ReplayError(self.layer, what, f"{expected:#x}", f"{found:#x}", True)
-        parameter = target.parameter
+    def _refuse_main(self, parameter: nn.Parameter) -> None:
+        index = [t.parameter for t in self.targets].index(parameter)
         main = getattr(parameter, "main_grad", None)
-        other = "none" if main is None else f"another tensor at {main.data_ptr():#x}"
-        there = f"the tensor at {expected:#x}"
-        raise ReplayError(self.layer, f"main_grad of {name!r}", there, other, True)
+        found = "none" if main is None else f"another tensor at {main.data_ptr():#x}"
+        expected = f"the tensor at {self.targets[index].grad.data_ptr():#x}"
+        raise ReplayError(self.layer, f"main_grad of {self.names[index]!r}", expected, found, True)

@@ -139,10 +139,7 @@ class GraphedCall:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's output for tensors that `match` has found."""
         edges = [tensors[i] for i in self.differentiable] or [self.cursor.anchor]
-        apply = (
-            _Replay.apply if _is_transformed() else _bare_apply
-        )  # the first raises the error that says so
-        outputs = apply(self, tensors, *edges, *self.parameters)
+        outputs = _apply(self, tensors, *edges, *self.parameters)
         for k, exposed in self._chained:
             exposed.remember(outputs[k])
         return self.rebuild(outputs)
@@ -180,8 +177,8 @@ class GraphedCall:
             ):  # from eager code or a hook; it may be a view of the buffer
                 shares = grad.untyped_storage()._cdata == buffer.untyped_storage()._cdata
                 buffer.copy_(grad.clone() if shares else grad)
-        if self.grads is not None and not self.grads.ready():
-            self.grads.make_ready()
+        if self.grads is not None:
+            self.grads.before_launch()
         self.backward_graph.launch(cursor.stream())
         if self.grads is not None:
             self.grads.after_launch()
@@ -242,7 +239,7 @@ class _Replay(Function):
     ) -> tuple[Tensor, ...]:
         outputs = call.launch_forward(tensors)
         ctx.call, ctx.generation = call, call.generation
-        ctx.materialize_grads = False
+        ctx.set_materialize_grads(False)
         if call.constants:
             ctx.mark_non_differentiable(*[outputs[k] for k in call.constants])
         return outputs
@@ -256,7 +253,12 @@ class _Replay(Function):
 
 
 # `Function.apply` and `BackwardCFunction.apply` first ask in Python whether functorch transforms the function. Calling
-# the underlying methods saves 5 µs a replay; `GraphedCall.replay` still asks about functorch.
-_is_transformed = torch._C._are_functorch_transforms_active
+# the underlying methods saves 5 µs a replay; `_apply` still asks about functorch.
 _bare_apply = super(Function, _Replay).apply
 _Replay._backward_cls.apply = _Replay.backward  # type: ignore[attr-defined]
+
+
+def _apply(*args: Any) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        return _Replay.apply(*args)  # raises the error that says so
+    return _bare_apply(*args)

@@ -9,7 +9,7 @@ and random states; for a whole step, the numbers and state of the optimizers too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class Watch:
 
     def _add_tensor(self, name: str, tensor: Tensor) -> None:
         self._addresses.append((name, tensor, tensor.data_ptr()))
-        self._watch.add_address(tensor, tensor.data_ptr())
+        self._watch.add_address(tensor.data_ptr, tensor.data_ptr())
 
     def _add_attribute(self, what: str, owner: object, name: str) -> None:
         value = getattr(owner, name)
@@ -123,11 +123,12 @@ class LayerWatch(Watch):
 
 
 class GradWatch(Watch):
-    """The hooks of parameters whose gradients a graph adds to, in which case none of them may come or go."""
+    """The fingerprint of gradients that a graph adds to: their addresses, and the hooks of their parameters."""
 
-    def __init__(self, layer: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, layer: str, grads: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
         super().__init__(layer)
-        for name, parameter in parameters:
+        for name, parameter, grad in grads:
+            self._add_tensor(f"gradient of {name}", grad)
             for kind in PARAMETER_HOOKS:
                 what, hooks = f"{kind} of {name!r}", getattr(parameter, kind)
                 if hooks is None:

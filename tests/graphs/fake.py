@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,8 +135,7 @@ class Recorder(TorchDispatchMode):
                     )
                 self.host.append(found)
             return found
-        written = self._written(func, args, kwargs)
-        self._keep(written)
+        self._keep(func, args, kwargs)
         memory = {x.untyped_storage().data_ptr() for x in given}
         found = func(*args, **kwargs)
         outputs: list[Tensor | None] = []
@@ -153,22 +152,17 @@ class Recorder(TorchDispatchMode):
             return new
 
         result = tree_map(place, found)
-        if written or any(x is not None for x in outputs):  # a view launches nothing
-            weak = tree_map(lambda x: self._weak(x, written), (args, kwargs))
-            self.ops.append((func, *weak, outputs))
+        weak = tree_map(self._weak, (args, kwargs))
+        self.ops.append((func, *weak, outputs))
         return result
 
-    def _weak(self, x: Any, written: Sequence[Tensor] = ()) -> Any:
-        """`x` without its memory, as a graph has it, where that is the arena's or the graph writes it."""
-        if not isinstance(x, Tensor):
-            return x
-        ours = self.arena.owns(x) or any(x is other for other in written)
-        if not ours or x.numel() == 0:
-            return x.detach()
+    def _weak(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not self.arena.owns(x) or x.numel() == 0:
+            return x.detach() if isinstance(x, Tensor) else x
         spec = TensorSpec.of(x)
         return view_of(at(x.data_ptr(), spec.nbytes), spec)
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
         named = zip(func._schema.arguments, args, strict=False)
         written = [value for a, value in named if a.alias_info and a.alias_info.is_write]
         written += [
@@ -176,11 +170,8 @@ class Recorder(TorchDispatchMode):
             for a in func._schema.arguments
             if a.alias_info and a.alias_info.is_write and a.name in kwargs
         ]
-        return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
-
-    def _keep(self, written: Sequence[Tensor]) -> None:
-        for x in written:
-            if not self.arena.owns(x):
+        for x in tree_leaves(written):
+            if isinstance(x, Tensor) and not self.arena.owns(x):
                 self.before.setdefault(x.data_ptr(), (x.detach(), x.detach().clone()))
 
     def undo(self) -> None:

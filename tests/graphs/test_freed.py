@@ -211,39 +211,44 @@ def test_two_managers_pin_one_state(first: int) -> None:
     assert state.pinned_by is None and state.register("y") == 1
 
 
-class Memory:
-    """A gradient that looks for garbage while it is asked, before the slots' constructor is through."""
+class Target:
+    """As GradSlots takes them; looks for garbage while it is asked, before the slots' constructor is through."""
 
-    def data_ptr(self) -> int:
+    references = 3
+
+    def __init__(self) -> None:
+        self.own = nn.Parameter(torch.zeros(2))
+        self.grad = torch.zeros(2)
+
+    @property
+    def parameter(self) -> nn.Parameter:
         gc.collect()
-        return 512
+        return self.own
 
 
-def holders() -> dict[str, tuple[Any, list[object]]]:
+def three_holders() -> dict[str, tuple[Any, list[object]]]:
     """Each type of the extension that holds Python's objects, and which."""
-    watch, own, grad = extension().Watch(), nn.Parameter(torch.zeros(2)), Memory()
+    watch, slots_of = extension().Watch(), Target()
     layer, x = nn.Linear(2, 2), torch.zeros(2)
-    entries = {"a": x, "b": layer}
+    entries, data_ptr = {"a": x, "b": layer}, x.data_ptr
     watch.add_dict(entries, ["a"])
-    watch.add_address(x, x.data_ptr())
+    watch.add_address(data_ptr, data_ptr())
     watch.add_attribute(layer, "training", layer.training)
     like, given, cast = object(), object(), (len, "cpu", False, repr, None)
     spec = [tuple, 0, dict, 0]
     match = extension().matcher(spec, Tensor, [(0, given)], [], [(0, like)], cast, watch)
-    target, storage = extension().GradTarget(own, grad, "own"), object()
-    slots = extension().GradSlots([target], [(id, storage, 1)], watch)
+    held = [entries, "a", x, "b", None, data_ptr, layer, "training", True]
     return {
-        "Watch": (watch, [entries, "a", x, "b", None, x, layer, "training", True]),
+        "Watch": (watch, held),
         "Matcher": (match.__self__, [Tensor, watch, *spec, *cast, given, like]),
-        "GradTarget": (target, [own, grad]),
-        "GradSlots": (slots, [target, id, storage, watch]),
+        "GradSlots": (extension().GradSlots([slots_of]), [slots_of, slots_of.own, slots_of.grad]),
     }
 
 
-@pytest.mark.parametrize("kind", ["Watch", "Matcher", "GradTarget", "GradSlots"])
+@pytest.mark.parametrize("kind", ["Watch", "Matcher", "GradSlots"])
 def test_the_collector_sees_each_reference_once(kind: str) -> None:
     """One more would be as bad as one less: what is in use would be freed."""
-    holder, held = holders()[kind]
+    holder, held = three_holders()[kind]
     found = gc.get_referents(holder)
     assert sorted(map(id, found)) == sorted(map(id, [type(holder), *held]))
     unmade = type(holder).__new__(type(holder))
@@ -263,15 +268,13 @@ def test_what_the_collector_has_cleared_takes_no_call() -> None:
         assert gc.get_referents(holder) == [type(holder)]
 
     cast = (torch.is_autocast_enabled, "cpu", False, torch.get_autocast_dtype, None)
-    watch, cleared = extension().Watch(), extension().GradSlots([], [], extension().Watch())
-    slots = extension().GradSlots([], [], watch)
+    watch, slots = extension().Watch(), extension().GradSlots([Target()])
     _, spec = flatten(((), {}))
     both = [extension().matcher(spec, Tensor, [], [], [], cast, watch) for _ in range(2)]
     assert all(match((), {}) == [] for match in both)
-    assert cleared.ready() and slots.ready()
-    clear(both[0].__self__), clear(watch), clear(cleared)
+    clear(both[0].__self__), clear(watch), clear(slots)
     assert both[0]((), {}) is None
-    for call in (watch.check, slots.ready, cleared.ready, cleared.state, lambda: both[1]((), {})):
+    for call in (watch.check, slots.state, lambda: both[1]((), {})):
         with pytest.raises(RuntimeError, match="garbage collector has cleared it"):
             call()
 

@@ -20,7 +20,6 @@ from tests.graphs.layers import (
     managed,
     run,
     same,
-    stack,
     twins,
     warm,
 )
@@ -117,41 +116,6 @@ def test_a_gradient_that_somebody_holds_is_not_overwritten(device: torch.device,
     layer.weight.grad = None
     for _ in range(2):
         step()
-
-
-def test_a_gradient_that_only_autograd_has_saved_is_refused_by_it(device: torch.device) -> None:
-    """No Python object and no view shows it, but zeroing the memory makes it another version."""
-    layer = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
-    manager = managed([layer], device)
-    warm(manager, [layer], device)
-    run([layer], next(batches(device, 1))).square().sum().backward()
-    manager.end_iteration()
-    factor = torch.ones_like(layer.weight).requires_grad_()
-    penalty = (factor * layer.weight.grad).sum()
-    layer.weight.grad = None
-    run([layer], next(batches(device, 1))).square().sum().backward()
-    manager.end_iteration()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        penalty.backward()
-
-
-def test_only_the_managers_own_references_are_counted_at_first(device: torch.device) -> None:
-    """Of a slab's storage: its memory, the storage itself, and each gradient. A capture adds none."""
-    layers = stack(device, 2)
-    manager = managed(layers, device, on_new_shape="capture")
-    warm(manager, layers, device)
-    memory = manager._blocks.grad_memory
-    (slab,), targets = memory._slabs, memory.of(list(layers.parameters()))
-    uses, storage, ours = slab.count
-    assert uses(storage) == ours == 2 + len(targets)
-    assert not any(target.held() for target in targets)
-    kept = targets[0].grad
-    assert [target.held() for target in targets] == [True] + [False] * 7
-    assert slab.alone() and not slab.zero()
-    kept = kept[0]
-    assert not slab.alone() and not slab.zero()
-    del kept
-    assert slab.zero() and all(target.zeroed for target in targets)
 
 
 def test_main_grad_is_added_to_and_grad_stays_none(device: torch.device) -> None:
