@@ -46,3 +46,9 @@ def between_guards(rooms: list[tuple[Tensor, int]]) -> Iterator[None]:
         mock.patch.object(Tensor, "new_empty", new),
     ):
         yield
+
+
+def assert_untouched(rooms: list[tuple[Tensor, int]]) -> None:
+    """Nothing was written around what was allocated."""
+    for whole, count in rooms:
+        assert bool((torch.cat((whole[:GUARD], whole[GUARD + count :])) == 0xA5).all())

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops.fp8_grad_input import by_csrc, why_not_csrc_kernel
 from tests.ops.cases.fp8_grad_input import Grad, bound
 from tests.ops.contract import BF16, E4M3, E5M2, FP16, FP32, Arguments, Call, Made, fault
+from tests.ops.guards import GUARD, assert_untouched, between_guards
 
 P = 0.5
 
@@ -194,11 +194,10 @@ def test_it_writes_dx_and_nothing_around_it(
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     call = arguments(301, 528, 272, 24, both=not turned)
     expected = run(call)
-    space = torch.full((301 * 528 * 2 + 2048,), 0xA5, dtype=torch.uint8, device="cuda")
-    inner = space[1024:-1024].view(BF16).view(301, 528)
-    inner.fill_(torch.nan)
-    with mock.patch.object(torch, "empty", return_value=inner):
+    rooms: list[tuple[Tensor, int]] = []
+    with between_guards(rooms):  # dx alone is allocated, and is NaN before
         found = by_csrc(*call)
-    assert found.data_ptr() == inner.data_ptr()
-    assert torch.equal(inner, expected)
-    assert bool((space[:1024] == 0xA5).all()) and bool((space[-1024:] == 0xA5).all())
+    [(whole, count)] = rooms
+    assert found.data_ptr() == whole.data_ptr() + GUARD and found.nbytes == count
+    assert torch.equal(found, expected)
+    assert_untouched(rooms)
