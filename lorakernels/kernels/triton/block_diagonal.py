@@ -43,10 +43,10 @@ def _block(  # type: ignore[no-untyped-def]
         tl.store(block + below, (first * factor).to(block.dtype.element_ty), is_below)
     else:
         value = tl.load(block + at, inside, other=0).to(tl.float32)
-        first += value * factor
+        first += tl.where(inside, value * factor, 0.0)  # beside a factor that is not finite, too
         if COMPACT:
             value = tl.load(block + below, is_below, other=0).to(tl.float32)
-        second += value * tl.load(factors + COUNT + index)
+        second += tl.where(is_below, value * tl.load(factors + COUNT + index), 0.0)
     return first, second
 
 
