@@ -13,8 +13,9 @@ from lorakernels import ops
 from lorakernels.kernels import tune
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops.fp8_grad_input import by_csrc, why_not_csrc_kernel
+from lorakernels.values import Scaled, Weight
 from tests.ops.cases.fp8_grad_input import Grad, bound
-from tests.ops.contract import BF16, E4M3, E5M2, FP16, FP32, Arguments, Call, Made, fault
+from tests.ops.contract import BF16, E4M3, E5M2, FP16, FP32, UINT8, Arguments, Call, Made, fault
 from tests.ops.guards import GUARD, assert_untouched, between_guards
 
 P = 0.5
@@ -146,16 +147,19 @@ def test_the_tile_is_printed_once_when_asked(monkeypatch, capsys) -> None:
 
 @pytest.mark.gpu
 def test_sums_in_parts_keep_what_the_tensor_cores_drop() -> None:
-    """At N = 28672 the error is that of one rounding to bf16; fast accumulation is off by more than twice that."""
-    call = arguments(512, 512, 28672, 16)
-    expected = next(iter(bound(Call(call, call, (run(call),))))).exact
+    """A product of 2¹⁶ and then N − 1 of 2⁻⁴, each multiplied by 2⁻⁴ at the end, in every element of dx.
 
-    def error(dx: Tensor) -> float:
-        return float((dx.double() - expected).norm() / expected.norm())
-
-    split = error(run(call))
-    assert split < 1.05 * error(expected.to(BF16))
-    assert error(run((*call[:-1], False))) > 2 * split
+    An addition keeps 14 bits of its largest term at most. So 32 of the small ones, 2 together, add nothing to 2¹⁶ where
+    all sums are in one accumulator. In parts of 128, 127 of them are lost: 0.5 of 4208, where fp16 has steps of 4.
+    """
+    n, one = 28672, torch.ones(1, device="cuda")
+    dy, w = torch.full((512, n), 0.25, device="cuda"), torch.full((n, 512), 0.25, device="cuda")
+    dy[:, 0], w[0] = 256.0, 256.0
+    operands = Scaled(dy.to(E5M2).view(UINT8), one / 16), E5M2, Weight(w.to(E4M3).view(UINT8), one)
+    rest = (n - 1) / 256
+    split, fast = (run((*operands, None, None, None, FP16, split)) for split in (True, False))
+    assert bool(((split.double() - (4096 + rest)).abs() <= 2 + 127 / 256).all())
+    assert bool((fast.double() < 4096 + rest / 10).all())
 
 
 @pytest.mark.gpu
