@@ -102,14 +102,35 @@ class Checked(NamedTuple):
     allowed: Tensor | None = None
 
     def is_right(self) -> bool:
-        """NaN is where it has to be, and so are numbers that the dtype turns into an inf."""
         found, exact = self.found, self.exact
         if found.shape != exact.shape or (self.allowed is None and found.dtype != exact.dtype):
             return False
+        return not self.wrong().any()
+
+    def wrong(self) -> Tensor:
+        """By element. NaN is where it has to be, and so are numbers that the dtype turns into an inf.
+
+        How far off is asked by a finite bound alone: every number is within inf of an inf.
+        """
+        found, exact = self.found, self.exact
         fine = (found == exact.to(found.dtype)) | (found.isnan() & exact.isnan())
         if self.allowed is not None:
-            fine |= (found.double() - exact).abs() <= self.allowed
-        return bool(fine.all())
+            near = (found.double() - exact).abs() <= self.allowed
+            fine |= near & self.allowed.isfinite()
+        return ~fine
+
+    def told_by_a_kernel(self, of_scale: bool) -> Checked:
+        """What a GPU's kernel may make of an operand that is not finite: a NaN, where float64 has an inf.
+
+        Kernels multiply zeros beside the operand, too, and 0 · inf is NaN. A zero may be NaN only `of_scale`, where the
+        operand is a scale: it is multiplied before a sum, or after it. An amax and GradScaler see NaN as they see an
+        inf. Nothing else is allowed: no finite number where float64 has none, and what is finite there is right.
+        """
+        found, exact = self.found, self.exact
+        if found.shape != exact.shape or not exact.is_floating_point():
+            return self
+        may_be_nan = exact.isinf() | (exact == 0) if of_scale else exact.isinf()
+        return self._replace(exact=exact.masked_fill(found.isnan() & may_be_nan, torch.nan))
 
 
 Bound = Callable[[Call], Iterator[Checked]]
