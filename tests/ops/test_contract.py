@@ -174,6 +174,10 @@ def test_of_any_shape_within_its_bound_and_the_same_every_time(name: str, case: 
 
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_what_is_kept_or_not_changes_nothing_else(name: str, device: torch.device) -> None:
+    """A kernel compiled without a store may add a row up in another order: the bound judges rms_norm's on a GPU.
+
+    Given rstd, that bound has x8 and the amax bit for bit, whether normed is kept or not.
+    """
     parameters = list(inspect.signature(OPS[name]).parameters)
     if "keep" not in parameters:
         return
@@ -183,9 +187,11 @@ def test_what_is_kept_or_not_changes_nothing_else(name: str, device: torch.devic
         found = []
         for keep in (True, False):
             values = cloned((*arguments[:place], keep, *arguments[place + 1 :]))
-            results = tensors(OPS[name](*values))
-            found.append([t for t in (*results, *tensors(values)) if t is not results[0]])
-        assert_same(*found)
+            done = call(CONTRACTS[name], values)
+            assert_bound(CONTRACTS[name], done)
+            found.append([*done.results[1:], *tensors(values)])
+        if device.type == "cpu" or name != "rms_norm_quantize":
+            assert_same(*found)
 
 
 def scales(arguments: Arguments) -> list[Tensor]:
