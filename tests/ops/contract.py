@@ -274,18 +274,31 @@ def wide(operand: Scaled | Weight, fp8: torch.dtype = E4M3) -> Tensor:
 
 
 def near_gemm(
-    found: Tensor, exact: Tensor, size: Tensor, call: Call, depth: int, splits: bool
+    call: Call,
+    factors: tuple[Tensor, Tensor],
+    exact: Tensor,
+    size: Tensor,
+    depth: int,
+    splits: bool,
 ) -> Checked:
-    """y or dx: one rounding at the store, and fp32 sums of `depth` products.
+    """y or dx, the product of the FP8 `factors`: one rounding at the store, and fp32 sums of `depth` products.
 
     An addition of 32 products on Hopper's FP8 tensor cores keeps 13 bits below the largest term (DeepSeek-V3 report,
     3.3.2, found 14), so that four lose 2⁻¹¹ of the largest sum at most. Where `splits` adds parts of 128 in fp32, that
     is all. Otherwise as many more are lost as there are 128s in the depth.
+
+    Beside an outlier the products themselves are cut off, each by 2⁻¹³ of the largest at most. Their signs differ, so
+    that √depth of these cuts add up, and twice as many at the tail.
     """
+    found = call.results[0]
     checked = near("y", found, exact, size, depth + 4, coarse=rounded_again(call, BF16))
     of_fp8 = call.before[0].scale_inv is not None and found.is_cuda
     if of_fp8 and exact.numel() and checked.allowed is not None:
-        largest = exact.abs().nan_to_num(0.0, posinf=0.0).max()
+        of_sums, of_rows, of_cols = (
+            t.abs().nan_to_num(0.0, posinf=0.0) for t in (exact, factors[0], factors[1])
+        )
         parts = 1.0 if splits else max(1.0, depth / 128)
-        return checked._replace(allowed=checked.allowed + 2.0**-11 * parts * largest)
+        product = of_rows.amax(1, keepdim=True) * of_cols.amax(0)
+        lost = 2.0**-11 * parts * of_sums.max() + 2.0**-12 * depth**0.5 * product
+        return checked._replace(allowed=checked.allowed + lost)
     return checked

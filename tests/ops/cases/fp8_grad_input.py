@@ -76,7 +76,7 @@ def bound(call: Call) -> Iterator[Checked]:
         exact = exact + exact_branch(s @ a, dropout)
         size = size + exact_branch(s.abs() @ a.abs(), dropout)
         depth += len(a)
-    yield near_gemm(call.results[0], exact, size, call, depth, split)._replace(name="dx")
+    yield near_gemm(call, (d, w), exact, size, depth, split)._replace(name="dx")
 
 
 SHAPES = {

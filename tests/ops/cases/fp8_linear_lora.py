@@ -70,7 +70,7 @@ def bound(call: Call) -> Iterator[Checked]:
     for term in (bias, residual):
         if term is not None:
             exact, size = exact + term.double(), size + term.double().abs()
-    yield near_gemm(call.results[0], exact, size, call, depth, split)
+    yield near_gemm(call, (d, w), exact, size, depth, split)
 
 
 SQUARE = torch.ones(4, 6)
