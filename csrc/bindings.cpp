@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, m) {
   lorakernels::register_quantize_lora_down(m);
   lorakernels::register_lora_grad_a(m);
   lorakernels::register_transpose_fp8(m);
+  lorakernels::register_launch_list(m);
 }

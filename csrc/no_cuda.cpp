@@ -5,6 +5,7 @@
 
 #include "graphs/graph.h"
 #include "host/cuda_runtime_info.h"
+#include "host/kernel_launch.h"
 #include "ops/amax/params.h"
 #include "ops/amax_and_scale_update/params.h"
 #include "ops/bias_dropout_add/params.h"
@@ -55,9 +56,10 @@ void launch_lora_grad_a(const LoraGradAParams&, void*, int) { not_compiled("lora
 void launch_transpose_fp8(const TransposeFp8Params&, void*, int) { not_compiled("transpose_fp8"); }
 
 void launch_dropout_mask(const DropoutMaskParams&, void*, int) { not_compiled("dropout_mask"); }
-void launch_dropped_bits(const DropoutParams&, uint32_t*, int64_t, int64_t, void*, int) {
-  not_compiled("dropped_bits");
-}
+void launch_dropped_bits(const DroppedBitsParams&, void*, int) { not_compiled("dropped_bits"); }
+
+void LaunchList::launch(const LaunchValues&, void*, int) const { not_compiled("LaunchList.run"); }
+void KernelLaunch::run(const LaunchValues&, void*) const { not_compiled("LaunchList.run"); }
 
 void Graph::instantiate() { not_compiled("Graph.instantiate"); }
 void Graph::upload(uintptr_t) { not_compiled("Graph.upload"); }

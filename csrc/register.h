@@ -52,5 +52,6 @@ void register_quantize_grad(py::module_& m);
 void register_quantize_lora_down(py::module_& m);
 void register_lora_grad_a(py::module_& m);
 void register_transpose_fp8(py::module_& m);
+void register_launch_list(py::module_& m);
 
 }  // namespace lorakernels

@@ -285,6 +285,63 @@ def amax_and_scale_update(
     device: int = -1,
 ) -> None: ...
 
+class LaunchList:
+    """Launches that are recorded once and run many times, with other addresses each time (csrc/host/launch_list.h).
+
+    While a thread records, what it gives the functions here that launch is checked as ever, and appended instead of
+    launched. An address is symbolic meanwhile, `(index + 1) << 48 | offset` with an index below 65535, or 0 for a
+    tensor that is not there. A site is an index below 64. The streams and devices given meanwhile do not count.
+    """
+
+    def __init__(self) -> None: ...
+    def begin(self) -> None:
+        """Lets this thread record into the list. RuntimeError: it records already, or the list was recorded before."""
+
+    def end(self) -> None:
+        """Stops recording; to be called after an error, too. RuntimeError: this thread does not record into it."""
+
+    def place(self, places: Sequence[tuple[int, int]], aligned: Sequence[bool]) -> None:
+        """Says where memory is, once, after `end`.
+
+        places: for each recorded index its base and its offset there in bytes. Its address in a run is
+        `addresses[base] + offset`, to which what was recorded beside the index is added.
+        aligned: for each of at most 64 bases, whether `run` refuses an address that is no multiple of 16. Alignment was
+        checked while recording, by offsets alone: give offsets that keep it.
+        """
+
+    def run(
+        self, addresses: tuple[int, ...], sites: tuple[int, ...], stream: int, device: int, /
+    ) -> bool:
+        """Launches all in order, on `device` (-1: the current one).
+
+        False: an address of an aligned base is no multiple of 16, and nothing was launched.
+        addresses: one for each base. ValueError: too few or too many, or 0 for a base that a launch uses.
+        sites: the dropout streams, below 2^32. ValueError: fewer than were recorded.
+        """
+
+    def calls(
+        self, addresses: tuple[int, ...], sites: tuple[int, ...]
+    ) -> list[tuple[str, list[int]]]:
+        """What `run` would launch: the op's name, its addresses and then its sites. Alignment does not count."""
+
+    def __len__(self) -> int: ...
+
+def record_kernel(
+    function: int,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    early: bool,
+    parameters: Sequence[tuple[str, int | float]],
+) -> None:
+    """Appends the launch of a CUfunction to the list that this thread records into; an empty grid appends nothing.
+
+    shared_bytes: dynamic; the function may take them already. early: programmatic stream serialization.
+    parameters: all that the function takes, at most 64: ("*", symbolic address), or a number behind Triton's name of
+    its type: i8 to i64, u8 to u64, fp32 or fp64. ValueError: another type, or a number that it cannot hold.
+    RuntimeError: this thread records into no list.
+    """
+
 class Graph:
     """A captured CUDA graph, and its executable form once instantiated (csrc/graphs/graph.h)."""
 
@@ -325,7 +382,7 @@ class Matcher:
     """What a function that `matcher` makes is bound to."""
 
 class GradSlots:
-    """Where parameters' gradients are (csrc/graphs/call.cpp)."""
+    """Where parameters' gradients are (csrc/graphs/grad_slots.h)."""
 
     def __init__(self, targets: list[Any]) -> None: ...
     def state(self) -> int: ...  # 0: all installed, 1: all None and nobody's, 2: anything else

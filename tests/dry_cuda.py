@@ -117,7 +117,7 @@ def _forget_answers() -> None:
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "lorakernels":
             for value in list(vars(module).values()):
-                if callable(getattr(value, "cache_clear", None)):
+                if not isinstance(value, type) and callable(getattr(value, "cache_clear", None)):
                     value.cache_clear()
 
 
@@ -128,6 +128,8 @@ def _of_extension(recorded: Recorded) -> Iterator[tuple[str, Any]]:
             checks = _checks(getattr(_C, node.name))
             yield node.name, recorded.extension(node.name, _signature(node), checks)
     yield WORKSPACE, lambda rows, cols, rank, device: 4096 + rows * max(rank, 16)
+    yield "LaunchList", recorded.launch_list()
+    yield "record_kernel", recorded.record_kernel
     yield "build_info", _constant(_C.build_info() | {"cuda": True, "cuda_archs": "90a"})
 
 

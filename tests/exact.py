@@ -38,7 +38,7 @@ def exact_lora(
     factor = 1.0 if keep is None else keep_scale(p)
     mask = torch.ones_like(x, dtype=torch.bool) if keep is None else keep
     x8, dy8, dy = x.double(), dy.double(), dy.double()
-    state, column = layer.fp8_state, layer._column
+    state, column = layer.fp8_state, layer.column
     if state is not None:
         x8 = through_fp8(x, torch.float8_e4m3fn, state.forward[-1, column])
         dy8 = through_fp8(dy, state.recipe.backward_dtype, state.backward[-1, column])

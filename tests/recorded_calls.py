@@ -10,12 +10,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+INDEX_BITS = 48  # of a stand-in's address: what is above is its index, from 1
 LEAST_ADDRESS = 1 << 40  # above every size and dropout site
 BACKENDS = ("flash", "mem_efficient", "cudnn", "math")  # of scaled_dot_product_attention
 PLACE = re.compile(r"(m\d+\+\d+) (.*)", re.DOTALL)  # in memory that nobody named
@@ -65,17 +67,29 @@ class Memory:
         return f"{label}+{address - begin} ={ctypes.string_at(address, min(left, 4)).hex()}"
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of a plan's run: a form on "meta", and the address that it has."""
+
+    form: Tensor
+    address: int
+
+
 class Recorded:
     """What a run handed over, in order.
 
     Attributes:
         calls: of the extension, of Triton and of torch.
         memory: what the addresses among their arguments mean.
+        list: the LaunchList that is being recorded, if any.
+        runs: how often one was run.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.memory = Memory()
+        self.list: Any = None
+        self.runs = 0
 
     def name(self, **tensors: Tensor | None) -> None:
         """Call these tensors' memory by these names; memory that has a name keeps its first."""
@@ -95,8 +109,10 @@ class Recorded:
         """
         if isinstance(value, Tensor):
             begins = self.memory.see(value) and self.memory.at(data_ptr(value))
-            dtype = str(value.dtype).removeprefix("torch.")
-            return f"{begins or 0} {dtype}{list(value.shape)} by {list(value.stride())}"
+            return f"{begins or 0} {_form(value)}"
+        if isinstance(value, Placed):
+            begins = self.memory.at(value.address) if value.address else 0
+            return f"{begins or 0} {_form(value.form)}"
         if hasattr(value, "_fields"):  # a NamedTuple
             return {k: self.plain(v, f"{where}.{k}") for k, v in value._asdict().items()}
         if isinstance(value, list | tuple):
@@ -112,6 +128,10 @@ class Recorded:
             return {"base": self.plain(value.base), **_shapes(value)}
         return str(value)
 
+    def record_kernel(self, function: Any, **launch: Any) -> None:
+        """What stands in for the extension's function of that name; `function` is of `triton`'s making."""
+        self.list.recorded.append(function)
+
     def extension(
         self, name: str, signature: inspect.Signature, launch: Callable[..., None]
     ) -> Callable[..., None]:
@@ -120,13 +140,66 @@ class Recorded:
         def run(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            self.add("extension", name, bound.arguments)
+            if self.list is not None:
+                self.list.recorded.append(("extension", name, bound.arguments))
+            else:
+                self.add("extension", name, bound.arguments)
             launch(*args, **kwargs)
 
         return run
 
-    def triton(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        """What stands in for `JITFunction.run`; a grid that is a function gets the arguments, as Triton's does."""
+    def launch_list(self) -> type:
+        """What stands in for the extension's LaunchList: a run adds its launches to `calls`."""
+        recorded = self
+
+        class LaunchList:
+            def __init__(self) -> None:
+                self.recorded: list[tuple[str, str, dict[str, Any]]] = []
+
+            def __len__(self) -> int:
+                return len(self.recorded)
+
+            def begin(self) -> None:
+                assert recorded.list is None
+                recorded.list = self
+
+            def end(self) -> None:
+                recorded.list = None
+
+            def place(self, places: list[tuple[int, int]], aligned: list[bool]) -> None:
+                self.places, self.aligned = places, aligned
+
+            def run(
+                self, addresses: tuple[int, ...], sites: tuple[int, ...], stream: int, device: int
+            ) -> bool:
+                assert len(addresses) == len(self.aligned)
+                flagged = zip(addresses, self.aligned, strict=True)
+                if any(is_aligned and address % 16 for address, is_aligned in flagged):
+                    return False
+                recorded.runs += 1
+                given = {"stream": stream, "device": device}
+                for kind, name, arguments in self.recorded:
+                    real = {k: self.real(v, addresses) for k, v in arguments.items()}
+                    if "site" in real and real.get("slot"):
+                        real["site"] = sites[real["site"]]
+                    recorded.add(kind, name, real | given if kind == "extension" else real)
+                return True
+
+            def real(self, value: Any, addresses: tuple[int, ...]) -> Any:
+                if hasattr(value, "meta"):  # a stand-in
+                    return Placed(value.meta, self.real(value.data_ptr(), addresses))
+                if type(value) is not int or value < 1 << INDEX_BITS:
+                    return value
+                base, offset = self.places[(value >> INDEX_BITS) - 1]
+                return addresses[base] + offset + value % (1 << INDEX_BITS)
+
+        return LaunchList
+
+    def triton(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """What stands in for `JITFunction.run`; a grid that is a function gets the arguments, as Triton's does.
+
+        A warm-up's result is the launch to be recorded, in the form of a compiled kernel.
+        """
         bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         defaults = {n: p.default for n, p in kernel.signature.parameters.items()}
         defaults = {n: d for n, d in defaults.items() if d is not inspect.Parameter.empty}
@@ -137,7 +210,8 @@ class Recorded:
         blocks = grid(bound) if callable(grid) else grid
         options = {n: bound[n] for n in sorted(bound.keys() - set(kernel.arg_names))}
         ordered = {n: bound[n] for n in kernel.arg_names}
-        self.add("triton", kernel.__name__, {"grid": tuple(blocks), **ordered, **options})
+        launch = ("triton", kernel.__name__, {"grid": tuple(blocks), **ordered, **options})
+        return _compiled(launch) if warmup else self.add(*launch)
 
     def scaled_mm(self, a: Tensor, b: Tensor, **options: Any) -> Tensor:
         self.add("torch", "_scaled_mm", {"a": a, "b": b, **options})
@@ -193,3 +267,19 @@ def _equal(x: Any, y: Any, there: dict[str, str], back: dict[str, str]) -> bool:
         return type(x) is type(y) and x == y
     (a, a_rest), (b, b_rest) = (place.groups() for place in places if place)
     return there.setdefault(a, b) == b and back.setdefault(b, a) == a and a_rest == b_rest
+
+
+def _form(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} by {list(tensor.stride())}"
+
+
+def _compiled(launch: Any) -> SimpleNamespace:
+    none = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False}
+    metadata = SimpleNamespace(**none, num_warps=4, num_ctas=1, shared=0, launch_pdl=False)
+    return SimpleNamespace(
+        _init_handles=lambda: None,
+        function=launch,
+        metadata=metadata,
+        src=SimpleNamespace(signature={}),
+    )

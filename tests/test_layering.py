@@ -17,7 +17,7 @@ LAYERS = (
     ("numerics",),
     ("kernels",),
     ("ops",),
-    ("state",),
+    ("state", "plans"),
     ("autograd",),
     ("modules",),
     ("fusion",),

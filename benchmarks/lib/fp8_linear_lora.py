@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.lib.op_checks import relative_error
+from benchmarks.lib.op_checks import exact_result, head, relative_error
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaled, Up, Weight
 
@@ -40,15 +40,9 @@ def make_inputs(shape: str, rank: int, device: torch.device) -> Inputs:
 
 def exact(i: Inputs, rows: int, lora: bool) -> Tensor:
     """float64, of the first `rows` rows."""
-    assert i.x.scale_inv is not None and i.weight.scale_inv is not None
-    x, w = i.x.data[:rows].view(E4M3).double(), i.weight.data.view(E4M3).double()
-    y = (x @ w.t()) * i.x.scale_inv.double() * i.weight.scale_inv.double()
-    if lora:
-        lora_B, s, scaling = i.up
-        assert s is not None
-        y += scaling * (s[:rows].double() @ lora_B.to(s.dtype).double().t())
-        y += i.bias.double()
-    return y
+    x, s = head((i.x, i.up.s), rows)
+    terms = (i.bias, i.up._replace(s=s)) if lora else (None, None)
+    return exact_result("fp8_linear_lora", (x, i.weight, *terms, i.out_dtype, False, None))
 
 
 def base_only(i: Inputs, bias: Tensor | None = None) -> Tensor:

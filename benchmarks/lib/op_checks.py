@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether what an op computed is what its equation says in float64, for the benchmarks of single ops.
 
-The bounds count roundings. A result that misses one is a wrong kernel's, and is not timed.
+The bounds are the tests': tests/ops/cases has them, each with its derivation. A result that misses one is a wrong
+kernel's, and is not timed.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-FP8_STEP = {torch.float8_e4m3fn: (2.0**-3, 2.0**-9), torch.float8_e5m2: (2.0**-2, 2.0**-16)}
+from tests.ops import contract
+from tests.ops.cases import CONTRACTS
 
 
 def beyond(found: Tensor, exact: Tensor, bound: Tensor) -> bool:
@@ -17,31 +22,28 @@ def beyond(found: Tensor, exact: Tensor, bound: Tensor) -> bool:
     return not bool(((found.double() - exact).abs() <= bound).all())
 
 
-def off(found: Tensor, exact: Tensor, steps: float = 1.0) -> bool:
-    """Somewhere by more than `steps` roundings to found's dtype and 2⁻¹⁷, for fp32's on the way."""
-    bound = (steps * torch.finfo(found.dtype).eps / 2 + 2.0**-17) * exact.abs() + 2.0**-17
-    return beyond(found, exact, bound)
+def fault(
+    name: str, arguments: tuple[Any, ...], results: Tensor | tuple[Tensor, ...], roundings: int = 2
+) -> str:
+    """What is wrong with a call of the op `name`, "" if nothing.
 
-
-def off_fp8(bytes_: Tensor, scale_inv: Tensor, dtype: torch.dtype, exact: Tensor) -> bool:
-    """Somewhere by more than one rounding to 16 bits and one to FP8, beside saturation."""
-    relative, smallest = FP8_STEP[dtype]
-    scaled = exact / scale_inv.double()
-    inside = scaled.abs() <= 0.99 * torch.finfo(dtype).max
-    error = (bytes_.view(dtype).double() - scaled).abs()
-    return not bool((error <= (relative / 2 + 2.0**-7) * scaled.abs() + smallest)[inside].all())
-
-
-def off_product(
-    found: Tensor, left: Tensor, right: Tensor, factor: float, eps: float | None = None
-) -> bool:
-    """`found` against factor · left @ right, float64: by an eps of the result and an fp32 one of each product.
-
-    `eps` is that of found's dtype unless said: a result may be rounded twice.
+    `arguments` are those of an op that writes to none of them but an FP8 state, in which the call's amax is again what
+    it was. Peers may round results up to so many times.
     """
-    exact, size = factor * left @ right, factor * left.abs() @ right.abs()
-    rounding = torch.finfo(found.dtype).eps if eps is None else eps
-    return beyond(found, exact, rounding * exact.abs() + 2.0**-20 * size)
+    found = results if isinstance(results, tuple) else (results,)
+    call = contract.Call(arguments, arguments, found, roundings)
+    return contract.fault(CONTRACTS[name].bound, call)
+
+
+def exact_result(name: str, arguments: tuple[Any, ...]) -> Tensor:
+    """The one result of the op `name`, in float64."""
+    unknown = torch.empty(0)
+    return next(CONTRACTS[name].bound(contract.Call(arguments, arguments, (unknown,)))).exact
+
+
+def head(values: Any, rows: int) -> Any:
+    """The first rows of every matrix: float64 of all would take longer than the timings."""
+    return tree_map_only(Tensor, lambda t: t[:rows] if t.dim() == 2 else t, values)
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

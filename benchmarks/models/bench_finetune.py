@@ -29,7 +29,8 @@ Without `isolate-documents` 98,000 are asked for, and 0.97 of "ours, one graph".
 TFLOP a step more.
 
 "check" is "ok", or says why there are no numbers. A command that fails is WRONG, and so is a first loss that differs
-by more than 2 % from transformers'. The exit code is then 1.
+by more than 2 % from transformers'. TRL packs its own rows, so that ours is compared with PEFT's there. The exit code
+is then 1.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ from lorakernels.train.packing import PackedRows, RowOrder
 ROOT = Path(__file__).resolve().parents[2]
 PEFT, LOOP = "hf + peft bf16", "ours, one graph"
 # Whether the layers are ours
-TRL = {"trl sft, peft bf16": False, "trl sft, ours fused, graphs": True}
+TRL_PEFT = "trl sft, peft bf16"
+TRL = {TRL_PEFT: False, "trl sft, ours fused, graphs": True}
 LOOPS: dict[str, Callable[..., Training]] = {
     PEFT: HfPeft,
     LOOP: partial(Ours, graphs="iteration"),
@@ -258,21 +260,32 @@ def columns(spec: Spec, found: dict[str, Any]) -> Row:
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """With ratios; a loss that is not finite, or a first one unlike the others', is WRONG."""
+    """With ratios; a loss that is not finite, or a first one unlike the others', is WRONG.
+
+    TRL packs rows of its own, so that its first losses are compared with each other.
+    """
     by_name = {row["provider"]: row for row in rows}
+    packed = (PEFT, [row for row in rows if row["provider"] not in TRL])
+    packed_by_trl = (TRL_PEFT, [row for row in rows if row["provider"] in TRL])
+    for peer, alike in (packed, packed_by_trl):
+        _refuse_other_losses(alike, by_name.get(peer, NO_NUMBERS)["first loss"])
+    for row in rows:
+        for column, peer in (("× hf + peft", PEFT), ("÷ ours, one graph", LOOP)):
+            of = by_name.get(peer, NO_NUMBERS)["positions/s"]
+            row[column] = ratio(row["positions/s"], of)
+    return rows
+
+
+def _refuse_other_losses(rows: list[Row], expected: Any) -> None:
+    """WRONG is a row whose first loss is not `expected`, or if that is "", not the first row's."""
     losses = [row["first loss"] for row in rows if row["first loss"] != ""]
-    expected = by_name.get(PEFT, NO_NUMBERS)["first loss"] or (losses[0] if losses else "")
+    expected = expected or (losses[0] if losses else "")
     for row in rows:
         off = ratio(row["first loss"], expected)
         finite = all(math.isfinite(float(str(row[k] or 0))) for k in ("first loss", "last loss"))
         if isinstance(off, float) and not (finite and abs(off - 1) <= LOSS_TOLERANCE):
             check = f"WRONG: losses {row['first loss']}, {row['last loss']}, expected {expected}"
             row |= {**NO_NUMBERS, "check": check}
-    for row in rows:
-        for column, peer in (("× hf + peft", PEFT), ("÷ ours, one graph", LOOP)):
-            of = by_name.get(peer, NO_NUMBERS)["positions/s"]
-            row[column] = ratio(row["positions/s"], of)
-    return rows
 
 
 class Bench:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.op_bench import Bench, Call, Option, Setting, against_cublaslt, main, verdict
-from benchmarks.lib.op_checks import relative_error
+from benchmarks.lib.op_checks import exact_result, head, relative_error
 from benchmarks.lib.rows import Row
 from lorakernels import ops
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits, keep_scale
@@ -119,16 +119,9 @@ NEEDS_MASK = ("ours, single, mask given", "ours, both, mask given")
 
 def exact(i: Inputs, rows: int, lora: bool) -> Tensor:
     """float64, of the first `rows` rows."""
-    assert i.weight.scale_inv is not None and i.dy.scale_inv is not None
-    dy, w = i.dy.data[:rows].view(E5M2).double(), i.weight.data.view(E4M3).double()
-    dx = (dy @ w) * i.dy.scale_inv.double() * i.weight.scale_inv.double()
-    if lora:
-        branch = i.ds[:rows].double() @ i.lora_A.to(i.ds.dtype).double()
-        if i.dropout is not None:
-            keep = drawn_mask(i.dropout, i.ds.shape[0], w.shape[1])[:rows]
-            branch = torch.where(keep, branch, 0.0) * keep_scale(i.dropout.p)
-        dx += branch
-    return dx
+    dy, ds = head((i.dy, i.ds), rows)
+    branch = (ds, i.lora_A, i.dropout) if lora else (None, None, None)
+    return exact_result("fp8_grad_input", (dy, E5M2, i.weight, *branch, i.out_dtype, True))
 
 
 OPTIONS = (

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
-from benchmarks.lib.op_checks import off_product
+from benchmarks.lib.op_checks import fault
 from benchmarks.lib.rows import Row
 from lorakernels import ops
-from lorakernels.numerics.dropout import drawn_mask, dropped_bits, masked
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.numerics.fp8 import E4M3, quantize_fp8
 from lorakernels.ops.lora_grad_a import by_torch
 from lorakernels.values import Dropout, Scaled
@@ -83,12 +83,8 @@ PROVIDERS: dict[str, Callable[[Inputs], Tensor]] = {
 }
 
 
-def fault(i: Inputs, found: Tensor) -> str:
-    """What is wrong, "" if nothing. A sum may be rounded to bf16 first and lose an fp32 eps of each product."""
-    data, scale_inv = i.x
-    x = data.double() if scale_inv is None else data.view(E4M3).double() * scale_inv
-    x, factor = masked(x, i.dropout)
-    return "dA" if off_product(found, i.ds.double().t(), x, factor, eps=2.0**-8) else ""
+def check(i: Inputs, found: Tensor) -> str:
+    return fault("lora_grad_a", (i.ds, i.x, i.dropout, torch.float32), found)
 
 
 OPTIONS = (
@@ -110,7 +106,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     for shape, rank, p, x in product(args.shapes, args.ranks, args.p, args.x):
         i = make_inputs(shape, rank, p, x == "x8", setting.device)
         names = [name for name in args.providers if name != GIVEN or i.given is not None]
-        calls = calls_of(PROVIDERS, names, i, fault)
+        calls = calls_of(PROVIDERS, names, i, check)
         case: Row = {"shape": shape, "rank": rank, "p": p, "reads": x}
         yield from against_floor(case, calls, i.x.data.numel() * i.x.data.element_size(), setting)
 

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
-from benchmarks.lib.op_checks import off_product
+from benchmarks.lib.op_checks import fault
 from benchmarks.lib.rows import Row
 from lorakernels import ops
-from lorakernels.numerics.fp8 import quantize
 from lorakernels.ops.quantize_grad import by_torch
 from lorakernels.values import Dropout, Scaling, Up
 
@@ -79,20 +78,8 @@ PROVIDERS: dict[str, Callable[[Inputs], Results]] = {
 }
 
 
-def fault(inputs: Inputs, results: Results) -> str:
-    """What is wrong, "" if nothing. Sums may be rounded twice to bf16 and lose an fp32 eps of each product."""
-    dy8, scale_inv, ds, dB = results
-    scaling = inputs.scaling._replace(state=inputs.scaling.state.clone())
-    expected = quantize(inputs.dy, scaling, FP8)
-    if not torch.equal(dy8, expected[0]) or not torch.equal(scale_inv, expected[1]):
-        return "dy8"
-    if inputs.up is None or inputs.up.s is None:
-        return ""
-    dy, lora_B, s = inputs.dy.double(), inputs.up.lora_B.double(), inputs.up.s.double()
-    for name, found, left, right in (("ds", ds, dy, lora_B), ("dB", dB, dy.t(), s)):
-        if off_product(found, left, right, SCALING):
-            return name
-    return ""
+def check(i: Inputs, results: Results) -> str:
+    return fault("quantize_grad", (i.dy, i.up, i.scaling, FP8, None), results)
 
 
 OPTIONS = (
@@ -113,7 +100,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     for shape, rank, mode in product(args.shapes, args.ranks, args.modes):
         i = make_inputs(shape, rank, mode == "delayed", setting.device)
         names = [name for name in args.providers if name != DRAWS or i.up is not None]
-        calls = calls_of(PROVIDERS, names, i, fault)
+        calls = calls_of(PROVIDERS, names, i, check)
         case: Row = {"shape": shape, "rank": rank, "mode": mode}
         yield from against_floor(case, calls, 3 * i.dy.numel(), setting)
 

@@ -25,11 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls_of, main
-from benchmarks.lib.op_checks import off_product
+from benchmarks.lib.op_checks import fault
 from benchmarks.lib.rows import Row
 from lorakernels import ops
-from lorakernels.numerics.dropout import masked
-from lorakernels.numerics.fp8 import E4M3, quantize
 from lorakernels.ops.quantize_lora_down import by_torch
 from lorakernels.values import Dropout, Scaling
 
@@ -69,17 +67,8 @@ def pytorch(i: Inputs) -> Results:
 PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pytorch}
 
 
-def fault(i: Inputs, results: Results) -> str:
-    """What is wrong, "" if nothing. s may be rounded twice to bf16 and lose an fp32 eps of each product."""
-    x8, scale_inv, s = results
-    expected = quantize(i.x, i.scaling._replace(state=i.scaling.state.clone()), E4M3)
-    if not torch.equal(x8, expected[0]) or not torch.equal(scale_inv, expected[1]):
-        return "x8"
-    if i.lora_A is None:
-        return ""
-    dropped, factor = masked(i.x, i.dropout)
-    wrong = off_product(s, dropped.double(), i.lora_A.double().t(), factor)
-    return "s" if wrong else ""
+def check(i: Inputs, results: Results) -> str:
+    return fault("quantize_lora_down", (i.x, i.lora_A, i.scaling, i.dropout), results)
 
 
 OPTIONS = (
@@ -107,7 +96,7 @@ def cases(setting: Setting) -> Iterator[tuple[str, int, float, str]]:
 def rows(setting: Setting) -> Iterator[Row]:
     for shape, rank, p, mode in cases(setting):
         i = make_inputs(shape, rank, p, mode == "delayed", setting.device)
-        calls = calls_of(PROVIDERS, setting.args.providers, i, fault)
+        calls = calls_of(PROVIDERS, setting.args.providers, i, check)
         case: Row = {"shape": shape, "rank": rank, "p": p, "mode": mode}
         yield from against_floor(case, calls, 3 * i.x.numel(), setting)
 

@@ -25,34 +25,12 @@ from torch import Tensor
 
 from benchmarks.lib.layer_ops import Pass, bench_of, delayed_scaling
 from benchmarks.lib.op_bench import main
-from benchmarks.lib.op_checks import off, off_fp8
+from benchmarks.lib.op_checks import fault
 from lorakernels import ops
-from lorakernels.numerics.fp8 import E4M3
 
 GPU_SHAPES = ["8192x8192", "8192x16384", "2048x4096", "1024x2048"]
 CPU_SHAPES = ["128x256"]
 EPS = 1e-5
-
-
-def forward_fault(x: Tensor, weight: Tensor, keep: bool, results: tuple[Tensor, ...]) -> str:
-    normed, x8, scale_inv, rstd = results
-    wide = x.double()
-    exact_rstd = (wide.square().mean(1) + EPS).rsqrt()
-    exact = wide * exact_rstd.view(-1, 1) * weight.double()
-    if off(rstd, exact_rstd):
-        return "rstd"
-    if keep and off(
-        normed, exact, 2.0
-    ):  # x · rstd and its product with the weight, as Transformers
-        return "normed"
-    return "x8" if off_fp8(x8, scale_inv, E4M3, exact) else ""
-
-
-def backward_fault(arguments: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> str:
-    dnormed, x, weight, rstd, dresidual = (t.double() for t in arguments)
-    h, g = x * rstd.view(-1, 1), dnormed * weight
-    exact = dresidual + rstd.view(-1, 1) * (g - h * (g * h).mean(1, keepdim=True))
-    return "dx" if off(results[0], exact) else ""
 
 
 def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
@@ -71,17 +49,17 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
             ops.rms_norm_quantize,
             ops.rms_norm_quantize.reference,
             lambda keep=keep: (x, weight, EPS, scaling, keep),
-            partial(forward_fault, x, weight, keep),
+            partial(fault, "rms_norm_quantize", (x, weight, EPS, scaling, keep)),
             size * rows * cols,
         )
     rstd = (x.float().square().mean(1) + EPS).rsqrt()
-    arguments = (dnormed, x, weight, rstd, dresidual)
+    arguments = (dnormed, x, weight, rstd, dresidual, False)
     yield Pass(
         "backward",
         ops.rms_norm_backward,
         ops.rms_norm_backward.reference,
-        lambda: (*arguments, False),
-        partial(backward_fault, arguments),
+        lambda: arguments,
+        partial(fault, "rms_norm_backward", arguments, roundings=1),
         8 * rows * cols,
     )
 

@@ -27,18 +27,14 @@ from torch import Tensor
 
 from benchmarks.lib.layer_ops import Pass, bench_of
 from benchmarks.lib.op_bench import main
-from benchmarks.lib.op_checks import off
+from benchmarks.lib.op_checks import fault
 from lorakernels import ops
+from tests.ops.cases import CONTRACTS
+from tests.ops.contract import Call
+from tests.ops.contract import fault as contract_fault
 
 GPU_SHAPES = ["8192x64x8x128", "2048x32x8x128", "1024x32x8x64"]
 CPU_SHAPES = ["64x4x2x32"]
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] in float64, as Transformers' apply_rotary_pos_emb turns it."""
-    x1, x2 = x.double().chunk(2, -1)
-    across = torch.cat((-x2, x1), -1)
-    return x.double() * cos.double().unsqueeze(1) + across * sin.double().unsqueeze(1)
 
 
 def in_place(rope: Any, qkv: Tensor, *others: Any) -> Tensor:
@@ -46,20 +42,10 @@ def in_place(rope: Any, qkv: Tensor, *others: Any) -> Tensor:
     return qkv
 
 
-def forward_fault(qkv: Tensor, cos: Tensor, sin: Tensor, count: int, found: Tensor) -> str:
+def forward_fault(arguments: tuple[Any, ...], found: Tensor) -> str:
     """Of the first call."""
-    split = (len(qkv), -1, cos.shape[1])
-    exact = turned(qkv.view(split)[:, :count], cos, sin)
-    if off(found.view(split)[:, :count], exact):
-        return "q, k"
-    return "" if torch.equal(found.view(split)[:, count:], qkv.view(split)[:, count:]) else "v"
-
-
-def backward_fault(parts: list[Tensor], cos: Tensor, sin: Tensor, m: Tensor, found: Tensor) -> str:
-    dq, dk, dv = (d[0].transpose(0, 1) for d in parts)
-    exact = (turned(dq, cos, -sin), turned(dk, cos, -sin), dv.double())  # the halves' angles agree
-    expected = torch.cat([d * factor for d, factor in zip(exact, m.double(), strict=True)], 1)
-    return "dqkv" if off(found, expected.flatten(1)) else ""
+    call = Call(arguments, (found, *arguments[1:]), ())
+    return contract_fault(CONTRACTS["rope_qkv_"].bound, call)
 
 
 def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
@@ -78,7 +64,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         partial(in_place, ops.rope_qkv_),
         partial(in_place, ops.rope_qkv_.reference),
         lambda: (qkv.clone(), cos, sin, heads, kv_heads),
-        partial(forward_fault, qkv, cos, sin, heads + kv_heads),
+        partial(forward_fault, (qkv, cos, sin, heads, kv_heads)),
         4 * tokens * (heads + kv_heads) * dim,
     )
     multiplier = torch.tensor([1.0, 0.7, 1.4], device=device)
@@ -92,7 +78,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
             ops.rope_qkv_backward,
             ops.rope_qkv_backward.reference,
             lambda arguments=arguments: arguments,
-            partial(backward_fault, parts, cos, sin, multiplier),
+            partial(fault, "rope_qkv_backward", arguments, roundings=1),
             4 * tokens * (heads + 2 * kv_heads) * dim,
         )
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,10 +30,10 @@ from torch import Tensor
 
 from benchmarks.lib.layer_ops import Pass, bench_of, delayed_scaling
 from benchmarks.lib.op_bench import main
-from benchmarks.lib.op_checks import off, off_fp8
+from benchmarks.lib.op_checks import fault, head
 from lorakernels import ops
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.numerics.gate_up import halves, packed_scales
+from lorakernels.numerics.gate_up import packed_scales
 from lorakernels.values import Scaled
 
 GPU_SHAPES = ["8192x28672", "2048x14336", "1024x8192"]
@@ -41,47 +42,8 @@ CHECKED = 64  # rows: float64 of more would take longer than all timings
 E5M2 = torch.float8_e5m2
 
 
-def _head(gate_up: Scaled) -> tuple[Tensor, Tensor]:
-    scales = None if gate_up.scale_inv is None else gate_up.scale_inv[:CHECKED]
-    gate, up = (t.double() for t in halves(Scaled(gate_up.data[:CHECKED], scales)))
-    return gate, up
-
-
-def forward_fault(gate_up: Scaled, keep: bool, results: tuple[Tensor, ...]) -> str:
-    act, a8, a_scale_inv = results
-    gate, up = _head(gate_up)
-    exact = torch.nn.functional.silu(gate) * up
-    if keep and off(act[:CHECKED], exact):
-        return "act"
-    return "a8" if off_fp8(a8[:CHECKED], a_scale_inv, E4M3, exact) else ""
-
-
-def packed_fault(gate_up: Tensor, results: tuple[Tensor, ...]) -> str:
-    *of_act, packed, scale_inv = results
-    gate, up = _head(Scaled(packed, scale_inv))
-    exact = gate_up[:CHECKED].double()
-    error = (torch.cat((gate, up), 1) - exact).abs()
-    if bool((error > 2.0**-4 * exact.abs() + 2.0**-9 * scale_inv.max()).any()):
-        return "gate_up's bytes"
-    return forward_fault(Scaled(gate_up), False, tuple(of_act))
-
-
-def backward_fault(
-    dact: Tensor,
-    gate_up: Scaled,
-    multiplier: Tensor,
-    keep: bool,
-    results: tuple[Tensor, ...],
-) -> str:
-    dgate_up, d8, d_scale_inv = results
-    gate, up = _head(gate_up)
-    d, sigmoid = dact[:CHECKED].double(), torch.sigmoid(gate)
-    m0, m1 = multiplier.tolist()
-    dgate = m0 * d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    exact = torch.cat((dgate, m1 * d * gate * sigmoid), 1)
-    if keep and off(dgate_up[:CHECKED], exact):
-        return "dgate_up"
-    return "d8" if off_fp8(d8[:CHECKED], d_scale_inv, E5M2, exact) else ""
+def check(name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> str:
+    return fault(name, head(arguments, CHECKED), head(results, CHECKED))
 
 
 def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
@@ -105,7 +67,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
             ops.swiglu_quantize,
             ops.swiglu_quantize.reference,
             lambda forward=forward: forward,
-            partial(forward_fault, source, keep),
+            partial(check, "swiglu_quantize", forward),
             size * rows * cols,
         )
     yield Pass(
@@ -113,7 +75,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         ops.swiglu_quantize_and_pack,
         ops.swiglu_quantize_and_pack.reference,
         lambda: (gate_up, scaling, False),
-        partial(packed_fault, gate_up),
+        partial(check, "swiglu_quantize_and_pack", (gate_up, scaling, False)),
         7 * rows * cols,
     )
     for name, source, keep, size in (
@@ -128,7 +90,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
             ops.swiglu_quantize_grad,
             ops.swiglu_quantize_grad.reference,
             lambda backward=backward: backward,
-            partial(backward_fault, *operands, keep),
+            partial(check, "swiglu_quantize_grad", backward),
             size * rows * cols,
         )
 

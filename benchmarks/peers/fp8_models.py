@@ -52,10 +52,10 @@ def hold_in_fp8(model: nn.Module, state: FP8State, weight_layout: str = "single"
     for path, old in list(layers.named_modules(prefix="model.layers")):
         if isinstance(old, LoRALinear) or not isinstance(old, (nn.Linear, FrozenFP8Linear)):
             continue
-        column = state.register(path)
         if isinstance(old, FrozenFP8Linear):
-            old.fp8_state, old._column, old.name = state, column, path
+            old.move_state(state, path)
             continue
+        state.register(path)
         parent, _, name = path.rpartition(".")
         new = FrozenFP8Linear.from_linear(
             old, state.recipe, fp8_state=state, name=path, weight_layout=weight_layout

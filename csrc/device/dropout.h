@@ -18,6 +18,13 @@ struct DropoutParams {
   uint32_t first_col;
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(DropoutParams& params, const Visit& visit) {
+  visit(params.slot);
+  if (params.threshold > 0) visit.site(params.site);
+}
+
 // A mask that one kernel draws and others read has a bit for each element, set where the element is dropped. A word has
 // 32 columns, and rows are dropped_words(cols) words apart. Column 8 d + 2 w + h of the 32 has bit
 // 16 h + 8 (d % 2) + 2 w + d / 2.

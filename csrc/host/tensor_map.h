@@ -11,7 +11,7 @@
 #include <string>
 #include <type_traits>
 
-#include "host/cuda_check.h"
+#include "host/driver.h"
 
 namespace lorakernels {
 
@@ -19,25 +19,12 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-inline EncodeTiled encode_tiled() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-#if CUDART_VERSION >= 12050
-  LORAKERNELS_CHECK_CUDA(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-#else
-  LORAKERNELS_CHECK_CUDA(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
-#endif
-  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
-  return reinterpret_cast<EncodeTiled>(function);
-}
-
 // A row-major matrix without gaps, copied in boxes whose rows are 128 bytes, swizzled as SwizzledRows<128>
 // (device/ptx/wgmma.h). T is uint8_t, __nv_bfloat16 or __half; a row has a multiple of 16 bytes. A matrix without
 // elements has an empty map.
 template <typename T>
 CUtensorMap tensor_map(const void* data, int64_t rows, int64_t cols, int box_rows) {
-  static const EncodeTiled encode = encode_tiled();
+  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
   constexpr auto kType = std::is_same_v<T, uint8_t>         ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                          : std::is_same_v<T, __nv_bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

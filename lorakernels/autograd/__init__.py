@@ -9,11 +9,13 @@ from lorakernels.autograd.compiled_linear import (
     rows_of,
 )
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
-from lorakernels.autograd.lora_linear import Adapter, Call, LoRASpec, check_input, lora_linear
+from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec
+from lorakernels.autograd.lora_linear import check_input, lora_linear
 from lorakernels.autograd.lora_linear_group import SharedInput, lora_projection, share_input
 
 __all__ = [
     "Adapter",
+    "AdapterNumbers",
     "Call",
     "LoRASpec",
     "SharedInput",

@@ -17,16 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels.device import capability_of, cudnn_folders
 
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
+# torch's switches. Its context manager `sdpa_kernel` sets the same ones in several times the host's time.
+_ENABLE = {
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+    "math": torch.backends.cuda.enable_math_sdp,
 }
+_IS_ENABLED = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+BACKENDS = tuple(_ENABLE)
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -138,8 +145,14 @@ def attend(
     }
     if name == "torch":
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
-    with sdpa_kernel(BACKENDS[name]):
+    before = [is_enabled() for is_enabled in _IS_ENABLED.values()]
+    try:
+        for other, enable in _ENABLE.items():
+            enable(other == name)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+    finally:
+        for enable, was in zip(_ENABLE.values(), before, strict=True):
+            enable(was)
 
 
 def attend_packed(

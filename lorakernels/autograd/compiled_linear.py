@@ -21,20 +21,19 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec, Needs, check_input, gradients
+from lorakernels.autograd.compiled_plan import (
+    Saved,
+    planned_backward,
+    planned_forward,
+    run_backward,
+    run_forward,
+)
+from lorakernels.autograd.linear_node import Needs
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.lora_linear import check_input
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import Numbers, numbers_of
-from lorakernels.values import Scaled, Scaling, Up, Weight
-
-
-class _Saved:
-    """Stands in for an autograd context in `gradients`."""
-
-    def __init__(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-        self.state_dy: Tensor | None = None
-        self.spec = LoRASpec()
-        self.dtypes: tuple[torch.dtype | None, ...] = ()
+from lorakernels.values import Scaled, Scaling, Weight
 
 
 def _spec(
@@ -114,24 +113,15 @@ def linear_forward(
     spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
-    state_x = None if state is None or x8 is not None else state.forward
-    run = _directly(x)
-    made8, made_scale_inv, s = run(
-        ops.quantize_lora_down, x, lora_A, spec.of_state(state_x), spec.dropout(slot)
-    )
-    if state_x is not None:
-        x8, x_scale_inv = made8, made_scale_inv
-    up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
-    y = run(
-        ops.fp8_linear_lora,
-        Scaled(x) if x8 is None else Scaled(x8, x_scale_inv),
-        Weight(weight, weight_scale_inv, weight_t),
-        bias,
-        up,
-        x.dtype,
-        spec.split_fprop,
-    )
-    return y, made8, made_scale_inv, s
+    frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
+    if x8 is None and state is not None:
+        call = Call(spec, slot, state.forward, state.backward)
+        found = planned_forward(x, bias, adapter, frozen, call)
+        if found is not None:
+            return found
+    given = None if x8 is None else Scaled(x8, x_scale_inv)
+    call = Call(spec, slot, None if state is None or given is not None else state.forward)
+    return run_forward(_directly(x), x, bias, adapter, frozen, call, given)
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
@@ -171,14 +161,21 @@ def linear_backward(
     numbers = numbers_of(handle)
     if weight is not None and weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
-    base = (weight, weight_scale_inv, weight_t)
-    saved = _Saved(*base, lora_A, lora_B, slot, operand, x_scale_inv, s)
-    saved.state_dy = None if numbers.state is None else numbers.state.backward
-    saved.spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
-    saved.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
-    found = gradients(saved, Needs(*needs), dy.contiguous(), _directly(dy))[:4]
-    dx, dA, dB, dbias = (dy.new_empty(0) if t is None else t for t in found)
-    return dx, dA, dB, dbias
+    state = numbers.state
+    saved = Saved(
+        Weight(weight, weight_scale_inv, weight_t) if weight is not None else None,
+        Adapter(lora_A, lora_B, s),
+        None if operand is None else Scaled(operand, x_scale_inv),
+        Call(_spec(numbers, scaling, p, mask, numbers.column_dy), slot),
+    )
+    need = Needs(*needs)
+    if state is not None:
+        saved = saved._replace(call=saved.call._replace(state_dy=state.backward))
+        found = planned_backward(dy.contiguous(), saved, need, state.forward)
+        if found is not None:
+            return found
+    dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
+    return run_backward(_directly(dy), dy.contiguous(), saved, need, dtypes)
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]

@@ -88,7 +88,7 @@ class MLPCall:
     output: bool = True
 
 
-class _NormQKV(torch.autograd.Function):
+class NormQKVNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -160,11 +160,18 @@ def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
     return tuple(part.transpose(1, 2) for part in split.split(counts, 2))
 
 
+def _columns(qkv: Tensor, call: QKVCall) -> tuple[Tensor, ...]:
+    """q's, k's and v's columns of qkv [M, (H + 2 Hk) D]. One projection may have made all of them."""
+    counts = (call.heads, call.kv_heads, call.kv_heads)
+    dim = qkv.shape[1] // sum(counts)
+    return qkv.split([count * dim for count in counts], 1)
+
+
 def _normed_heads(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> list[tuple[str, Tensor, Tensor]]:
     """(name, weight [D], columns of qkv) for q and k, if their heads have an RMSNorm."""
-    parts = zip(("q", "k"), (q_norm, k_norm), qkv.split(list(call.to.rows), 1)[:2], strict=True)
+    parts = zip(("q", "k"), (q_norm, k_norm), _columns(qkv, call)[:2], strict=True)
     return [(name, weight, part) for name, weight, part in parts if weight is not None]
 
 
@@ -198,12 +205,12 @@ def _heads_backward(
         dx, dweight = ops.rms_norm_backward(d, x, weight, rstd, None, need["qk".index(name)])
         columns.copy_(dx.view_as(columns))
         found[name] = dweight.to(weight.dtype)
-    for part, factor in zip(dqkv.split(list(call.to.rows), 1), multiplier, strict=True):
+    for part, factor in zip(_columns(dqkv, call), multiplier, strict=True):
         part.mul_(factor)
     return dqkv, [found[name] if flag else None for name, flag in zip("qk", need, strict=True)]
 
 
-class _Output(torch.autograd.Function):
+class OutputNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, out: Tensor, residual: Tensor, call: OutputCall, *params: Tensor | None
@@ -249,7 +256,7 @@ def _joined(out: Tensor) -> Tensor:
     return joined.reshape(joined.shape[:2].numel(), joined.shape[2:].numel()).contiguous()
 
 
-class _MLP(torch.autograd.Function):
+class MLPNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, norm: Tensor, call: MLPCall, *params: Tensor | None) -> Tensor:
         gate_up, down, rows = call.gate_up, call.down, flat(h)
@@ -358,28 +365,3 @@ def _swiglu_backward(
         dact, g_u, to.multiplier, spec.of_state(to.state_dy), spec.backward_dtype, unquantized
     )
     return d, Scaled(d8, scale_inv) if to.quantized else None
-
-
-def norm_qkv(
-    h: Tensor,
-    norm: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    call: QKVCall,
-    params: list[Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] itself. `params`: as `Trained` lists them."""
-    q, k, v, h = _NormQKV.apply(h, norm, q_norm, k_norm, call, *params)
-    return q, k, v, h
-
-
-def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
-    """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them."""
-    y: Tensor = _Output.apply(out, residual, call, *params)
-    return y
-
-
-def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
-    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down."""
-    y: Tensor = _MLP.apply(h, norm, call, *params)
-    return y

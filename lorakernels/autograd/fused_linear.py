@@ -15,16 +15,30 @@ of dx are then computed one projection after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
+
+
+class PlannedProjections(NamedTuple):
+    """What plans take of Projections (decoder_plan.py).
+
+    Attributes:
+        kind: equal for Projections whose launches differ in addresses, columns and dropout sites only.
+        tensors: all tensors but the masks' slots and the FP8 state.
+        addresses: of the columns of x and of dy in the FP8 state, as `column_address` has them.
+    """
+
+    kind: Hashable
+    tensors: list[Tensor]
+    addresses: tuple[int, ...]
 
 
 class Projections(NamedTuple):
@@ -36,7 +50,8 @@ class Projections(NamedTuple):
         grad_scale_inv: fp32 [1], the largest of the scale_inv; None over a plain base.
         weight_t: [K, ΣN] or None.
         bias: [ΣN] or None.
-        multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base.
+        multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base. For n = 1 there is one for each
+            result that the projection packs, such as q, k and v.
         rows: N_i.
         ranks: R_i; 0 without an adapter.
         lora_A: [ΣR, K] or None.
@@ -45,6 +60,7 @@ class Projections(NamedTuple):
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
+        planned: what plans take of it; None where there are none.
     """
 
     weight: Tensor
@@ -62,6 +78,7 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
+    planned: PlannedProjections | None = None
 
     @property
     def adapted(self) -> bool:

@@ -23,15 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd.lora_linear import (
-    Adapter,
-    Call,
-    LoRASpec,
-    Needs,
-    gradients,
-    in_bytes,
-    save_for_gradients,
-)
+from lorakernels.autograd.linear_node import Needs, gradients, in_bytes, save_for_gradients
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Scaled, Up, Weight
 

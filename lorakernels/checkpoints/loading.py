@@ -36,8 +36,10 @@ from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor_weight
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
+from lorakernels.values import Weight
 
 BLOCK = (128, 128)
 Progress = Callable[[int, int], None]
@@ -313,15 +315,12 @@ class _Loader:
     ) -> None:
         """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
         try:
-            weight, scale_inv = (
-                quantize_weight(tensor.to(own.dtype)) if fp8 is None else per_tensor_weight(fp8)
-            )
+            held = quantize_weight(tensor.to(own.dtype)) if fp8 is None else per_tensor_weight(fp8)
         except ValueError as error:
             raise ValueError(f"{path}.weight: {error}") from error
-        new = FrozenFP8Linear.__new__(FrozenFP8Linear)
-        nn.Module.__init__(new)
         layout = "single" if path in self._adapted else self.layout
-        new._set_base(weight, scale_inv, module.bias, self.recipe, layout, self.state, path)
+        spec = FrozenSpec(self.recipe, layout, self.state, path)
+        new = FrozenFP8Linear.from_weight(Weight(*held), module.bias, spec)
         parent, _, name = path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, new.eval())
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lorakernels bench`: the tests of an op, then its benchmark, in the source tree that this was installed from.
 
+An op's tests are those of its own and what tests/ops/test_contract.py asks of it.
+
 A red test stops its benchmark: numbers of a wrong kernel are worth nothing. `--tune` times the tile sizes of
 `kernels/tune.py` instead.
 """
@@ -15,6 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TUNE = FOLDER / "ops" / "tune.py"
 TESTS = FOLDER.parent / "tests"
+CONTRACT = TESTS / "ops" / "test_contract.py"
 PASSES_ARGUMENTS_ON = True
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 
@@ -26,8 +29,9 @@ def scripts() -> dict[str, Path]:
 
 
 def tests_of(name: str) -> list[Path]:
-    """The test files of an op or a layer: tests/**/test_NAME.py and the files of the folder tests/NAME."""
-    return sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
+    """The test files of an op or a layer: tests/**/test_NAME.py, the folder tests/NAME, and of an op the contract."""
+    found = sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
+    return found + [CONTRACT] * _has_cases(name)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +81,17 @@ def _test(name: str, options: list[str]) -> int:
         return _fail(f"{name} has no test (tests/**/test_{name}.py); --no-test times it anyway")
     marker = "gpu" if _on_gpu(options) else "not gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marker, *map(str, files)]
+    if CONTRACT in files:
+        command += ["-k", name]  # keeps every test of a file that has the name
     code = subprocess.run(command, cwd=TESTS.parent).returncode
     if code == NO_TESTS_COLLECTED:
         return _fail(f"{name}'s tests hold none marked {marker!r}; --no-test times it anyway")
     return _fail(f"{name} is not timed: its tests are red", 1) if code else 0
+
+
+def _has_cases(name: str) -> bool:
+    """Whether tests/ops/cases has an op of that name, or one that goes on after it, as rope_qkv_backward does."""
+    return any(f"ops.{name}" in path.read_text() for path in (TESTS / "ops/cases").glob("*.py"))
 
 
 def _on_gpu(options: list[str]) -> bool:

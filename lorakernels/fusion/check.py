@@ -4,35 +4,18 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.fusion.layer import (
-    DOWN,
-    GATE_UP,
-    OUTPUT,
-    QKV,
-    FusedDecoderLayer,
-    original_class,
-    refuse_hooks,
-)
+from lorakernels.fusion.families import KNOWN, family_of, spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.state.fp8 import FP8State
-
-LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_PARTS = {
-    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
-    "self_attn": {*QKV, *OUTPUT},
-    "mlp": {*GATE_UP, *DOWN, "act_fn"},
-}
-_HEAD_NORMS = {"Qwen3DecoderLayer": {"q_norm", "k_norm"}}
-_SILU = ("SiLU", "SiLUActivation")
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -49,7 +32,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
         kind = type(module).__name__
         if isinstance(module, FusedDecoderLayer):
             raise ValueError(f"{path} is fused already: call unfuse(model) first")
-        if kind in LAYERS and type(module).__module__.startswith("transformers."):
+        if family_of(type(module)):
             if id(module) in seen:
                 raise ValueError(
                     f"{path} and {seen[id(module)]} are one layer, which cannot be fused"
@@ -60,20 +43,18 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
             others[path] = kind
     if others and not found:
         path, kind = next(iter(others.items()))
-        raise TypeError(f"{path} is a {kind}: fuse knows {', '.join(LAYERS)} of transformers")
+        raise TypeError(f"{path} is a {kind}: fuse knows {KNOWN} of transformers")
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no decoder layer: fuse knows {', '.join(LAYERS)}"
-        )
+        raise ValueError(f"{type(model).__name__} has no decoder layer: fuse knows {KNOWN}")
     return found
 
 
 def projections(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """(path, parent, module) of the seven projections, in the order in which they run."""
-    for owner, names in (("self_attn", (*QKV, *OUTPUT)), ("mlp", (*GATE_UP, *DOWN))):
-        parent = layer.get_submodule(owner)
-        for name in names:
-            yield f"{owner}.{name}", parent, projection(parent.get_submodule(name))
+    """(path, parent, module) of all projections, in the order in which they run."""
+    for group in spec_of(layer).groups:
+        for path in group:
+            parent = layer.get_submodule(path.rpartition(".")[0])
+            yield path, parent, projection(layer.get_submodule(path))
 
 
 def check_layers(
@@ -90,7 +71,8 @@ def check_layers(
     for path, layer in layers.items():
         _check_structure(path, layer)
         _check_classes(path, layer)
-        _check_settings(path, layer)
+        for objection in spec_of(layer).objections(layer):
+            raise ValueError(f"{path}: {objection}")
         for name, module in layer.named_modules():
             if name:
                 refuse_hooks(f"{path}.{name}", module)
@@ -109,11 +91,11 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _check_structure(path: str, layer: nn.Module) -> None:
-    for owner, names in _PARTS.items():
-        if owner == "self_attn":
-            names = names | _HEAD_NORMS.get(type(layer).__name__, set())
+    spec = spec_of(layer)
+    for owner, names in spec.children().items():
         children = set(layer.get_submodule(owner)._modules)
-        if children - names or not names <= children | {"act_fn"}:
+        function = {spec.activation.rpartition(".")[2]}  # which need not be a module
+        if children - names or not names <= children | function:
             raise TypeError(
                 f"{path}{'.' + owner if owner else ''} must have the modules {sorted(names)}, "
                 f"found {sorted(children)}"
@@ -129,19 +111,15 @@ def _check_structure(path: str, layer: nn.Module) -> None:
 
 def _check_classes(path: str, layer: nn.Module) -> None:
     """Refuse classes and forwards other than transformers' own: a fused layer computes what those compute."""
-    parts: dict[str, tuple[str, Any]] = {
-        "": ("DecoderLayer", layer),
-        "self_attn": ("Attention", layer.self_attn),
-        "mlp": ("MLP", layer.mlp),
-        **{name: ("RMSNorm", norm) for name, norm in _norms(layer)},
-    }
-    for name, (part, module) in parts.items():
-        where, kind = f"{path}.{name}" if name else path, type(module)
-        expected = class_beside(layer, part)
-        if kind is not expected:
-            family = type(layer).__name__.removesuffix("DecoderLayer")
+    spec = spec_of(layer)
+    parts = {"": "DecoderLayer", spec.attention: "Attention", spec.mlp: "MLP"}
+    parts |= dict.fromkeys(spec.all_norms, "RMSNorm")
+    for name, part in parts.items():
+        where, kind = f"{path}.{name}" if name else path, type(layer.get_submodule(name))
+        if kind is not spec.own_class(layer, part):
             raise TypeError(
-                f"{where} is a {kind.__module__}.{kind.__qualname__}, expected {type(layer).__module__}.{family}{part}"
+                f"{where} is a {kind.__module__}.{kind.__qualname__}, expected "
+                f"{type(layer).__module__}.{spec.family}{part}"
             )
         home = getattr(inspect.unwrap(kind.forward), "__module__", "")
         if home != kind.__module__:
@@ -154,53 +132,6 @@ def _check_classes(path: str, layer: nn.Module) -> None:
             raise ValueError(
                 f"{where} has a forward of its own, set on the instance, which a fused layer would not run: remove it"
             )
-
-
-def class_beside(layer: nn.Module, part: str) -> type[nn.Module] | None:
-    """The class that transformers defines for `part` in the file that defines the class of `layer`, or None."""
-    kind = original_class(layer) if isinstance(layer, FusedDecoderLayer) else type(layer)
-    name = kind.__name__.removesuffix("DecoderLayer") + part
-    found = getattr(sys.modules.get(kind.__module__), name, None)
-    ours = isinstance(found, type) and (found.__module__, found.__name__) == (kind.__module__, name)
-    return found if ours else None
-
-
-def _norms(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name in (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "self_attn.q_norm",
-        "self_attn.k_norm",
-    ):
-        owner, _, leaf = name.rpartition(".")
-        module = layer.get_submodule(owner)._modules.get(leaf)
-        if module is not None:
-            yield name, module
-
-
-def _check_settings(path: str, layer: Any) -> None:
-    config = layer.self_attn.config
-    attention = getattr(config, "_attn_implementation", None)
-    if attention not in ("sdpa", None):
-        raise ValueError(
-            f"{path}: a fused layer runs scaled dot product attention, found attn_implementation={attention!r}: "
-            'set model.set_attn_implementation("sdpa")'
-        )
-    dropout = getattr(layer.self_attn, "attention_dropout", 0.0)
-    if dropout:
-        raise ValueError(f"{path}: attention_dropout must be 0, found {dropout}")
-    if getattr(layer.self_attn, "is_causal", True) is not True:
-        raise ValueError(
-            f"{path}.self_attn.is_causal must be True, found {layer.self_attn.is_causal!r}: a fused layer's tokens "
-            "look back only"
-        )
-    kind = type(layer.mlp.act_fn)
-    activation = kind.__name__
-    if activation not in _SILU or not kind.__module__.startswith(("torch.nn.", "transformers.")):
-        raise ValueError(f"{path}: the activation must be SiLU, found {activation}")
-    epsilons = {name: norm.variance_epsilon for name, norm in _norms(layer)}
-    if len(set(epsilons.values())) > 1:
-        raise ValueError(f"{path}: norms must have one epsilon, found {epsilons}")
 
 
 def _check_projections(
@@ -230,11 +161,12 @@ def _check_projections(
                 raise ValueError(
                     f"{path}.{name} follows {recipes[0]}, the model's adapters {recipes[1]}"
                 )
-            if module.merged:
+            if isinstance(module, LoRALinear) and module.merged:
                 raise ValueError(f"{path}.{name} is merged: call unmerge_lora first")
-    for names in (QKV, GATE_UP):
-        members = [m for n, _, m in projections(layer) if n.rpartition(".")[2] in names]
-        _check_group(path, members, state is not None, shared_dropout)
+    for names in spec_of(layer).groups:
+        members = [projection(layer.get_submodule(name)) for name in names]
+        if len(members) > 1:
+            _check_group(path, members, state is not None, shared_dropout)
 
 
 def _check_group(path: str, members: Sequence[nn.Module], fp8: bool, shared_dropout: bool) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lorakernels.autograd import attention as attention_backends
-from lorakernels.fusion.check import LAYERS, check_layers, decoder_layers
+from lorakernels.fusion.check import check_layers, decoder_layers
+from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import Parts, original_class
 from lorakernels.fusion.memory import SAVE, LayerSize, fit
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
@@ -109,11 +110,13 @@ def fuse(
     attention: str = "auto",
     keep_linears: bool = False,
 ) -> FuseReport:
-    """Rewire the decoder layers of `model` (transformers' Llama, Mistral, Qwen2, Qwen3) in place, after `apply_lora`.
+    """Rewire the decoder layers of `model` in place, after `apply_lora`.
 
-    q, k and v become one matrix, gate and up another, and so do their adapters. Norm and SwiGLU share kernels with
-    quantization, and the residual is added by the GEMMs. Modules, parameters and state_dict names stay;
-    `save_adapter`, `merge_lora` and the rest work as before.
+    fusion/families has the layers that it knows (transformers' Llama, Mistral, Qwen2, Qwen3, Phi3).
+
+    q, k and v become one matrix, gate and up another, and so do their adapters, unless they are packed already. Norm
+    and SwiGLU share kernels with quantization, and the residual is added by the GEMMs. Modules, parameters and
+    state_dict names stay; `save_adapter`, `merge_lora` and the rest work as before.
 
     A plain `nn.Linear` projection becomes a `FrozenFP8Linear` on the adapters' FP8State. Its names in state_dict
     change, as with `apply_lora`. With `fp8=None` it is frozen in its dtype. The norm after the last layer becomes one
@@ -126,7 +129,7 @@ def fuse(
             `tokens`.
         tokens: number of tokens in a microbatch, for the budget and the report.
         shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
-            adapter, as PEFT does, and runs a few more kernels.
+            adapter, as PEFT does, and runs a few more kernels. A packed projection has one adapter.
         attention: "auto", "cudnn", "flash", "efficient" or "math".
         keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
 
@@ -155,7 +158,8 @@ def fuse(
         adapter = _an_adapter(model)
         state = adapter.fp8_state
         check_layers(layers, state, shared_dropout)
-        element = next(iter(layers.values())).get_parameter("input_layernorm.weight").element_size()
+        first = next(iter(layers.values()))
+        element = first.get_parameter(f"{spec_of(first).norms[0]}.weight").element_size()
         sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
         modes = [save] * len(sizes)
         if memory_budget is not None:
@@ -217,4 +221,4 @@ def _an_adapter(model: nn.Module) -> LoRALinear:
     return found[0]
 
 
-__all__ = ["LAYERS", "FuseReport", "LayerReport", "fuse", "unfuse"]
+__all__ = ["FuseReport", "LayerReport", "fuse", "unfuse"]

@@ -12,14 +12,16 @@ Derived tensors (scales by column, Wᵀ) are renewed after torch has written a m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.autograd.decoder_plan import planned_projections
 from lorakernels.autograd.fused_linear import Projections
-from lorakernels.autograd.lora_linear import LoRASpec
+from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.ops.quantize_lora_down import MAX_RANK
@@ -49,6 +51,24 @@ class _Variant(NamedTuple):
     masks: tuple[int, ...]
 
 
+class _Prepared(NamedTuple):
+    """A call without its masks. It serves as long as what was seen is the same.
+
+    Attributes:
+        seen: `FusedGroup._now` when it was made.
+        variant: of the mode and the adapters.
+        adapted: the members whose adapters are active.
+        to: the Projections, with None for every mask.
+        params: the flat list of tensors that autograd gets (`fused_node.Trained`).
+    """
+
+    seen: tuple[list[Any], list[Any]] | None
+    variant: _Variant
+    adapted: tuple[LoRALinear, ...]
+    to: Projections
+    params: list[Tensor | None]
+
+
 class FusedGroup:
     """One or more LoRALinears and FrozenFP8Linears of one x.
 
@@ -57,11 +77,15 @@ class FusedGroup:
     Args:
         members: modules of equal in_features, FP8 state and recipe.
         shared_dropout: draw one mask for all adapters instead of one each. They must then have one lora_dropout.
+        results: how many results the joined matrix has, 3 of which are q, k and v. A single member has all of them.
     """
 
-    def __init__(self, members: Sequence[FrozenFP8Linear], shared_dropout: bool) -> None:
+    def __init__(
+        self, members: Sequence[FrozenFP8Linear], shared_dropout: bool, results: int
+    ) -> None:
         self.members = tuple(members)
         self.shared_dropout = shared_dropout
+        self.results = results
         self.rows = tuple(member.out_features for member in self.members)
         self._forget()
 
@@ -73,6 +97,7 @@ class FusedGroup:
         self._seen: tuple[list[Any], list[int]] = ([], [])
         self._derived: _Derived | None = None
         self._variants: dict[tuple[Any, ...], _Variant] = {}
+        self._prepared: _Prepared | None = None
 
     @property
     def first(self) -> FrozenFP8Linear:
@@ -93,16 +118,28 @@ class FusedGroup:
             RuntimeError: members differ in mode, FSDP manages one, or memory was moved before a capture.
             ValueError: adapters that share a mask differ in lora_dropout.
         """
+        now = self._now()
+        prepared = self._prepared
+        if prepared is None or now is None or not _same(now, prepared.seen):
+            prepared = self._prepared = self._prepare()
+        first = self.first
+        state = first.fp8_state
+        if state is not None and first.training:
+            state.on_training_forward(first.column)
+        masks = self._masks(prepared.variant, prepared.adapted)
+        return prepared.to._replace(masks=masks), prepared.params
+
+    def _prepare(self) -> _Prepared:
+        """Join what is not joined, and make everything of a call that is not drawn."""
         derived = self.join()
         first, adapted = self.first, self.adapted
-        state, training = first.fp8_state, first.training
-        if state is not None and training:
-            state.on_training_forward(first._column)
-        variant = self._variant(training, adapted)
+        state = first.fp8_state
+        variant = self._variant(first.training, adapted)
         bias, biases = self._biases()
         lora_A: list[Tensor | None] = [m._parameters["lora_A"] for m in adapted]
-        call = Projections(
-            first._stored if self._weight is None else self._weight,
+        lora_B = [m._parameters["lora_B"] for m in adapted]
+        to = Projections(
+            first.stored if self._weight is None else self._weight,
             derived.scale_inv,
             derived.grad_scale_inv,
             derived.weight_t,
@@ -112,24 +149,57 @@ class FusedGroup:
             variant.ranks,
             self._stacked_A(adapted, lora_A),
             variant.factors,
-            self._masks(variant, adapted),
+            (None,) * len(variant.masks),
             None if state is None else state.forward,
             None if state is None else state.backward,
             variant.spec,
             tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
         )
-        return call, [*lora_A, *(m._parameters["lora_B"] for m in adapted), *biases]
+        drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
+        params = [*lora_A, *lora_B, *biases]
+        to = to._replace(planned=planned_projections(to, drawn, params))
+        # what was copied goes stale when a parameter is written
+        copied = len(adapted) > 1 and tuple(map(id, adapted)) not in self._lora_A
+        seen = None if copied else self._now()
+        return _Prepared(seen, variant, tuple(adapted), to, params)
+
+    def _now(self) -> tuple[list[Any], list[Any]] | None:
+        """What a prepared call depends on: objects, and numbers. None if a member is not a module of ours."""
+        objects: list[Any] = []
+        numbers: list[Any] = []
+        for member in self.members:
+            own = member.__dict__
+            if "_handle" not in own:
+                return None
+            parameters, buffers = own["_parameters"], own["_buffers"]
+            weight, scale = parameters["weight"], buffers["weight_scale_inv"]
+            lora_A, lora_B, bias = (parameters.get(name) for name in ("lora_A", "lora_B", "bias"))
+            objects += (weight, scale, buffers["weight_t"], lora_A, lora_B, bias)
+            objects.append(own["_handle"])  # there is a new one after a number of the layer changed
+            numbers += (weight.data_ptr(), weight._version, own["training"])
+            numbers += (own.get("merged"), own.get("disable_adapters"))
+            if scale is not None:
+                numbers += (scale.data_ptr(), scale._version)
+            if lora_A is not None and lora_B is not None:
+                numbers += (lora_A.data_ptr(), lora_A.dtype, lora_A.shape, lora_B.dtype)
+                numbers += (lora_B.shape, lora_B.is_contiguous())
+            if bias is not None:
+                numbers += (bias.data_ptr(), bias.dtype, bias.requires_grad)
+        state = self.first.fp8_state
+        if state is not None:
+            objects += (state.forward, state.backward)
+        return objects, numbers
 
     def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
         """The _Variant for this mode and these adapters. Each variant is made once."""
         state = self.first.fp8_state
-        place = (state, self.first._column)
+        place = (state, self.first.column)
         self._check_alike(training, adapted)
         key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
         if key not in self._variants:
             spec = LoRASpec(scaling=self._scaling(adapted))
             if state is not None:
-                spec = spec.following(state.recipe, self.first._column, training)
+                spec = spec.following(state.recipe, self.first.column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
             drop = training and any(m.lora_dropout for m in adapted)
             masks = [
@@ -290,7 +360,7 @@ class FusedGroup:
                 for parameter in own:
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
-                member._renew_weight_t()
+                member.renew_weight_t()
         self._forget()
 
     def _state_of_members(self) -> tuple[list[Any], list[int]]:
@@ -319,10 +389,10 @@ class FusedGroup:
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales:
             scale = scales[0] if scales else None
-            ones = torch.ones(len(self.members), device=self.first._stored.device)
+            ones = torch.ones(self.results, device=self.first.stored.device)
             return _Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
-        zero = torch.stack([_is_zero(m._stored) for m in self.members])
+        zero = torch.stack([_is_zero(m.stored) for m in self.members])
         one = torch.ones((), device=each.device)
         largest = each.masked_fill(zero, 0.0).max().view(1)
         largest = torch.where(zero.all(), one, largest)
@@ -387,11 +457,19 @@ class FusedGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: the members. The next forward joins their memory again."""
-        return {"members": self.members, "shared_dropout": self.shared_dropout, "rows": self.rows}
+        kept = ("members", "shared_dropout", "results", "rows")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _same(now: tuple[list[Any], list[Any]], seen: tuple[list[Any], list[Any]] | None) -> bool:
+    if seen is None:
+        return False
+    (objects, numbers), (those, then) = now, seen
+    return numbers == then and len(objects) == len(those) and all(map(is_, objects, those))
 
 
 def _is_zero(raw: Tensor) -> Tensor:

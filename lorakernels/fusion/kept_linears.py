@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lorakernels.fusion.families import spec_of
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 
 
@@ -58,12 +59,12 @@ class KeptLinear:
 
 
 def _norm(layer: nn.Module) -> Tensor:
-    return layer.get_parameter("input_layernorm.weight")
+    return layer.get_parameter(f"{spec_of(layer).norms[0]}.weight")
 
 
 def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:
     """Whether `layer` holds exactly what it would make of `weight`: FP8 bytes and scale, or plain values."""
-    stored, scale_inv = layer._stored, layer.weight_scale_inv
+    stored, scale_inv = layer.stored, layer.weight_scale_inv
     if stored.shape != weight.shape:
         return False
     if scale_inv is None:

@@ -13,18 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lorakernels.autograd.attention import attend, attend_packed, choose, choose_packed
-from lorakernels.autograd.decoder_layer import (
-    MLPCall,
-    OutputCall,
-    QKVCall,
-    mlp,
-    norm_qkv,
-    output,
-)
+from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
+from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
+from lorakernels.fusion.families.spec import Heads, LayerSpec
 from lorakernels.fusion.group import FusedGroup
 
-QKV, OUTPUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
-GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -33,24 +26,27 @@ class Parts:
     """How one layer runs.
 
     Attributes:
+        spec: the layer's family.
         qkv, o, gate_up, down: the projections.
+        norms: of attention's and of the MLP's input.
+        head_norms: of q's and of k's heads, or None twice.
         places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
-        heads, kv_heads: H and Hk.
-        scale: factor of q kᵀ.
+        heads: H, Hk and the factor of q kᵀ.
         eps: ε of all norms in the layer.
         save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
         attention: the backend asked for.
         chosen: the backend that is used, by shapes, dtype and kind of mask.
     """
 
+    spec: LayerSpec
     qkv: FusedGroup
     o: FusedGroup
     gate_up: FusedGroup
     down: FusedGroup
+    norms: tuple[nn.Module, nn.Module]
+    head_norms: tuple[nn.Module | None, nn.Module | None]
     places: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]
-    heads: int
-    kv_heads: int
-    scale: float
+    heads: Heads
     eps: float
     save: str
     attention: str
@@ -85,7 +81,8 @@ class FusedDecoderLayer(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError. The layer's kernels are fused already, and GraphManager saves the host their launches."""
-        path = self._fused.qkv.first.name.rpartition(".self_attn.")[0]
+        parts = self._fused
+        path = parts.qkv.first.name.rpartition(f".{parts.spec.qkv[0]}")[0]
         raise RuntimeError(
             f"{path or type(self).__name__} is fused and cannot be compiled: replay it with "
             "lorakernels.graphs.GraphManager, or unfuse the model and then compile its layers"
@@ -124,18 +121,18 @@ class FusedDecoderLayer(nn.Module):
             )
             return own
         parts = self._fused
-        hidden_states = _widened(self, hidden_states)
+        hidden_states = _widened(parts, hidden_states)
         _check_call(self, parts, hidden_states, attention_mask, kwargs)
-        _check_window(self, hidden_states, kwargs)
-        call = _call(self, parts, hidden_states, position_embeddings)
+        _check_window(self, parts.spec, hidden_states, kwargs)
+        call = _call(parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(hidden_states, attention_mask, kwargs))
         if parts.save != "checkpoint" or not torch.is_grad_enabled():
-            return _run(self, attended, hidden_states, call)
+            return _run(parts, attended, hidden_states, call)
         again = replace(call, mlp=replace(call.mlp, output=False))
         first = [call]
 
         def body(h: Tensor) -> Tensor:  # nobody reads a recomputation's output
-            return _run(self, attended, h, first.pop() if first else again)
+            return _run(parts, attended, h, first.pop() if first else again)
 
         found: Tensor = checkpoint(
             body, hidden_states, use_reentrant=False, preserve_rng_state=False
@@ -143,15 +140,20 @@ class FusedDecoderLayer(nn.Module):
         return found
 
 
-def _widened(layer: Any, h: Tensor) -> Tensor:
+def _weight(norm: Any) -> Tensor:
+    found: Tensor = norm.weight
+    return found
+
+
+def _widened(parts: Parts, h: Tensor) -> Tensor:
     """h in the dtype that the layer's own norms would return."""
-    for norm in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight):
-        if norm.dtype != h.dtype:
-            h = h.to(torch.promote_types(h.dtype, norm.dtype))
+    for weight in map(_weight, parts.norms):
+        if weight.dtype != h.dtype:
+            h = h.to(torch.promote_types(h.dtype, weight.dtype))
     return h
 
 
-def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Call:
+def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Call:
     if angles is None:
         raise ValueError("position_embeddings must be (cos, sin) [1 or B, T, D], found None")
     for name, table in zip(("cos", "sin"), angles, strict=True):
@@ -168,7 +170,7 @@ def _call(layer: nn.Module, parts: Parts, h: Tensor, angles: tuple[Tensor, Tenso
     qkv, o, gate_up, down = calls
     save = parts.save
     return _Call(
-        QKVCall(qkv, parts.eps, parts.heads, parts.kv_heads, cos, sin, save),
+        QKVCall(qkv, parts.eps, parts.heads.query, parts.heads.key, cos, sin, save),
         OutputCall(o, save),
         MLPCall(gate_up, down, parts.eps, save),
         (params[0], params[1], [*params[2], *params[3]]),
@@ -194,15 +196,13 @@ def _visible(h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible
 
 
 def _run(
-    layer: Any, attended: Callable[[Tensor, Tensor, Tensor], Tensor], h: Tensor, call: _Call
+    parts: Parts, attended: Callable[[Tensor, Tensor, Tensor], Tensor], h: Tensor, call: _Call
 ) -> Tensor:
-    attention = layer.self_attn
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
-    norm = layer.input_layernorm.weight
-    q, k, v, residual = norm_qkv(h, norm, q_norm, k_norm, call.qkv, call.params[0])
+    first, second = map(_weight, parts.norms)
+    of_q, of_k = (None if norm is None else _weight(norm) for norm in parts.head_norms)
+    q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
     h = output(attended(q, k, v), residual, call.o, call.params[1])
-    return mlp(h, layer.post_attention_layernorm.weight, call.mlp, call.params[2])
+    return mlp(h, second, call.mlp, call.params[2])
 
 
 def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -213,10 +213,10 @@ def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) 
     if starts is not None:
         if name is None:
             name = parts.chosen[key] = choose_packed(parts.attention, q, k, v)
-        return attend_packed(name, q, k, v, starts, longest, parts.scale)
+        return attend_packed(name, q, k, v, starts, longest, parts.heads.scale)
     if name is None:
         name = parts.chosen[key] = choose(parts.attention, q, k, v, mask, causal)
-    return attend(name, q, k, v, mask, causal, parts.scale)
+    return attend(name, q, k, v, mask, causal, parts.heads.scale)
 
 
 def _check_call(
@@ -230,10 +230,11 @@ def _check_call(
             "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
         )
     _check_packing(kwargs)
-    causal = getattr(getattr(layer, "self_attn", None), "is_causal", True)
-    if causal is not True:
+    if not parts.spec.looks_back(layer):
+        name = parts.spec.attention
         raise ValueError(
-            f"self_attn.is_causal must be True in a fused layer, found {causal!r}: unfuse the model first"
+            f"{name}.is_causal must be True in a fused layer, found "
+            f"{layer.get_submodule(name).is_causal!r}: unfuse the model first"
         )
     kind = h.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != h.dtype:
@@ -273,17 +274,11 @@ def _form(x: Tensor) -> str:
     return f"{str(x.dtype)[6:]} {list(x.shape)} on {x.device}"
 
 
-def _check_window(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse packed sequences longer than a sliding window, which only a mask can express.
-
-    Mistral's attention has the window in its config alone.
-    """
+def _check_window(layer: nn.Module, spec: LayerSpec, h: Tensor, kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences longer than a sliding window, which only a mask can express."""
     if kwargs.get("cu_seq_lens_q") is None:
         return
-    attention = layer.self_attn
-    window = getattr(attention, "sliding_window", None)
-    if not hasattr(attention, "sliding_window") and type(attention).__name__ == "MistralAttention":
-        window = getattr(attention.config, "sliding_window", None)
+    window = spec.window_of(layer)
     longest = kwargs.get("max_length_q") or h.shape[:2].numel()
     if window is not None and longest > window:
         raise ValueError(

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.fusion.layer import DOWN, GATE_UP, OUTPUT, QKV
+from lorakernels.fusion.families import spec_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.numerics.gate_up import packed_scales
@@ -49,26 +49,23 @@ class LayerSize:
     stacked: int = 0
 
     @classmethod
-    def of(cls, layer: Any, fp8: bool) -> LayerSize:
+    def of(cls, layer: nn.Module, fp8: bool) -> LayerSize:
         """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8."""
-        attention, config = layer.self_attn, layer.self_attn.config
-        heads = config.num_attention_heads
-        q, gate = attention.q_proj, layer.mlp.gate_proj
+        spec = spec_of(layer)
+        heads = spec.heads(layer)
+        groups = [[projection(layer.get_submodule(p)) for p in group] for group in spec.groups]
+        qkv, o, gate_up, down = (sum(getattr(m, "r", 0) for m in group) for group in groups)
+        last = groups[-1][0]
         return cls(
-            q.in_features,
-            gate.out_features,
-            heads,
-            config.num_key_value_heads,
-            q.out_features // heads,
-            (
-                _rank(attention, QKV),
-                _rank(attention, OUTPUT),
-                _rank(layer.mlp, GATE_UP),
-                _rank(layer.mlp, DOWN),
-            ),
+            last.out_features,
+            last.in_features,
+            heads.query,
+            heads.key,
+            heads.dim,
+            (qkv, o, gate_up, down),
             fp8,
-            hasattr(attention, "q_norm"),
-            _stacked(attention, QKV) + _stacked(layer.mlp, GATE_UP),
+            bool(spec.head_norms),
+            sum(map(_stacked, groups)),
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
@@ -87,16 +84,13 @@ class LayerSize:
         return tokens * row + self.stacked
 
 
-def _stacked(owner: nn.Module, names: Sequence[str]) -> int:
-    """Bytes of the B's of all adapters, stacked as one matrix [ΣN, ΣR]."""
-    members = [projection(owner.get_submodule(name)) for name in names]
+def _stacked(members: Sequence[Any]) -> int:
+    """Bytes of the B's of all adapters, stacked as one matrix [ΣN, ΣR]. One projection's B is not stacked."""
+    if len(members) == 1:
+        return 0
     factors = [m.lora_B for m in members if isinstance(m, LoRALinear)]
     rows = sum(m.out_features for m in members)
     return rows * sum(b.shape[1] * b.element_size() for b in factors)
-
-
-def _rank(owner: nn.Module, names: Sequence[str]) -> int:
-    return sum(getattr(projection(owner.get_submodule(name)), "r", 0) for name in names)
 
 
 def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> list[str]:

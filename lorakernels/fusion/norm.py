@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakernels.autograd.rms_norm import rms_norm
+from lorakernels.fusion.families.spec import epsilon
 
 
 class FusedRMSNorm(nn.Module):
@@ -19,7 +20,7 @@ class FusedRMSNorm(nn.Module):
         if hidden_states.dtype != norm.weight.dtype:
             own: Tensor = super().forward(hidden_states)
             return own
-        return rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
+        return rms_norm(hidden_states, norm.weight, epsilon(norm))
 
 
 _classes: dict[type, type] = {}

@@ -12,19 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels.fusion.check import class_beside, projections
+from lorakernels.fusion.check import projections
+from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.families.spec import epsilon
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
-from lorakernels.fusion.layer import (
-    DOWN,
-    GATE_UP,
-    OUTPUT,
-    QKV,
-    FusedDecoderLayer,
-    Parts,
-    fused_class,
-    original_class,
-)
+from lorakernels.fusion.layer import FusedDecoderLayer, Parts, fused_class, original_class
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -187,14 +180,18 @@ def _freeze(
     return tuple(names)
 
 
-def _parts(layer: Any, save: str, options: Options) -> Parts:
-    config, attn = layer.self_attn.config, layer.self_attn
-    groups = [
+def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
+    spec = spec_of(layer)
+    qkv, o, gate_up, down = (
         FusedGroup(
-            [keep_projection(getattr(owner, name)) for name in names], options.shared_dropout
+            [keep_projection(layer.get_submodule(path)) for path in paths],
+            options.shared_dropout,
+            results,
         )
-        for owner, names in ((attn, QKV), (attn, OUTPUT), (layer.mlp, GATE_UP), (layer.mlp, DOWN))
-    ]
+        for paths, results in zip(spec.groups, spec.results, strict=True)
+    )
+    first, second = (layer.get_submodule(path) for path in spec.norms)
+    heads = [layer.get_submodule(path) for path in spec.head_norms]
     places = [
         (path, layer.get_submodule(owner)._modules, name, module)
         for path, module in layer.named_modules()
@@ -202,17 +199,18 @@ def _parts(layer: Any, save: str, options: Options) -> Parts:
         if path and not is_inside_projection(layer, owner)
     ]
     return Parts(
-        groups[0],
-        groups[1],
-        groups[2],
-        groups[3],
-        places,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attn.scaling,
-        layer.input_layernorm.variance_epsilon,
-        save,
-        options.attention,
+        spec=spec,
+        qkv=qkv,
+        o=o,
+        gate_up=gate_up,
+        down=down,
+        norms=(first, second),
+        head_norms=(heads[0], heads[1]) if heads else (None, None),
+        places=places,
+        heads=spec.heads(layer),
+        eps=epsilon(first),
+        save=save,
+        attention=options.attention,
     )
 
 
@@ -225,10 +223,15 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
 
 
 def _last_norms(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The `norm` beside each list of layers, if it has the class of the layers' own norms."""
+    """The last norm beside each list of layers, if it has the class of the layers' own norms."""
     owners = {path.rpartition(".")[0].rpartition(".")[0]: layer for path, layer in layers.items()}
-    norms = ((model.get_submodule(o)._modules.get("norm"), layer) for o, layer in owners.items())
-    return [norm for norm, layer in norms if norm and type(norm) is class_beside(layer, "RMSNorm")]
+    found = []
+    for owner, layer in owners.items():
+        spec = spec_of(layer)
+        norm = model.get_submodule(owner)._modules.get(spec.last_norm)
+        if norm and type(norm) is spec.own_class(layer, "RMSNorm"):
+            found.append(norm)
+    return found
 
 
 def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
@@ -239,10 +242,10 @@ def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
     state = group.first.fp8_state
     if state is None:
         return []
-    columns = [state.values(m._column) for m in group.members]
+    columns = [state.values(m.column) for m in group.members]
     if len(group.members) > 1:
-        state.backward[:, group.first._column] = 0.0
-        state.joint.add(group.first._column)
+        state.backward[:, group.first.column] = 0.0
+        state.joint.add(group.first.column)
     return columns
 
 
@@ -250,16 +253,16 @@ def _columns_back(group: FusedGroup, columns: list[torch.Tensor] | None) -> None
     state = group.first.fp8_state
     if state is None or not columns or len(group.members) == 1:
         return
-    state.joint.discard(group.first._column)
-    now = state.values(group.first._column)
+    state.joint.discard(group.first.column)
+    now = state.values(group.first.column)
     device = now.device
     if not bool(now[:, 1].any()) and torch.equal(now[:, 0], columns[0][:, 0].to(device)):
         for member, column in zip(group.members, columns, strict=True):
-            state.set_values(member._column, column.to(device))
+            state.set_values(member.column, column.to(device))
         return
     now[:, 1] = 0.0
     for member in group.members:
-        state.set_values(member._column, now)
+        state.set_values(member.column, now)
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

@@ -122,4 +122,4 @@ def _new_weight(layer: FrozenFP8Linear, dtype: torch.dtype, merge: bool) -> Tens
         return layer.merged_weight(layer.weight.dtype)
     if isinstance(layer, LoRALinear) and merge:
         return layer.merged_weight(dtype)
-    return layer.base_weight(dtype)
+    return layer.dequantized_weight(dtype)

@@ -17,16 +17,26 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from lorakernels.autograd import Adapter, Call, LoRASpec, lora_linear
+from lorakernels.autograd import (
+    Adapter,
+    AdapterNumbers,
+    Call,
+    LoRASpec,
+    check_input,
+    lora_linear,
+)
 from lorakernels.config import DelayedScaling
 from lorakernels.integrations._peft_projection import PeftProjection
-from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.state.fp8 import FP8State
+from lorakernels.modules.convert import to_frozen
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.frozen_targets import HOOKS
+from lorakernels.modules.lora import delta_of
+from lorakernels.modules.mergeable import MergeableLinear, mergeable
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Weight
 
 FUSED = "lorakernels"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DROPOUTS = (nn.Dropout, nn.Identity)  # a tuple, because torch 2.8 can trace it
 _READS_BASE = (
     "use_dora",
@@ -64,7 +74,7 @@ class LoraKernelsLinear(PeftLinear):
         super().__init__(base_layer, adapter_name, **kwargs)
         self.start()
         if fp8 is not None and not isinstance(self.base_layer, FrozenFP8Linear):
-            self.use_fp8_base(fp8, weight_layout)
+            self.use_fp8_base(FrozenSpec(fp8, weight_layout))
 
     def start(self) -> None:
         """Set the attributes that PEFT's class lacks."""
@@ -73,18 +83,15 @@ class LoraKernelsLinear(PeftLinear):
     def stop(self) -> None:
         del self.rng_state, self.is_merged
 
-    def use_fp8_base(
-        self,
-        fp8: DelayedScaling,
-        weight_layout: str = "single",
-        fp8_state: FP8State | None = None,
-        name: str = "",
-    ) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.is_fp8 and self.merged:
+            mergeable(self.base_layer)  # in older pickles it is a FrozenFP8Linear with a kept base
+
+    def use_fp8_base(self, spec: FrozenSpec) -> None:
         """Quantize the base weight to FP8 and hold it so from now on."""
         linear = self.base_layer
-        base = FrozenFP8Linear.from_linear(
-            linear, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name
-        )
+        base = to_frozen(linear, spec)
         # Under PEFT's low_cpu_mem_usage the new layer's bias is on "meta", so the original is put back.
         base._parameters["bias"] = linear.bias
         base.unquantized_dtype = linear.weight.dtype
@@ -93,10 +100,11 @@ class LoraKernelsLinear(PeftLinear):
     @property
     def lorakernels_path(self) -> str:
         """ "lorakernels", or "peft: <why our op does not take the next forward>"."""
-        reason = self._reason_for_peft()
+        reason = self.reason_for_peft()
         return FUSED if reason is None else f"peft: {reason}"
 
-    def _reason_for_peft(self) -> str | None:
+    def reason_for_peft(self) -> str | None:
+        """Why PEFT's own forward runs next, in words; None if our op does."""
         if self.disable_adapters:
             return "adapters are disabled"
         if self.merged:
@@ -111,14 +119,14 @@ class LoraKernelsLinear(PeftLinear):
             return f"adapter {name!r} has a bias on lora_B"
         if not self.cast_input_dtype_enabled:
             return "input casting is switched off"
-        if not _is_plain(self.base_layer):
+        if not (isinstance(self.base_layer, FrozenFP8Linear) or is_plain_linear(self.base_layer)):
             return f"the base layer is a {type(self.base_layer).__name__}"
         if self.fan_in_fan_out:
             return "the base weight is stored [K, N] (fan_in_fan_out)"
         if self.base_layer.weight.requires_grad:
             return "the base weight is trained"
         parts = (self.base_layer, self.lora_A[name], self.lora_B[name], self.lora_dropout[name])
-        if any(getattr(part, hooks) for part in parts for hooks in _HOOKS):
+        if any(getattr(part, hooks) for part in parts for hooks in HOOKS):
             return "a part of the layer has hooks"
         if not isinstance(parts[3], _DROPOUTS):
             return f"dropout is a {type(parts[3]).__name__}"
@@ -127,17 +135,18 @@ class LoraKernelsLinear(PeftLinear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or any(value is not None for value in kwargs.values()):
             return super().forward(x, *args, **kwargs)
-        if self._reason_for_peft() is not None or not self._takes(x):
+        if self.reason_for_peft() is not None or not self._takes(x):
             return super().forward(x)
+        base = self.base_layer
+        check_input(x, base.weight)
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
         p = self.dropout_of(name) if self.training else 0.0
         slot = draw_slot(self.rng_state, x.device) if p > 0 else None
-        spec = LoRASpec(scaling=self.scaling[name], p=p)
-        lora_A, lora_B = self.lora_A[name].weight, self.lora_B[name].weight
-        base = self.base_layer
+        numbers = AdapterNumbers(self.scaling[name], p)
+        adapter = Adapter(self.lora_A[name].weight, self.lora_B[name].weight)
         if isinstance(base, FrozenFP8Linear):
-            return base._linear(x, lora_A, lora_B, spec, slot)
-        adapter, call = Adapter(lora_A, lora_B), Call(spec, slot)
+            return base.with_adapter(x, adapter, numbers, slot)
+        call = Call(LoRASpec(*numbers), slot)
         return lora_linear(x, Weight(base.weight), base.bias, adapter, call)
 
     def _takes(self, x: Tensor) -> bool:
@@ -165,15 +174,19 @@ class LoraKernelsLinear(PeftLinear):
         Raises:
             ValueError: our op does not take this layer.
         """
-        reason = self._reason_for_peft()
+        reason = self.reason_for_peft()
         if reason is not None:
             raise ValueError(f"a LoRA layer of PEFT's cannot be fused: {reason}")
         return PeftProjection(self)
 
     @property
     def is_fp8(self) -> bool:
-        base = self.base_layer
-        return isinstance(base, FrozenFP8Linear) and base.weight_scale_inv is not None
+        return isinstance(self.base_layer, FrozenFP8Linear) and self.base_layer.holds_fp8
+
+    @property
+    def mergeable_base(self) -> MergeableLinear:
+        """The FP8 base, in the class that adapters can be merged into."""
+        return mergeable(self.base_layer)
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
         if isinstance(self.base_layer, FrozenFP8Linear):
@@ -203,40 +216,30 @@ class LoraKernelsLinear(PeftLinear):
             raise ValueError(
                 f"NaNs detected in the merged weights. The adapter {names[-1]} seems to be broken"
             )
-        base = self.base_layer
-        if base._base is None:
-            scale_inv = base.weight_scale_inv
-            base._base = (base._stored.detach().clone(), scale_inv.clone())
-        base._write_weight(*quantize_weight(weight))
-        base.merged = True
+        self.mergeable_base.put_merged(weight)
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
-        base = self.base_layer
-        if not (self.is_fp8 and self.merged):
-            super().unmerge()
-        else:
-            base._write_weight(*base._base)
-            base._base, base.merged = None, False
+        if self.is_fp8 and self.merged:
+            self.mergeable_base.unmerge()
             self.merged_adapters.clear()
+        else:
+            super().unmerge()
         self.is_merged = self.merged
 
     @torch.no_grad()
     def _merged_weight(self, names: list[str]) -> Tensor:
         """fp32 [N, K]: the unmerged base plus the deltas of `names`."""
-        base = self.base_layer
         for name in names:
             if name in self.lora_variant or self.lora_bias[name]:
                 raise ValueError(
                     f"adapter {name!r} cannot be merged into an FP8 base: it is more than B A"
                 )
-        weight = base.dequantized_weight()
-        if base._base is not None:
-            stored, scale_inv = base._base
-            weight = stored.view(torch.float8_e4m3fn).float() * scale_inv
+        weight = self.mergeable_base.base_weight()
         for name in names:
-            a, b = self.lora_A[name].weight.float(), self.lora_B[name].weight.float()
-            weight += self.scaling[name] * (b @ a)
+            weight += delta_of(
+                self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            )
         return weight
 
     def unload_and_optionally_merge_module(
@@ -281,12 +284,6 @@ class LoraKernelsLinear(PeftLinear):
 
     def __repr__(self) -> str:
         return super().__repr__().replace("lora.", "lorakernels.", 1)
-
-
-def _is_plain(base: nn.Module) -> bool:
-    if isinstance(base, FrozenFP8Linear):
-        return True
-    return is_plain_linear(base)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -56,7 +56,7 @@ class PeftProjection(LoRALinear):
         layer = self.layer
         if layer.disable_adapters or layer.merged or not self._active():
             return True
-        reason = layer._reason_for_peft()
+        reason = layer.reason_for_peft()
         if reason is not None:
             raise ValueError(
                 f"{self.name or 'a layer'} is in a fused layer, which runs one plain adapter, and {reason}: activate "
@@ -149,22 +149,13 @@ class PeftProjection(LoRALinear):
     def fp8_state(self) -> FP8State | None:
         return getattr(self.base, "fp8_state", None)
 
-    @fp8_state.setter
-    def fp8_state(self, value: FP8State | None) -> None:
-        self.base.fp8_state = value
+    @property
+    def column(self) -> int:
+        return getattr(self.base, "column", 0)
 
     @property
-    def _column(self) -> int:
-        return getattr(self.base, "_column", 0)
-
-    @_column.setter
-    def _column(self, value: int) -> None:
-        self.base._column = value
-
-    @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return getattr(self.base, "name", "")
 
-    @name.setter
-    def name(self, value: str) -> None:
-        self.base.name = value
+    def move_state(self, state: FP8State, name: str) -> None:
+        self.base.move_state(state, name)

@@ -31,6 +31,7 @@ from lorakernels.integrations._peft_layer import (
     lora_layers,
 )
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.state.fp8 import FP8State
 
@@ -147,7 +148,7 @@ def patch(
     state = FP8State(list(ready), fp8, devices.pop()) if len(devices) == 1 else None
     for name, layer in ready.items():
         original = layer.base_layer
-        layer.use_fp8_base(fp8, weight_layout, state, name)
+        layer.use_fp8_base(FrozenSpec(fp8, weight_layout, state, name))
         layer.__dict__[_ORIGINAL] = original if restorable else None
     return report(model)
 

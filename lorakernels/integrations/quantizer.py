@@ -26,10 +26,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorakernels.config import DelayedScaling
 from lorakernels.integrations.transformers import forget_quantizer
-from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.pretrained import guard_saving
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.state.fp8 import FP8State
+from lorakernels.values import Weight
 
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(
@@ -158,11 +160,8 @@ class LoRAKernelsQuantizer(HfQuantizer):
         config, device = self.quantization_config, weight.device
         if device not in self._states:
             self._states[device] = FP8State(self._targets, config.fp8, device)
-        raw, scale_inv = quantize_weight(weight)
-        new = FrozenFP8Linear.__new__(FrozenFP8Linear)
-        nn.Module.__init__(new)
-        state = self._states[device]
-        new._set_base(raw, scale_inv, old.bias, config.fp8, config.weight_layout, state, path)
+        spec = FrozenSpec(config.fp8, config.weight_layout, self._states[device], path)
+        new = FrozenFP8Linear.from_weight(Weight(weight), old.bias, spec)
         if old.bias is not None:
             assert new.bias is not None
             was = getattr(old.bias, _INITIALIZED, False)
@@ -177,7 +176,7 @@ class LoRAKernelsQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, FrozenFP8Linear):
                 module.requires_grad_(False)
-                module._renew_weight_t()  # transformers gave new memory to buffers that no file holds
+                module.renew_weight_t()  # transformers gave new memory to buffers that no file holds
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -29,9 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.modules.apply import replace_module
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.state.fp8 import FP8State
+from lorakernels.values import Weight
 
 _TE_LINEAR = ("transformer_engine.pytorch.module.linear", "Linear")
 _WHY_NOT = {
@@ -76,10 +79,12 @@ def from_te_linear(
         TypeError: `linear` is not a te.Linear that can be converted (`why_not`).
         ValueError: the weight or its scale is not finite, or it is FP8 and `config.fp8` is None.
     """
-    weight, scale_inv, bias = _take_over(name or "linear", linear, plain=config.fp8 is None)
-    if scale_inv is not None and config.fp8 is None:
+    weight, bias = _take_over(name or "linear", linear, plain=config.fp8 is None)
+    if weight.scale_inv is not None and config.fp8 is None:
         raise ValueError("config.fp8 must be a DelayedScaling for an FP8 weight, found None")
-    new = LoRALinear._take(weight, scale_inv, bias, config, adapter_dtype, fp8_state, name)
+    new = LoRALinear.from_weight(
+        weight, bias, config, adapter_dtype=adapter_dtype, fp8_state=fp8_state, name=name
+    )
     return new.train(linear.training)
 
 
@@ -92,11 +97,9 @@ def frozen_from_te_linear(
     name: str = "",
 ) -> FrozenFP8Linear:
     """A FrozenFP8Linear over a te.Linear's weight and bias: as `from_te_linear`, but without an adapter."""
-    weight, scale_inv, bias = _take_over(name or "linear", linear)
-    new = FrozenFP8Linear.__new__(FrozenFP8Linear)
-    nn.Module.__init__(new)
-    new._set_base(weight, scale_inv, bias, fp8, weight_layout, fp8_state, name)
-    return new.train(linear.training)
+    weight, bias = _take_over(name or "linear", linear)
+    spec = FrozenSpec(fp8, weight_layout, fp8_state, name)
+    return FrozenFP8Linear.from_weight(weight, bias, spec).train(linear.training)
 
 
 def convert_te_model(
@@ -121,7 +124,7 @@ def convert_te_model(
     if weight_layout not in ("single", "both"):
         raise ValueError(f"weight_layout must be 'single' or 'both', got {weight_layout!r}")
     linears = _te_linears(model)
-    devices = {_take_over(path, linear)[0].device for path, linear in linears.items()}
+    devices = {_take_over(path, linear)[0].data.device for path, linear in linears.items()}
     recipe = fp8 or _common_recipe(linears)
     trained = [path for path, linear in linears.items() if _has_amax(linear)]
     for path in trained:
@@ -134,7 +137,7 @@ def convert_te_model(
         if path in trained:
             assert new.fp8_state is not None
             load_te_state(linear, new.fp8_state, path)
-        _replace(model, linear, new)
+        replace_module(model, linear, new)
     return list(linears)
 
 
@@ -204,10 +207,8 @@ def _why_not_weight(linear: Any) -> str | None:
     return None
 
 
-def _take_over(
-    path: str, linear: Any, plain: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(weight [N, K], scale_inv fp32 [1] or None, bias [N] or None). With scale_inv the weight is e4m3 bytes.
+def _take_over(path: str, linear: Any, plain: bool = False) -> tuple[Weight, Tensor | None]:
+    """The weight, plain or as e4m3 bytes with their scale_inv, and the bias [N] or None.
 
     `plain` means that a plain weight will not be quantized, and then need not be finite.
     """
@@ -220,11 +221,11 @@ def _take_over(
         if not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
             found = scale_inv.item()
             raise ValueError(f"{path}.weight must have a positive, finite scale_inv, found {found}")
-        return linear.weight._data.detach().contiguous(), scale_inv, bias
+        return Weight(linear.weight._data.detach().contiguous(), scale_inv), bias
     weight = linear.weight.detach()
     if not (plain or weight.is_meta or bool(weight.isfinite().all())):
         raise ValueError(f"{path}.weight must be finite to be held in FP8, found inf or NaN in it")
-    return weight, None, bias
+    return Weight(weight), bias
 
 
 def _te_linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -308,11 +309,3 @@ def _check_state(name: str, module: nn.Module, recipe: DelayedScaling) -> None:
             f"{name}: TE's amax state does not fit: {'; '.join(odd)}. Take TE's recipe, or discard its state with "
             "module.reset_fp8_meta_tensors()"
         )
-
-
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` in every place where `old` is, so that a module shared by two parents stays shared."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is old:
-                parent._modules[name] = new

@@ -32,6 +32,7 @@ from lorakernels.modules.convert import check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.modules.undo import all_or_nothing
 from lorakernels.state.fp8 import FP8State
@@ -66,8 +67,8 @@ def convert_fp8_model(
     with all_or_nothing(model, configs.values()) as before:
         for path in paths:
             old = model.get_submodule(path)
-            options = {"weight_layout": weight_layout, "fp8_state": state, "name": path}
-            new = before.patiently(partial(to_frozen, old, fp8, **options))
+            spec = FrozenSpec(fp8, weight_layout, state, path)
+            new = before.patiently(partial(to_frozen, old, spec))
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, new)
         forget_quantizer(model)
@@ -89,9 +90,8 @@ def frozen_from_fp8_linear(
         TypeError, ValueError: as `convert_fp8_model`.
     """
     _check_recipe(fp8)
-    assert fp8 is not None
     _check_module(name or "module", module)
-    return to_frozen(module, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name)
+    return to_frozen(module, FrozenSpec(fp8, weight_layout, fp8_state, name))
 
 
 def forget_quantizer(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets
 from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
@@ -94,7 +95,7 @@ def apply_lora(
             new = before.patiently(partial(to_lora, old, config, **options))
             new.site, new.rng_state = site, rng_state
             reasons[path] = ("lora", f"matches target_modules{_weight_note(old, new, tied)}")
-            _replace(model, old, new)
+            replace_module(model, old, new)
         for path in rest:
             _hold_in_fp8(model, path, config, fp8_state, before)
             reasons[path] = ("frozen", "not a target, held in FP8")
@@ -110,9 +111,8 @@ def _hold_in_fp8(
 ) -> None:
     assert config.fp8 is not None
     old = model.get_submodule(path)
-    options: dict[str, Any] = {"weight_layout": config.weight_layout, "fp8_state": state}
-    make = partial(to_frozen, old, config.fp8, name=path, **options)
-    _replace(model, old, before.patiently(make))
+    spec = FrozenSpec(config.fp8, config.weight_layout, state, path)
+    replace_module(model, old, before.patiently(partial(to_frozen, old, spec)))
 
 
 def _train(
@@ -164,14 +164,19 @@ def tied_pointers(model: nn.Module) -> set[int]:
     return {pointer for pointer, count in holders.items() if pointer and count > 1}
 
 
+def untie(layer: LoRALinear, tied: set[int]) -> bool:
+    """Give a plain weight whose `data_ptr` is in `tied` memory of its own. Returns whether it did."""
+    if layer.holds_fp8 or layer.stored.data_ptr() not in tied:
+        return False
+    layer._parameters["weight"] = nn.Parameter(layer.stored.detach().clone(), requires_grad=False)
+    return True
+
+
 def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
     """Say for the report what happened to the weight. A plain weight that is tied to another module gets its own
     storage here, so that merging cannot write into the other module."""
-    if new.weight_scale_inv is None:
-        if new._stored.data_ptr() not in tied:
-            return ""
-        new._parameters["weight"] = nn.Parameter(new._stored.detach().clone(), requires_grad=False)
-        return "; weight untied"
+    if not new.holds_fp8:
+        return "; weight untied" if untie(new, tied) else ""
     if is_fp8_linear(old):
         return "; block FP8 held with one scale"
     if not isinstance(old, FrozenFP8Linear):
@@ -210,7 +215,7 @@ def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> No
             )
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` in place of `old` under every parent, so that a shared module stays shared."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

@@ -22,11 +22,9 @@ def join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> No
     theirs = module.fp8_state
     if state is None or theirs is None or theirs is state:
         return
-    column = state.column(name) if name in state.names else state.register(name)
-    state.set_values(column, theirs.values(module._column))
+    module.move_state(state, name)
     if theirs.in_charge != "auto":
         state.in_charge = theirs.in_charge
-    module.fp8_state, module._column, module.name = state, column, name
 
 
 def joining(

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX
 from lorakernels.state.fp8 import FP8State
+from lorakernels.values import Weight
 
 
 def check_fp8_linear(path: str, module: nn.Module) -> None:
@@ -120,53 +122,50 @@ def to_lora(
         return LoRALinear.from_linear(
             module, config, adapter_dtype=adapter_dtype, fp8_state=fp8_state, name=name
         )
-    weight, scale_inv = _held(module, plain=config.fp8 is None)
-    bias = module.bias if isinstance(module.bias, Tensor) else None
-    new = LoRALinear._take(weight, scale_inv, bias, config, adapter_dtype, fp8_state, name)
+    new = LoRALinear.from_weight(
+        _held(module, plain=config.fp8 is None),
+        _bias(module),
+        config,
+        adapter_dtype=adapter_dtype,
+        fp8_state=fp8_state,
+        name=name,
+    )
     if isinstance(module, FrozenFP8Linear):
         _hand_over_scales(module, new)
     return new.train(module.training)
 
 
-def to_frozen(
-    module: nn.Module,
-    fp8: DelayedScaling,
-    *,
-    weight_layout: str,
-    fp8_state: FP8State | None,
-    name: str,
-) -> FrozenFP8Linear:
+def to_frozen(module: nn.Module, spec: FrozenSpec) -> FrozenFP8Linear:
     """A FrozenFP8Linear over the weight of an `nn.Linear` or a transformers `FP8Linear`.
 
     The bias is frozen. The new layer is in training or eval mode as the old one was.
     """
-    if not is_fp8_linear(module):
+    if is_fp8_linear(module):
+        weight = Weight(*per_tensor_weight(module))
+    else:
         assert isinstance(module, nn.Linear)
-        return FrozenFP8Linear.from_linear(
-            module, fp8, weight_layout=weight_layout, fp8_state=fp8_state, name=name
-        )
-    raw, scale_inv = per_tensor_weight(module)
-    new = FrozenFP8Linear.__new__(FrozenFP8Linear)
-    nn.Module.__init__(new)
-    bias = module.bias if isinstance(module.bias, Tensor) else None
-    new._set_base(raw, scale_inv, bias, fp8, weight_layout, fp8_state, name)
-    return new.train(module.training)
+        weight = Weight(module.weight.detach())
+    return FrozenFP8Linear.from_weight(weight, _bias(module), spec).train(module.training)
 
 
 def _hand_over_scales(old: FrozenFP8Linear, new: LoRALinear) -> None:
     theirs, ours = old.fp8_state, new.fp8_state
     if theirs is None or ours is None or theirs.recipe != ours.recipe:
         return
-    ours.set_values(new._column, theirs.values(old._column))
+    ours.set_values(new.column, theirs.values(old.column))
     if theirs.in_charge != "auto":
         ours.in_charge = theirs.in_charge
 
 
-def _held(module: nn.Module, plain: bool) -> tuple[Tensor, Tensor | None]:
-    """The weight as LoRALinear will hold it: bytes and scale_inv, or a plain tensor and None."""
+def _bias(module: nn.Module) -> Tensor | None:
+    return module.bias if isinstance(module.bias, Tensor) else None
+
+
+def _held(module: nn.Module, plain: bool) -> Weight:
+    """The weight as LoRALinear will hold it: bytes and scale_inv, or a plain tensor."""
     if isinstance(module, FrozenFP8Linear):
         if module.weight_scale_inv is None or plain:
             dtype = None if module.weight_scale_inv is None else torch.bfloat16
-            return module.dequantized_weight(dtype or module.weight.dtype), None
-        return module._stored.detach(), module.weight_scale_inv.clone()
-    return (dequantize(module).bfloat16(), None) if plain else per_tensor_weight(module)
+            return Weight(module.dequantized_weight(dtype or module.weight.dtype))
+        return Weight(module.stored.detach(), module.weight_scale_inv.clone())
+    return Weight(*((dequantize(module).bfloat16(),) if plain else per_tensor_weight(module)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 from lorakernels import ops
 from lorakernels.autograd import (
     Adapter,
+    AdapterNumbers,
     Call,
     LoRASpec,
     check_input,
@@ -22,7 +23,8 @@ from lorakernels.autograd import (
     lora_linear,
 )
 from lorakernels.config import DelayedScaling
-from lorakernels.modules.state_entries import STATE_KEYS, columns_of, is_apart
+from lorakernels.modules.spec import FrozenSpec
+from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.state.fp8 import FP8State
@@ -33,6 +35,7 @@ from lorakernels.values import Weight
 # and `.to(dtype)` leaves them alone. But FSDP2 takes integer parameters only since pytorch#177844: torch 2.11 does not,
 # 2.13 does.
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
+_Layer = TypeVar("_Layer", bound="FrozenFP8Linear")
 _HELD = (*BYTES, torch.bfloat16, torch.float16)
 
 
@@ -61,16 +64,6 @@ def number(name: str) -> Any:
     return property(get, put)
 
 
-def _check_state(
-    state: FP8State, fp8: DelayedScaling | None, device: torch.device, name: str
-) -> None:
-    if state.recipe != fp8:
-        raise ValueError(f"{name}: fp8_state follows {state.recipe}, the layer {fp8}")
-    if state.device != device:
-        raise ValueError(f"{name}: fp8_state is on {state.device}, the weight on {device}")
-    state.column(name)
-
-
 def is_sharded(parameter: Tensor | None) -> bool:
     """True for a DTensor. FSDP2 keeps parameters sharded in DTensors outside of their module's forward."""
     return hasattr(parameter, "device_mesh")
@@ -91,8 +84,10 @@ class FrozenFP8Linear(nn.Module):
         weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None. While FSDP2 has
             it sharded (outside of forward), it is the parameter as it is stored.
         weight_scale_inv: fp32 [1], from the weight's exact amax; None when `fp8` is None. Only new weight values
-            (merge, unmerge, load_state_dict) change it.
+            change it.
         fp8_state: scales and amax history of x and dy.
+        column: this layer's column of `fp8_state`.
+        column_x: the column of x, if another layer owns it (LoRALinearGroup); else None.
 
     Raises:
         ValueError: a size is not a positive integer, or `fp8_state` has another recipe or device.
@@ -104,8 +99,9 @@ class FrozenFP8Linear(nn.Module):
     weight_scale_inv: Tensor | None
     weight_t: Tensor | None
     fp8_state = number("fp8_state")
-    _column = number("_column")
-    _column_x = number("_column_x")
+    _column: int  # where `column` is kept, also in a pickle
+    column = number("_column")
+    column_x = number("_column_x")
 
     def __init__(
         self,
@@ -131,85 +127,77 @@ class FrozenFP8Linear(nn.Module):
         if bias_value is not None and not bias_value.is_meta:
             bound = 1 / math.sqrt(in_features)
             nn.init.uniform_(bias_value, -bound, bound)
-        self._set_base(weight, None, bias_value, fp8, weight_layout, fp8_state, name)
+        spec = FrozenSpec(fp8, weight_layout, fp8_state, name)
+        self._hold(Weight(weight), bias_value, spec)
 
-    def _set_base(
-        self,
-        weight: Tensor,
-        scale_inv: Tensor | None,
-        bias: Tensor | None,
-        fp8: DelayedScaling | None,
-        weight_layout: str,
-        fp8_state: FP8State | None,
-        name: str,
-    ) -> None:
-        """Make `weight` ([N, K]; e4m3 bytes when `scale_inv` is given) and `bias` [N] this layer's own.
+    def _hold(self, weight: Weight, bias: Tensor | None, spec: FrozenSpec) -> None:
+        """Make `weight` and `bias` this layer's own. If they do not fit (`FrozenSpec.check`), nothing is changed."""
+        spec.check(weight, bias)
+        data, scale_inv = weight.data.contiguous(), weight.scale_inv
+        if spec.fp8 is not None and scale_inv is None:
+            data, scale_inv = quantize_weight(data)
+        self.out_features, self.in_features = data.shape
+        self.weight_layout, self.name = spec.weight_layout, spec.name
+        self._parameters["weight"] = _frozen(data if scale_inv is None else data.view(STORAGE))
+        self.register_buffer("weight_scale_inv", scale_inv)
+        self.bias = None if bias is None else _frozen(bias.detach())
+        self.fp8_state = spec.state_on(data.device)
+        self.column = 0 if self.fp8_state is None else self.fp8_state.column(spec.entry)
+        self.column_x = None
+        self.register_buffer("weight_t", None, persistent=False)
+        self.renew_weight_t()
+        self._renew_handle()
+
+    @classmethod
+    def from_weight(
+        cls: type[_Layer], weight: Weight, bias: Tensor | None, spec: FrozenSpec
+    ) -> _Layer:
+        """A layer over these very tensors, in training mode.
+
+        Args:
+            weight: `data` [N, K] is a plain weight, or e4m3 bytes (uint8 or e4m3) if there is a `scale_inv` fp32 [1].
+                With `spec.fp8` a plain one is quantized from its exact amax. `t` is not read.
+            bias: [N] or None; it does not train.
+            spec: recipe, layout, FP8 state and name.
 
         Raises:
-            ValueError: `fp8_state` follows another recipe than `fp8`, or is on another device than the weight.
-            KeyError: `fp8_state` has no `name`. Nothing is changed then.
+            TypeError: there is a `scale_inv`, but `data` is not in bytes of FP8.
+            ValueError: a shape does not fit, the weight is not finite, FP8 bytes have no recipe, or `spec.fp8_state`
+                has another recipe or device.
+            KeyError: `spec.fp8_state` has no `spec.name`. Nothing is changed by an exception.
         """
-        if fp8_state is not None:
-            _check_state(fp8_state, fp8, weight.device, name or "linear")
-        weight = weight.contiguous()
-        self.out_features, self.in_features = weight.shape
-        self.weight_layout = weight_layout
-        self.name = name
-        if fp8 is not None and scale_inv is None:
-            weight, scale_inv = quantize_weight(weight)
-        if scale_inv is not None:
-            weight = weight.view(STORAGE)
-        self._parameters["weight"] = _frozen(weight)
-        self.register_buffer("weight_scale_inv", scale_inv)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.fp8_state = None
-        if fp8 is not None:
-            self.fp8_state = fp8_state or FP8State([name or "linear"], fp8, weight.device)
-        self._column = self.fp8_state.column(name or "linear") if self.fp8_state else 0
-        self._column_x = None  # set by a group: the column of the member that owns their x
-        self.register_buffer("weight_t", None, persistent=False)
-        self._renew_weight_t()
-        self.merged = False
-        self._base: tuple[Tensor, Tensor | None] | None = None
-        self._renew_handle()
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        new._hold(weight, bias, spec)
+        return new
 
     @classmethod
     def from_linear(
         cls,
         linear: nn.Linear,
         fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
-        **options: Any,
+        *,
+        weight_layout: str = "single",
+        fp8_state: FP8State | None = None,
+        name: str = "",
     ) -> FrozenFP8Linear:
         """A layer with the bias and the weight of an `nn.Linear`; with `fp8`, W is quantized from its exact amax.
 
         Args:
             linear: weight [N, K] and bias [N] or None.
             fp8: the recipe; None keeps the weight as it is.
-            options: `weight_layout`, `fp8_state` and `name`, as for the class.
+            weight_layout, fp8_state, name: as for the class.
 
         Raises:
-            TypeError: there are other options.
             ValueError: the weight is not finite, or `fp8_state` has another recipe or device.
             KeyError: `fp8_state` has no `name`.
         """
-        new = cls.__new__(cls)
-        nn.Module.__init__(new)
-        bias = None if linear.bias is None else linear.bias
-        new._set_base(
-            linear.weight.detach(),
-            None,
-            bias,
-            fp8,
-            options.pop("weight_layout", "single"),
-            options.pop("fp8_state", None),
-            options.pop("name", ""),
-        )
-        if options:
-            raise TypeError(f"from_linear got unexpected options {sorted(options)}")
+        spec = FrozenSpec(fp8, weight_layout, fp8_state, name)
+        new = cls.from_weight(Weight(linear.weight.detach()), linear.bias, spec)
         return new.train(linear.training)
 
     @property
-    def _stored(self) -> Tensor:
+    def stored(self) -> Tensor:
         """The weight as the ops take it: e4m3 bytes as uint8, or the plain parameter.
 
         FSDP2 under a MixedPrecisionPolicy gathers the stored values as bf16 or fp16. Both represent bytes and e4m3
@@ -225,6 +213,13 @@ class FrozenFP8Linear(nn.Module):
         if stored.dtype not in _HELD:
             raise self._not_bytes(stored.dtype)
         return stored.to(STORAGE).view(torch.uint8)
+
+    @property
+    def _held(self) -> Tensor:
+        """`stored`, without a view where the parameter is e4m3: for what takes both."""
+        stored = self._parameters["weight"]
+        assert stored is not None
+        return stored if stored.dtype in BYTES else self.stored
 
     @property
     def holds_fp8(self) -> bool:
@@ -251,17 +246,37 @@ class FrozenFP8Linear(nn.Module):
             "values, load_state_dict quantizes them"
         )
 
+    def move_state(self, state: FP8State, name: str) -> None:
+        """Move this layer's scales and amax histories to the tensor `name` of `state`, and follow that from now on.
+
+        The tensor is registered if `state` does not have it.
+
+        Raises:
+            ValueError: this layer has no FP8 state.
+            RuntimeError: the tensor is new, and the addresses of `state` are pinned. Nothing is changed then.
+        """
+        old = self.fp8_state
+        if old is None:
+            raise ValueError(
+                f"{self.name or 'this layer'} holds no FP8, so it has no state to move"
+            )
+        column = state.column(name) if name in state.names else state.register(name)
+        state.set_values(column, old.values(self.column))
+        if self.column in old.joint:
+            state.joint.add(column)
+        self.name, self.fp8_state, self.column = name, state, column
+
     @property
     def fp8_scale(self) -> Tensor:
         """fp32 [2]: the scales of x and dy."""
         assert self.fp8_state is not None
-        return self.fp8_state.values(self._column)[-1]
+        return self.fp8_state.values(self.column)[-1]
 
     @property
     def fp8_amax_history(self) -> Tensor:
         """fp32 [amax_history_len, 2]: the amax histories of x and dy."""
         assert self.fp8_state is not None
-        return self.fp8_state.values(self._column)[:-1]
+        return self.fp8_state.values(self.column)[:-1]
 
     @property
     def fp8_max(self) -> Tensor:
@@ -282,19 +297,11 @@ class FrozenFP8Linear(nn.Module):
     @property
     def _viewed_weight(self) -> Tensor:
         """[N, K]: the plain weight, or the e4m3 view of the bytes."""
-        return self._stored.view(E4M3) if self.weight_scale_inv is not None else self._stored
+        return self.stored.view(E4M3) if self.holds_fp8 else self.stored
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight as it computes now, a new tensor [N, K] in `dtype`."""
         return dequantize_weight(self._viewed_weight.detach(), self.weight_scale_inv, dtype)
-
-    def base_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight without the adapter, a new tensor [N, K] in `dtype`. A merged layer has kept it."""
-        if self._base is None:
-            return self.dequantized_weight(dtype)
-        weight, scale_inv = self._base
-        held = weight if scale_inv is None else weight.view(E4M3)
-        return dequantize_weight(held, scale_inv, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained).
@@ -303,27 +310,41 @@ class FrozenFP8Linear(nn.Module):
             TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device.
         """
-        check_input(x, self._stored)
-        return self._linear(x, None, None, LoRASpec(), None)
+        check_input(x, self._held)
+        return self.with_adapter(x, Adapter(), AdapterNumbers(), None)
 
-    def _linear(
-        self,
-        x: Tensor,
-        lora_A: Tensor | None,
-        lora_B: Tensor | None,
-        spec: LoRASpec,
-        slot: Tensor | None,
+    def with_adapter(
+        self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
     ) -> Tensor:
+        """`forward` with an adapter, of an x [..., K] that `check_input` has taken.
+
+        Args:
+            adapter: A [R, K] and B [N, R], or None for both.
+            numbers: the adapter's scaling, dropout probability and site.
+            slot: int64 [2], Philox's key and offset; None draws no mask.
+        """
         if is_compiling():
-            return self._compiled(x, (lora_A, lora_B), slot, scaling=spec.scaling, p=spec.p)
-        state = self.fp8_state
+            scaling, p, _ = numbers
+            return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
+        state, training = self.fp8_state, self.training
         if state is not None:
-            state.begin(x.device, self._column, self.training)
-            spec = spec.following(state.recipe, self._column, self.training)
-        weight = Weight(self._stored, self.weight_scale_inv, self.weight_t)
-        states = (None, None) if state is None else (state.forward, state.backward)
-        call = Call(spec, slot, *states)
-        return lora_linear(x, weight, self.bias, Adapter(lora_A, lora_B), call)
+            state.begin(x.device, self._column, training)
+        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
+        buffers, parameters = self._buffers, self._parameters
+        weight = Weight(self._held, buffers["weight_scale_inv"], buffers["weight_t"])
+        call = (
+            Call(spec, slot) if state is None else Call(spec, slot, state.forward, state.backward)
+        )
+        return lora_linear(x, weight, parameters.get("bias"), adapter, call)
+
+    def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:
+        """Kept in `_specs` until a number of the layer changes."""
+        state, spec = self.fp8_state, LoRASpec(*numbers)
+        if state is not None:
+            spec = spec.following(state.recipe, self._column, training)
+        if not torch.compiler.is_compiling():  # an export takes it for a side effect
+            self._specs[numbers, training] = spec
+        return spec
 
     def _compiled(
         self,
@@ -332,23 +353,26 @@ class FrozenFP8Linear(nn.Module):
         slot: Tensor | None,
         **options: Any,
     ) -> Tensor:
-        """`_linear` in a trace. It reads no number that differs between layers, so that they share the trace."""
-        stored = self._parameters["weight"]
-        assert stored is not None
-        weight = stored if stored.dtype in (E4M3, torch.uint8) else self._stored
-        base = (weight, self.weight_scale_inv, self.weight_t, self.bias)
+        """`with_adapter` in a trace. It reads no number that differs between layers, so that they share the trace."""
+        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         handle = self._handle.tensor
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
     def _numbers(self) -> Numbers:
-        column_x = getattr(self, "_column_x", None)
-        column_x = self._column if column_x is None else column_x
-        return Numbers(self.name, self.fp8_state, column_x, self._column)
+        column_x = vars(self).get("_column_x")
+        column_x = self.column if column_x is None else column_x
+        return Numbers(self.name, self.fp8_state, column_x, self.column)
+
+    @property
+    def handle(self) -> Handle:
+        """What stands for this layer's numbers in a trace. It is another one after a number has changed."""
+        return self._handle
 
     def _renew_handle(self) -> None:
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
+        self._specs: dict[tuple[AdapterNumbers, bool], LoRASpec] = {}
         self._handle = Handle(self._numbers(), weight.device)
 
     def _handle_follows(self) -> None:
@@ -360,12 +384,19 @@ class FrozenFP8Linear(nn.Module):
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """Write new values into the stored weight, its scale_inv and its transposed copy."""
         with torch.no_grad():
-            self._stored.copy_(weight)
+            self.stored.copy_(weight)
             if self.weight_scale_inv is not None and scale_inv is not None:
                 self.weight_scale_inv.copy_(scale_inv)
-            self._renew_weight_t()
+            self.renew_weight_t()
 
-    def _renew_weight_t(self) -> None:
+    def renew_weight_t(self) -> None:
+        """Make the transposed copy anew, in new memory. Call it after the weight's memory was written or replaced.
+
+        Without weight_layout="both" there is none.
+
+        Raises:
+            RuntimeError: the weight is sharded.
+        """
         if self.weight_layout != "both" or self.weight_scale_inv is None:
             return
         if is_sharded(self._parameters["weight"]):
@@ -373,10 +404,10 @@ class FrozenFP8Linear(nn.Module):
                 f"{self.name or 'this layer'}: weight_layout='both' needs the whole weight to renew its second "
                 "copy, found a sharded one; use 'single' with FSDP2"
             )
-        self.weight_t = ops.transpose_fp8(self._stored.detach())
+        self.weight_t = ops.transpose_fp8(self.stored.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
-        scale_inv, base = self.weight_scale_inv, self._base
+        scale_inv = self.weight_scale_inv
         if self.fp8_state is not None and scale_inv is not None:
             self.fp8_state.check_move(fn(scale_inv).device)
         # fn may be .to(dtype), which would convert e4m3 like any other floating-point type
@@ -389,9 +420,6 @@ class FrozenFP8Linear(nn.Module):
                 self.weight_scale_inv = scale_inv.to(device)
             if self.fp8_state is not None:
                 self.fp8_state.to(device)
-        if base is not None:
-            weight = fn(base[0])
-            self._base = (weight, None if base[1] is None else base[1].to(weight.device))
         self._handle_follows()
         return self
 
@@ -404,7 +432,7 @@ class FrozenFP8Linear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: no handle, and the weight as uint8, as pickle has no FP8 storage."""
-        state = {k: v for k, v in self.__dict__.items() if k != "_handle"}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_handle", "_specs")}
         stored = self._parameters["weight"]
         if stored is not None and stored.dtype == E4M3:
             state["_parameters"] = {**self._parameters, "weight": _frozen(stored.view(torch.uint8))}
@@ -417,11 +445,6 @@ class FrozenFP8Linear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._base is not None and is_apart():
-            weight, scale_inv = self._base
-            destination[prefix + "weight"] = weight
-            if scale_inv is not None:
-                destination[prefix + "weight_scale_inv"] = scale_inv
         weight = destination[prefix + "weight"]
         if weight.dtype == torch.uint8 and not is_sharded(weight):
             destination[prefix + "weight"] = weight.detach().view(E4M3)
@@ -440,10 +463,9 @@ class FrozenFP8Linear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         own = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
-        if self.merged:
-            error_msgs.append(f"{prefix or 'this layer'}: unmerge the adapter before loading")
-            return
-        columns = self._take_state(own, prefix, missing_keys if strict else [], error_msgs)
+        recipe = None if self.fp8_state is None else self.fp8_state.recipe
+        absent = missing_keys if strict else []
+        columns = take_columns(own, prefix, recipe, absent, error_msgs)
         try:
             quantized = take_weight(own, prefix, STORAGE if self.holds_fp8 else None)
         except ValueError as error:
@@ -456,32 +478,12 @@ class FrozenFP8Linear(nn.Module):
         super()._load_from_state_dict(
             own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._renew_weight_t()
+        self.renew_weight_t()
         if columns is not None and self.fp8_state is not None:
-            self.fp8_state.set_values(self._column, columns)
+            self.fp8_state.set_values(self.column, columns)
             # a checkpoint does not say whether its dy history is of a joint dy, so start without one
-            if self._column in self.fp8_state.joint:
-                self.fp8_state.backward[:, self._column] = 0.0
-
-    def _take_state(
-        self, own: dict[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
-    ) -> Tensor | None:
-        """Remove the FP8 state's entries from `own`; returns them as fp32 [amax_history_len + 1, 2].
-
-        Returns None if an entry is absent or does not fit; then `missing_keys` or `error_msgs` says so.
-        """
-        entries = {k: own.pop(prefix + k, None) for k in STATE_KEYS}
-        if self.fp8_state is None:
-            return None
-        absent = [prefix + k for k, v in entries.items() if v is None]
-        if absent:
-            missing_keys += absent
-            return None
-        try:
-            return columns_of(entries, self.fp8_state.recipe)
-        except ValueError as error:
-            error_msgs.append(f"{prefix or 'this layer'}: {error}")
-            return None
+            if self.column in self.fp8_state.joint:
+                self.fp8_state.backward[:, self.column] = 0.0
 
     def extra_repr(self) -> str:
         base = "e4m3" if self.weight_scale_inv is not None else str(self.weight.dtype)[6:]

@@ -9,10 +9,15 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from lorakernels.modules.targets import _check_class, _counts_as_linear
+from lorakernels.modules.targets import check_class, counts_as_linear
 
 _ROUTER = re.compile(r"(^|_)(gate|router)$")  # for a path's last name; not for gate_proj
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = (  # the tables of an nn.Module
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def frozen_targets(
@@ -30,7 +35,7 @@ def frozen_targets(
     taken: list[str] = []
     stays: dict[str, str] = {}
     for path, module in model.named_modules():
-        if not path or path in adapted or not _counts_as_linear(module) or _is_frozen(module):
+        if not path or path in adapted or not counts_as_linear(module) or _is_frozen(module):
             continue
         reason = "head" if module is head else _why_it_stays(path, module, saved)
         if not reason and names[id(module.weight)] > 1:
@@ -51,10 +56,10 @@ def _why_it_stays(path: str, module: nn.Module, saved: Collection[str]) -> str:
         return "trained, in modules_to_save"
     if _ROUTER.search(path.rpartition(".")[2]):
         return "router"
-    if "forward" in vars(module) or any(vars(module)[name] for name in _HOOKS):
+    if "forward" in vars(module) or any(vars(module)[name] for name in HOOKS):
         return "hooks, or a forward of its own"
     try:
-        _check_class(path, module)
+        check_class(path, module)
     except (TypeError, ValueError):
         return f"not a plain nn.Linear but a {type(module).__name__}"
     if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():

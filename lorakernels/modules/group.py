@@ -30,6 +30,7 @@ from lorakernels.autograd import (
 )
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 
@@ -75,7 +76,8 @@ class LoRALinearGroup:
     """
 
     def __init__(self, members: Sequence[LoRALinear], *, shared_dropout: bool = False) -> None:
-        self.members = tuple(members)
+        # below, each becomes a GroupedLoRALinear
+        self.members: tuple[GroupedLoRALinear, ...] = tuple(members)  # type: ignore[arg-type]
         self.shared_dropout = shared_dropout
         self._entry: _Entry | None = None
         self._drew: set[int] = set()
@@ -83,7 +85,7 @@ class LoRALinearGroup:
         for member in self.members:
             member.__class__ = GroupedLoRALinear
             member.__dict__["group"] = self
-            member._column_x = self.members[0]._column
+            member.column_x = self.members[0].column
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -134,31 +136,30 @@ class LoRALinearGroup:
     def _begin(self, index: int, x: Tensor) -> None:
         """Check x and prepare the FP8 state for member `index`, before any mask is drawn."""
         member = self.members[index]
-        check_input(x, member._stored)
+        check_input(x, member.stored)
         if member.fp8_state is not None:
-            member.fp8_state.begin(x.device, member._column, member.training)
+            member.fp8_state.begin(x.device, member.column, member.training)
 
     def _compiled(self, x: Tensor) -> tuple[Tensor, ...]:
         """`group(x)` in a trace: x is quantized once, and each member has a down-projection of its own."""
         first = self.members[0]
-        check_input(x, first._stored)
+        check_input(x, first.stored)
         shared: dict[str, Any] = {}
-        if first.weight_scale_inv is not None:
-            handle = first._handle.tensor
+        if first.holds_fp8:
+            handle = first.handle.tensor
             x8, x_scale_inv = quantize_input(rows_of(x.detach()), handle, first.training)
             shared = {"x8": x8, "x_scale_inv": x_scale_inv}
         if self.shared_dropout:
             owner = [*(m for m in self.members if _is_active(m)), first][0]
-            shared["mask"] = owner._handle.tensor
-            drops = any(m.training and m._handle.drops and _is_active(m) for m in self.members)
+            shared["mask"] = owner.handle.tensor
+            drops = any(m.training and m.handle.drops and _is_active(m) for m in self.members)
             slot = draw_slot(owner.rng_state, x.device) if drops else None
         outputs = []
         for member in self.members:
             if not self.shared_dropout:
-                drops = member.training and member._handle.drops and _is_active(member)
+                drops = member.training and member.handle.drops and _is_active(member)
                 slot = draw_slot(member.rng_state, x.device) if drops else None
-            adapter = (member.lora_A, member.lora_B) if _is_active(member) else (None, None)
-            outputs.append(member._compiled(x, adapter, slot, **shared))
+            outputs.append(member._traced(x, slot, shared))
         return tuple(outputs)
 
     def _key(self, index: int, x: Tensor) -> tuple[Any, ...]:
@@ -203,7 +204,7 @@ class LoRALinearGroup:
         slot = draw_slot(owner.rng_state, x.device) if drops else None
         state = first.fp8_state
         spec = LoRASpec(
-            p=owner.lora_dropout, site=owner.site, column=first._column, delayed=member.training
+            p=owner.lora_dropout, site=owner.site, column=first.column, delayed=member.training
         )
         state_x = None if state is None else state.forward
         return share_input(x, stack, Call(spec, slot, state_x))
@@ -249,8 +250,8 @@ class LoRALinearGroup:
             p, site = member.lora_dropout, member.site
         spec, state = LoRASpec(member.scaling, p, site), member.fp8_state
         if state is not None:
-            spec = spec.following(state.recipe, member._column, member.training)
-        weight = Weight(member._stored, member.weight_scale_inv, member.weight_t)
+            spec = spec.following(state.recipe, member.column, member.training)
+        weight = Weight(member.stored, member.weight_scale_inv, member.weight_t)
         adapter = Adapter(member.lora_A, member.lora_B) if active else Adapter()
         call = Call(spec, slot, state_dy=None if state is None else state.backward)
         return lora_projection(x, shared, index, weight, member.bias, adapter, call)
@@ -275,6 +276,17 @@ class GroupedLoRALinear(LoRALinear):
         index = self.group.index_of(self)
         return super().forward(x) if index is None else self.group.project(index, x)
 
+    def _traced(self, x: Tensor, slot: Tensor | None, shared: dict[str, Any]) -> Tensor:
+        """The output in a trace, with what the members share of x."""
+        adapter = (self.lora_A, self.lora_B) if _is_active(self) else (None, None)
+        return self._compiled(x, adapter, slot, **shared)
+
+    def move_state(self, state: FP8State, name: str) -> None:
+        """As LoRALinear's. The members then take x's column from where the first one's is now."""
+        super().move_state(state, name)
+        for member in self.group.members:
+            member.column_x = self.group.members[0].column
+
     @property
     def fp8_scale(self) -> Tensor:
         return self._values()[-1]
@@ -287,8 +299,8 @@ class GroupedLoRALinear(LoRALinear):
         """fp32 [amax_history_len + 1, 2]: the group's column for x, and this layer's own column for dy."""
         first = self.group.members[0]
         assert self.fp8_state is not None and first.fp8_state is not None
-        x = first.fp8_state.forward[:, first._column]
-        return torch.stack((x, self.fp8_state.backward[:, self._column]), 1)
+        x = first.fp8_state.forward[:, first.column]
+        return torch.stack((x, self.fp8_state.backward[:, self.column]), 1)
 
 
 def _refuse_fused(model: nn.Module) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import LoRASpec, check_input, is_compiling
+from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded, number, quantize_weight
+from lorakernels.modules.frozen import is_sharded, number
+from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Numbers
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.values import Weight
 
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,7 +36,7 @@ def first_plain_dtype(tensors: Iterable[Any]) -> torch.dtype | None:
     return next((t.dtype for t in found if t.element_size() > 1), None)
 
 
-class LoRALinear(FrozenFP8Linear):
+class LoRALinear(MergeableLinear):
     """Drop-in for `nn.Linear` with a frozen base and a trainable rank-R adapter.
 
     Args:
@@ -105,8 +108,13 @@ class LoRALinear(FrozenFP8Linear):
         Raises:
             TypeError, ValueError, KeyError: as for the class; ValueError also if the weight is not finite.
         """
-        return cls._take(
-            linear.weight.detach(), None, linear.bias, config, adapter_dtype, fp8_state, name
+        return cls.from_weight(
+            Weight(linear.weight.detach()),
+            linear.bias,
+            config,
+            adapter_dtype=adapter_dtype,
+            fp8_state=fp8_state,
+            name=name,
         ).train(linear.training)
 
     @classmethod
@@ -137,25 +145,37 @@ class LoRALinear(FrozenFP8Linear):
         if config.fp8 is None:
             raise ValueError("config.fp8 must be a DelayedScaling for an FP8 weight, found None")
         scale_inv = weight_scale_inv.detach().float().reshape(1).clone()
-        raw = weight.detach().view(torch.uint8)
-        return cls._take(raw, scale_inv, bias, config, adapter_dtype, fp8_state, name)
+        return cls.from_weight(
+            Weight(weight.detach().view(torch.uint8), scale_inv),
+            bias,
+            config,
+            adapter_dtype=adapter_dtype,
+            fp8_state=fp8_state,
+            name=name,
+        )
 
     @classmethod
-    def _take(
+    def from_weight(  # type: ignore[override]
         cls,
-        weight: Tensor,
-        scale_inv: Tensor | None,
+        weight: Weight,
         bias: Tensor | None,
         config: LoRAConfig,
-        adapter_dtype: torch.dtype | None,
-        fp8_state: FP8State | None,
-        name: str,
+        *,
+        adapter_dtype: torch.dtype | None = torch.float32,
+        fp8_state: FP8State | None = None,
+        name: str = "",
     ) -> LoRALinear:
-        new = cls.__new__(cls)
-        nn.Module.__init__(new)
-        layout = config.weight_layout
-        new._set_base(weight, scale_inv, bias, config.fp8, layout, fp8_state, name)
-        new._add_adapter(config, weight.device, adapter_dtype or first_plain_dtype((weight, bias)))
+        """A LoRALinear over these very tensors: `FrozenFP8Linear.from_weight` with a new adapter.
+
+        `adapter_dtype=None` gives the adapters the dtype of a plain weight, else the bias's, or torch's default dtype.
+
+        Raises:
+            TypeError, ValueError, KeyError: as `FrozenFP8Linear.from_weight`; TypeError also for the adapter's dtype.
+        """
+        spec = FrozenSpec(config.fp8, config.weight_layout, fp8_state, name)
+        new = super().from_weight(weight, bias, spec)
+        dtype = adapter_dtype or first_plain_dtype((weight.data, bias))
+        new._add_adapter(config, weight.data.device, dtype)
         return new
 
     def _add_adapter(
@@ -213,11 +233,14 @@ class LoRALinear(FrozenFP8Linear):
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             return self._compiled(x, (self.lora_A, self.lora_B), slot)
-        check_input(x, self._stored)
-        drops = self.training and self.lora_dropout > 0
-        slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
-        spec = LoRASpec(scaling=self.scaling, p=self.lora_dropout, site=self.site)
-        return self._linear(x, self.lora_A, self.lora_B, spec, slot)
+        check_input(x, self._held)
+        parameters = self._parameters
+        adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
+        numbers = AdapterNumbers(self.scaling, self.lora_dropout, self.site)
+        slot = None
+        if self.training and numbers.p > 0:
+            slot = draw_slot(self.rng_state, x.device)
+        return self.with_adapter(x, adapter, numbers, slot)
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scaling · B A, [N, K]."""
@@ -245,28 +268,7 @@ class LoRALinear(FrozenFP8Linear):
             return
         if any(is_sharded(p) for p in self.parameters(recurse=False)):
             raise RuntimeError(f"{self.name or 'LoRALinear'}: cannot merge sharded parameters")
-        stored, scale_inv = self._stored, self.weight_scale_inv
-        total = self.merged_weight()
-        merged, new_scale_inv = total, None
-        if scale_inv is not None:
-            merged, new_scale_inv = quantize_weight(total)
-        elif not bool((merged := total.to(stored.dtype)).isfinite().all()):
-            raise ValueError(f"{self.name or 'LoRALinear'}: the merged weight is not finite")
-        self._base = (stored.detach().clone(), None if scale_inv is None else scale_inv.clone())
-        self.merged = True
-        try:
-            self._write_weight(merged, new_scale_inv)
-        except BaseException:
-            self.unmerge()
-            raise
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Put the base weight back, byte for byte."""
-        if not self.merged or self._base is None:
-            return
-        self._write_weight(*self._base)
-        self.merged, self._base = False, None
+        self.put_merged(self.merged_weight())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.modules.apply import tied_pointers
+from lorakernels.modules.apply import tied_pointers, untie
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.state_entries import apart
 from lorakernels.modules.trained_parts import hidden_originals, swap_originals
@@ -52,18 +52,12 @@ def merge_lora(model: nn.Module) -> None:
     for layer in layers.values():
         try:
             if not layer.merged:
-                _untie(layer, tied)
+                untie(layer, tied)
                 layer.merge()
                 done.append(layer)
         except BaseException:
             _take_all([merged.unmerge for merged in done])
             raise
-
-
-def _untie(layer: LoRALinear, tied: set[int]) -> None:
-    weight = layer._parameters["weight"]
-    if layer.weight_scale_inv is None and weight is not None and weight.data_ptr() in tied:
-        layer._parameters["weight"] = nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
 def training_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:

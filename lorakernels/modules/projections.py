@@ -84,9 +84,4 @@ def share_state(layers: Mapping[str, FrozenFP8Linear]) -> None:
     new = FP8State(list(layers), found[0].recipe, found[0].device, check_nan=found[0].check_nan)
     new.in_charge = found[0].in_charge
     for name, layer in layers.items():
-        assert layer.fp8_state is not None
-        column = new.column(name)
-        new.set_values(column, layer.fp8_state.values(layer._column))
-        if layer._column in layer.fp8_state.joint:
-            new.joint.add(column)
-        layer.fp8_state, layer._column, layer.name = new, column, name
+        layer.move_state(new, name)

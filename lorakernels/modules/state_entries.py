@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,3 +57,29 @@ def columns_of(entries: dict[str, Tensor], recipe: DelayedScaling) -> Tensor:
             f"fp8_scale was made for formats with maxima {made_for}, this layer's recipe has {ours}"
         )
     return torch.cat((entries["fp8_amax_history"], entries["fp8_scale"][None]))
+
+
+def take_columns(
+    own: dict[str, Any],
+    prefix: str,
+    recipe: DelayedScaling | None,
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> Tensor | None:
+    """Remove a layer's FP8 entries from `own`, its part of a state_dict; returns them as `columns_of` does.
+
+    Returns None if the layer has no recipe, or if an entry is absent or does not fit; then `missing_keys` or
+    `error_msgs` says so.
+    """
+    entries = {k: own.pop(prefix + k, None) for k in STATE_KEYS}
+    if recipe is None:
+        return None
+    absent = [prefix + k for k, v in entries.items() if v is None]
+    if absent:
+        missing_keys += absent
+        return None
+    try:
+        return columns_of(entries, recipe)
+    except ValueError as error:
+        error_msgs.append(f"{prefix or 'this layer'}: {error}")
+        return None

@@ -72,7 +72,7 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         raise ValueError(_no_match(model, config, chosen))
     for path in found:
         module = model.get_submodule(path)
-        _check_class(path, module)
+        check_class(path, module)
         _check_kept(path, module)
         _check_owner(model, path, config)
     return found
@@ -190,21 +190,27 @@ def _all_linear(model: nn.Module) -> set[str]:
     return {
         path
         for path, module in model.named_modules()
-        if path and module is not output_embedding and _counts_as_linear(module)
+        if path and module is not output_embedding and counts_as_linear(module)
     }
 
 
-def _counts_as_linear(module: nn.Module) -> bool:
+def counts_as_linear(module: nn.Module) -> bool:
+    """Whether `target_modules="all-linear"` means this module, by PEFT's rules; a FrozenFP8Linear is one too."""
     names = {base.__name__ for base in type(module).__mro__}
     return isinstance(module, nn.Linear) or bool(names & {"Conv1D", "FrozenFP8Linear"})
 
 
-def _check_class(path: str, module: nn.Module) -> None:
+def check_class(path: str, module: nn.Module) -> None:
+    """Refuse a target that cannot become a LoRALinear.
+
+    Raises:
+        TypeError: the module at `path` is a LoRALinear already, is no linear layer, or computes more than one.
+    """
     kind = type(module)
     names = {base.__name__ for base in kind.__mro__}
     if "LoRALinear" in names:
         raise TypeError(f"target {path!r} is a LoRALinear already: one adapter per module")
-    if is_fp8_linear(module) or kind.__name__ == "FrozenFP8Linear":
+    if is_fp8_linear(module) or kind.__name__ in ("FrozenFP8Linear", "MergeableLinear"):
         return
     if not isinstance(module, nn.Linear):
         raise TypeError(f"target {path!r} is a {kind.__name__}, expected an nn.Linear")
@@ -296,7 +302,7 @@ def _no_match(model: nn.Module, config: LoRAConfig, chosen: list[str]) -> str:
 
 
 def _linear_suffixes(model: nn.Module) -> str:
-    paths = [path for path, module in model.named_modules() if _counts_as_linear(module)]
+    paths = [path for path, module in model.named_modules() if counts_as_linear(module)]
     names = sorted({path.rpartition(".")[2] for path in paths if path})
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "(there is none)"

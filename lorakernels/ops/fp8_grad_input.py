@@ -184,7 +184,7 @@ def by_csrc(
         slot = threshold = 0
     multiprocessors = multiprocessors_of(dy.data.get_device())
     weight_t, how = _layout(weight, rows, rank, split, multiprocessors)
-    dx = torch.empty(rows, cols, dtype=out_dtype, device=dy.data.device)
+    dx = dy.data.new_empty((rows, cols), dtype=out_dtype)
     extension().fp8_grad_input(
         address(dx),
         address(dy.data),

@@ -218,8 +218,7 @@ def by_csrc(
     residual: Tensor | None = None,
 ) -> Tensor:
     """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
-    shape = (x.data.shape[0], weight.data.shape[0])
-    y = torch.empty(shape, dtype=out_dtype, device=x.data.device)
+    y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
     csrc.launch(y, x, weight, bias, up, split, residual)
     return y
 
@@ -237,7 +236,7 @@ def by_triton(
     from lorakernels.kernels.triton.fp8_linear_lora import launch
 
     (m, k), n, device = x.data.shape, weight.data.shape[0], x.data.device
-    y = torch.empty(m, n, dtype=out_dtype, device=device)
+    y = x.data.new_empty((m, n), dtype=out_dtype)
     rank = 0 if up is None or up.s is None else up.s.shape[1]
     problem = tune.Problem(m, n, k, rank)
     multiprocessors = multiprocessors_of(x.data.get_device())

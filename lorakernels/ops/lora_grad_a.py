@@ -83,9 +83,9 @@ def by_csrc(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dty
     """One read of x, by csrc's kernel; the mask is `dropout.dropped`, if that is there."""
     data, scale_inv = x
     (rows, cols), rank, ext = data.shape, ds.shape[1], extension()
-    dA = torch.empty(rank, cols, dtype=out_dtype, device=data.device)
+    dA = data.new_empty((rank, cols), dtype=out_dtype)
     floats = ext.lora_grad_a_partial(rows, cols, rank, multiprocessors_of(data.get_device()))
-    partial = torch.empty(floats, device=data.device)
+    partial = data.new_empty(floats, dtype=torch.float32)
     ds = _in_whole_groups(ds)
     dropped = dropout.dropped if dropout is not None and drops(dropout) else None
     ext.lora_grad_a(

@@ -266,15 +266,15 @@ def by_csrc(
     lora_B, s, factor = (None, None, 1.0) if up is None else up
     rank = 0 if lora_B is None else lora_B.shape[1]
     projections = [] if up is None or side is None else [*zip(*side, strict=True)]
-    dy8 = torch.empty((rows, n) if quantizes else 0, dtype=torch.uint8, device=dy.device)
-    scale_inv = torch.empty(1 if quantizes else 0, device=dy.device)
+    dy8 = dy.new_empty((rows, n) if quantizes else 0, dtype=torch.uint8)
+    scale_inv = dy.new_empty(1 if quantizes else 0, dtype=torch.float32)
     ds_shape = 0 if up is None else (rows, _columns(up, side))
-    ds = torch.empty(ds_shape, dtype=dy.dtype, device=dy.device)
+    ds = dy.new_empty(ds_shape)
     dB = dy.new_empty(0) if lora_B is None or s is None else torch.empty_like(lora_B)
     floats = ext.quantize_grad_workspace(
         rows, n, rank, s is not None, multiprocessors_of(dy.get_device()), projections
     )
-    scratch = torch.empty(ext.AMAX_PARTIALS + floats, device=dy.device)
+    scratch = dy.new_empty(ext.AMAX_PARTIALS + floats, dtype=torch.float32)
     ext.quantize_grad(
         address(dy8),
         address(scale_inv),
@@ -334,7 +334,7 @@ def drawn_apart_by_csrc(
 
 
 def _empty_mask(dy: Tensor, cols: int) -> Tensor:
-    return torch.empty(len(dy), dropped_words(cols), dtype=torch.int32, device=dy.device)
+    return dy.new_empty((len(dy), dropped_words(cols)), dtype=torch.int32)
 
 
 def _drawn_bits(dy: Tensor, dropout: Dropout, cols: int) -> Tensor:

@@ -88,8 +88,8 @@ def by_csrc(
     rows, cols = x.shape
     rank = 0 if lora_A is None else lora_A.shape[0]
     quantizes, ext = scaling is not None, extension()
-    x8 = torch.empty((rows, cols) if quantizes else 0, dtype=torch.uint8, device=x.device)
-    scale_inv = torch.empty(1 if quantizes else 0, device=x.device)
+    x8 = x.new_empty((rows, cols) if quantizes else 0, dtype=torch.uint8)
+    scale_inv = x.new_empty(1 if quantizes else 0, dtype=torch.float32)
     s = x.new_empty(0 if lora_A is None else (rows, rank))
     if x.numel() == 0:  # no kernel runs; the scale that the others use
         if quantizes:
@@ -100,7 +100,7 @@ def by_csrc(
     if lora_A is not None and lora_A.dtype not in (x.dtype, torch.float32):
         lora_A = lora_A.to(x.dtype)
     floats = ext.quantize_lora_down_workspace(rows, cols, rank, x.get_device())
-    workspace = torch.empty(floats, device=x.device)
+    workspace = x.new_empty(floats, dtype=torch.float32)
     ext.quantize_lora_down(
         address(x8),
         address(scale_inv),

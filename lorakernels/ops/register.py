@@ -58,6 +58,7 @@ class Op(Generic[P, R]):
         check: TypeError or ValueError for arguments that no implementation takes.
         implementations: on CUDA the first runs whose `why_not` has no objection.
         chosen: which implementation a GPU and a layer's sizes get, and why; None for an op that goes with another one.
+        run_flat: `run`, with the arguments of the schema.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Op(Generic[P, R]):
     check: Callable[..., None]
     implementations: tuple[Implementation, ...]
     chosen: Callable[[Place], tuple[str, str]] | None = None
+    run_flat: Callable[..., Any] = field(init=False, repr=False)
     _call: Callable[..., Any] = field(init=False, repr=False)
     __signature__: inspect.Signature = field(init=False, repr=False)
 
@@ -109,8 +111,9 @@ def define(
         defaulted = [_named(a.name, a.default_value, a.has_default_value()) for a in arguments]
         return _function(defaulted, _together(parameters, flat, names), run)
 
-    for device_type, run in (("cpu", op.reference), ("cuda", op.run)):
-        implementation = _disable_dynamo(_without_autocast(guard(behind(run)), device_type))
+    op.run_flat = guard(behind(op.run))
+    for device_type, run in (("cpu", guard(behind(op.reference))), ("cuda", op.run_flat)):
+        implementation = _disable_dynamo(_without_autocast(run, device_type))
         _LIBRARY.impl(op.name, implementation, device_type.upper())
     torch.library.register_fake(f"lorakernels::{op.name}", behind(op.fake), lib=_LIBRARY)
     _LIBRARY.impl(op.name, _undifferentiable(overload), "Autograd", with_keyset=True)

@@ -53,7 +53,7 @@ def why_not_csrc_kernel(weight: Tensor) -> str | None:
 def by_csrc(weight: Tensor) -> Tensor:
     """One pass."""
     rows, cols = weight.shape
-    out = torch.empty(cols, rows, dtype=weight.dtype, device=weight.device)
+    out = weight.new_empty((cols, rows))
     extension().transpose_fp8(
         address(out),
         address(weight),

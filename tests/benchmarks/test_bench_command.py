@@ -40,7 +40,9 @@ def test_the_tests_run_first_and_on_the_device_that_is_timed(ran: Any) -> None:
     tests, script = commands
     assert tests[:3] == [sys.executable, "-m", "pytest"]
     assert tests[tests.index("-m", 2) + 1] == "not gpu"
-    assert [Path(p).name for p in tests if p.endswith(".py")] == ["test_quantize_grad.py"]
+    files = [Path(p).name for p in tests if p.endswith(".py")]
+    assert files == ["test_quantize_grad.py", "test_contract.py"]
+    assert tests[-2:] == ["-k", "quantize_grad"]
     assert script[1:] == [str(bench.FOLDER / "ops" / "bench_quantize_grad.py"), *DEVICE]
     commands.clear()
     assert main(["bench", "quantize_grad", "--device", "cuda:1"]) == 0

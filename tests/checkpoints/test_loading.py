@@ -57,7 +57,7 @@ def test_single_file_and_no_adapters(tmp_path):
     assert len(layers) == 14 and type(loaded.model.lm_head) is nn.Linear
     for name, layer in layers.items():
         expected = FrozenFP8Linear.from_linear(whole.get_submodule(name))
-        assert torch.equal(layer._stored, expected._stored)
+        assert torch.equal(layer.stored, expected.stored)
         assert torch.equal(layer.weight_scale_inv, expected.weight_scale_inv)
         assert layer.fp8_state is loaded.fp8_state and not layer.weight.requires_grad
 
@@ -68,7 +68,7 @@ def test_layers_without_adapters_are_fp8_too_and_share_the_state(tmp_path):
     fp8 = [m for m in loaded.model.modules() if isinstance(m, FrozenFP8Linear)]
     assert len(fp8) == 14 and sum(isinstance(m, LoRALinear) for m in fp8) == 6
     assert all(m.fp8_state is loaded.fp8_state for m in fp8)
-    assert sorted(m._column for m in fp8) == list(range(14))
+    assert sorted(m.column for m in fp8) == list(range(14))
     loaded.model.train()
     loaded.model(input_ids=torch.arange(8)[None]).logits.float().square().mean().backward()
     loaded.fp8_state.reduce_and_update()
@@ -92,7 +92,7 @@ def test_block_fp8_checkpoint(same, tmp_path):
         made.weight = nn.Parameter(weight, requires_grad=False)
         made.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
         raw, scale_inv = per_tensor_weight(made)
-        assert torch.equal(layer._stored.view(torch.uint8), raw), path
+        assert torch.equal(layer.stored.view(torch.uint8), raw), path
         assert torch.equal(layer.weight_scale_inv, scale_inv)
         assert torch.equal(raw, weight.view(torch.uint8)) == same
     assert not hasattr(loaded.model.config, "quantization_config")

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.autograd import compiled_linear, lora_linear
-from lorakernels.autograd.lora_linear import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Weight
 
@@ -96,8 +96,8 @@ def test_backward_takes_the_numbers_of_its_forward():
 def test_a_copy_has_a_handle_and_a_state_of_its_own(how):
     module = layer()
     twin = how(module)
-    assert numbers_of(twin._handle.tensor).state is twin.fp8_state
-    assert numbers_of(module._handle.tensor).state is module.fp8_state
+    assert numbers_of(twin.handle.tensor).state is twin.fp8_state
+    assert numbers_of(module.handle.tensor).state is module.fp8_state
     compiled(twin)(torch.randn(5, 24))
     assert twin.fp8_state.forward.any() and not module.fp8_state.forward.any()
 
@@ -105,8 +105,8 @@ def test_a_copy_has_a_handle_and_a_state_of_its_own(how):
 def test_a_layer_made_on_meta_gets_its_handle_with_its_memory():
     module = layer(device="meta")
     module = module.to_empty(device="cpu")
-    assert module._handle.tensor.device.type == "cpu"
-    assert numbers_of(module._handle.tensor).state is module.fp8_state
+    assert module.handle.tensor.device.type == "cpu"
+    assert numbers_of(module.handle.tensor).state is module.fp8_state
 
 
 def test_a_layer_on_meta_that_is_given_its_values_gets_its_handle_with_them():
@@ -131,7 +131,7 @@ def test_a_saved_handle_may_be_a_copy():
 
 def test_a_handle_of_nobody_is_refused():
     module = layer()
-    handle = module._handle.tensor.clone()
+    handle = module.handle.tensor.clone()
     del module
     stranger = layer()
     base = (stranger._parameters["weight"], stranger.weight_scale_inv, None, None)
@@ -148,14 +148,14 @@ def arguments():
         module.bias.requires_grad_()
 
     def forward(m, x=x, adapters=True, slot=slot):
-        parts = (m._stored, m.weight_scale_inv, m.weight_t, m.bias)
+        parts = (m.stored, m.weight_scale_inv, m.weight_t, m.bias)
         pair = (m.lora_A, m.lora_B) if adapters else (None, None)
-        return (x, *parts, *pair, slot, m._handle.tensor, True)
+        return (x, *parts, *pair, slot, m.handle.tensor, True)
 
-    x8, scale_inv = QUANTIZE(x, own._handle.tensor, True)
+    x8, scale_inv = QUANTIZE(x, own.handle.tensor, True)
     backward = (
-        dy, x8, scale_inv, torch.randn(7, 3), own._stored, own.weight_scale_inv, None,
-        own.lora_A.detach(), own.lora_B.detach(), own.bias.detach(), slot, own._handle.tensor,
+        dy, x8, scale_inv, torch.randn(7, 3), own.stored, own.weight_scale_inv, None,
+        own.lora_A.detach(), own.lora_B.detach(), own.bias.detach(), slot, own.handle.tensor,
     )  # fmt: skip
     # kept alive: a handle without a layer is refused
     return (plain, own, frozen), {
@@ -168,11 +168,11 @@ def arguments():
         "linear_forward-base only": (LINEAR_FORWARD, forward(frozen, adapters=False, slot=None)),
         "linear_forward-x8 given": (
             LINEAR_FORWARD,
-            (*forward(own), 0.5, 0.3, own._handle.tensor, x8, scale_inv),
+            (*forward(own), 0.5, 0.3, own.handle.tensor, x8, scale_inv),
         ),
         "linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4)),
         "linear_backward-B": (LINEAR_BACKWARD, (*backward, [False, False, True, False], 2.0, 0.1)),
-        "quantize_shared_input": (QUANTIZE, (x, own._handle.tensor, False)),
+        "quantize_shared_input": (QUANTIZE, (x, own.handle.tensor, False)),
     }
 
 
@@ -198,7 +198,7 @@ def test_second_derivatives_are_refused():
     x = torch.randn(5, 24, requires_grad=True)
     base = (module._parameters["weight"], module.weight_scale_inv, None, None)
     adapter = (module.lora_A, module.lora_B)
-    y = compiled_linear(x, base, adapter, None, module._handle.tensor, True)
+    y = compiled_linear(x, base, adapter, None, module.handle.tensor, True)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dx.sum().backward()
@@ -210,9 +210,7 @@ def test_a_state_in_use_on_another_device_is_refused():
     state = FP8State(["a", "b"], config.fp8)
     module = LoRALinear(8, 8, config=config, fp8_state=state, name="a")
     before = state.forward
-    module._parameters["weight"] = torch.nn.Parameter(
-        module._stored.to("meta"), requires_grad=False
-    )
+    module._parameters["weight"] = torch.nn.Parameter(module.stored.to("meta"), requires_grad=False)
     with pytest.raises(ValueError, match=r"FP8State is on cpu, x on meta: .* one device"):
         module(torch.randn(3, 8, device="meta"))
     assert state.forward is before and state.device.type == "cpu"

@@ -11,11 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import FrozenFP8Linear, FuseReport, LoRAConfig, LoRALinear, apply_lora, fuse
+from lorakernels import (
+    FP8State,
+    FrozenFP8Linear,
+    FuseReport,
+    LoRAConfig,
+    LoRALinear,
+    apply_lora,
+    fuse,
+)
+from lorakernels.fusion import families
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = tuple(spec.family for spec in families.FAMILIES)
+PACKINGS = ("Llama", "Phi3")  # projections one by one; q, k, v in one and gate, up in another
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 VOCABULARY = 64
@@ -23,6 +33,26 @@ VOCABULARY = 64
 FP32 = 64 * 2.0**-24
 # e4m3 rounds gate and up to 2^-4 of themselves at most; SwiGLU's derivative reads both
 E4M3_GATE_UP = 2 * 2.0**-4
+
+
+def named(targets: Sequence[str], family: str) -> tuple[str, ...]:
+    """Llama's names of projections as `family` calls what computes the same: q_proj is a part of Phi-3's qkv_proj."""
+    llama, own = families.LLAMA, {spec.family: spec for spec in families.FAMILIES}[family]
+    groups = zip(llama.groups, own.groups, strict=True)
+    pairs = (zip(a, b if len(a) == len(b) else b * len(a), strict=True) for a, b in groups)
+    names = {a.rpartition(".")[2]: b.rpartition(".")[2] for group in pairs for a, b in group}
+    return tuple(dict.fromkeys(names[target] for target in targets))
+
+
+def an_adapter(model: nn.Module) -> LoRALinear:
+    return next(m for m in model.modules() if isinstance(m, LoRALinear))
+
+
+def fp8_state(model: nn.Module) -> FP8State:
+    """The one that all adapters share."""
+    found = an_adapter(model).fp8_state
+    assert found is not None
+    return found
 
 
 def tokens(batch: int = 2, length: int = 12, device: torch.device | str = "cpu") -> Tensor:
@@ -38,6 +68,9 @@ def model_of(family: str, **options: Any) -> nn.Module:
     """Two layers, grouped key heads, biases and norms that are not zero and one."""
     if family == "Qwen3":
         options.setdefault("head_dim", 8)
+    if family == "Phi3":
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        options = {**special, **options}  # its own ones lie outside of the vocabulary
     config = getattr(transformers, f"{family}Config")(
         **{
             "vocab_size": VOCABULARY,
@@ -68,12 +101,12 @@ def adapted(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """With adapters on `targets` whose B is not zero."""
+    """With adapters on `targets`, in Llama's names, whose B is not zero."""
     plain = model_of(family, **(model or {})).to(device, dtype)
     options = {"r": 4, "lora_alpha": 8, "fp8": None, **options}
     adapter_dtype = options.pop("adapter_dtype", torch.float32)
     rng_state = options.pop("rng_state", None)
-    config = LoRAConfig(target_modules=list(targets), **options)
+    config = LoRAConfig(target_modules=[*named(targets, family)], **options)
     apply_lora(plain, config, adapter_dtype=adapter_dtype, rng_state=rng_state)
     for module in plain.modules():
         if isinstance(module, LoRALinear):

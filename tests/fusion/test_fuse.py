@@ -16,6 +16,7 @@ from tests.fusion.fused_models import (
     FAMILIES,
     FP32,
     LINEARS,
+    PACKINGS,
     adapted,
     difference,
     exact,
@@ -44,11 +45,12 @@ def test_a_plain_base_is_equal_to_rounding(family: str, targets, save: str) -> N
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one mask", "a mask each"])
-def test_dropout_masks_are_the_unfused_ones(shared: bool) -> None:
-    """Of a LoRALinearGroup with shared_dropout, or of LoRALinears by themselves."""
-    model = adapted(targets=LINEARS, lora_dropout=0.3)
+@pytest.mark.parametrize("family", PACKINGS)
+def test_dropout_masks_are_the_unfused_ones(family: str, shared: bool) -> None:
+    """Of a LoRALinearGroup with shared_dropout, or of LoRALinears by themselves, as packed ones are."""
+    model = adapted(family, LINEARS, lora_dropout=0.3)
     twin, _ = fused_copy(model, shared_dropout=shared)
-    if shared:
+    if shared and family == "Llama":
         groups = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
         group_projections(model, groups, shared_dropout=True)
     x, found = tokens(), []
@@ -60,11 +62,13 @@ def test_dropout_masks_are_the_unfused_ones(shared: bool) -> None:
     assert difference(again["logits"], found[1]["logits"]) > 1e-3, "the same masks twice"
 
 
-def test_ranks_that_one_kernel_does_not_take() -> None:
+@pytest.mark.parametrize(("family", "rank"), [("Llama", 48), ("Phi3", 144)])
+def test_ranks_that_one_kernel_does_not_take(family: str, rank: int) -> None:
     """3 · 48 > 128: the group's adapters go one by one, under the one mask."""
-    model = adapted(r=48, lora_dropout=0.3)
+    model = adapted(family, r=rank, lora_dropout=0.3)
     twin, _ = fused_copy(model)
-    group_projections(model, [("q_proj", "k_proj", "v_proj")], shared_dropout=True)
+    if family == "Llama":
+        group_projections(model, [("q_proj", "k_proj", "v_proj")], shared_dropout=True)
     x, found = tokens(), []
     for each in (model, twin):
         torch.manual_seed(3)
@@ -125,9 +129,10 @@ def test_fp8_is_as_near_to_float64_as_unfused_fp8(
     assert errors[1]["logits"] <= 1.5 * errors[0]["logits"], errors
 
 
-def test_bf16_over_a_plain_base(device: torch.device) -> None:
+@pytest.mark.parametrize("family", PACKINGS)
+def test_bf16_over_a_plain_base(family: str, device: torch.device) -> None:
     """Within twice the unfused layer's own error."""
-    model = adapted(targets=LINEARS, device=device, dtype=torch.bfloat16)
+    model = adapted(family, LINEARS, device=device, dtype=torch.bfloat16)
     twin, _ = fused_copy(model)
     x = tokens(2, 32, device)
     truth, theirs, ours = run(exact(model), x.cpu()), run(model, x), run(twin, x)

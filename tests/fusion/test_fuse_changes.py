@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, fuse, group_projections, unfuse
 from tests.autograd.test_decoder_layer import Launches
-from tests.fusion.fused_models import ATTENTION, FP32, LINEARS, adapted, run, same_within, tokens
+from tests.fusion.fused_models import (
+    ATTENTION,
+    FP32,
+    LINEARS,
+    PACKINGS,
+    adapted,
+    named,
+    run,
+    same_within,
+    tokens,
+)
 
 
 def layer_of(model: nn.Module) -> nn.Module:
@@ -97,8 +107,9 @@ def test_one_wide_norm_widens_what_leaves_the_layer(wide: str) -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_the_last_norm_is_one_kernel_each_way(trained: bool) -> None:
-    plain = adapted(modules_to_save=["model.norm"] if trained else [])
+@pytest.mark.parametrize("family", PACKINGS)
+def test_the_last_norm_is_one_kernel_each_way(family: str, trained: bool) -> None:
+    plain = adapted(family, modules_to_save=["model.norm"] if trained else [])
     plain.model.norm.weight.data.uniform_(0.5, 2.0)
     fused, x = copy.deepcopy(plain), tokens()
     kind = type(plain.model.norm)
@@ -136,9 +147,10 @@ def test_fsdp_s_memory_is_refused() -> None:
         run(model, tokens())
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3"])
 def test_packed_sequences_longer_than_the_sliding_window_are_refused(family: str) -> None:
-    options = {} if family == "Mistral" else {"use_sliding_window": True, "max_window_layers": 0}
+    qwen = {"use_sliding_window": True, "max_window_layers": 0}
+    options = qwen if family.startswith("Qwen") else {}
     model = adapted(family, model={"sliding_window": 4, **options})
     fuse(model)
     layer, rotary = layer_of(model), model.model.rotary_emb
@@ -169,13 +181,16 @@ def test_angles_of_other_positions_are_refused() -> None:
 
 @pytest.mark.parametrize("save", ["full", "recompute", "fp8"])
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"])
-def test_a_weight_written_before_backward_is_noticed(save: str, name: str) -> None:
-    model = adapted()
+@pytest.mark.parametrize("family", PACKINGS)
+def test_a_weight_written_before_backward_is_noticed(family: str, save: str, name: str) -> None:
+    model = adapted(family)
     fuse(model, save=save)
     embedded = torch.randn(1, 6, 32, requires_grad=True)
     loss = model(inputs_embeds=embedded, use_cache=False).logits.sum()
     with torch.no_grad():
-        layer_of(model).get_submodule(name)._parameters["weight"].mul_(2)
+        owner, _, leaf = name.rpartition(".")
+        path = f"{owner}.{named((leaf,), family)[0]}"
+        layer_of(model).get_submodule(path)._parameters["weight"].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
-from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted
+from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
 from tests.graphs.layers import managed
 
 STEPS, WARMUP = 3, 2
 
 
 def parts(model: nn.Module) -> tuple:
-    projection = model.model.layers[0].self_attn.q_proj
+    projection = an_adapter(model)
     return projection.fp8_state, projection.rng_state
 
 
@@ -41,22 +41,26 @@ def iteration(model: nn.Module, batches: torch.Tensor, nested: bool, optimizer) 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["one by one", "both in flight"])
 @pytest.mark.parametrize(
-    ("save", "targets", "shared"),
+    ("family", "save", "targets", "shared"),
     [
-        ("recompute", ATTENTION, True),
-        ("recompute", LINEARS, False),
-        ("full", LINEARS, True),
-        ("fp8", LINEARS, True),
-        ("checkpoint", LINEARS, True),
+        ("Llama", "recompute", ATTENTION, True),
+        ("Llama", "recompute", LINEARS, False),
+        ("Llama", "full", LINEARS, True),
+        ("Llama", "fp8", LINEARS, True),
+        ("Llama", "checkpoint", LINEARS, True),
+        ("Phi3", "recompute", ATTENTION, True),
+        ("Phi3", "fp8", LINEARS, True),
+        ("Phi3", "checkpoint", LINEARS, False),
     ],
     ids=lambda v: v if isinstance(v, str) else str(v if isinstance(v, bool) else len(v)),
 )
 def test_replay_is_bit_equal(
-    device: torch.device, save: str, targets, shared: bool, nested: bool
+    device: torch.device, family: str, save: str, targets, shared: bool, nested: bool
 ) -> None:
     rng = PhiloxState(11, device)
     model = adapted(
-        targets=targets,
+        family,
+        targets,
         model={"hidden_size": 64, "intermediate_size": 96},
         device=device,
         dtype=torch.bfloat16,

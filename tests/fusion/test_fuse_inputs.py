@@ -11,10 +11,12 @@ from lorakernels.autograd.attention import attend_packed
 from lorakernels.config import LoRAConfig
 from tests.fusion.fused_models import (
     FP32,
+    PACKINGS,
     adapted,
     difference,
     fused_copy,
     model_of,
+    named,
     run,
     same_within,
     tokens,
@@ -35,9 +37,10 @@ def test_packed_sequences_by_mask_and_positions() -> None:
 
 
 @pytest.mark.parametrize("save", ["recompute", "checkpoint"])
-def test_packed_sequences_by_their_starts(save: str) -> None:
+@pytest.mark.parametrize("family", PACKINGS)
+def test_packed_sequences_by_their_starts(family: str, save: str) -> None:
     """As flash attention takes them, one without tokens among them; a mask beside them is not read."""
-    model = adapted()
+    model = adapted(family)
     twin, _ = fused_copy(model, save=save)
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
     owner = torch.tensor([0] * 5 + [1] * 7)
@@ -75,8 +78,9 @@ def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPat
     assert len(twin.model.layers[0]._fused.chosen) == 2
 
 
-def test_a_layer_that_is_told_to_look_ahead() -> None:
-    model = adapted()
+@pytest.mark.parametrize("family", PACKINGS)
+def test_a_layer_that_is_told_to_look_ahead(family: str) -> None:
+    model = adapted(family)
     twin, _ = fused_copy(model)
     h = torch.randn(2, 12, 32)
     angles = model.model.rotary_emb(h, torch.arange(12)[None])
@@ -124,8 +128,9 @@ def test_sequences_of_keys_that_are_not_those_of_queries_are_refused(change, mes
         model(tokens(), use_cache=False, **{**packed, "max_length_k": 12, **change})
 
 
-def test_padding_and_a_sliding_window_come_as_masks() -> None:
-    model = adapted("Mistral", model={"sliding_window": 5})
+@pytest.mark.parametrize("family", ["Mistral", "Phi3"])
+def test_padding_and_a_sliding_window_come_as_masks(family: str) -> None:
+    model = adapted(family, model={"sliding_window": 5})
     twin, _ = fused_copy(model)
     x, mask = tokens(), torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
@@ -133,8 +138,9 @@ def test_padding_and_a_sliding_window_come_as_masks() -> None:
         same_within(run(twin, x, **options), run(model, x, **options), FP32)
 
 
-def test_generation_with_a_cache_is_the_layers_own() -> None:
-    model = adapted().eval()
+@pytest.mark.parametrize("family", PACKINGS)
+def test_generation_with_a_cache_is_the_layers_own(family: str) -> None:
+    model = adapted(family).eval()
     twin, _ = fused_copy(model)
     x = tokens(2, 5)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -144,10 +150,38 @@ def test_generation_with_a_cache_is_the_layers_own() -> None:
         twin(x, use_cache=True)
 
 
-def test_apply_lora_keeps_away_from_what_was_never_adapted() -> None:
+@pytest.mark.parametrize("length", [8, 12], ids=["short factors", "long factors"])
+def test_angles_that_come_with_a_factor(length: int) -> None:
+    """LongRoPE's cos and sin are longer than one, so that backward is no inverse of forward."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 8,
+    }
+    sizes = {"rope_parameters": rope, "original_max_position_embeddings": 8}
+    model = adapted("Phi3", model=sizes)
+    cos, _ = model.model.rotary_emb(torch.zeros(1, 1, 32), torch.zeros(1, 1, dtype=torch.long))
+    assert cos.min() > 1.1
+    twin, _ = fused_copy(model)
+    x = tokens(2, length)
+    same_within(run(twin, x), run(model, x), FP32)
+
+
+def test_a_dropout_behind_the_embedding_that_transformers_does_not_have() -> None:
+    model = adapted("Phi3", model={"embd_pdrop": 0.5})
+    twin, _ = fused_copy(model)
+    x = tokens()
+    same_within(run(twin, x), run(model, x), FP32)
+
+
+@pytest.mark.parametrize("family", PACKINGS)
+def test_apply_lora_keeps_away_from_what_was_never_adapted(family: str) -> None:
     """Adapters on the MLP only: attention runs frozen, and the first layer's input may need no gradient."""
-    plain = model_of("Llama")
-    apply_lora(plain, LoRAConfig(r=4, target_modules=["gate_proj", "down_proj"], fp8=None))
+    plain = model_of(family)
+    targets = named(("gate_proj", "down_proj"), family)
+    apply_lora(plain, LoRAConfig(r=4, target_modules=[*targets], fp8=None))
     twin, _ = fused_copy(plain)
     x = tokens()
     for m in (plain, twin):

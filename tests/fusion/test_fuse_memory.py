@@ -13,6 +13,7 @@ from tests.fusion.fused_models import (
     ATTENTION,
     E4M3_GATE_UP,
     LINEARS,
+    PACKINGS,
     adapted,
     fused_copy,
     run,
@@ -55,9 +56,10 @@ def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("targets", [ATTENTION, LINEARS], ids=["attention", "all linears"])
 @pytest.mark.parametrize("save", SAVE)
 @pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi3"])
 def test_kept_bytes_are_the_predicted_ones(family: str, fp8, save: str, targets) -> None:
-    model = adapted(family, targets, fp8=fp8, dtype=torch.bfloat16, lora_dropout=0.1)
+    wide = {"head_dim": 16}  # 4 heads are wider than the hidden size, 32
+    model = adapted(family, targets, model=wide, fp8=fp8, dtype=torch.bfloat16, lora_dropout=0.1)
     x = tokens(2, 32)
     report = fuse(model, save=save, tokens=x.numel())
     kept = kept_bytes(model, x)
@@ -73,8 +75,9 @@ def test_the_largest_layer_in_fp8_keeps_little() -> None:
     assert size.saved_bytes("fp8", 8192) <= 1.1e9 < size.saved_bytes("recompute", 8192)
 
 
-def test_a_memory_budget_mixes_neighbours() -> None:
-    model = adapted(targets=LINEARS, model={"num_hidden_layers": 4})
+@pytest.mark.parametrize("family", PACKINGS)
+def test_a_memory_budget_mixes_neighbours(family: str) -> None:
+    model = adapted(family, LINEARS, model={"num_hidden_layers": 4})
     x = tokens()
     least = fused_copy(model, save="checkpoint", tokens=x.numel())[1].saved_bytes
     fp8 = fused_copy(model, save="fp8", tokens=x.numel())[1].saved_bytes

@@ -16,7 +16,16 @@ from lorakernels import (
     fuse,
     group_projections,
 )
-from tests.fusion.fused_models import FP32, adapted, model_of, run, same_within, tokens
+from tests.fusion.fused_models import (
+    FP32,
+    PACKINGS,
+    adapted,
+    fp8_state,
+    model_of,
+    run,
+    same_within,
+    tokens,
+)
 
 
 def on_layer(change):
@@ -134,7 +143,7 @@ REFUSALS = {
     ),
     "bidirectional": (
         on_layer(lambda m: setattr(m.self_attn, "is_causal", False)),
-        r"layers\.1\.self_attn\.is_causal must be True, found False",
+        r"layers\.1: self_attn\.is_causal must be True, found False",
     ),
     "merged": (on_layer(lambda m: m.self_attn.q_proj.merge()), "q_proj is merged"),
     "dropout": (
@@ -160,19 +169,79 @@ REFUSALS = {
     "meta": (on_layer(lambda m: m.mlp.to("meta")), "must be on one device"),
     "device": (on_layer(lambda m: m.to("meta")), "meta device"),
 }
+PACKED_REFUSALS = {
+    "hook": (
+        on_layer(lambda m: m.mlp.register_forward_hook(lambda *_: None)),
+        r"layers\.1\.mlp has a hook",
+    ),
+    "hook on a dropout": (
+        on_layer(lambda m: m.resid_mlp_dropout.register_forward_hook(lambda *_: None)),
+        r"layers\.1\.resid_mlp_dropout has a hook",
+    ),
+    "attention dropout": (
+        on_layer(lambda m: setattr(m.self_attn, "attention_dropout", 0.1)),
+        r"attention_dropout must be 0, found 0\.1",
+    ),
+    "dropout behind attention": (
+        on_layer(lambda m: setattr(m.resid_attn_dropout, "p", 0.1)),
+        r"layers\.1: resid_attn_dropout must be Dropout\(p=0\), found Dropout\(p=0\.1",
+    ),
+    "dropout behind the mlp": (
+        on_layer(lambda m: setattr(m.resid_mlp_dropout, "p", 0.1)),
+        r"layers\.1: resid_mlp_dropout must be Dropout\(p=0\), found Dropout\(p=0\.1",
+    ),
+    "a dropout that is none": (
+        on_layer(lambda m: setattr(m, "resid_mlp_dropout", nn.Linear(2, 2))),
+        r"layers\.1: resid_mlp_dropout must be Dropout\(p=0\), found Linear",
+    ),
+    "activation": (on_layer(lambda m: setattr(m.mlp, "activation_fn", nn.GELU())), "must be SiLU"),
+    "another linear": (
+        on_layer(lambda m: setattr(m.self_attn, "qkv_proj", nn.Bilinear(2, 2, 2))),
+        r"layers\.1\.self_attn\.qkv_proj is a Bilinear",
+    ),
+    "separate projections": (
+        on_layer(lambda m: m.self_attn.add_module("q_proj", nn.Linear(2, 2))),
+        r"layers\.1\.self_attn must have the modules \['o_proj', 'qkv_proj'\]",
+    ),
+    "a subclass of the mlp": (
+        on_layer(lambda m: _become(m.mlp, "Phi3MLP")),
+        r"layers\.1\.mlp is a .*own\.Phi3MLP, expected transformers",
+    ),
+}
+CASES = {
+    **{("Llama", name): case for name, case in REFUSALS.items()},
+    **{("Phi3", name): case for name, case in PACKED_REFUSALS.items()},
+}
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_before_anything_is_changed(case: str) -> None:
-    change, message = REFUSALS[case]
-    model = adapted(fp8=DelayedScaling())
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_refused_before_anything_is_changed(family: str, case: str) -> None:
+    change, message = CASES[family, case]
+    model = adapted(family, fp8=DelayedScaling())
     change(model)
     before = [type(m) for m in model.modules()]
-    names = model.model.layers[0].self_attn.q_proj.fp8_state.names
+    names = fp8_state(model).names
     with pytest.raises((ValueError, TypeError), match=message):
         fuse(model)
     assert [type(m) for m in model.modules()] == before
-    assert model.model.layers[0].self_attn.q_proj.fp8_state.names == names
+    assert fp8_state(model).names == names
+
+
+def test_rope_that_turns_a_part_of_each_head_is_refused() -> None:
+    """As Phi-4-mini has it."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = adapted("Phi3", model={"rope_parameters": rope})
+    run(model, tokens())
+    with pytest.raises(ValueError, match=r"layers\.0: partial_rotary_factor must be 1, found 0\.5"):
+        fuse(model)
+
+
+@pytest.mark.parametrize("family", PACKINGS)
+def test_compiling_a_fused_layer_is_refused_by_its_path(family: str) -> None:
+    model = adapted(family, fp8=DelayedScaling())
+    fuse(model)
+    with pytest.raises(RuntimeError, match=r"^model\.layers\.1 is fused and cannot be compiled"):
+        model.model.layers[1].compile()
 
 
 def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +344,12 @@ def test_layers_made_one_by_one_keep_their_states_where_fuse_is_refused() -> Non
     model = adapted("Llama", fp8=DelayedScaling())
     layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
     for i, layer in enumerate(layers):
-        layer.fp8_state, layer._column = FP8State([f"own {i}"], layer.fp8_state.recipe), 0
-    before = [(layer.fp8_state, layer._column, layer.name) for layer in layers]
+        layer.fp8_state, layer.column = FP8State([f"own {i}"], layer.fp8_state.recipe), 0
+    before = [(layer.fp8_state, layer.column, layer.name) for layer in layers]
     model.model.layers[1].self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="attention_dropout"):
         fuse(model)
-    assert [(m.fp8_state, m._column, m.name) for m in layers] == before
+    assert [(m.fp8_state, m.column, m.name) for m in layers] == before
     model.model.layers[1].self_attn.attention_dropout = 0.0
     fuse(model)
     assert len({id(layer.fp8_state) for layer in layers}) == 1

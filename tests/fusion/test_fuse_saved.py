@@ -16,6 +16,7 @@ from lorakernels import (
     disable_lora,
     fuse,
     load_adapter,
+    merge_and_unload,
     merge_lora,
     save_adapter,
     unfuse,
@@ -24,10 +25,13 @@ from lorakernels import (
 from tests.fusion.fused_models import (
     FP32,
     LINEARS,
+    PACKINGS,
     adapted,
     difference,
     exact,
+    fp8_state,
     fused_copy,
+    named,
     run,
     same_within,
     tokens,
@@ -35,12 +39,13 @@ from tests.fusion.fused_models import (
 
 
 @pytest.mark.parametrize("fp8", [DelayedScaling(amax_history_len=4), None], ids=["fp8", "plain"])
-def test_unfuse_restores_every_bit(fp8) -> None:
-    model = adapted(targets=LINEARS, fp8=fp8, dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", PACKINGS)
+def test_unfuse_restores_every_bit(family: str, fp8) -> None:
+    model = adapted(family, LINEARS, fp8=fp8, dtype=torch.bfloat16)
     x = tokens()
     if fp8 is not None:
         run(model, x)
-        model.model.layers[0].self_attn.q_proj.fp8_state.reduce_and_update()
+        fp8_state(model).reduce_and_update()
     model.config.use_cache = True
     twin, _ = fused_copy(model)
     assert twin.config.use_cache is False
@@ -85,21 +90,22 @@ def test_unfused_layers_have_whole_memory_of_their_own() -> None:
     fuse(model)
     unfuse(model)
     attention = model.model.layers[0].self_attn
-    for name in ("_stored", "weight_t", "lora_A", "bias"):
+    for name in ("stored", "weight_t", "lora_A", "bias"):
         tensors = [getattr(m, name) for m in (attention.q_proj, attention.k_proj)]
         assert all(t.is_contiguous() for t in tensors), name
         assert len({t.untyped_storage().data_ptr() for t in tensors}) == 2, name
 
 
-def test_plain_linears_become_fp8_on_the_adapters_state_and_may_come_back() -> None:
-    model = adapted(fp8=DelayedScaling(), dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", PACKINGS)
+def test_plain_linears_become_fp8_on_the_adapters_state_and_may_come_back(family: str) -> None:
+    model = adapted(family, fp8=DelayedScaling(), dtype=torch.bfloat16)
     linear = model.model.layers[1].mlp.down_proj
     report = fuse(model, keep_linears=True)
     down = model.model.layers[1].mlp.down_proj
     assert type(down) is FrozenFP8Linear and down.weight.element_size() == 1
-    assert down.fp8_state is model.model.layers[0].self_attn.q_proj.fp8_state
-    assert down.fp8_state.names[down._column] == "model.layers.1.mlp.down_proj"
-    assert report.layers[0].frozen == ("gate_proj", "up_proj", "down_proj")
+    assert down.fp8_state is fp8_state(model)
+    assert down.fp8_state.names[down.column] == "model.layers.1.mlp.down_proj"
+    assert report.layers[0].frozen == named(("gate_proj", "up_proj", "down_proj"), family)
     unfuse(model)
     assert model.model.layers[1].mlp.down_proj is linear
 
@@ -173,8 +179,9 @@ def test_a_base_that_is_fp8_already_comes_to_the_adapters_state() -> None:
     assert down.fp8_amax_history[-1].min() > 0
 
 
-def test_adapters_round_trip(tmp_path) -> None:
-    model = adapted(targets=LINEARS)
+@pytest.mark.parametrize("family", PACKINGS)
+def test_adapters_round_trip(family: str, tmp_path) -> None:
+    model = adapted(family, LINEARS)
     twin, _ = fused_copy(model)
     x = tokens()
     optimizer = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=1e-2)
@@ -185,7 +192,7 @@ def test_adapters_round_trip(tmp_path) -> None:
     load_adapter(model, tmp_path)
     trained = run(twin, x)
     same_within(run(model, x), trained, FP32)
-    other, _ = fused_copy(adapted(targets=LINEARS))
+    other, _ = fused_copy(adapted(family, LINEARS))
     other.load_state_dict(twin.state_dict())
     same_within(run(other, x), trained, FP32)
     load_adapter(other, tmp_path)
@@ -193,8 +200,9 @@ def test_adapters_round_trip(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
-def test_merge_and_disable(fp8) -> None:
-    model = adapted(targets=LINEARS, fp8=fp8).eval()
+@pytest.mark.parametrize("family", PACKINGS)
+def test_merge_and_disable(family: str, fp8) -> None:
+    model = adapted(family, LINEARS, fp8=fp8).eval()
     twin, _ = fused_copy(model)
     x = tokens()
     bound = (
@@ -214,17 +222,35 @@ def test_merge_and_disable(fp8) -> None:
     with disable_lora(twin), disable_lora(model):
         assert difference(logits(twin), logits(model)) <= FP32
         assert difference(logits(twin), adapters) > 1e-2
-    twin.model.layers[0].self_attn.k_proj.disable_adapters = True  # one of a group
-    model.model.layers[0].self_attn.k_proj.disable_adapters = True
+    (name,) = named(("k_proj",), family)  # one of a group, or all of it
+    for each in (twin, model):
+        each.model.layers[0].self_attn.get_submodule(name).disable_adapters = True
     assert difference(logits(twin), logits(model)) <= FP32
     twin.train(), model.train()
     if fp8 is None:
         same_within(run(twin, x), run(model, x), FP32)
 
 
+@pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
+@pytest.mark.parametrize("family", PACKINGS)
+def test_unloading_a_fused_model_leaves_plain_layers(family: str, fp8) -> None:
+    model = adapted(family, LINEARS, fp8=fp8).eval()
+    twin, _ = fused_copy(model)
+    x = tokens()
+    for each in (model, twin):
+        merge_and_unload(each)
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+    assert not any(isinstance(m, FrozenFP8Linear) for m in twin.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name
+    with torch.no_grad():
+        assert torch.equal(twin(x).logits, model(x).logits)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "to", "assign"])
-def test_memory_that_moved_is_joined_again(how: str) -> None:
-    model = adapted(targets=LINEARS, fp8=DelayedScaling(), weight_layout="both")
+@pytest.mark.parametrize("family", PACKINGS)
+def test_memory_that_moved_is_joined_again(family: str, how: str) -> None:
+    model = adapted(family, LINEARS, fp8=DelayedScaling(), weight_layout="both")
     fuse(model)
     x = tokens()
     expected = run(model, x)
@@ -246,8 +272,11 @@ def test_memory_that_moved_is_joined_again(how: str) -> None:
     if how != "assign":  # a parameter that was assigned is frozen or not as the value was
         assert found.keys() == expected.keys()
     assert torch.equal(found["logits"], expected["logits"])
+    attention = twin.model.layers[0].self_attn
+    names = named(("q_proj", "k_proj", "v_proj"), family)
     group = twin.model.layers[0]._fused.qkv
-    assert group.members[0] is twin.model.layers[0].self_attn.q_proj
-    assert group.members[1].lora_A.data_ptr() > group.members[0].lora_A.data_ptr()
-    assert group._is_joined()
-    assert group._weight is not None and group._weight.shape == (64, 32)
+    assert list(group.members) == [attention.get_submodule(name) for name in names]
+    assert group.call()[0].weight.shape == (64, 32)
+    if family == "Llama":
+        assert group.members[1].lora_A.data_ptr() > group.members[0].lora_A.data_ptr()
+        assert group._is_joined()

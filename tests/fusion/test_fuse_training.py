@@ -10,13 +10,23 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, fuse
-from tests.fusion.fused_models import LINEARS, adapted, fused_copy, run, tokens
+from tests.fusion.fused_models import (
+    LINEARS,
+    PACKINGS,
+    adapted,
+    fp8_state,
+    fused_copy,
+    named,
+    run,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("save", ["recompute", "checkpoint"])
-def test_transformers_own_checkpointing(save: str, reentrant: bool) -> None:
-    model = adapted(targets=LINEARS, lora_dropout=0.3, fp8=DelayedScaling())
+@pytest.mark.parametrize("family", PACKINGS)
+def test_transformers_own_checkpointing(family: str, save: str, reentrant: bool) -> None:
+    model = adapted(family, LINEARS, lora_dropout=0.3, fp8=DelayedScaling())
     fuse(model, save=save)
     twin = copy.deepcopy(model)
     twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -26,16 +36,17 @@ def test_transformers_own_checkpointing(save: str, reentrant: bool) -> None:
         found.append(run(each, x))
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
-    states = [m.model.layers[0].self_attn.q_proj.fp8_state for m in (model, twin)]
+    states = [fp8_state(m) for m in (model, twin)]
     assert torch.equal(states[0].forward, states[1].forward)
     assert torch.equal(states[0].backward, states[1].backward)
 
 
-def test_two_microbatches_in_flight() -> None:
+@pytest.mark.parametrize("family", PACKINGS)
+def test_two_microbatches_in_flight(family: str) -> None:
     """Forward, forward, backward, backward: as one after the other, scales and masks too."""
-    model = adapted(targets=LINEARS, lora_dropout=0.3, fp8=DelayedScaling(amax_history_len=4))
+    model = adapted(family, LINEARS, lora_dropout=0.3, fp8=DelayedScaling(amax_history_len=4))
     fuse(model)
-    model.model.layers[0].self_attn.q_proj.fp8_state.reduce_and_update()
+    fp8_state(model).reduce_and_update()
     batches, found = (tokens(), tokens()), []
     for nested in (False, True):
         torch.manual_seed(3)
@@ -52,18 +63,21 @@ def test_two_microbatches_in_flight() -> None:
         assert torch.equal(found[1][name], value), name
 
 
-def test_a_parameter_changed_between_forward_and_backward_is_noticed() -> None:
-    model = adapted()
+@pytest.mark.parametrize("family", PACKINGS)
+def test_a_parameter_changed_between_forward_and_backward_is_noticed(family: str) -> None:
+    model = adapted(family)
     fuse(model)
     x = tokens()
     loss = model(x, labels=x, use_cache=False).loss
     with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.lora_B.add_(1.0)
+        (name,) = named(("k_proj",), family)
+        model.model.layers[0].self_attn.get_submodule(name).lora_B.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_trainer_trains_a_fused_model(tmp_path) -> None:
+@pytest.mark.parametrize("family", PACKINGS)
+def test_trainer_trains_a_fused_model(family: str, tmp_path) -> None:
     def trained(model: nn.Module) -> list[float]:
         data = [{"input_ids": row, "labels": row} for row in torch.arange(12).repeat(8, 1)]
         arguments = __import__("transformers").TrainingArguments(
@@ -81,7 +95,7 @@ def test_trainer_trains_a_fused_model(tmp_path) -> None:
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
-    model = adapted(targets=LINEARS)
+    model = adapted(family, LINEARS)
     twin, _ = fused_copy(model)
     losses = trained(model), trained(twin)
     assert len(losses[0]) == 4 and losses[0][-1] < losses[0][0]

@@ -91,7 +91,7 @@ def test_only_bytes_without_a_value_count_as_zero() -> None:
     model = adapted(targets=LINEARS, fp8=DelayedScaling())
     gate = model.model.layers[0].mlp.gate_proj
     for byte, zero in ((0x80, True), (0x01, False), (0x81, False)):
-        raw = torch.zeros_like(gate._stored)
+        raw = torch.zeros_like(gate.stored)
         raw.view(-1)[3] = byte
         gate._write_weight(raw, torch.full_like(gate.weight_scale_inv, 64.0))
         twin = copy.deepcopy(model)
@@ -125,7 +125,7 @@ def test_memory_that_is_joined_in_inference_mode_trains(fp8, layout: str) -> Non
     run(model, x)
     q = model.model.layers[0].self_attn.q_proj
     for mode in (True, False):  # derived again, in the same memory
-        q._write_weight(q._stored.clone(), None)
+        q._write_weight(q.stored.clone(), None)
         with torch.inference_mode(mode), torch.no_grad():
             model(x, use_cache=False)
         run(model, x)
@@ -140,7 +140,7 @@ def test_columns_of_another_state_are_taken_at_the_next_forward() -> None:
     before = frozen[0].fp8_state
     after = FP8State(["another", *before.names], before.recipe)
     for module in frozen:
-        module.fp8_state, module._column = after, module._column + 1
+        module.fp8_state, module.column = after, module.column + 1
     before.reset()
     run(model, x)
     written = [names[1:] for names in (after.forward[0].tolist(), after.backward[0].tolist())]

@@ -254,7 +254,7 @@ def assert_as_before(model: nn.Module, before: dict) -> None:
 def test_an_exception_leaves_the_model_as_it_was(call, at, monkeypatch):
     _, model = trained(FP8, bias="all", modules_to_save=["norm"])
     before, calls = snapshot(model), []
-    weight = LoRALinear.base_weight
+    weight = LoRALinear.dequantized_weight
 
     def failing(self, *args):
         calls.append(1)
@@ -262,7 +262,7 @@ def test_an_exception_leaves_the_model_as_it_was(call, at, monkeypatch):
             raise MemoryError
         return weight(self, *args)
 
-    monkeypatch.setattr(LoRALinear, "base_weight", failing)
+    monkeypatch.setattr(LoRALinear, "dequantized_weight", failing)
     with pytest.raises(MemoryError):
         call(model)
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear
+from lorakernels import DelayedScaling, FrozenFP8Linear, training_state_dict
 
 peft = pytest.importorskip("peft")
 from lorakernels.integrations.peft import patch, register, report, restore  # noqa: E402
@@ -176,6 +176,55 @@ def test_fp8_merge_and_exact_unmerge(safe_merge):
     model.unmerge_adapter()
     assert base_bytes(model) == before
     assert torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["now", "as older versions pickled it"])
+def test_a_merged_fp8_model_is_copied_saved_and_moved_with_its_base(older):
+    model = wrapped(MLP(), FP8).eval()
+    randomize(model)
+    before, x = base_bytes(model), torch.randn(8, 10)
+    parts = copy.deepcopy(training_state_dict(model))
+    y = model(x)
+    model.merge_adapter()
+    held = base_bytes(model)
+    if older:
+        for layer in (model.base_model.model.lin0, model.base_model.model.lin1):
+            layer.base_layer.__class__ = FrozenFP8Linear
+    twin = pickle.loads(pickle.dumps(model)).double().float()
+    assert base_bytes(twin) == held
+    found = training_state_dict(twin)
+    assert set(found) == set(parts)
+    weights = [key for key in parts if key.endswith(("base_layer.weight", "weight_scale_inv"))]
+    assert len(weights) == 4 and all(
+        torch.equal(found[k].view(torch.uint8), parts[k].view(torch.uint8)) for k in weights
+    )
+    with pytest.raises(RuntimeError, match="unmerge the adapter before loading"):
+        twin.load_state_dict(parts)
+    twin.unmerge_adapter()
+    assert base_bytes(twin) == before and torch.equal(twin(x), y)
+
+
+def test_a_second_merge_that_fails_leaves_the_first(monkeypatch):
+    model = wrapped(MLP(), FP8).eval()
+    model.add_adapter("other", config(r=2))
+    randomize(model)
+    before = base_bytes(model)
+    layer = layer_of(model)
+    layer.merge(adapter_names=["default"])
+    first, write, calls = base_bytes(model), layer.base_layer._write_weight, []
+
+    def failing(*values):
+        write(*values)
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(layer.base_layer, "_write_weight", failing)
+        layer.merge(adapter_names=["other"])
+    assert base_bytes(model) == first and layer.merged_adapters == ["default"]
+    layer.unmerge()
+    assert base_bytes(model) == before
 
 
 @pytest.mark.parametrize("merge_first", [False, True])

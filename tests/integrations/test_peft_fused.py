@@ -25,6 +25,10 @@ from lorakernels.integrations.transformers import LoRAKernelsCallback  # noqa: E
 FP8 = DelayedScaling(amax_history_len=4)
 BASES = pytest.mark.parametrize("fp8", [None, FP8], ids=["plain base", "FP8 base"])
 HOWS = pytest.mark.parametrize("how", ["register", "patch"])
+TARGETS = {
+    "Llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],  # not up_proj
+    "Phi3": ["qkv_proj", "o_proj", "down_proj"],  # not gate_up_proj
+}
 # fp32, the same sums in another order, through two layers
 FP32 = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -36,26 +40,27 @@ def math_attention() -> Iterator[None]:
         yield
 
 
-def llama() -> Any:
+def plain_model(family: str = "Llama") -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=64, **sizes, **heads, use_cache=False)
-    )
+    others: dict[str, Any] = {"use_cache": False}
+    if family == "Phi3":
+        others["pad_token_id"] = 0  # its own one is outside of the vocabulary
+    made = getattr(transformers, f"{family}Config")(vocab_size=64, **sizes, **heads, **others)
+    return getattr(transformers, f"{family}ForCausalLM")(made)
 
 
-def config(**changes: Any) -> Any:
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]  # not up_proj
-    given = {"r": 4, "lora_alpha": 8, "target_modules": targets}
+def config(family: str = "Llama", **changes: Any) -> Any:
+    given = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS[family]}
     return peft.LoraConfig(**given | changes)
 
 
-def peft_model(how: str = "register", fp8: Any = FP8, **changes: Any) -> Any:
-    made = config(**changes)
+def peft_model(how: str = "register", fp8: Any = FP8, family: str = "Llama", **changes: Any) -> Any:
+    made = config(family, **changes)
     if how == "register":
         register(made, fp8=fp8)
-    model = peft.get_peft_model(llama(), made)
+    model = peft.get_peft_model(plain_model(family), made)
     if how == "patch":
         patch(model, fp8=fp8)
     return randomized(model).train()
@@ -98,9 +103,10 @@ def steps(model: Any, optimizer: Any, count: int = 7) -> list[float]:
 
 
 @HOWS
-def test_fused_computes_what_peft_computes(how: str) -> None:
-    theirs = randomized(peft.get_peft_model(llama(), config())).train()
-    ours = peft_model(how, None)
+@pytest.mark.parametrize("family", TARGETS)
+def test_fused_computes_what_peft_computes(family: str, how: str) -> None:
+    theirs = randomized(peft.get_peft_model(plain_model(family), config(family))).train()
+    ours = peft_model(how, None, family)
     assert str(fuse(ours)).startswith("2 fused layers")
     found = []
     for model in (theirs, ours):
@@ -108,7 +114,7 @@ def test_fused_computes_what_peft_computes(how: str) -> None:
         loss.backward()
         grads = [p.grad for n, p in model.named_parameters() if p.requires_grad]
         found.append([loss, *grads])
-    assert len(found[0]) == len(found[1]) == 25
+    assert len(found[0]) == len(found[1]) == 1 + 2 * 2 * len(TARGETS[family])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, **FP32)
     unfuse(ours)
@@ -119,10 +125,13 @@ def test_fused_computes_what_peft_computes(how: str) -> None:
 @BASES
 @HOWS
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as PEFT has it"])
-def test_attached_layers_replay_to_the_same_bits(how: str, fp8: Any, fused: bool) -> None:
+@pytest.mark.parametrize("family", TARGETS)
+def test_attached_layers_replay_to_the_same_bits(
+    family: str, how: str, fp8: Any, fused: bool
+) -> None:
     found = []
     for options in ({}, {"backend": FakeBackend}):
-        model = peft_model(how, fp8)
+        model = peft_model(how, fp8, family)
         if fused:
             fuse(model)
         optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
@@ -139,10 +148,11 @@ def test_attached_layers_replay_to_the_same_bits(how: str, fp8: Any, fused: bool
 @pytest.mark.gpu
 @BASES
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as PEFT has it"])
-def test_cuda_graphs_replay_to_the_same_bits(fp8: Any, fused: bool) -> None:
+@pytest.mark.parametrize("family", TARGETS)
+def test_cuda_graphs_replay_to_the_same_bits(family: str, fp8: Any, fused: bool) -> None:
     found = []
     for graphs in (False, True):
-        model = peft_model("register", fp8).to("cuda", torch.bfloat16)
+        model = peft_model("register", fp8, family).to("cuda", torch.bfloat16)
         if fused:
             fuse(model)
         optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
@@ -327,7 +337,7 @@ def test_what_a_fused_model_saves_loads(fp8: Any, tmp_path: Path) -> None:
     fuse(model)
     model.save_pretrained(tmp_path)
     plain = peft_model(fp8=fp8)
-    again = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    again = peft.PeftModel.from_pretrained(plain_model(), tmp_path)
     saved = {n: p for n, p in again.named_parameters() if "lora_" in n}
     assert len(saved) == 24
     for name, p in model.named_parameters():
@@ -356,7 +366,7 @@ def test_copies_and_pickles_are_fused_models_of_their_own(fp8: Any) -> None:
 
 
 def dora(model: Any) -> Any:
-    return peft.get_peft_model(llama(), register(config(use_dora=True), fp8=None))
+    return peft.get_peft_model(plain_model(), register(config(use_dora=True), fp8=None))
 
 
 def merged(model: Any) -> Any:
@@ -370,7 +380,7 @@ def off(model: Any) -> Any:
 
 
 def plain_peft(model: Any) -> Any:
-    return peft.get_peft_model(llama(), config())
+    return peft.get_peft_model(plain_model(), config())
 
 
 @pytest.mark.parametrize(
@@ -394,7 +404,7 @@ def test_what_cannot_be_fused_is_refused(change: Any, message: str) -> None:
 
 def test_restoring_a_patched_model_after_unfuse() -> None:
     model = peft_model("patch")
-    unpatched = randomized(peft.get_peft_model(llama(), config()))
+    unpatched = randomized(peft.get_peft_model(plain_model(), config()))
     fuse(model)
     with pytest.raises(ValueError, match=r"q_proj is in a fused layer: call unfuse"):
         restore(model)
@@ -433,6 +443,6 @@ def test_trainer_with_the_callback_replays_and_saves(tmp_path: Path) -> None:
             None if len(options) and "backend" in options else "graphs=False"
         )
     assert found[0] == found[1] and len(found[0]) == 8
-    saved = peft.PeftModel.from_pretrained(llama(), tmp_path / "checkpoint-8")
+    saved = peft.PeftModel.from_pretrained(plain_model(), tmp_path / "checkpoint-8")
     theirs = {n: p for n, p in saved.named_parameters() if "lora_" in n}
     assert all(torch.equal(p, theirs[n]) for n, p in model.named_parameters() if "lora_" in n)

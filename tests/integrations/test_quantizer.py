@@ -92,7 +92,7 @@ def test_one_weight_at_a_time_is_in_full_precision(folder: Path, monkeypatch: An
         "put",
         lambda self, model, *rest: (models.append(model), put(self, model, *rest)),
     )
-    monkeypatch.setattr(quantizer, "quantize_weight", watched)
+    monkeypatch.setattr(frozen, "quantize_weight", watched)
     loaded(folder)
     assert len(seen) == 14
 

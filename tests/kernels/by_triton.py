@@ -15,11 +15,8 @@ import numpy
 import pytest
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from lorakernels.ops import Scaling
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +40,9 @@ def interpret(file: str, output: Path) -> Any:
 def sm90(
     kernel: Any, types: dict[str, str], constants: dict[str, object], warps: int, folder: Path
 ) -> Counter[str]:
-    """How often each opcode stands in the code for Hopper; pointers and the integers named K, F are multiples of 16.
+    """How often each opcode stands in the code for Hopper.
+
+    Pointers and the integers named F, K, V or stride are multiples of 16.
 
     Started early (OVERLAP), a kernel lets the next one start and waits before it touches memory; one that measures in
     this order: the one behind it, which quantizes, does not wait.
@@ -67,7 +66,7 @@ def sm90_code(
     """The opcodes as they stand in the code."""
     names = kernel.arg_names
     kinds = {**types, **dict.fromkeys(constants, "constexpr")}
-    aligned = [n for n in names if kinds[n].startswith("*") or n in ("K", "F", "stride")]
+    aligned = [n for n in names if kinds[n].startswith("*") or n in ("F", "K", "V", "stride")]
     source = ASTSource(
         fn=kernel,
         signature={n: kinds[n] for n in names},
@@ -84,21 +83,3 @@ def sm90_code(
 
 def spills(opcodes: Counter[str]) -> bool:
     return any(name.startswith(("LDL", "STL")) for name in opcodes)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """FP8 bytes of one format are equal, or both NaN (its sign is the GPU's to choose)."""
-    return bool(((a == b) | ((a & 0x7F == 0x7F) & (b & 0x7F == 0x7F))).all())
-
-
-def scaling_of(kind: str, device: torch.device | str) -> Scaling | None:
-    """By column 1 of a state: "kept", a scale that saturates some; "unset", 0; "eval"; "none"."""
-    if kind == "none":
-        return None
-    state = torch.zeros(4, 3, device=device)
-    state[-1] = torch.tensor([7.0, 0.0 if kind == "unset" else 211.7, 5.0])
-    state[0] = 0.25
-    return Scaling(state, 1, kind != "eval")
-
-
-STATES = ("kept", "unset", "eval", "none")

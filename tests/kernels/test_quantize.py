@@ -12,7 +12,8 @@ import triton.language as tl
 
 from lorakernels.kernels.triton.quantize import PARTIALS, decode_e4m3, encode, scale_to_use
 from lorakernels.numerics.fp8 import E4M3, FLT_MAX, quantize_fp8, scale_of
-from tests.kernels.by_triton import interpret, same_bytes
+from tests.kernels.by_triton import interpret
+from tests.ops.contract import same_bytes
 
 AMAXES = [0.0, 2.0**-149, 1e-38, 1e-36, 0.3, 448.0, FLT_MAX, torch.inf, torch.nan]
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}
@@ -78,7 +79,7 @@ def assert_like_reference(
     one = torch.ones(1, device=device)
     for e5m2, dtype in FORMATS.items():
         expected = quantize_fp8(values(device), one, dtype).view(torch.uint8)
-        assert same_bytes(bytes_[e5m2], expected)
+        assert same_bytes("", bytes_[e5m2], expected, dtype).is_right()
     every = torch.arange(256, dtype=torch.uint8, device=device).view(E4M3).float()
     assert torch.equal(floats.nan_to_num(-1.0), every.nan_to_num(-1.0))
     expected = scale_of(torch.tensor(AMAXES, device=device), 448.0)

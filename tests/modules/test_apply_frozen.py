@@ -94,7 +94,7 @@ def test_frozen_fp8_is_what_load_quantized_gives(kind: str, layout: str, tmp_pat
     for path, module in model.named_modules():
         if isinstance(module, FrozenFP8Linear):
             assert module.name == path and module.weight_layout == layout
-            assert module._column == loaded.model.get_submodule(path)._column
+            assert module.column == loaded.model.get_submodule(path).column
     checkpoints.assert_equal(model, loaded.model)
     reasons = {row.name: row.reason for row in loaded.report.modules}
     assert reasons["lm_head"] == "not a target, stays plain: head"
@@ -167,7 +167,7 @@ def test_an_fp8_layer_that_is_adapted_hands_over_what_its_recipe_means(same: boo
     new = model["old0"]
     assert isinstance(new, LoRALinear) and not new.training and model["q_proj"].training
     assert torch.equal(new.weight.view(torch.uint8), bits)
-    found = report.fp8_state.values(new._column)
+    found = report.fp8_state.values(new.column)
     assert torch.equal(found, values if same else torch.zeros_like(values))
     assert report.scales_in_charge == ("explicit" if same else "auto")
     reason = next(row.reason for row in report.modules if row.name == "old0")
@@ -205,7 +205,7 @@ def test_a_weight_is_held_contiguous(fp8: DelayedScaling | None) -> None:
     linear = nn.Linear(16, 24, bias=False)
     linear.weight.data = linear.weight.data.t().contiguous().t()
     new = FrozenFP8Linear.from_linear(linear, fp8)
-    assert not linear.weight.is_contiguous() and new._stored.is_contiguous()
+    assert not linear.weight.is_contiguous() and new.stored.is_contiguous()
     expected = FrozenFP8Linear.from_linear(copy.deepcopy(linear).requires_grad_(False), fp8)
     assert torch.equal(new.weight.view(torch.uint8), expected.weight.view(torch.uint8))
 

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lorakernels import DelayedScaling, group_projections, ops
+from lorakernels import DelayedScaling, FrozenFP8Linear, group_projections, ops
+from lorakernels.modules.projections import share_state
+from lorakernels.state.handles import numbers_of
 from tests.modules.grouped_models import (
     MODE_IDS,
     MODES,
@@ -217,6 +219,21 @@ def test_x_has_one_column_whoever_comes_first():
         assert state.backward[0].nonzero().flatten().tolist() == sorted(dys)
 
 
+def test_a_group_that_moves_to_another_state_reads_x_where_the_first_member_is():
+    """`attach` and `fuse` join states that were made one by one, in the order of the model's modules."""
+    layer, _ = one_group()
+    q, k, v = (getattr(layer, name) for name in NAMES)
+    q(torch.randn(5, 32))
+    before = q.fp8_scale.clone()
+    share_state({"other": FrozenFP8Linear(32, 8), "v": v, "q": q, "k": k})
+    assert [member.column for member in (q, k, v)] == [2, 3, 1]
+    for member in (q, k, v):
+        numbers = numbers_of(member.handle.tensor)
+        assert (numbers.column_x, numbers.column_dy) == (2, member.column)
+        assert numbers.state is q.fp8_state and numbers.name == member.name
+    assert torch.equal(q.fp8_scale, before)
+
+
 def test_one_mask_is_one_mask():
     """Equal A and B of equal members give outputs that differ by the order of sums; with a mask each by more."""
     for shared_dropout in (True, False):
@@ -224,7 +241,7 @@ def test_one_mask_is_one_mask():
         first, *_, last = layer.k_proj, layer.v_proj
         last.lora_A, last.lora_B = nn.Parameter(first.lora_A.data), nn.Parameter(first.lora_B.data)
         last.scaling, last.bias = first.scaling, None
-        last._write_weight(first._stored, first.weight_scale_inv)
+        last._write_weight(first.stored, first.weight_scale_inv)
         _, k, v = group(torch.randn(5, 32))
         assert torch.allclose(k, v, rtol=0, atol=2.0**-16) == shared_dropout
 

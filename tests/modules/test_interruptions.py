@@ -55,14 +55,14 @@ def looks(model: nn.Module, ids: Tensor) -> dict[str, Any]:
             if "hooks" in kind:
                 found[f"{path} {kind}"] = [_plain(hook) for hook in held.values()]
         if isinstance(module, FrozenFP8Linear):
-            found[f"{path} state"] = (module.name, module._column, module.merged)
+            found[f"{path} state"] = (module.name, module.column, getattr(module, "merged", False))
             if module.fp8_state is not None:
                 found[f"{path} names"] = (module.fp8_state.names, sorted(module.fp8_state.joint))
                 found[f"{path} charge"] = module.fp8_state.in_charge
             if isinstance(module, LoRALinear):
                 found[f"{path} disabled"] = module.disable_adapters
             transposed = module.weight_t is not None
-            assert not transposed or torch.equal(module.weight_t, module._stored.t()), path
+            assert not transposed or torch.equal(module.weight_t, module.stored.t()), path
         if (config := getattr(module, "config", None)) is not None and hasattr(config, "use_cache"):
             found[f"{path} use_cache"] = config.use_cache
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -38,9 +38,9 @@ def test_the_transposed_copy_follows_a_loaded_weight(kind):
     layer, other = make(layout="both"), make()
     state = other.state_dict() if kind != "plain" else nn.Linear(24, 10).state_dict()
     layer.load_state_dict(state, strict=False, assign=kind == "assigned")
-    assert torch.equal(layer.weight_t, layer._stored.t())
+    assert torch.equal(layer.weight_t, layer.stored.t())
     if kind != "plain":
-        assert torch.equal(layer._stored, other._stored)
+        assert torch.equal(layer.stored, other.stored)
 
 
 BAD = {

@@ -99,7 +99,7 @@ def test_the_second_copy_is_made_by_the_op():
         layer = make(layout="both")
         empty = LoRALinear(24, 10, config=LoRAConfig(weight_layout="both"), device="meta")
     assert op.call_count == 2 and empty.weight_t.is_meta and empty.weight_t.shape == (24, 10)
-    assert torch.equal(layer.weight_t, layer._stored.t()) and layer.weight_t.is_contiguous()
+    assert torch.equal(layer.weight_t, layer.stored.t()) and layer.weight_t.is_contiguous()
 
 
 @pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_to_device_moves_everything():
         layer.fp8_state.backward,
     ]
     assert all(t.is_cuda for t in tensors)
-    assert torch.equal(layer.cpu().weight_t, layer._stored.t())
+    assert torch.equal(layer.cpu().weight_t, layer.stored.t())
 
 
 def trained(layer):

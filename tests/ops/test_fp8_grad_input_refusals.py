@@ -8,9 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from lorakernels import ops
 from lorakernels.device import extension
 from lorakernels.ops.fp8_grad_input import by_csrc
 from lorakernels.values import Dropout, Scaled, Weight
@@ -70,27 +68,3 @@ VALID = {
 def test_refusals(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         extension().fp8_grad_input(**{**VALID, **change})
-
-
-@pytest.mark.parametrize(
-    "dropped",
-    [
-        torch.zeros(3, 4),
-        torch.zeros(3, 8, dtype=torch.int32),
-        torch.zeros(3, 8, dtype=torch.int32)[:, ::2],
-    ],
-    ids=["dtype", "shape", "strides"],
-)
-def test_a_mask_that_does_not_fit_is_refused(dropped: Tensor) -> None:
-    dy, weight, slot = torch.zeros(3, 16), torch.zeros(16, 100), torch.tensor([1, 2])
-    ds, lora_A = torch.zeros(3, 4), torch.zeros(4, 100)
-
-    def check(dropped: Tensor) -> None:
-        dropout = Dropout(slot, 0.1, SITE, dropped=dropped)
-        ops.fp8_grad_input.check(Scaled(dy), E5M2, Weight(weight), ds, lora_A, dropout, BF16, True)
-
-    with pytest.raises(
-        ValueError, match=r"dropped must be contiguous int32 \[3, 4\] on cpu, found"
-    ):
-        check(dropped)
-    check(torch.zeros(3, 4, dtype=torch.int32))

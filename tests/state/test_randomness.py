@@ -249,7 +249,7 @@ def test_each_replay_draws_what_eager_would_from_the_same_state(draw):
 
     def region():
         """Two microbatches of one site, then the end of the iteration."""
-        masks = [draw(state.slot(), 0.5, 2, 33, 70) for _ in range(2)]
+        masks = [draw(Dropout(state.slot(), 0.5, 2), 33, 70) for _ in range(2)]
         state.advance()
         return torch.stack(masks)
 

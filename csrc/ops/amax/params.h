@@ -25,6 +25,12 @@ struct ScaleSource {
   static constexpr int kPartials = 264;
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(ScaleSource& params, const Visit& visit) {
+  visit(params.kept, params.partials);
+}
+
 // The scale that an amax gives, as reference.scale_of: 1 if the amax is 0, inf or NaN; FLT_MAX if the quotient
 // overflows.
 LORAKERNELS_HD float scale_of_amax(float amax, float fp8_max) {

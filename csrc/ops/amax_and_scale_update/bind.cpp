@@ -2,6 +2,7 @@
 #include <cmath>
 #include <string>
 
+#include "host/launch_list.h"
 #include "ops/amax_and_scale_update/params.h"
 #include "register.h"
 
@@ -98,7 +99,7 @@ void register_amax_and_scale_update(py::module_& m) {
         if (gated && current == 0) {
           throw std::invalid_argument("amax_and_scale_update: gated needs current on a device, got none");
         }
-        launch_amax_and_scale_update(params, reinterpret_cast<void*>(stream), device);
+        submit("amax_and_scale_update", params, &launch_amax_and_scale_update, stream, device);
       },
       py::arg("forward"), py::arg("backward"), py::arg("current"), py::arg("n"), py::arg("history_len"),
       py::arg("fp8_max_forward"), py::arg("fp8_max_backward"), py::arg("margin"), py::arg("amax_compute_algo"),

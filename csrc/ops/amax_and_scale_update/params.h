@@ -29,6 +29,12 @@ struct AmaxAndScaleUpdateParams {
   bool gated;
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(AmaxAndScaleUpdateParams& params, const Visit& visit) {
+  visit(params.state[0], params.state[1], params.current);
+}
+
 LORAKERNELS_HD bool is_finite(float x) { return x - x == 0.0f; }
 
 LORAKERNELS_HD bool opens_gate(float amax) { return !(amax <= 0.0f); }

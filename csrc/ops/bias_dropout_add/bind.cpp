@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "host/launch_list.h"
 #include "ops/bias_dropout_add/params.h"
 #include "register.h"
 
@@ -34,7 +35,7 @@ void forward(uintptr_t out, uintptr_t x, uintptr_t bias, uintptr_t residual, int
                                     float_type("dtype", dtype),
                                     bias_type(bias_dtype, dtype),
                                     dropout_params(slot, site, threshold, first_row, first_col)};
-  launch_bias_dropout_add(params, reinterpret_cast<void*>(stream), device);
+  submit("bias_dropout_add", params, &launch_bias_dropout_add, stream, device);
 }
 
 void backward(uintptr_t dx, uintptr_t dbias, uintptr_t partial, uintptr_t dout, int64_t rows, int64_t cols,
@@ -51,7 +52,7 @@ void backward(uintptr_t dx, uintptr_t dbias, uintptr_t partial, uintptr_t dout, 
                                             float_type("dtype", dtype),
                                             bias_type(bias_dtype, dtype),
                                             dropout_params(slot, site, threshold, first_row, first_col)};
-  launch_bias_dropout_add_backward(params, reinterpret_cast<void*>(stream), device);
+  submit("bias_dropout_add_backward", params, &launch_bias_dropout_add_backward, stream, device);
 }
 
 }  // namespace

@@ -26,6 +26,13 @@ struct BiasDropoutAddParams {
   DropoutParams dropout;
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(BiasDropoutAddParams& params, const Visit& visit) {
+  visit(params.out, params.x, params.bias, params.residual);
+  each_address(params.dropout, visit);
+}
+
 struct BiasDropoutAddBackwardParams {
   void* dx;              // not written if threshold is 0: dx is dout then
   void* dbias;           // [cols] or null
@@ -37,6 +44,13 @@ struct BiasDropoutAddBackwardParams {
   FloatType bias_dtype;  // dtype, or kFloat32
   DropoutParams dropout;
 };
+
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(BiasDropoutAddBackwardParams& params, const Visit& visit) {
+  visit(params.dx, params.dbias, params.partial, params.dout);
+  each_address(params.dropout, visit);
+}
 
 // Threads [x, y] of a block walk [column groups, rows]. The grid follows from the shape and the number of the GPU's
 // multiprocessors alone, and so does the order in which dbias is summed. Each block keeps partial sums of dbias, so few

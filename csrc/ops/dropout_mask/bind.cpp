@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "host/launch_list.h"
 #include "ops/dropout_mask/params.h"
 #include "register.h"
 
@@ -21,7 +22,7 @@ void register_dropout_mask(py::module_& m) {
                                        threshold,
                                        first_row,
                                        first_col};
-        launch_dropout_mask(params, reinterpret_cast<void*>(stream), device);
+        submit("dropout_mask", params, &launch_dropout_mask, stream, device);
       },
       py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("slot"), py::arg("site"), py::arg("threshold"),
       py::arg("stream") = 0, py::arg("device") = -1, py::arg("first_row") = 0, py::arg("first_col") = 0,
@@ -40,8 +41,9 @@ void register_dropout_mask(py::module_& m) {
               std::to_string(threshold) + ", first_col " + std::to_string(first_col) + ", rows " +
               std::to_string(rows) + ", cols " + std::to_string(cols));
         }
-        launch_dropped_bits(dropout_params(slot, site, threshold, first_row, first_col),
-                            reinterpret_cast<uint32_t*>(dropped), rows, cols, reinterpret_cast<void*>(stream), device);
+        const DroppedBitsParams params{reinterpret_cast<uint32_t*>(dropped), rows, cols,
+                                       dropout_params(slot, site, threshold, first_row, first_col)};
+        submit("dropped_bits", params, &launch_dropped_bits, stream, device);
       },
       py::arg("dropped"), py::arg("rows"), py::arg("cols"), py::arg("slot"), py::arg("site"), py::arg("threshold"),
       py::arg("first_row"), py::arg("first_col"), py::arg("stream"), py::arg("device"),

@@ -19,12 +19,30 @@ struct DropoutMaskParams {
   uint32_t first_col;
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(DropoutMaskParams& params, const Visit& visit) {
+  visit(params.out, params.slot);
+  visit.site(params.site);
+}
+
+struct DroppedBitsParams {
+  uint32_t* dropped;      // [rows, dropped_words(cols)]
+  int64_t rows;           // elements, below 2^31
+  int64_t cols;           // elements, below 2^31
+  DropoutParams dropout;  // threshold above 0, first_col a multiple of 8
+};
+
+template <typename Visit>
+void each_address(DroppedBitsParams& params, const Visit& visit) {
+  visit(params.dropped);
+  each_address(params.dropout, visit);
+}
+
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
 void launch_dropout_mask(const DropoutMaskParams& params, void* stream, int device);
 
-// Draws the mask as bits [rows, dropped_words(cols)], laid out as device/dropout.h says. The threshold is above 0, and
-// first_col is a multiple of 8.
-void launch_dropped_bits(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols, void* stream,
-                         int device);
+// Draws the mask as bits, laid out as device/dropout.h says.
+void launch_dropped_bits(const DroppedBitsParams& params, void* stream, int device);
 
 }  // namespace lorakernels

@@ -56,12 +56,12 @@ unsigned blocks_for(int64_t wanted) {
 
 }  // namespace
 
-void launch_dropped_bits(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols, void* stream,
-                         int device) {
-  if (rows == 0 || cols == 0) return;
+void launch_dropped_bits(const DroppedBitsParams& params, void* stream, int device) {
+  if (params.rows == 0 || params.cols == 0) return;
   const DeviceGuard guard(device);
-  const unsigned blocks = blocks_for((rows + kRowsOfUnit - 1) / kRowsOfUnit);
-  dropped_bits_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(dropout, dropped, rows, cols);
+  const unsigned blocks = blocks_for((params.rows + kRowsOfUnit - 1) / kRowsOfUnit);
+  dropped_bits_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params.dropout, params.dropped,
+                                                                                  params.rows, params.cols);
   LORAKERNELS_CHECK_LAUNCH("dropped_bits");
 }
 

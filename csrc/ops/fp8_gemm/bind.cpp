@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "host/launch_list.h"
 #include "ops/fp8_gemm/params.h"
 #include "register.h"
 
@@ -89,7 +90,7 @@ void fp8_linear_lora(uintptr_t y, uintptr_t x8, uintptr_t weight, uintptr_t x_sc
   params.splits = splits, params.tile_rows = tile.first, params.tile_cols = tile.second;
   params.multiprocessors = multiprocessors;
   check("fp8_linear_lora", params);
-  launch_fp8_linear_lora(params, pointer<void>(stream), device);
+  submit("fp8_linear_lora", params, &launch_fp8_linear_lora, stream, device);
 }
 
 void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight, bool transposed, uintptr_t dy_scale_inv,
@@ -115,7 +116,7 @@ void fp8_grad_input(uintptr_t dx, uintptr_t dy8, uintptr_t weight, bool transpos
   params.multiprocessors = multiprocessors;
   check("fp8_grad_input", params);
   const auto launch = transposed ? launch_fp8_grad_input : launch_fp8_grad_input_untransposed;
-  launch(params, pointer<void>(stream), device);
+  submit("fp8_grad_input", params, launch, stream, device);
 }
 
 }  // namespace

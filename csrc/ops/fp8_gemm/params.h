@@ -52,6 +52,14 @@ struct Fp8GemmParams {
   int64_t multiprocessors;       // of the device
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(Fp8GemmParams& params, const Visit& visit) {
+  visit(params.out, params.left, params.right, params.left_scale_inv, params.right_scale_inv, params.u, params.v);
+  visit(params.bias, params.residual, params.dropped);
+  each_address(params.dropout, visit);
+}
+
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
 void launch_fp8_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_fp8_grad_input(const Fp8GemmParams& params, void* stream, int device);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "host/launch_list.h"
 #include "ops/lora_grad_a/params.h"
 #include "register.h"
 
@@ -56,7 +57,7 @@ void lora_grad_a(uintptr_t dA, uintptr_t partial, uintptr_t ds, uintptr_t x, uin
                                float_type("out_dtype", out_dtype),
                                dropout_params(slot, site, threshold, first_row, first_col),
                                reinterpret_cast<const uint32_t*>(dropped)};
-  launch_lora_grad_a(params, reinterpret_cast<void*>(stream), device);
+  submit("lora_grad_a", params, &launch_lora_grad_a, stream, device);
 }
 
 }  // namespace

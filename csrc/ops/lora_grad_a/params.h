@@ -36,6 +36,13 @@ struct LoraGradAParams {
   const uint32_t* dropped;  // [rows, dropped_words(cols)], the mask; null: draw it
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(LoraGradAParams& params, const Visit& visit) {
+  visit(params.dA, params.partial, params.ds, params.x, params.scale_inv, params.dropped);
+  each_address(params.dropout, visit);
+}
+
 // A block takes a strip of columns in a slice of the rows. Its kColWarps × kRowWarps warps share the strip's columns,
 // and take the slice's rows in turns, 8 or 16 at a time. Ranks above 64 are two parts, each of which reads x.
 struct LoraGradAGrid {

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/launch_list.h"
 #include "ops/quantize_grad/params.h"
 #include "register.h"
 
@@ -89,7 +90,7 @@ void quantize_grad(uintptr_t dy8, uintptr_t scale_inv, uintptr_t amax, uintptr_t
       reinterpret_cast<uint32_t*>(dropped),
       dropped_cols,
       dropout_params(slot, site, threshold, first_row, first_col)};
-  launch_quantize_grad(params, reinterpret_cast<void*>(stream), device);
+  submit("quantize_grad", params, &launch_quantize_grad, stream, device);
 }
 
 }  // namespace

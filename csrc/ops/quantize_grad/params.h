@@ -87,6 +87,16 @@ struct QuantizeGradParams {
   DropoutParams dropout;  // first_col a multiple of 8
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(QuantizeGradParams& params, const Visit& visit) {
+  visit(params.dy8, params.scale_inv, params.amax, params.ds, params.dB, params.workspace, params.dy, params.B,
+        params.s);
+  visit(params.dropped);
+  each_address(params.scale, visit);
+  each_address(params.dropout, visit);
+}
+
 // dy is cut into strips of columns, each within one projection, and into panels of rows. (strip, panel) pairs are
 // numbered strip by strip, and each block takes a run of them. A block's partial dB for one strip is a *segment*. From
 // one segment to the next either the block or the strip goes up by one, so `block + strip` numbers them without gaps or

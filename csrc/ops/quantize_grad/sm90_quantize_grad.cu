@@ -252,6 +252,7 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
   }
   const int64_t sums_of = grid.panels * Grid::kPanelRows * params.projections.count +
                           (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
+  if (sums_of == 0) return;  // of no rows, and without dB: a grid of no blocks cannot be launched
   const int64_t threads = sums_of * grid.padded_rank / 4;
   const auto blocks = static_cast<unsigned>((threads + kSumThreads - 1) / kSumThreads);
   launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, 0, stream, true, params, grid);

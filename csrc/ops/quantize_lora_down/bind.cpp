@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "host/launch_list.h"
 #include "ops/quantize_lora_down/params.h"
 #include "register.h"
 
@@ -53,7 +54,7 @@ void quantize_lora_down(uintptr_t x8, uintptr_t scale_inv, uintptr_t amax, uintp
                                       type,
                                       float_type("a_dtype", a_dtype),
                                       dropout_params(slot, site, threshold, first_row, first_col)};
-  launch_quantize_lora_down(params, reinterpret_cast<void*>(stream), device);
+  submit("quantize_lora_down", params, &launch_quantize_lora_down, stream, device);
 }
 
 }  // namespace

@@ -37,6 +37,13 @@ struct QuantizeLoraDownParams {
   DropoutParams dropout;
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(QuantizeLoraDownParams& params, const Visit& visit) {
+  visit(params.x8, params.scale_inv, params.amax, params.s, params.workspace, params.x, params.lora_A, params.kept);
+  each_address(params.dropout, visit);
+}
+
 // Which kernel runs, and which part of x each block takes. There are slices · row_blocks blocks, and each sums over its
 // slice of the columns.
 //   kWarps   A block keeps its slice of A in shared memory. Each warp walks along 16 rows of the slice.

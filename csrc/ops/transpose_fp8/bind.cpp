@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "host/launch_list.h"
 #include "ops/transpose_fp8/params.h"
 #include "register.h"
 
@@ -16,7 +17,7 @@ void transpose_fp8(uintptr_t out, uintptr_t in, int64_t rows, int64_t cols, uint
                                 std::to_string(rows) + ", cols " + std::to_string(cols));
   }
   const TransposeFp8Params params{reinterpret_cast<uint8_t*>(out), reinterpret_cast<const uint8_t*>(in), rows, cols};
-  launch_transpose_fp8(params, reinterpret_cast<void*>(stream), device);
+  submit("transpose_fp8", params, &launch_transpose_fp8, stream, device);
 }
 
 }  // namespace

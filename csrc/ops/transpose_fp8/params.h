@@ -13,6 +13,12 @@ struct TransposeFp8Params {
   int64_t cols;       // below 2^31 - 128
 };
 
+// Visits what a LaunchList replaces (host/launch_list.h).
+template <typename Visit>
+void each_address(TransposeFp8Params& params, const Visit& visit) {
+  visit(params.out, params.in);
+}
+
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
 void launch_transpose_fp8(const TransposeFp8Params& params, void* stream, int device);
 

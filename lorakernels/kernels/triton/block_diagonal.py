@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.launch import launch as launch_kernel
 from lorakernels.kernels.triton.quantize import begin
 from lorakernels.values import SideBySide
 
@@ -42,10 +43,10 @@ def _block(  # type: ignore[no-untyped-def]
         tl.store(block + below, (first * factor).to(block.dtype.element_ty), is_below)
     else:
         value = tl.load(block + at, inside, other=0).to(tl.float32)
-        first += value * factor
+        first += tl.where(inside, value * factor, 0.0)  # beside a factor that is not finite, too
         if COMPACT:
             value = tl.load(block + below, is_below, other=0).to(tl.float32)
-        second += value * tl.load(factors + COUNT + index)
+        second += tl.where(is_below, value * tl.load(factors + COUNT + index), 0.0)
     return first, second
 
 
@@ -113,8 +114,11 @@ def launch(
     pointers = [next(held) if rank else whole for rank in ranks]  # no rank: nothing is accessed
     pointers += [whole] * (MAX_BLOCKS - len(rows))
     early = quantize.overlaps(whole.device)
-    with torch.cuda.device_of(whole):  # does nothing for a CPU tensor of the interpreter
-        _block_diagonal_kernel[(triton.cdiv(n[-1], TILE),)](
+    device = whole.device if whole.device.type == "cuda" else -1  # none for the interpreter
+    with torch.cuda.device(device):
+        launch_kernel(
+            _block_diagonal_kernel,
+            (triton.cdiv(n[-1], TILE),),
             whole,
             second,
             *pointers,

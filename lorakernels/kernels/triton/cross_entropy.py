@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakernels.kernels.triton.launch import launch as launch_kernel
+
 
 @triton.jit
 def _cross_entropy_kernel(
@@ -76,7 +78,9 @@ def launch(
 ) -> None:
     """Write `losses` and, with `gradient`, dz over `logits`, which are contiguous and not empty."""
     rows, vocabulary = logits.shape
-    _cross_entropy_kernel[(rows,)](
+    launch_kernel(
+        _cross_entropy_kernel,
+        (rows,),
         losses,
         logits,
         labels,

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorakernels.kernels import tune
+from lorakernels.kernels.triton.launch import launch as launch_kernel
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaled, Up, Weight
 
@@ -168,7 +169,9 @@ def launch(
     rank = 0 if s is None else s.shape[1]
     s_dtype = _TRITON_DTYPE[torch.bfloat16 if s is None else s.dtype]
     interpreted = not y.is_cuda  # there, bf16 operands of tl.dot are read as integers
-    _fp8_linear_lora_kernel[(programs,)](
+    launch_kernel(
+        _fp8_linear_lora_kernel,
+        (programs,),
         TensorDescriptor.from_tensor(y, [config.block_m, config.block_n // 2]),
         _tiles(x.data, config.block_m, config.block_k),
         _tiles(weight.data, config.block_n, config.block_k),

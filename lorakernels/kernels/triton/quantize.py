@@ -202,19 +202,19 @@ class Quantized:
 
 def quantized(
     shape: tuple[int, int],
-    device: torch.device,
+    like: Tensor,
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
 ) -> Quantized:
-    """Memory for what `numerics.fp8.quantize` returns."""
-    quantizes = scaling is not None
-    scale_inv = torch.empty(1 if quantizes else 0, device=device)
+    """Memory for what `numerics.fp8.quantize` returns, on the device of `like`."""
+    quantizes, device = scaling is not None, like.device
+    scale_inv = like.new_empty(1 if quantizes else 0, dtype=torch.float32)
     state, column, delayed = scaling or (scale_inv, 0, False)
     return Quantized(
-        torch.empty(shape if quantizes else 0, dtype=torch.uint8, device=device),
+        like.new_empty(shape if quantizes else 0, dtype=torch.uint8),
         scale_inv,
         state,
-        torch.empty(PARTIALS if quantizes else 0, dtype=torch.int32, device=device),
+        like.new_empty(PARTIALS if quantizes else 0, dtype=torch.int32),
         column,
         (state.shape[0] - 1) * state.stride(0) + column if quantizes else 0,
         quantizes,

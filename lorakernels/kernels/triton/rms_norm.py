@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakernels.kernels import tune_layer as tune
 from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.launch import launch
 from lorakernels.kernels.triton.quantize import (
     begin,
     encode,
@@ -115,15 +116,17 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`ops.rms_norm_quantize` of what its `why_not_triton` has nothing against."""
     rows, cols = x.shape
-    normed = torch.empty_like(x) if keep else x.new_empty(0)
-    rstd = torch.empty(rows, device=x.device)
-    target = quantized((rows, cols), x.device, scaling, E4M3)
+    normed = x.new_empty(x.shape if keep else 0)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    target = quantized((rows, cols), x, scaling, E4M3)
     block = max(256, triton.next_power_of_2(cols))
     config = config or tune.norm_config(block)
     measured = quantize.measuring(rows, x.device)
     programs = min(rows, quantize.multiprocessors(x.device) * config.resident)
     for measure in (True, False) if target.quantizes else (False,):
-        _rms_norm_quantize_kernel[(measured if measure else programs,)](
+        launch(
+            _rms_norm_quantize_kernel,
+            (measured if measure else programs,),
             normed,
             target.x8,
             target.scale_inv,
@@ -233,9 +236,11 @@ def _weight_grad(dnormed: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     blocks = triton.cdiv(cols, block)
     chunks = max(1, min(triton.cdiv(rows, 16), 4 * quantize.multiprocessors(x.device) // blocks))
     chunk = triton.cdiv(triton.cdiv(rows, chunks), 16) * 16
-    partial = torch.empty(triton.cdiv(rows, chunk), cols, device=x.device)
+    partial = x.new_empty(triton.cdiv(rows, chunk), cols, dtype=torch.float32)
     early = quantize.overlaps(x.device)
-    _weight_grad_kernel[(blocks, partial.shape[0])](
+    launch(
+        _weight_grad_kernel,
+        (blocks, partial.shape[0]),
         partial,
         dnormed,
         x,
@@ -263,12 +268,14 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """`ops.rms_norm_backward` of what its `why_not_triton_backward` has nothing against."""
     rows, cols = x.shape
-    dx = torch.empty_like(x)
+    dx = x.new_empty(x.shape)
     block = max(256, triton.next_power_of_2(cols))
     config = config or tune.norm_backward_config(block)
     programs = min(rows, quantize.multiprocessors(x.device) * config.resident)
     early = quantize.overlaps(x.device)
-    _rms_norm_backward_kernel[(programs,)](
+    launch(
+        _rms_norm_backward_kernel,
+        (programs,),
         dx,
         dnormed,
         x,
@@ -284,4 +291,5 @@ def rms_norm_backward(
         num_warps=config.num_warps,
         **quantize.launch_options(early),
     )
-    return dx, _weight_grad(dnormed, x, rstd) if weight_grad else torch.empty(0, device=x.device)
+    dweight = _weight_grad(dnormed, x, rstd) if weight_grad else rstd.new_empty(0)
+    return dx, dweight

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakernels.kernels import tune_layer as tune
 from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.launch import launch
 from lorakernels.kernels.triton.quantize import begin
 
 
@@ -70,7 +71,9 @@ def rope_qkv_(
     block = triton.next_power_of_2(half)
     config = config or tune.rope_config(block, triton.next_power_of_2(turned))
     early = quantize.overlaps(qkv.device)
-    _rope_kernel[(qkv.shape[0], triton.cdiv(turned, config.heads))](
+    launch(
+        _rope_kernel,
+        (qkv.shape[0], triton.cdiv(turned, config.heads)),
         qkv,
         cos,
         sin,
@@ -192,7 +195,9 @@ def rope_qkv_backward(
     block = triton.next_power_of_2(dim // 2)
     config = config or tune.rope_backward_config(block, triton.next_power_of_2(q_heads))
     blocks = triton.cdiv(q_heads, config.heads) + 2 * triton.cdiv(kv_heads, config.heads)
-    _rope_backward_kernel[(dqkv.shape[0], blocks)](
+    launch(
+        _rope_backward_kernel,
+        (dqkv.shape[0], blocks),
         dqkv,
         dq,
         dk,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakernels.kernels import tune_layer as tune
 from lorakernels.kernels.triton import quantize
+from lorakernels.kernels.triton.launch import launch
 from lorakernels.kernels.triton.quantize import (
     Quantized,
     begin,
@@ -195,10 +196,10 @@ def swiglu_quantize(
     config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.swiglu_quantize` of what its `why_not_triton` has nothing against."""
-    (rows, cols), device = gate_up.data.shape, gate_up.data.device
-    shape = (rows, cols // 2)
-    act = torch.empty(shape if keep else 0, dtype=dtype, device=device)
-    target = quantized(shape, device, scaling, E4M3)
+    data = gate_up.data
+    shape = (data.shape[0], data.shape[1] // 2)
+    act = data.new_empty(shape if keep else 0, dtype=dtype)
+    target = quantized(shape, data, scaling, E4M3)
     config = config or (tune.SWIGLU if gate_up.scale_inv is None else tune.SWIGLU_OF_BYTES)
     if keep or target.quantizes:
         _launch(act, target, None, gate_up, None, dtype, config)
@@ -213,10 +214,10 @@ def swiglu_quantize_and_pack(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`ops.swiglu_quantize_and_pack` of what its `why_not_triton_and_pack` has nothing against."""
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
-    act = torch.empty(shape if keep else 0, dtype=gate_up.dtype, device=gate_up.device)
-    target = quantized(shape, gate_up.device, scaling, E4M3)
-    packed = torch.empty_like(gate_up, dtype=torch.uint8)
-    scale_inv = torch.empty(packed_scales(*gate_up.shape), device=gate_up.device)
+    act = gate_up.new_empty(shape if keep else 0)
+    target = quantized(shape, gate_up, scaling, E4M3)
+    packed = gate_up.new_empty(gate_up.shape, dtype=torch.uint8)
+    scale_inv = gate_up.new_empty(packed_scales(*gate_up.shape), dtype=torch.float32)
     pack = Scaled(packed, scale_inv)
     _launch(act, target, None, Scaled(gate_up), None, gate_up.dtype, config, pack)
     return act, target.x8, target.scale_inv, packed, scale_inv
@@ -235,8 +236,8 @@ def swiglu_quantize_grad(
     shape = (gate_up.data.shape[0], gate_up.data.shape[1])
     # dgate_up itself may overflow here
     tells = scaling is not None and dact.dtype == torch.float16
-    dgate_up = torch.empty(shape if keep or tells else 0, dtype=dact.dtype, device=dact.device)
-    target = quantized(shape, dact.device, scaling, fp8_dtype)
+    dgate_up = dact.new_empty(shape if keep or tells else 0)
+    target = quantized(shape, dact, scaling, fp8_dtype)
     config = config or (tune.SWIGLU_GRAD_KEPT if keep else tune.SWIGLU_GRAD)
     if keep or target.quantizes:
         _launch(dgate_up, target, dact, gate_up, multiplier, dact.dtype, config)
@@ -264,7 +265,9 @@ def _launch(
     measured = quantize.measuring(tiles, data.device)
     programs = min(tiles, quantize.multiprocessors(data.device) * config.resident)
     for measure in (True, False) if target.quantizes else (False,):
-        _swiglu_kernel[(measured if measure else programs,)](
+        launch(
+            _swiglu_kernel,
+            (measured if measure else programs,),
             out,
             target.x8,
             target.scale_inv,

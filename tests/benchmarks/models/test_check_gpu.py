@@ -75,6 +75,18 @@ def test_records_rise_by_themselves_and_fall_with_a_reason(check, rate, before, 
     assert check.updated(rows, recorded, "a new driver") == {"1b: drop-in": after}
 
 
+def test_where_the_host_bounds_a_rate_another_host_may_be_faster(check) -> None:
+    rows = rows_of(check, OK, OK | {"tokens_per_s": 300.0}, {"ratio": 1.0})
+    for row in rows:
+        row["bound by"] = "host"
+    assert check.updated(rows, {"1b: drop-in": {"ratio": 1.0}}, "") == {
+        "1b: drop-in": {"ratio": 2.0}
+    }
+    assert check.updated(rows, {"1b: drop-in": {"ratio": 2.5}}, "") == {
+        "1b: drop-in": {"ratio": 2.5}
+    }
+
+
 def test_a_record_does_not_fall_without_a_reason_nor_with_a_wrong_loss(check) -> None:
     recorded = {"1b: drop-in": {"ratio": 1.0}}
     slower = rows_of(check, OK, OK | {"tokens_per_s": 50.0}, {"ratio": 1.0})

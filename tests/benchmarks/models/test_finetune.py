@@ -107,13 +107,24 @@ def test_rates_are_medians_of_the_last_half(bench: Any, files: Any) -> None:
 def test_a_loss_unlike_the_peers_is_wrong(
     bench: Any, first: float, last: float, check: str
 ) -> None:
-    def row(provider: str, rate: float, first: float, last: float) -> dict[str, Any]:
-        numbers = {"positions/s": rate, "first loss": first, "last loss": last}
-        return {"provider": provider, "check": "ok", **bench.NO_NUMBERS, **numbers}
-
-    rows = bench.compared([row("cli, default", 300.0, first, last), row(bench.PEFT, 100, 5.75, 5)])
+    cli, peft = _row(bench, "cli, default", first, last), _row(bench, bench.PEFT, 5.75, 5.0)
+    rows = bench.compared([{**cli, "positions/s": 300.0}, peft])
     assert rows[0]["check"] == check
     assert rows[0]["× hf + peft"] == (3.0 if check == "ok" else "")
+
+
+def test_trl_s_losses_are_compared_with_each_other(bench: Any) -> None:
+    """TRL packs rows of its own: their first loss may be another than the other rows'."""
+    peft, ours = bench.TRL
+    for found, check in ((6.0, "ok"), (6.3, "WRONG: losses 6.3, 5.0, expected 6.02")):
+        rows = [(bench.PEFT, 5.75), (ours, found), (peft, 6.02)]
+        checked = bench.compared([_row(bench, name, first, 5.0) for name, first in rows])
+        assert [row["check"] for row in checked] == ["ok", check, "ok"]
+
+
+def _row(bench: Any, provider: str, first: float, last: float) -> dict[str, Any]:
+    numbers = {"positions/s": 100.0, "first loss": first, "last loss": last}
+    return {"provider": provider, "check": "ok", **bench.NO_NUMBERS, **numbers}
 
 
 def test_a_command_that_fails_says_its_last_line(bench: Any, tmp_path: Path) -> None:

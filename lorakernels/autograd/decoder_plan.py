@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of a decoder layer by plans (plans/node.py), or by the ops where a plan does not take the call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.autograd.decoder_layer import (
+    MLPCall,
+    MLPNode,
+    NormQKVNode,
+    OutputCall,
+    OutputNode,
+    QKVCall,
+)
+from lorakernels.autograd.fused_linear import PlannedProjections, Projections
+from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
+from lorakernels.plans.routing import PLAIN, are_plain, is_plain
+from lorakernels.plans.stand_in import Recording, Site, column_address
+from lorakernels.values import Dropout
+
+PLANS: Plans[NodePlan] = Plans(1024)
+_TENSORS = (
+    "weight",
+    "scale_inv",
+    "grad_scale_inv",
+    "weight_t",
+    "bias",
+    "multiplier",
+    "lora_A",
+    "factors",
+)
+
+
+class _Kind:
+    """What several Projections have in common, compared by identity."""
+
+    def __init__(self, forms: Hashable) -> None:
+        self.forms = forms
+
+
+_kind = lru_cache(4096)(_Kind)
+
+
+def planned_projections(
+    to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
+) -> PlannedProjections | None:
+    """What plans take of `to`; None where there is no FP8 state, or a tensor is not torch's own.
+
+    Args:
+        drawn: the dropout probability of each mask, 0 where none is drawn.
+        params: what autograd sees of the projections (`fused_node.Trained`).
+    """
+    tensors, states = _tensors(to), (to.state_x, to.state_dy)
+    if None in states or not are_plain(*states, *tensors, *params):
+        return None
+    forms = tuple(
+        None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
+    )
+    key = (forms, to.rows, to.ranks, drawn, to.spec.numbers)
+    kind = _kind(key)
+    addresses = tuple(column_address(s, to.spec.column) for s in states if s is not None)
+    return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)
+
+
+def _tensors(to: Projections) -> list[Tensor | None]:
+    return [*(getattr(to, name) for name in _TENSORS), *to.weights]
+
+
+class _Call(NamedTuple):
+    """One call of a node.
+
+    Attributes:
+        node: the autograd Function.
+        tensors: its first arguments.
+        call: the next one, a dataclass.
+        params: the others.
+        tos: the Projections in `call`, by the names of their fields.
+        tables: the tensors in `call` itself, likewise.
+    """
+
+    node: Any
+    tensors: tuple[Tensor | None, ...]
+    call: Any
+    params: list[Tensor | None]
+    tos: dict[str, Projections]
+    tables: dict[str, Tensor]
+
+    def key(self, constants: tuple[Hashable, ...], flags: list[bool]) -> Hashable:
+        shapes = [
+            None if t is None else (t.shape, t.dtype, t.stride(), t.device)
+            for t in (*self.tensors, *self.tables.values())
+        ]
+        kinds = [to.planned and to.planned.kind for to in self.tos.values()]
+        return (self.node, *kinds, *shapes, *constants, *flags)
+
+    def operands(self, recording: Recording) -> Operands:
+        """Stand-ins for everything."""
+        first = [_stand_in(recording, t) for t in self.tensors]
+        params = [_stand_in(recording, t) for t in self.params]
+        tables = {name: _stand_in(recording, t) for name, t in self.tables.items()}
+        given, states, sites = [*first, *params, *tables.values()], [], 0
+        tos = {}
+        for name, to in self.tos.items():
+            tensors = [_stand_in(recording, t) for t in _tensors(to)]
+            masks: list[Dropout | None] = []
+            for mask in to.masks:
+                if mask is None:
+                    masks.append(None)
+                else:
+                    tensors.append(_stand_in(recording, mask.slot))
+                    masks.append(mask._replace(slot=tensors[-1], site=Site(sites)))
+                    sites += 1
+            own = [recording.column(t.shape) for t in (to.state_x, to.state_dy) if t is not None]
+            states += own
+            given += tensors
+            n = len(_TENSORS)
+            tos[name] = to._replace(
+                **dict(zip(_TENSORS, tensors[:n], strict=True)),
+                weights=tuple(tensors[n : n + len(to.weights)]),
+                masks=tuple(masks),
+                state_x=own[0],
+                state_dy=own[1],
+                spec=to.spec.numbers.spec,
+            )
+        call = replace(self.call, **tables, **tos)
+        places = (*range(len(first)), *range(len(first) + 1, len(first) + 1 + len(params)))
+        present = [t for t in (*given, *states) if t is not None]
+        return Operands(present, (*first, call, *params), places)
+
+    def run(self, plan: NodePlan) -> NodeRun:
+        others: list[Tensor] = [*self.tables.values()]
+        addresses: tuple[int, ...] = ()
+        sites: list[int] = []
+        for to in self.tos.values():
+            assert to.planned is not None
+            others += to.planned.tensors
+            addresses += to.planned.addresses
+            for mask in to.masks:
+                if mask is not None:
+                    others.append(mask.slot)
+                    sites.append(mask.site)
+        return NodeRun(plan, others, addresses, tuple(sites), {"call": self.call})
+
+
+def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return recording.tensor(tensor.shape, tensor.dtype, tensor.stride())
+
+
+def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
+    """The node's results, or None where it has to run by the ops."""
+    if not is_plain() or any([to.planned is None for to in call.tos.values()]):
+        return None
+    first, others = call.tensors[0], (*call.tensors[1:], *call.tables.values())
+    assert first is not None
+    if not first.numel() or type(first) not in PLAIN or not are_plain(*others):
+        return None
+    grad = torch.is_grad_enabled()
+    tensors = (*call.tensors, *call.params)
+    flags = [grad and t is not None and t.requires_grad for t in tensors]
+    n, device = len(call.tensors), call.tensors[0].device  # type: ignore[union-attr]
+
+    def make() -> NodePlan:
+        return NodePlan(call.node, device, call.operands, (*flags[:n], False, *flags[n:]))
+
+    key = call.key((*constants, device.index), flags)
+    try:
+        plan = PLANS[key]
+    except KeyError:
+        plan = PLANS.make(key, make)
+    if plan is None:
+        return None
+    try:
+        return apply_planned(call.run(plan), *tensors)
+    except Misaligned:
+        return None
+
+
+def norm_qkv(
+    h: Tensor,
+    norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    call: QKVCall,
+    params: list[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] itself. `params`: as `Trained` lists them."""
+    found = None
+    if h.is_cuda:
+        h = h.contiguous()
+        tables = {"cos": call.cos, "sin": call.sin}
+        made = _Call(NormQKVNode, (h, norm, q_norm, k_norm), call, params, {"to": call.to}, tables)
+        found = _planned(made, (call.eps, call.heads, call.kv_heads, call.save))
+    if found is None:
+        found = NormQKVNode.apply(h, norm, q_norm, k_norm, call, *params)
+    q, k, v, h = found
+    return q, k, v, h
+
+
+def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
+    """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them."""
+    y: Tensor | None = None
+    if out.is_cuda:
+        out = (
+            out.transpose(1, 2).contiguous().transpose(1, 2)
+        )  # mostly no copy: attention wrote it so
+        made = _Call(OutputNode, (out, residual), call, params, {"to": call.to}, {})
+        y = _planned(made, (call.save,))
+    return OutputNode.apply(out, residual, call, *params) if y is None else y
+
+
+def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
+    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down."""
+    y: Tensor | None = None
+    if h.is_cuda:
+        h = h.contiguous()
+        tos = {"gate_up": call.gate_up, "down": call.down}
+        made = _Call(MLPNode, (h, norm), call, params, tos, {})
+        y = _planned(made, (call.eps, call.save, call.output))
+    return MLPNode.apply(h, norm, call, *params) if y is None else y

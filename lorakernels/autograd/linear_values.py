@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one call of a linear layer with an adapter needs besides x, W and the bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.config import DelayedScaling
+from lorakernels.values import Dropout, Scaling
+
+
+@dataclass(frozen=True)
+class LoRASpec:
+    """What one call needs besides tensors.
+
+    Attributes:
+        scaling: factor of B A.
+        p: dropout probability, in [0, 1).
+        site: the layer's dropout stream.
+        row0, col0: where x[0, 0] lies in the tensor that the mask is drawn for.
+        column: the layer's column in its FP8State.
+        delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
+        backward_dtype: FP8 dtype of dy.
+        split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
+        memo: what is remembered of the layer whose numbers these are, by what it is for.
+    """
+
+    scaling: float = 1.0
+    p: float = 0.0
+    site: int = 0
+    row0: int = 0
+    col0: int = 0
+    column: int = 0
+    delayed: bool = False
+    backward_dtype: torch.dtype = torch.float8_e5m2
+    split_fprop: bool = False
+    split_dgrad: bool = True
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
+        """A copy for an FP8 base that follows `recipe`."""
+        return replace(
+            self,
+            column=column,
+            delayed=delayed,
+            backward_dtype=recipe.backward_dtype,
+            split_fprop=recipe.fp8_gemm_fprop.use_split_accumulator,
+            split_dgrad=recipe.fp8_gemm_dgrad.use_split_accumulator,
+        )
+
+    @cached_property
+    def numbers(self) -> SharedNumbers:
+        """These numbers without what differs from layer to layer: the column and the site are 0."""
+        return _shared(replace(self, column=0, site=0))
+
+    def of_state(self, state: Tensor | None) -> Scaling | None:
+        """This call's scale in one direction of an FP8 state; None over a plain base."""
+        return None if state is None else Scaling(state, self.column, self.delayed)
+
+    def dropout(self, slot: Tensor | None) -> Dropout | None:
+        """The mask that `slot` draws for this call; None without a slot."""
+        return None if slot is None else Dropout(slot, self.p, self.site, self.row0, self.col0)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedNumbers:
+    """A `LoRASpec` of several layers, compared by identity: equal numbers are one object."""
+
+    spec: LoRASpec
+
+
+@lru_cache(4096)
+def _shared(spec: LoRASpec) -> SharedNumbers:
+    return SharedNumbers(spec)
+
+
+class Call(NamedTuple):
+    """A `LoRASpec` and the tensors that it refers to.
+
+    Attributes:
+        spec: scaling, dropout probability and which columns of the FP8 state to use.
+        slot: int64 [2] random slot; None draws no mask (dropout off).
+        state_x, state_dy: `FP8State.forward` and `.backward`; None over a plain base.
+    """
+
+    spec: LoRASpec
+    slot: Tensor | None = None
+    state_x: Tensor | None = None
+    state_dy: Tensor | None = None
+
+    @property
+    def scaling_x(self) -> Scaling | None:
+        return self.spec.of_state(self.state_x)
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return self.spec.dropout(self.slot)
+
+
+class AdapterNumbers(NamedTuple):
+    """The first fields of `LoRASpec`: those that an adapter decides."""
+
+    scaling: float = 1.0
+    p: float = 0.0
+    site: int = 0
+
+
+class Adapter(NamedTuple):
+    """A [R, K], B [N, R], and s = D(x) Aᵀ [M, R] where it has been computed; all None without an adapter."""
+
+    A: Tensor | None = None
+    B: Tensor | None = None
+    s: Tensor | None = None

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerSpec: what `fuse` knows of one family's decoder layer. No other code of fusion/ names an attribute of a model.
+
+A fused layer computes (autograd/decoder_layer.py):
+
+    h2 = h + o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + down(silu(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
+
+RoPE turns whole heads, as transformers' `rotate_half` does, and q's and k's heads may be normed before it. A family
+fits if its layer computes the same. Its file here says where the parts are, and refuses settings that change the sum.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_SILU = ("SiLU", "SiLUActivation")
+
+
+def no_objection(layer: Any) -> str | None:
+    """`LayerSpec.refuse` of a family that has nothing to refuse."""
+    return None
+
+
+class Heads(NamedTuple):
+    """H query and Hk key heads of `dim` columns; `scale` is the factor of q kᵀ."""
+
+    query: int
+    key: int
+    dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Where the parts of a family's decoder layer are. A place is a module's path inside of the layer.
+
+    transformers defines the classes `<family>DecoderLayer`, `<family>Attention`, `<family>MLP` and `<family>RMSNorm`
+    in one file. The layer has the modules named here and no others.
+
+    Attributes:
+        family: what the names of the classes begin with, such as "Llama".
+        attention, mlp: the two modules that hold the projections.
+        norms: the RMSNorms of attention's and of the MLP's input.
+        qkv: three projections; or one, whose rows are q's heads, then k's, then v's.
+        output: the projection of attention's result.
+        gate_up: two projections; or one, whose rows are gate's, then up's.
+        down: the projection of the MLP's result.
+        activation: the module of the gate's activation, which must be SiLU.
+        last_norm: the name of the model's last norm, beside the list of layers.
+        head_norms: the RMSNorms of q's heads and of k's heads, or ().
+        dropouts: nn.Dropouts on the way, whose p must be 0.
+        window: the attribute with the sliding window's number of tokens, or None where the family has no window.
+        refuse: says in words why a fused layer would compute something else than the given layer, or returns None.
+    """
+
+    family: str
+    attention: str
+    mlp: str
+    norms: tuple[str, str]
+    qkv: tuple[str, ...]
+    output: str
+    gate_up: tuple[str, ...]
+    down: str
+    activation: str
+    last_norm: str
+    head_norms: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    window: str | None = None
+    refuse: Callable[[Any], str | None] = no_objection
+
+    @property
+    def layer(self) -> str:
+        """The name of the decoder layer's class."""
+        return f"{self.family}DecoderLayer"
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The projections that share an input, group by group, in the order in which they run."""
+        return self.qkv, (self.output,), self.gate_up, (self.down,)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """How many results each of `groups` has, whether separate projections or a packed one make them."""
+        return 3, 1, 2, 1
+
+    @property
+    def all_norms(self) -> tuple[str, ...]:
+        return *self.norms, *self.head_norms
+
+    def children(self) -> dict[str, set[str]]:
+        """{owner: the names of its modules}, of the layer itself, "", and of every module that holds a part of it."""
+        found: dict[str, set[str]] = {}
+        projections = [place for group in self.groups for place in group]
+        own = (self.attention, self.mlp, *self.all_norms, *projections, *self.dropouts)
+        for place in (*own, self.activation):
+            owner, _, name = place.rpartition(".")
+            found.setdefault(owner, set()).add(name)
+        return found
+
+    def own_class(self, layer: nn.Module, part: str) -> type[nn.Module] | None:
+        """The class `<family><part>` that transformers defines beside the layer's class, or None."""
+        file, name = type(layer).__module__, self.family + part
+        found = getattr(sys.modules.get(file), name, None)
+        ours = isinstance(found, type) and (found.__module__, found.__name__) == (file, name)
+        return found if ours else None
+
+    def heads(self, layer: nn.Module) -> Heads:
+        """The heads of a layer, fused or not."""
+        attention: Any = layer.get_submodule(self.attention)
+        output: Any = layer.get_submodule(self.output)
+        query, config = attention.config.num_attention_heads, attention.config
+        dim = output.in_features // query
+        return Heads(query, config.num_key_value_heads, dim, attention.scaling)
+
+    def looks_back(self, layer: nn.Module) -> bool:
+        """Whether a token attends to itself and earlier ones only."""
+        return getattr(getattr(layer, self.attention, None), "is_causal", True) is True
+
+    def window_of(self, layer: nn.Module) -> int | None:
+        """How many tokens a token attends to, itself among them; None if to all."""
+        if self.window is None:
+            return None
+        value: Any = layer
+        for name in self.window.split("."):
+            value = getattr(value, name, None)
+        found: int | None = value
+        return found
+
+    def objections(self, layer: nn.Module) -> Iterator[str]:
+        """Yield, in words, every setting of `layer` with which a fused layer would compute something else."""
+        attention: Any = layer.get_submodule(self.attention)
+        backend = getattr(attention.config, "_attn_implementation", None)
+        if backend not in ("sdpa", None):
+            yield (
+                "a fused layer runs scaled dot product attention, found attn_implementation="
+                f'{backend!r}: set model.set_attn_implementation("sdpa")'
+            )
+        if dropout := getattr(attention, "attention_dropout", 0.0):
+            yield f"attention_dropout must be 0, found {dropout}"
+        if not self.looks_back(layer):
+            yield (
+                f"{self.attention}.is_causal must be True, found {attention.is_causal!r}: a fused layer's tokens look "
+                "back only"
+            )
+        kind = type(attrgetter(self.activation)(layer))
+        if kind.__name__ not in _SILU or not kind.__module__.startswith(
+            ("torch.nn.", "transformers.")
+        ):
+            yield f"the activation must be SiLU, found {kind.__name__}"
+        epsilons = {place: epsilon(layer.get_submodule(place)) for place in self.all_norms}
+        if len(set(epsilons.values())) > 1:
+            yield f"norms must have one epsilon, found {epsilons}"
+        for place in self.dropouts:
+            module = layer.get_submodule(place)
+            if type(module) is not nn.Dropout or module.p:
+                yield f"{place} must be Dropout(p=0), found {module}"
+        if found := self.refuse(layer):
+            yield found
+
+
+def epsilon(norm: Any) -> float:
+    """ε of an RMSNorm."""
+    found: float = norm.variance_epsilon
+    return found

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function of ops by a plan, outside of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels.plans.node import Operands
+from lorakernels.plans.plan import Kept, finish
+from lorakernels.plans.stand_in import Recording
+
+
+class FunctionPlan:
+    """The plan of `function` for operands of certain shapes; it returns a tuple of new tensors."""
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        device: torch.device,
+        operands: Callable[[Recording], Operands],
+    ) -> None:
+        """Raises NotPlanned: the function does something that cannot be recorded."""
+        with torch.cuda.device(device), Recording(device) as recording, torch.no_grad():
+            given, arguments, _ = operands(recording)
+            returned = function(*arguments)
+        self._plan = finish(recording, given, returned, Kept({}, 0), is_new=True)
+
+    def run(
+        self, given: Sequence[Tensor], addresses: tuple[int, ...], sites: tuple[int, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        """What the function returns, or None where an address is not aligned as the kernels need it."""
+        results = self._plan.run([*(t.data_ptr() for t in given), *addresses], sites)
+        return None if results is None else tuple(self._plan.returned(results, given))

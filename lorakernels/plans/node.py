@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An autograd Function by plans: the launches of its forward and of its backward, each by one call of csrc.
+
+`NodePlan.record` runs the Function's forward with stand-ins. Its backward is recorded when it first comes, for the
+strides that the gradients then have. `PlannedNode` is the Function that autograd sees instead.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorakernels.plans.plan import Kept, Place, Plan, View, finish
+from lorakernels.plans.routing import is_plain
+from lorakernels.plans.stand_in import NotPlanned, Recording, StandIn
+
+P = TypeVar("P")
+UNPLANNED = (NotPlanned, NotImplementedError)  # the latter: of a kernel that csrc cannot launch
+
+
+MOST_STRIDES = (
+    8  # of the gradients that a node's backward has plans for; others are made contiguous
+)
+
+
+class Misaligned(Exception):
+    """An address is not aligned as a plan's kernels need it. Nothing was launched."""
+
+
+class Context:
+    """Stands in for autograd's context where a Function's own code runs outside of autograd."""
+
+    saved_tensors: tuple[Any, ...] = ()
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+class Operands(NamedTuple):
+    """Stand-ins for one call of a Function.
+
+    Attributes:
+        given: one for each address that a run gets, in order: first the tensors that autograd sees, then the others.
+        arguments: of the Function's forward, without ctx.
+        tensors: the places among `arguments` of what autograd sees, tensors or None.
+    """
+
+    given: list[Any]
+    arguments: tuple[Any, ...]
+    tensors: tuple[int, ...]
+
+
+class NodePlan:
+    """The plans of a Function for operands of certain shapes.
+
+    Attributes:
+        node: the Function.
+        forward: the plan of its forward.
+        saved: for each tensor that it saves: a number is its place among the given ones, a Place is in the kept block.
+        by_reference: the given ones among them.
+        given: how many addresses its forward gets.
+        sources: for each given tensor that autograd sees: where it is in `by_reference`, or -1.
+    """
+
+    def __init__(
+        self,
+        node: type[torch.autograd.Function],
+        device: torch.device,
+        operands: Callable[[Recording], Operands],
+        needs_input_grad: tuple[bool, ...],
+    ) -> None:
+        """Raises NotPlanned: the forward does something that cannot be recorded."""
+        self.node, self.device = node, device
+        self.context = Context(needs_input_grad)
+        self._recording, self._lock = Recording(device), Lock()
+        with torch.cuda.device(device), self._recording as recording, torch.no_grad():
+            self._given, arguments, self.tensors = operands(recording)
+            returned = node.forward(self.context, *arguments)
+        self.given = len(self._given)
+        self.is_tuple = isinstance(returned, tuple)
+        outputs = returned if self.is_tuple else (returned,)
+        self._outputs = [(t.shape, t.dtype) for t in outputs]
+        self._keep()
+        seen = sum(arguments[i] is not None for i in self.tensors)
+        where = {place: i for i, place in enumerate(self.by_reference)}
+        self.sources = [where.get(i, -1) for i in range(seen)]
+        self.forward = finish(recording, self._given, outputs, self._kept, is_new=True)
+        if not self.is_tuple and self.forward.outputs != (View(0, None),):
+            raise NotPlanned("a result that is a part of a tensor")
+        self._backwards: dict[tuple[tuple[int, ...], ...], Plan | None] = {}
+
+    def _keep(self) -> None:
+        places = {t.memory.index: i for i, t in enumerate(self._given)}
+        saved = self.context.saved_tensors
+        self._kept = Kept.of([t for t in saved if t is not None and t.memory.index not in places])
+        self.saved: tuple[int | Place | None, ...] = tuple(
+            t
+            if t is None
+            else places[i]
+            if (i := t.memory.index) in places
+            else self._kept.place(t)
+            for t in saved
+        )
+        self.by_reference = [*dict.fromkeys(p for p in self.saved if isinstance(p, int))]
+
+    def backward(self, grads: Sequence[Tensor]) -> Plan | None:
+        """The plan of a backward for gradients of such strides; None where it cannot be recorded."""
+        strides = tuple([grad.stride() for grad in grads])
+        try:
+            return self._backwards[strides]
+        except KeyError:
+            pass
+        with self._lock:
+            if strides not in self._backwards and len(self._backwards) < MOST_STRIDES:
+                try:
+                    self._backwards[strides] = self._record_backward(strides)
+                except UNPLANNED:
+                    self._backwards[strides] = None
+            return self._backwards.get(strides)
+
+    def _record_backward(self, strides: tuple[tuple[int, ...], ...]) -> Plan:
+        with torch.cuda.device(self.device), self._recording.again() as recording, torch.no_grad():
+            described = zip(self._outputs, strides, strict=True)
+            grads = [recording.tensor(*output, stride) for output, stride in described]
+            block = recording.tensor((self._kept.size,), torch.uint8)
+            found = self.node.backward(self.context, *grads)
+        returned = [found[i] for i in self.tensors]
+        return finish(recording, [*self._given, *grads, block], returned, self._kept, is_new=False)
+
+    def real_context(
+        self, saved: Sequence[Tensor], kept: Tensor, attributes: dict[str, Any]
+    ) -> Context:
+        """A ctx with which the Function's own backward runs by the ops."""
+        known = dict(zip(self.by_reference, saved, strict=True))
+        context = Context(self.context.needs_input_grad)
+        vars(context).update(vars(self.context) | attributes)
+        context.saved_tensors = tuple(
+            None
+            if p is None
+            else p.of(kept)
+            if isinstance(p, Place)
+            else _as(self._given[p], known[p])
+            for p in self.saved
+        )
+        return context
+
+
+def _as(stand_in: StandIn, tensor: Tensor) -> Tensor:
+    """`tensor` in the dtype in which the ops take it: the bytes of an e4m3 weight."""
+    return tensor if tensor.dtype == stand_in.dtype else tensor.view(stand_in.dtype)
+
+
+class NodeRun(NamedTuple):
+    """One call of a NodePlan.
+
+    Attributes:
+        plan: of the Function.
+        others: the given tensors that autograd does not see. They live until backward has run.
+        addresses: the last given ones, parts of tensors that `attributes` hold.
+        sites: dropout sites.
+        attributes: what the Function's forward would set on its ctx, where that differs from call to call.
+    """
+
+    plan: NodePlan
+    others: list[Tensor]
+    addresses: tuple[int, ...]
+    sites: tuple[int, ...]
+    attributes: dict[str, Any]
+
+
+class PlannedNode(torch.autograd.Function):
+    """The Function of `run.plan`. `tensors` are its arguments that autograd sees."""
+
+    @staticmethod
+    def forward(ctx: Any, run: NodeRun, *tensors: Tensor | None) -> Any:
+        """Raises Misaligned: nothing was launched."""
+        plan = run.plan
+        tensors_given = [t for t in tensors if t is not None] + run.others
+        addresses = [t.data_ptr() for t in tensors_given]
+        addresses += run.addresses
+        results = plan.forward.run(addresses, run.sites)
+        if results is None:
+            raise Misaligned
+        kept = None if plan.forward.kept < 0 else results[plan.forward.kept]
+        ctx.save_for_backward(*[tensors_given[i] for i in plan.by_reference], kept)
+        ctx.run = run
+        if plan.is_tuple:
+            return tuple(plan.forward.returned(results, tensors_given))
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        run: NodeRun = ctx.run
+        plan = run.plan
+        if torch.is_grad_enabled() or not is_plain():
+            return _by_ops(ctx, *grads)
+        backward = plan.backward(grads)
+        if backward is None:
+            grads = tuple([grad.contiguous() for grad in grads])
+            backward = plan.backward(grads)
+        if backward is None:
+            return _by_ops(ctx, *grads)
+        *saved, kept = ctx.saved_tensors
+        addresses = [saved[i].data_ptr() if i >= 0 else 0 for i in plan.sources]
+        addresses += [t.data_ptr() for t in run.others]
+        addresses += run.addresses
+        addresses += [grad.data_ptr() for grad in grads]
+        addresses.append(0 if kept is None else kept.data_ptr())
+        results = backward.run(addresses, run.sites)
+        if results is None:
+            return _by_ops(ctx, *grads)
+        return None, *backward.returned(results, grads, plan.given)
+
+
+# Function.apply asks whether functorch is active, which `is_plain` has done.
+apply_planned = super(torch.autograd.Function, PlannedNode).apply
+
+
+@once_differentiable
+def _by_ops(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """The Function's own backward, from what the plan's forward has kept."""
+    run: NodeRun = ctx.run
+    *saved, kept = ctx.saved_tensors
+    context = run.plan.real_context(saved, kept, run.attributes)
+    found = run.plan.node.backward(context, *grads)
+    return None, *(found[i] for i in run.plan.tensors)
+
+
+class Plans(Generic[P]):
+    """The plans of the last calls, by all that they depend on. None stands for what runs by the ops."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, Lock()
+        self._plans: OrderedDict[Hashable, P | None] = OrderedDict()
+
+    def __getitem__(self, key: Hashable) -> P | None:
+        """Raises KeyError: it has to be made."""
+        found = self._plans[key]
+        self._plans.move_to_end(key)
+        return found
+
+    def make(self, key: Hashable, record: Callable[[], P]) -> P | None:
+        try:
+            made: P | None = record()
+        except UNPLANNED:
+            made = None
+        with self._lock:
+            self._plans[key] = made
+            if len(self._plans) > self._most:
+                self._plans.popitem(last=False)
+        return made
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def values(self) -> list[P | None]:
+        return [*self._plans.values()]
+
+    def cache_clear(self) -> None:
+        self._plans.clear()

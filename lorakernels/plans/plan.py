@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan: what a function of ops launches for operands of given shapes, to be launched again by one call of csrc.
+
+The function has run once with stand-ins. What it returned becomes tensors of their own. What it saved for backward lies
+in one block, and everything else in another one, where memory that is needed no more is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
+
+MOST_BASES = 64  # of csrc's LaunchList
+ALIGNMENT = 256  # bytes, of everything in a block; torch's own allocations have 512
+
+
+class Place(NamedTuple):
+    """A tensor in a block of bytes: where it begins, and what it is."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def of(self, block: Tensor) -> Tensor:
+        size = self.shape.numel() * self.dtype.itemsize
+        return block[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+class View(NamedTuple):
+    """A tensor in memory that a run allocates: which, and if it is not simply all of that, its part."""
+
+    result: int
+    part: tuple[torch.Size, tuple[int, ...], int] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run launches and makes.
+
+    Attributes:
+        launches: csrc's list. Its bases are the given tensors and those that a run allocates.
+        blanks: one like each of the latter, without memory: the results, then the block that backward needs, then one
+            that is free again after the run. Blocks of no bytes are not there.
+        outputs: what the function returned: a given tensor by its place, a view of a result, or None.
+        kept: the place among `blanks` of the block that backward needs, or -1.
+        device: index of the GPU.
+    """
+
+    launches: Any
+    blanks: tuple[Tensor, ...]
+    outputs: tuple[int | View | None, ...]
+    kept: int
+    device: int
+
+    def run(self, given: list[int], sites: tuple[int, ...]) -> list[Tensor] | None:
+        """What was allocated, or None where an address is not aligned as the kernels need it.
+
+        Args:
+            given: addresses of the caller's tensors; 0 for those that are not needed.
+            sites: dropout sites, in the order of the recording.
+        """
+        made = [*map(torch.empty_like, self.blanks)]
+        given += [t.data_ptr() for t in made]
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        return made if self.launches.run(tuple(given), sites, stream, self.device) else None
+
+    def returned(
+        self, results: list[Tensor], given: Sequence[Tensor], first: int = 0
+    ) -> list[Tensor | None]:
+        """What the function would have returned; `given` are the caller's tensors from the `first` on."""
+        found: list[Tensor | None] = []
+        for output in self.outputs:
+            if isinstance(output, View):
+                result, part = results[output.result], output.part
+                found.append(result if part is None else result.as_strided(*part))
+            else:
+                found.append(None if output is None else given[output - first])
+        return found
+
+
+class Kept(NamedTuple):
+    """Where each of the memories that backward reads lies in the kept block, in bytes; and that block's size."""
+
+    offsets: dict[int, int]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[StandIn]) -> Kept:
+        offsets, end = {}, 0
+        for memory in {t.memory.index: t.memory for t in tensors}.values():
+            offsets[memory.index] = end
+            end += _rounded(memory.nbytes)
+        return cls(offsets, end)
+
+    def place(self, tensor: StandIn) -> Place:
+        """Raises NotPlanned: the tensor has gaps."""
+        if not tensor.is_contiguous():
+            raise NotPlanned("a tensor with gaps that is kept for backward")
+        at = self.offsets[tensor.memory.index] + tensor.offset
+        return Place(at, tensor.shape, tensor.dtype)
+
+
+def finish(
+    recording: Recording,
+    given: Sequence[StandIn],
+    returned: Sequence[Any],
+    kept: Kept,
+    is_new: bool,
+) -> Plan:
+    """The plan of what was recorded.
+
+    Args:
+        given: stand-ins of the caller's tensors, in the order of a run's addresses.
+        returned: by the function: stand-ins and None.
+        kept: what backward reads.
+        is_new: whether this run makes the kept block. Otherwise it is the last of `given`.
+
+    Raises:
+        NotPlanned: what is returned is also kept, or is a part of a given tensor, or there are too many tensors.
+    """
+    own = {t.memory.index: i for i, t in enumerate(given)}
+    outputs, results = _outputs(own, given, returned)
+    if {*results} & {*kept.offsets}:
+        raise NotPlanned("a result that backward reads, too")
+    bases = [*own, *results]
+    places = {index: (base, 0) for base, index in enumerate(bases)}
+    rest = [
+        m for m in recording.allocated() if m.index not in places and m.index not in kept.offsets
+    ]
+    scratch, size = by_lifetime(rest)
+    blocks = [n for n in (kept.size if is_new else 0, size) if n]
+    block = len(bases) if is_new else len(given) - 1
+    places |= {index: (block, offset) for index, offset in kept.offsets.items()}
+    places |= {index: (len(bases) + len(blocks) - 1, offset) for index, offset in scratch.items()}
+    if len(bases) + len(blocks) > MOST_BASES:
+        raise NotPlanned(f"more than {MOST_BASES} tensors")
+    aligned = [t.memory.is_aligned for t in given] + [True] * (len(results) + len(blocks))
+    at = [places.get(i, (0, 0)) for i in range(len(recording.memories))]
+    recording.launches.place(at, aligned)
+    kinds = [*results.values(), *((torch.Size((n,)), torch.uint8) for n in blocks)]
+    blanks = tuple(_blank(shape, dtype, recording.device) for shape, dtype in kinds)
+    place = len(results) if is_new and kept.size else -1
+    return Plan(recording.launches, blanks, outputs, place, recording.device.index)
+
+
+@torch.inference_mode(False)
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For `empty_like`, which takes less of the host's time than `empty` with a shape, a dtype and a device."""
+    blank = torch.empty(shape, dtype=dtype, device=device)
+    blank.untyped_storage().resize_(0)
+    return blank
+
+
+def _outputs(
+    own: dict[int, int], given: Sequence[StandIn], returned: Sequence[Any]
+) -> tuple[tuple[int | View | None, ...], dict[int, tuple[torch.Size, torch.dtype]]]:
+    """(`Plan.outputs`, {memory's index: shape and dtype of its result})."""
+    found: list[int | View | None] = []
+    results: dict[int, tuple[torch.Size, torch.dtype]] = {}
+    for tensor in returned:
+        if tensor is None:
+            found.append(None)
+        elif tensor.memory.index in own:
+            place = own[tensor.memory.index]
+            if not given[place].is_all_of(tensor):
+                raise NotPlanned("a part of a given tensor that is returned")
+            found.append(place)
+        else:
+            found.append(_result(tensor, results))
+    return tuple(found), results
+
+
+def _result(tensor: StandIn, results: dict[int, tuple[torch.Size, torch.dtype]]) -> View:
+    memory, size = tensor.memory, tensor.element_size()
+    is_all = tensor.is_contiguous() and tensor.numel() * size == memory.nbytes
+    if memory.index not in results:
+        shape = tensor.shape if is_all else torch.Size((memory.nbytes // size,))
+        results[memory.index] = (shape, tensor.dtype)
+    number = [*results].index(memory.index)
+    if is_all and results[memory.index][0] == tensor.shape:
+        return View(number, None)
+    return View(number, (tensor.shape, tensor.stride(), tensor.offset // size))
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def by_lifetime(memories: Sequence[Memory]) -> tuple[dict[int, int], int]:
+    """({index: offset}, size) such that memories which are needed at one time do not overlap.
+
+    The largest are placed first, each at the lowest place that is free.
+    """
+    offsets: dict[int, int] = {}
+    placed: list[tuple[int, int, Memory]] = []
+    for memory in sorted(memories, key=lambda m: (-m.nbytes, m.index)):
+        at, size = 0, _rounded(memory.nbytes)
+        for begin, end, other in sorted(placed, key=lambda p: p[:2]):
+            if memory.meets(other) and at + size > begin:
+                at = max(at, end)
+        offsets[memory.index] = at
+        placed.append((at, at + size, memory))
+    return offsets, max((end for _, end, _ in placed), default=0)

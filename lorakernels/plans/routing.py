@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a call may go by a plan, and not through torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+PLAIN = (Tensor, Parameter)
+_allowed = True
+
+
+def _asked_of_torch() -> tuple[Callable[..., Any], ...] | None:
+    """What is true of a call that somebody watches or changes; None where this torch lacks a name."""
+    try:
+        return (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._are_functorch_transforms_active,
+            torch._C._get_tracing_state,
+            torch._C._autograd._profiler_enabled,
+            torch._C._autograd._top_saved_tensors_default_hooks,
+        )
+    except AttributeError:
+        return None
+
+
+_ASKED = _asked_of_torch()
+_is_compiling = torch.compiler.is_compiling
+_functions = getattr(torch._C, "_len_torch_function_stack", None)
+
+
+def are_allowed() -> bool:
+    """Whether plans are used at all (`without_plans`)."""
+    return _allowed
+
+
+def is_plain() -> bool:
+    """Whether no mode, transform, trace, profiler or hook of saved tensors is active, which has to see the ops.
+
+    torch.utils.checkpoint without reentrance has such hooks.
+    """
+    if _is_compiling() or not _allowed or _ASKED is None or _functions is None:
+        return False
+    dispatches, transforms, traces, profiles, hooks = _ASKED
+    if dispatches() or transforms() or traces() is not None or profiles():
+        return False
+    if hooks(True) is not None:  # they may keep a tensor in another form, as save_on_cpu does
+        return False
+    return not _functions() or _only_default_device()
+
+
+def _only_default_device() -> bool:
+    """`torch.set_default_device` leaves a function mode for good. It changes no op that names its device."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors of torch's own type, without gaps, on one device."""
+    there = [t for t in tensors if t is not None]
+    plain = all([type(t) in PLAIN and t.is_contiguous() for t in there])
+    return plain and len({t.device for t in there}) < 2
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Everything goes through the ops, for tests that compare."""
+    global _allowed
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a family of decoder layers needs: one LayerSpec, registered. What it computes is tested with every other one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lorakernels import fuse
+from lorakernels.fusion import families
+from lorakernels.fusion.families import LLAMA, QWEN2, LayerSpec, family_of, spec_of
+from tests.fusion.fused_models import (
+    FAMILIES,
+    FP32,
+    LINEARS,
+    adapted,
+    fused_copy,
+    model_of,
+    run,
+    same_within,
+    tokens,
+)
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [p for p in sorted(ROOT.glob("lorakernels/fusion/*.py")) if p.name != "__init__.py"]
+transformers = pytest.importorskip("transformers")
+
+
+def registered(spec: LayerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, spec))
+    monkeypatch.setitem(families._BY_LAYER, spec.layer, spec)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MinistralConfig"), reason="needs transformers 5")
+def test_one_spec_is_all_that_fuse_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    options = {"layer_types": kinds, "sliding_window": 5, "head_dim": 8}
+    with pytest.raises(TypeError, match=r"layers\.0 is a MinistralDecoderLayer: fuse knows Llama"):
+        fuse(model_of("Ministral", **options))
+    registered(replace(QWEN2, family="Ministral"), monkeypatch)
+    model = adapted("Ministral", LINEARS, model=options)
+    twin, _ = fused_copy(model)
+    x = tokens()
+    same_within(run(twin, x), run(model, x), FP32)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "SeedOssConfig"), reason="needs transformers 4.56")
+def test_a_family_refuses_in_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(layer: nn.Module) -> str | None:
+        return "residual_dropout must be 0" if layer.mlp.residual_dropout else None
+
+    registered(replace(LLAMA, family="SeedOss", refuse=refuse), monkeypatch)
+    options = {"head_dim": 8, "attention_dropout": 0.0}
+    fused_copy(adapted("SeedOss", model={**options, "residual_dropout": 0.0}))
+    model = adapted("SeedOss", model={**options, "residual_dropout": 0.1})
+    with pytest.raises(ValueError, match=r"^model\.layers\.0: residual_dropout must be 0$"):
+        fuse(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_has_the_modules_of_its_spec(family: str) -> None:
+    layer = model_of(family, head_dim=16).model.layers[0]
+    spec = spec_of(layer)
+    assert spec.family == family and spec.own_class(layer, "DecoderLayer") is type(layer)
+    found = {owner: set(layer.get_submodule(owner)._modules) for owner in spec.children()}
+    assert found == spec.children()
+    rows = [sum(layer.get_submodule(p).out_features for p in paths) for paths in spec.groups]
+    heads = spec.heads(layer)
+    assert heads == (4, 2, 16, 16**-0.5) and rows == [(4 + 2 * 2) * 16, 32, 2 * 48, 32]
+
+
+def test_a_subclass_of_a_layer_is_another_class() -> None:
+    kind = type(model_of("Llama").model.layers[0])
+    assert family_of(kind) is LLAMA
+    assert family_of(type("LlamaDecoderLayer", (kind,), {"__module__": "own"})) is None
+    assert family_of(type("OtherDecoderLayer", (kind,), {"__module__": kind.__module__})) is None
+    with pytest.raises(TypeError, match=r"layer must be one of LlamaDecoderLayer, .*found Linear"):
+        spec_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_other_file_names_a_part_of_a_layer(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for spec in families.FAMILIES:
+        own = (spec.attention, *spec.all_norms, spec.activation, *spec.dropouts)
+        places = (*own, *chain(*spec.groups), spec.window or spec.attention)
+        words = {place.rpartition(".")[2] for place in places}
+        assert not {word for word in words if re.search(rf"\b{word}\b", text)}
+
+
+def test_the_readme_and_fuse_name_every_family() -> None:
+    names = ", ".join(FAMILIES)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"# {names} of transformers, in place" in readme
+    assert f"(transformers' {names})" in " ".join((fuse.__doc__ or "").split())

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8_grad_input: cases, and a bound from float64 under the reference's mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from lorakernels import ops
+from lorakernels.ops import Scaled, Weight
+from lorakernels.ops.hardware import PLAIN
+from tests.ops.cases.bias_dropout_add import exact_branch
+from tests.ops.cases.lora_grad_a import MASKS
+from tests.ops.contract import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    Arguments,
+    Call,
+    Case,
+    Checked,
+    Contract,
+    Made,
+    near_gemm,
+    wide,
+)
+
+
+class Grad(NamedTuple):
+    """Makes the operands of dx [M, K], a contraction over N; `both`: the layer keeps Wᵀ, too. Rank 0: no adapter."""
+
+    k: int
+    n: int
+    rank: int
+    p: float = 0.1
+    dtype: torch.dtype = BF16
+    a: torch.dtype = FP32
+    fp8: torch.dtype = E5M2
+    both: bool = False
+    split: bool = True
+
+    def __call__(self, m: Made) -> Arguments:
+        k, n, rank, p, dtype, a, fp8, both, split = self
+        dy = Scaled(m.fp8(m.rows, n, dtype=fp8), (m.rand(1) + 0.1) / n**0.5)
+        w8 = m.fp8(n, k)
+        weight = Weight(w8, m.rand(1) + 0.1, w8.t().contiguous() if both else None)
+        ds = m.randn(m.rows, rank, dtype=dtype) if rank else None
+        lora_A = m.randn(rank, k, dtype=a) if rank else None
+        return dy, fp8, weight, ds, lora_A, m.dropout(p) if p else None, dtype, split
+
+
+def plain(m: Made) -> Arguments:
+    return Scaled(m.randn(m.rows, 10)), E5M2, Weight(m.randn(10, 24)), None, None, None, FP32, True
+
+
+def changed(m: Made, **changes: Any) -> Arguments:
+    """A call that the kernel takes, but for the arguments that these make of the old ones."""
+    names = ("dy", "fp8", "weight", "ds", "lora_A", "dropout", "dtype", "split")
+    arguments = dict(zip(names, Grad(32, 16, 3)(m), strict=True))
+    return tuple((arguments | {k: change(arguments[k]) for k, change in changes.items()}).values())
+
+
+def bound(call: Call) -> Iterator[Checked]:
+    """`near_gemm`; A is rounded to ds's dtype. Without ds or A there is no branch."""
+    dy, fp8, weight, ds, lora_A, dropout, _, split = call.before
+    d, w = wide(dy, fp8), wide(Weight(weight.data, weight.scale_inv))
+    exact, size = d @ w, d.abs() @ w.abs()
+    depth = dy.data.shape[1]
+    if ds is not None and lora_A is not None:
+        s, a = ds.double(), lora_A.to(ds.dtype).double()
+        exact = exact + exact_branch(s @ a, dropout)
+        size = size + exact_branch(s.abs() @ a.abs(), dropout)
+        depth += len(a)
+    yield near_gemm(call, (d, w), exact, size, depth, split)._replace(name="dx")
+
+
+SHAPES = {
+    "512x512x512": Case(Grad(512, 512, 16), 512),
+    "no adapter": Case(Grad(128, 128, 0), 256),
+    "one row": Case(Grad(16, 16, 1), 1),
+    "p 0.5": Case(Grad(144, 48, 5, p=0.5), 129),
+    "no dropout": Case(Grad(1040, 2064, 16, p=0.0), 777),
+    "both, bf16 A": Case(Grad(1040, 2064, 7, a=BF16, both=True), 777),
+    "e4m3": Case(Grad(4112, 1040, 64, fp8=E4M3), 300),
+    "fp16": Case(Grad(4112, 1040, 64, dtype=FP16, a=FP16), 300),
+    "fp16, p 0.9": Case(Grad(2064, 272, 33, p=0.9, dtype=FP16), 4100),
+    "5000x4096x1024": Case(Grad(4096, 1024, 16, p=0.3), 5000),
+    "rank 128": Case(Grad(4096, 128, 128), 5000),
+    "fast": Case(Grad(4096, 512, 128, split=False), 5000),
+    "fast, e4m3": Case(Grad(528, 512, 16, split=False, fp8=E4M3), 300),
+    "fp16 A": Case(Grad(5008, 256, 256, p=0.01, a=FP16), 3000),
+}  # fmt: skip
+CONTRACTS = (
+    Contract(
+        ops.fp8_grad_input,
+        {
+            "fp8": Case(Grad(32, 16, 3, p=0.5)),
+            "fp16, both": Case(Grad(32, 48, 3, dtype=FP16, a=FP16, fp8=E4M3, both=True)),
+            "base only": Case(Grad(32, 16, 0)),
+            "plain": Case(plain, why_not=PLAIN),
+            "odd sizes": Case(Grad(24, 10, 3), why_not="N = 10 and K = 24"),
+            "fp32": Case(partial(changed, dtype=lambda _: FP32), why_not="float32"),
+            "col0": Case(partial(changed, dropout=lambda d: d._replace(col0=4)), why_not="col0 = 4"),
+            "column by column": Case(
+                partial(changed, dy=lambda x: x._replace(data=x.data.t().contiguous().t())), why_not="strides"
+            ),
+            "ds": Case(partial(changed, ds=lambda t: t.to(FP16)), why_not="ds is torch.float16"),
+        },
+        bound,
+        SHAPES,
+        {
+            "dy": Scaled(torch.zeros(3, 16)),
+            "fp8_dtype": E5M2,
+            "weight": Weight(torch.zeros(16, 100)),
+            "ds": torch.zeros(3, 4),
+            "lora_A": torch.zeros(4, 100),
+            "dropout": None,
+            "out_dtype": BF16,
+            "split": True,
+        },
+        MASKS,
+    ),
+)  # fmt: skip

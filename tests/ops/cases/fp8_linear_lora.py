@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8_linear_lora: cases, and a bound from float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from lorakernels import ops
+from lorakernels.ops import Scaled, Up, Weight
+from lorakernels.ops.hardware import PLAIN
+from tests.ops.contract import (
+    BF16,
+    FP16,
+    FP32,
+    Arguments,
+    Call,
+    Case,
+    Checked,
+    Contract,
+    Made,
+    Refusal,
+    near_gemm,
+    wide,
+)
+
+
+class Linear(NamedTuple):
+    """Makes y's operands: its entries are of order 1 to 10, its parts of like size. Rank 0: no adapter."""
+
+    n: int
+    k: int
+    rank: int
+    bias: torch.dtype | None = FP32
+    b: torch.dtype = FP32
+    out: torch.dtype = BF16
+    scaling: float = 2.0
+    by_row: bool = False
+    residual: bool = False
+    split: bool = False
+
+    def __call__(self, m: Made) -> Arguments:
+        n, k, rank, bias, b, out, scaling, by_row, *_ = self
+        x = Scaled(m.fp8(m.rows, k), m.one * 1.5)
+        weight = Weight(m.fp8(n, k), (m.rand(n if by_row else 1) + 0.5) / k**0.5)
+        up = None
+        if rank:
+            up = Up((m.randn(n, rank) / rank**0.5).to(b), m.randn(m.rows, rank, dtype=out), scaling)
+        given = None if bias is None else m.randn(n, dtype=bias)
+        residual = m.randn(m.rows, n, dtype=out) if self.residual else None
+        return x, weight, given, up, out, self.split, residual
+
+
+def plain(m: Made) -> Arguments:
+    return Scaled(m.randn(m.rows, 24)), Weight(m.randn(10, 24)), None, None, FP32, False, None
+
+
+def bound(call: Call) -> Iterator[Checked]:
+    """`near_gemm`; B is rounded to s's dtype, and every term is added in fp32."""
+    x, weight, bias, up, _, split, residual = call.before
+    d, w = wide(x), wide(Weight(weight.data, weight.scale_inv)).t()
+    exact, size = d @ w, d.abs() @ w.abs()
+    depth = x.data.shape[1]
+    if up is not None and up.s is not None:
+        s, b = up.s.double(), up.lora_B.to(up.s.dtype).double().t()
+        exact, size = exact + up.scaling * s @ b, size + abs(up.scaling) * s.abs() @ b.abs()
+        depth += len(b)
+    for term in (bias, residual):
+        if term is not None:
+            exact, size = exact + term.double(), size + term.double().abs()
+    yield near_gemm(call, (d, w), exact, size, depth, split)
+
+
+SQUARE = torch.ones(4, 6)
+CONTRACTS = (
+    Contract(
+        ops.fp8_linear_lora,
+        {
+            "fp8": Case(Linear(16, 32, 3)),
+            "scales, residual": Case(Linear(16, 32, 0, bias=None, by_row=True, residual=True)),
+            "fp16, split": Case(Linear(16, 48, 5, b=FP16, out=FP16, split=True)),
+            "plain": Case(plain, why_not=PLAIN),
+            "odd sizes": Case(Linear(10, 24, 3), why_not="N = 10 and K = 24"),
+            "fp32": Case(Linear(16, 32, 3, out=FP32), why_not="out_dtype"),
+        },
+        bound,
+        {
+            "512x512x512": Case(Linear(512, 512, 16), 512),
+            "one row": Case(Linear(16, 16, 1, bias=BF16, scaling=0.5), 1),
+            "ragged": Case(Linear(272, 528, 60, by_row=True, residual=True), 300),
+            "rank 300, split": Case(Linear(1024, 1024, 300, split=True), 65),
+            "no adapter": Case(Linear(8208, 1040, 0, bias=FP16, out=FP16), 1000),
+            "a tiny scaling": Case(Linear(64, 96, 4, scaling=1e-30), 40),
+        },
+        {
+            "x": Scaled(SQUARE),
+            "weight": Weight(torch.ones(5, 6)),
+            "bias": None,
+            "up": None,
+            "out_dtype": FP32,
+            "split": False,
+            "residual": None,
+        },
+        {
+            "scales": Refusal(
+                {"weight": Weight(torch.ones(5, 6), torch.ones(3))},
+                ValueError,
+                r"weight_scale_inv must be \[1\] or \[5\], found \[3\]",
+            ),
+            "residual": Refusal({"residual": SQUARE}, ValueError, r"residual must be \[4, 5\], found \[4, 6\]"),
+        },
+    ),
+)  # fmt: skip

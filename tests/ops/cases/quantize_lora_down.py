@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantize_lora_down: cases, x8 and the amax bit for bit, and s from float64 under the reference's mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.ops import Dropout
+from tests.ops.cases.bias_dropout_add import exact_branch
+from tests.ops.contract import (
+    BF16,
+    E4M3,
+    FP16,
+    FP32,
+    STATES,
+    Arguments,
+    Call,
+    Case,
+    Checked,
+    Contract,
+    Large,
+    Made,
+    Refusal,
+    near,
+    quantized,
+    rounded_again,
+)
+
+
+def made(
+    k: int,
+    rank: int,
+    p: float,
+    kind: str,
+    dtype: torch.dtype,
+    m: Made,
+    a: torch.dtype = FP32,
+    col0: int = 0,
+) -> Arguments:
+    """Rank 0: no adapter."""
+    lora_A = (m.randn(rank, k) / k**0.5).to(a) if rank else None
+    dropout = m.dropout(p, 7 if col0 else 0, col0) if p else None
+    return (3 * m.randn(m.rows, k)).to(dtype), lora_A, m.scaling(kind), dropout
+
+
+def column_by_column(m: Made) -> Arguments:
+    x, *others = made(64, 4, 0.1, "kept", BF16, m)
+    return x.t().contiguous().t(), *others
+
+
+def misaligned(m: Made) -> Arguments:
+    x, *others = made(64, 4, 0.1, "kept", BF16, m)
+    return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape), *others
+
+
+def bound(call: Call) -> Iterator[Checked]:
+    """x8 and the amax bit for bit. s: one rounding at the store, fp32 sums of K products: K roundings at worst.
+
+    PyTorch's kernels round s before the dropout factor, too.
+    """
+    (x, lora_A, before, dropout), after = call.before, call.after[2]
+    x8, scale_inv, s = call.results
+    yield from quantized("x8", x, (x8, scale_inv), (before, after), E4M3)
+    if lora_A is None:
+        yield Checked("s", s, s.new_empty(0))
+        return
+    xd, a = exact_branch(x, dropout), lora_A.to(x.dtype).double()
+    size = xd.abs() @ a.abs().t()
+    yield near("s", s, xd @ a.t(), size, 1 + x.shape[1], rounded_again(call, x.dtype))
+
+
+def large(device: torch.device | str) -> Large:
+    x = torch.zeros(2**17 + 1, 2**14, dtype=BF16, device=device)
+    x[-1].normal_()
+    made, a = Made(device, 1), torch.randn(16, 2**14, device=device)
+    shards: list[tuple[Tensor, Dropout]] = [
+        (t, made.dropout(0.3, x.shape[0] - t.shape[0])) for t in (x, x[-1:])
+    ]
+    return Large(*((t, a, made.scaling(), dropout) for t, dropout in shards))
+
+
+SIZES = [
+    (1, 8, 1),  # K % 16 == 8: without TMA
+    (16, 1032, 16),
+    (77, 1000, 17),
+    (4100, 520, 64),
+    (300, 648, 128),
+    (40, 24, 0),
+    (15, 64, 7),  # by boxes, the last three with more steps a block than its ring has places
+    (16, 1040, 16),
+    (5000, 1040, 0),
+    (20000, 144, 16),
+    (20000, 144, 20),
+    (300, 640, 128),  # by panels, the last three as before
+    (500, 2064, 33),
+    (4100, 528, 64),
+    (26000, 400, 100),
+    (20000, 432, 20),
+]  # fmt: skip
+X = torch.ones(4, 16)
+CONTRACTS = (
+    Contract(
+        ops.quantize_lora_down,
+        {
+            "fp8": Case(partial(made, 24, 3, 0.3, "kept", BF16)),
+            "no scale yet, fp16": Case(partial(made, 24, 3, 0.5, "unset", FP16, a=FP16)),
+            "base only": Case(partial(made, 24, 0, 0.0, "eval", BF16)),
+            "plain shard": Case(partial(made, 512, 16, 0.3, "none", BF16, a=BF16, col0=16), 5),
+            "fp32": Case(partial(made, 24, 3, 0.3, "kept", FP32), why_not="x is torch.float32"),
+            "K % 8": Case(partial(made, 60, 4, 0.1, "kept", BF16), why_not="K = 60"),
+            "rank": Case(partial(made, 64, 129, 0.1, "kept", BF16), why_not="rank 129"),
+            "col0": Case(partial(made, 64, 4, 0.1, "kept", BF16, col0=4), why_not="col0 = 4"),
+            "column by column": Case(column_by_column, why_not="x must be contiguous", is_traced=False),
+            "misaligned": Case(misaligned, why_not="16-byte aligned"),
+        },
+        bound,
+        {
+            **{
+                f"{m}x{k} r{r} p{p:g} {dtype}": Case(partial(made, k, r, p, "kept", dtype), m)
+                for m, k, r in SIZES
+                for p, dtype in ((0.1, BF16), (0.0, FP16))
+                if r or not p
+            },
+            **{
+                f"130x256 r{r} {kind}": Case(partial(made, 256, r, 0.0, kind, BF16), 130)
+                for r in (0, 16, 64)
+                for kind in STATES
+            },
+        },
+        {"x": X, "lora_A": X, "scaling": None, "dropout": None},
+        {
+            "slot": Refusal(
+                {"dropout": Dropout(torch.tensor([5]), 0.1, 0)},
+                ValueError,
+                r"slot must be int64 \[2\] on cpu, found torch.int64 \[1\]",
+                False,
+            )
+        },
+        large,
+    ),
+)  # fmt: skip

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of a compiled layer launch by plans what they launch without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lorakernels import LoRAConfig, LoRALinear
+from lorakernels.autograd.compiled_plan import PLANS
+from lorakernels.plans.routing import without_plans
+from tests.dry_cuda import dry_cuda
+from tests.plans.test_linear_plan import launches
+
+K, N, M = 256, 384, 96
+BF16 = torch.bfloat16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dropout": {"lora_dropout": 0.1},
+    "no dropout": {"lora_dropout": 0.0},
+    "both layouts": {"weight_layout": "both"},
+    "rank 64": {"r": 64},
+}
+
+
+def layer(name: str, device: str = "cpu") -> LoRALinear:
+    torch.manual_seed(0)
+    config = LoRAConfig(**{"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, **OPTIONS[name]})
+    made = LoRALinear.from_linear(nn.Linear(K, N, bias=False, dtype=BF16, device=device), config)
+    nn.init.normal_(made.lora_B)
+    made.site = 3
+    return made
+
+
+def step(module: LoRALinear, x: Tensor, slot: Tensor | None) -> list[Tensor | None]:
+    """What a compiled layer runs in a step: y, dx, dA and dB."""
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    drawn = slot if module.lora_dropout else None
+    y = module._compiled(x, (module.lora_A, module.lora_B), drawn)
+    y.backward(torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype))
+    return [y.detach(), x.grad, module.lora_A.grad, module.lora_B.grad]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_plans_launch_what_the_ops_launch(name: str) -> None:
+    module, x, slot = layer(name), torch.randn(M, K, dtype=BF16), torch.tensor([5, 6])
+    with dry_cuda() as recorded:
+        state = module.fp8_state
+        assert state is not None
+        recorded.name(slot=slot, state_x=state.forward, state_dy=state.backward, **module._buffers)
+        recorded.name(**{name: p.data for name, p in module.named_parameters()})
+        recorded.name(weight=module.stored)
+        with without_plans():
+            step(module, x, slot)
+        by_ops = launches(recorded.calls)
+        assert not recorded.runs
+        for _ in range(2):
+            recorded.calls.clear()
+            step(module, x, slot)
+            assert launches(recorded.calls) == by_ops
+        assert recorded.runs == 4 and len(PLANS) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_plans_compute_what_the_ops_compute(name: str) -> None:
+    module = layer(name, "cuda")
+    x, slot = torch.randn(M, K, dtype=BF16, device="cuda"), torch.tensor([5, 6], device="cuda")
+    state = module.fp8_state
+    assert state is not None
+    before = state.save()
+    with without_plans():
+        by_ops = step(module, x, slot)
+    state.restore(before)
+    planned = step(module, x, slot)
+    assert all(map(torch.equal, planned, by_ops))  # type: ignore[arg-type]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer by its plan launches what its ops launch."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
+from lorakernels.autograd.linear_plan import PLANS
+from lorakernels.plans.routing import without_plans
+from tests.dry_cuda import dry_cuda
+from tests.recorded_calls import Call
+
+UNNAMED = re.compile(r"m\d+\+\d+ =[0-9a-f]*")
+K, N, M = 256, 384, 96
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def layer(**options: Any) -> LoRALinear:
+    config = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1} | options
+    base = nn.Linear(K, N, bias=config.pop("base_bias", False), dtype=BF16)
+    made = LoRALinear.from_linear(base, LoRAConfig(**config))
+    made.site = 3
+    return made
+
+
+def frozen(**options: Any) -> FrozenFP8Linear:
+    return FrozenFP8Linear.from_linear(nn.Linear(K, N, bias=False, dtype=BF16), **options)
+
+
+def with_parameters(
+    make: Callable[[], nn.Module], change: Callable[[Any], Any]
+) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        module = make()
+        change(module)
+        return module
+
+    return made
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": layer,
+    "no dropout": lambda: layer(lora_dropout=0.0),
+    "bias": lambda: layer(base_bias=True),
+    "trained bias": lambda: layer(base_bias=True, bias="all"),
+    "both layouts": lambda: layer(weight_layout="both"),
+    "rank 64": lambda: layer(r=64),
+    "rank 128": lambda: layer(r=128),
+    "eval": lambda: layer().eval(),
+    "bf16 adapter": lambda: layer().to(BF16),
+    "only A trained": with_parameters(layer, lambda m: m.lora_B.requires_grad_(False)),
+    "only B trained": with_parameters(layer, lambda m: m.lora_A.requires_grad_(False)),
+    "e4m3 dy": lambda: layer(fp8=DelayedScaling(fp8_format="E4M3")),
+    "frozen": frozen,
+}
+
+
+BACKWARD_BY_OPS = {"trained bias"}  # its gradient is a sum of torch's
+
+
+def has_backward(module: nn.Module, x: Tensor) -> bool:
+    return x.requires_grad or any(p.requires_grad for p in module.parameters())
+
+
+def step(module: nn.Module, x: Tensor) -> None:
+    y = module(x)
+    if has_backward(module, x):
+        y.backward(torch.ones_like(y))
+
+
+def launches(calls: list[Call]) -> list[tuple[str, dict[str, Any]]]:
+    """Each call with its addresses in the layer's own tensors. Of other memory only that there is an address."""
+    return [
+        (
+            c.name,
+            {
+                k: "there" if isinstance(v, str) and UNNAMED.fullmatch(v) else v
+                for k, v in c.arguments.items()
+            },
+        )
+        for c in calls
+    ]
+
+
+@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
+    torch.manual_seed(0)
+    module = LAYERS[name]()
+    x = torch.randn(2, M // 2, K, dtype=BF16).requires_grad_(needs_dx)
+    with dry_cuda() as recorded:
+        state = module.fp8_state
+        recorded.name(x=x, state_x=state.forward, state_dy=state.backward, **module._buffers)
+        recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+        with without_plans():
+            step(module, x)
+        by_ops = launches(recorded.calls)
+        assert not recorded.runs
+        for _ in range(2):  # the second by the plan that is there then
+            recorded.calls.clear()
+            step(module, x)
+            assert launches(recorded.calls) == by_ops
+            assert len(PLANS) == 1
+        planned = 1 if name in BACKWARD_BY_OPS or not has_backward(module, x) else 2
+        assert recorded.runs == 2 * planned
+
+
+def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """y and all gradients of two steps from one random state."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):
+        module.zero_grad()
+        x = x.detach().requires_grad_(x.requires_grad)
+        y = module(x)
+        found.append(y.detach())
+        if has_backward(module, x):
+            y.backward(torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype))
+            found += [p.grad for p in (x, *module.parameters()) if p.grad is not None]
+    return found
+
+
+def test_a_rank_that_is_cut_by_data_is_seen() -> None:
+    """The addresses stay."""
+    module, x = layer(r=32), torch.randn(M, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        module(x)
+        module.lora_A.data = module.lora_A.data[:8]
+        module.lora_B.data = module.lora_B.data[:, :8].contiguous()
+        recorded.calls.clear()
+        module(x)
+        assert [c.arguments["rank"] for c in recorded.calls if "rank" in c.arguments] == [8, 8]
+
+
+def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
+    """A hook may keep a tensor with other strides, or on the CPU."""
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        step(module, x)
+        assert recorded.calls and not recorded.runs
+
+
+def test_gradients_with_many_kinds_of_gaps_run_by_one_plan() -> None:
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        for more in range(12):
+            y = module(x)
+            y.backward(torch.ones(M, N + more, dtype=BF16)[:, :N])
+        assert recorded.runs == 2 * 12
+        (plan,) = PLANS.values()
+        assert len(plan._backwards) <= 8
+
+
+def test_a_replaced_weight_is_freed_before_the_layer_runs_again() -> None:
+    module, x = layer(), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        module(x)
+    old = weakref.ref(module._parameters["weight"])
+    module.load_state_dict(module.state_dict(), assign=True)
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None:
+    torch.manual_seed(0)
+    module = LAYERS[name]().to("cuda")
+    x = torch.randn(2, M // 2, K, dtype=BF16, device="cuda").requires_grad_(needs_dx)
+    state = module.fp8_state.save()
+    with without_plans():
+        by_ops = outcome(module, x)
+    after = module.fp8_state.save()
+    module.fp8_state.restore(state)
+    planned = outcome(module, x)
+    assert len(planned) == len(by_ops)
+    assert all(map(torch.equal, planned, by_ops))
+    assert torch.equal(module.fp8_state.forward, after.forward)
+    assert torch.equal(module.fp8_state.backward, after.backward)
+
+
+@pytest.mark.gpu
+def test_plans_in_a_captured_graph() -> None:
+    torch.manual_seed(0)
+    module = layer(lora_dropout=0.0).to("cuda").eval()
+    given = torch.randn(M, K, dtype=BF16, device="cuda")
+
+    def run() -> list[Tensor]:
+        x = given.detach().requires_grad_()
+        y = module(x)
+        return [y, *torch.autograd.grad(y, (x, module.lora_A, module.lora_B), torch.ones_like(y))]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = [t.detach().clone() for t in run()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [t.detach() for t in run()]
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    assert all(map(torch.equal, captured, expected))
