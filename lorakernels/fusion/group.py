@@ -12,8 +12,7 @@ Derived tensors (scales by column, Wᵀ) are renewed after torch has written a m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,51 +21,12 @@ from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections
 from lorakernels.autograd.fused_linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout
-
-
-class _Derived(NamedTuple):
-    """Tensors derived from the members' weights. `Projections` describes each."""
-
-    scale_inv: Tensor | None
-    grad_scale_inv: Tensor | None
-    multiplier: Tensor
-    weight_t: Tensor | None
-
-
-class _Variant(NamedTuple):
-    """Values that depend on the mode (training or eval) and on the active adapters.
-
-    `masks` holds, for each adapter, the index of the adapter that draws its mask; one entry if one mask serves all.
-    """
-
-    spec: LoRASpec
-    ranks: tuple[int, ...]
-    factors: Tensor | None
-    drops: bool
-    masks: tuple[int, ...]
-
-
-class _Prepared(NamedTuple):
-    """A call without its masks. It serves as long as what was seen is the same.
-
-    Attributes:
-        seen: `FusedGroup._now` when it was made.
-        variant: of the mode and the adapters.
-        adapted: the members whose adapters are active.
-        to: the Projections, with None for every mask.
-        params: the flat list of tensors that autograd gets (`fused_node.Trained`).
-    """
-
-    seen: tuple[list[Any], list[Any]] | None
-    variant: _Variant
-    adapted: tuple[LoRALinear, ...]
-    to: Projections
-    params: list[Tensor | None]
 
 
 class FusedGroup:
@@ -95,9 +55,9 @@ class FusedGroup:
         self._bias: Tensor | None = None
         self._biased: list[bool] = []  # had member i a bias when joined?
         self._seen: tuple[list[Any], list[int]] = ([], [])
-        self._derived: _Derived | None = None
-        self._variants: dict[tuple[Any, ...], _Variant] = {}
-        self._prepared: _Prepared | None = None
+        self._derived: Derived | None = None
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._prepared: Prepared | None = None
 
     @property
     def first(self) -> FrozenFP8Linear:
@@ -118,9 +78,8 @@ class FusedGroup:
             RuntimeError: members differ in mode, FSDP manages one, or memory was moved before a capture.
             ValueError: adapters that share a mask differ in lora_dropout.
         """
-        now = self._now()
         prepared = self._prepared
-        if prepared is None or now is None or not _same(now, prepared.seen):
+        if prepared is None or not prepared.holds(self._now()):
             prepared = self._prepared = self._prepare()
         first = self.first
         state = first.fp8_state
@@ -129,7 +88,7 @@ class FusedGroup:
         masks = self._masks(prepared.variant, prepared.adapted)
         return prepared.to._replace(masks=masks), prepared.params
 
-    def _prepare(self) -> _Prepared:
+    def _prepare(self) -> Prepared:
         """Join what is not joined, and make everything of a call that is not drawn."""
         derived = self.join()
         first, adapted = self.first, self.adapted
@@ -161,7 +120,7 @@ class FusedGroup:
         # what was copied goes stale when a parameter is written
         copied = len(adapted) > 1 and tuple(map(id, adapted)) not in self._lora_A
         seen = None if copied else self._now()
-        return _Prepared(seen, variant, tuple(adapted), to, params)
+        return Prepared(seen, variant, tuple(adapted), to, params)
 
     def _now(self) -> tuple[list[Any], list[Any]] | None:
         """What a prepared call depends on: objects, and numbers. None if a member is not a module of ours."""
@@ -190,8 +149,8 @@ class FusedGroup:
             objects += (state.forward, state.backward)
         return objects, numbers
 
-    def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> _Variant:
-        """The _Variant for this mode and these adapters. Each variant is made once."""
+    def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> Variant:
+        """The Variant for this mode and these adapters. Each variant is made once."""
         state = self.first.fp8_state
         place = (state, self.first.column)
         self._check_alike(training, adapted)
@@ -209,7 +168,7 @@ class FusedGroup:
                 del masks[1:]
             with torch.inference_mode(False):
                 factors = self._factors(adapted)
-            self._variants[key] = _Variant(spec, ranks, factors, drop, tuple(masks))
+            self._variants[key] = Variant(spec, ranks, factors, drop, tuple(masks))
         return self._variants[key]
 
     def _check_alike(self, training: bool, adapted: Sequence[LoRALinear]) -> None:
@@ -228,9 +187,7 @@ class FusedGroup:
             return adapted[0].scaling
         return next((m.scaling for m in adapted if m.scaling), 1.0)
 
-    def _masks(
-        self, variant: _Variant, adapted: Sequence[LoRALinear]
-    ) -> tuple[Dropout | None, ...]:
+    def _masks(self, variant: Variant, adapted: Sequence[LoRALinear]) -> tuple[Dropout | None, ...]:
         """Draw the mask of each adapter, or one mask for all."""
         drawn: dict[int, Dropout | None] = {}
         for index in variant.masks:
@@ -268,7 +225,7 @@ class FusedGroup:
         ratios = ratios.float().to(self._derived.multiplier.device)
         return torch.stack((ratios, ratios / self._derived.multiplier))
 
-    def join(self) -> _Derived:
+    def join(self) -> Derived:
         """Join the members' weights, A's and biases where they are not, and renew derived tensors that are stale."""
         if len(self.members) > 1 and not self._is_joined():
             self._refuse_in_capture()
@@ -381,7 +338,7 @@ class FusedGroup:
         return found, scales
 
     @torch.no_grad()
-    def _derive(self) -> _Derived:
+    def _derive(self) -> Derived:
         """Scales by column, their largest, the multipliers of dy, and Wᵀ.
 
         The scale of an all-zero weight is meaningless. It does not count for the largest, and its multiplier is one.
@@ -390,7 +347,7 @@ class FusedGroup:
         if len(self.members) == 1 or not scales:
             scale = scales[0] if scales else None
             ones = torch.ones(self.results, device=self.first.stored.device)
-            return _Derived(scale, scale, ones, self._weight_t())
+            return Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
         zero = torch.stack([_is_zero(m.stored) for m in self.members])
         one = torch.ones((), device=each.device)
@@ -399,10 +356,10 @@ class FusedGroup:
         counts = torch.tensor(self.rows, device=each.device)
         by_column = each.repeat_interleave(counts, output_size=sum(self.rows))
         multiplier = torch.where(zero, one, each / largest)
-        return _Derived(by_column, largest, multiplier, self._weight_t())
+        return Derived(by_column, largest, multiplier, self._weight_t())
 
     @torch.no_grad()
-    def _renew(self, derived: _Derived) -> None:
+    def _renew(self, derived: Derived) -> None:
         """Take new derived tensors. If shapes, dtypes and devices are the old ones, copy the values into the old
         tensors: captured graphs read them at their addresses."""
         before = self._derived
@@ -463,13 +420,6 @@ class FusedGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-
-
-def _same(now: tuple[list[Any], list[Any]], seen: tuple[list[Any], list[Any]] | None) -> bool:
-    if seen is None:
-        return False
-    (objects, numbers), (those, then) = now, seen
-    return numbers == then and len(objects) == len(those) and all(map(is_, objects, those))
 
 
 def _is_zero(raw: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from lorakernels.values import Weight
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
 _Layer = TypeVar("_Layer", bound="FrozenFP8Linear")
 _HELD = (*BYTES, torch.bfloat16, torch.float16)
+MOST_SPECS = 16  # that a layer remembers
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -338,11 +339,13 @@ class FrozenFP8Linear(nn.Module):
         return lora_linear(x, weight, parameters.get("bias"), adapter, call)
 
     def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:
-        """Kept in `_specs` until a number of the layer changes."""
+        """Kept in `_specs` until a number of the layer changes, or an adapter of PEFT's has had many scalings."""
         state, spec = self.fp8_state, LoRASpec(*numbers)
         if state is not None:
             spec = spec.following(state.recipe, self._column, training)
         if not torch.compiler.is_compiling():  # an export takes it for a side effect
+            if len(self._specs) >= MOST_SPECS:
+                self._specs.clear()
             self._specs[numbers, training] = spec
         return spec
 

@@ -102,14 +102,14 @@ class NodePlan:
         places = {t.memory.index: i for i, t in enumerate(self._given)}
         saved = self.context.saved_tensors
         self._kept = Kept.of([t for t in saved if t is not None and t.memory.index not in places])
-        self.saved: tuple[int | Place | None, ...] = tuple(
-            t
-            if t is None
-            else places[i]
-            if (i := t.memory.index) in places
-            else self._kept.place(t)
-            for t in saved
-        )
+
+        def place(tensor: StandIn | None) -> int | Place | None:
+            if tensor is None:
+                return None
+            given = places.get(tensor.memory.index)
+            return self._kept.place(tensor) if given is None else given
+
+        self.saved = tuple(map(place, saved))
         self.by_reference = [*dict.fromkeys(p for p in self.saved if isinstance(p, int))]
 
     def backward(self, grads: Sequence[Tensor]) -> Plan | None:
@@ -143,14 +143,13 @@ class NodePlan:
         known = dict(zip(self.by_reference, saved, strict=True))
         context = Context(self.context.needs_input_grad)
         vars(context).update(vars(self.context) | attributes)
-        context.saved_tensors = tuple(
-            None
-            if p is None
-            else p.of(kept)
-            if isinstance(p, Place)
-            else _as(self._given[p], known[p])
-            for p in self.saved
-        )
+
+        def tensor(place: int | Place | None) -> Tensor | None:
+            if place is None or isinstance(place, Place):
+                return None if place is None else place.of(kept)
+            return _as(self._given[place], known[place])
+
+        context.saved_tensors = tuple(map(tensor, self.saved))
         return context
 
 

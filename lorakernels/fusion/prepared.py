@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a FusedGroup (group.py) keeps between its calls."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lorakernels.autograd.fused_linear import Projections
+from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.modules.lora import LoRALinear
+
+
+class Derived(NamedTuple):
+    """Tensors derived from the members' weights. `Projections` describes each."""
+
+    scale_inv: Tensor | None
+    grad_scale_inv: Tensor | None
+    multiplier: Tensor
+    weight_t: Tensor | None
+
+
+class Variant(NamedTuple):
+    """Values that depend on the mode (training or eval) and on the active adapters.
+
+    `masks` holds, for each adapter, the index of the adapter that draws its mask; one entry if one mask serves all.
+    """
+
+    spec: LoRASpec
+    ranks: tuple[int, ...]
+    factors: Tensor | None
+    drops: bool
+    masks: tuple[int, ...]
+
+
+class Prepared(NamedTuple):
+    """A call without its masks. It serves as long as what was seen is the same.
+
+    Attributes:
+        seen: what it depends on, when it was made: objects, and numbers. None if that cannot be told.
+        variant: of the mode and the adapters.
+        adapted: the members whose adapters are active.
+        to: the Projections, with None for every mask.
+        params: the flat list of tensors that autograd gets (`fused_node.Trained`).
+    """
+
+    seen: tuple[list[Any], list[Any]] | None
+    variant: Variant
+    adapted: tuple[LoRALinear, ...]
+    to: Projections
+    params: list[Tensor | None]
+
+    def holds(self, now: tuple[list[Any], list[Any]] | None) -> bool:
+        """Whether what the call depends on is still what was seen; `now` is None if that cannot be told."""
+        if self.seen is None or now is None:
+            return False
+        (objects, numbers), (those, then) = now, self.seen
+        return numbers == then and len(objects) == len(those) and all(map(is_, objects, those))
