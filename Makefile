@@ -7,8 +7,8 @@ OUT ?= build/bench
 # BENCH=philox runs one of the benchmarks
 BENCH ?= all
 
-# FULL=1 for the long form of check-gpu, ARGS="--record" to write its ratios down. Its Python is .venv's where that is
-# there, else any with torch: a GPU machine without a network has its own.
+# FULL=1 for the long form of check-gpu, ARGS="--record" to write its ratios down. Its Python, and that of sanitize, is
+# .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
 .PHONY: demo test bench check-gpu sanitize lint format clean
@@ -22,7 +22,7 @@ demo: $(BUILT)
 
 # Two processes of one thread each, where pytest-xdist is there: most tests are too small for threads of their own.
 PROCESSES ?= 2
-SPREAD = $(shell $(BIN)/python -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile)
+SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile)
 
 test: $(BUILT)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(ARGS)
@@ -35,9 +35,10 @@ check-gpu:
 
 # what goes through torch is cuBLAS's: initcheck does not see what its kernels store by TMA
 # --unpoisoned: the tests' own fill of new memory would hide from initcheck what a kernel reads before it is written
-sanitize: $(BUILT)
+sanitize:
 	for tool in memcheck racecheck initcheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -p no:cacheprovider --unpoisoned -m gpu \
+		compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
+			$(CHECKED_BY) -m pytest $(SPREAD) -p no:cacheprovider --unpoisoned -m gpu \
 			-k "not goes_through_torch" tests/csrc tests/kernels tests/ops tests/autograd/test_bias_dropout_add.py || exit 1; \
 	done
 

@@ -78,12 +78,12 @@ ON_GPU = [
     Part("finetune", "8b/8 2x4096", timeout=90.0),
     Part(PEFT, "1b 1x2048", ""),
     *loops("1b 1x2048", "drop-in, fused, attached", "drop-in, fused", "drop-in, eager"),
-    Part("drop-in, compiled by layer", "1b 1x2048"),
+    Part(COMPILED, "1b 1x2048", ""),
+    Part("drop-in, compiled by layer", "1b 1x2048", COMPILED),
     *loops(
         "8b/8 2x4096", "drop-in, fused, attached", "drop-in, fused", "drop-in, eager", full=True
     ),
     *loops("1b 1x2048", "drop-in, attached", full=True),
-    Part(COMPILED, "1b 1x2048", "", full=True),
     Part(COMPILED, "8b/8 2x4096", "", full=True),
     Part("drop-in, compiled by layer", "8b/8 2x4096", COMPILED, full=True),
     Part("resume", "1b/4 4x1024", "", timeout=120.0, full=True),

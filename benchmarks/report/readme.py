@@ -215,7 +215,8 @@ def _users_table(rows: list[Row]) -> str:
         before = what
     title = (
         "The command line and loops as users write them, LoRA R = 16 on all linear layers, p = 0.1, no other options; "
-        '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000 '
+        '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000. '
+        "Compiled layers, Trainer and SFTTrainer are divided by PEFT's in the same form "
         f"(`make check-gpu`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"

@@ -134,7 +134,7 @@ def test_a_part_that_dies_or_hangs_is_one_red_row(check, tmp_path: Path, monkeyp
 
 def test_a_named_part_comes_with_its_peer(check) -> None:
     names = [p.name for p in check.chosen(False, ["compiled"], "cuda")]
-    assert names == [check.PEFT, "drop-in, compiled by layer"]
+    assert names == [check.COMPILED, "drop-in, compiled by layer"]
     assert all(p.full is False for p in check.chosen(False, None, "cuda"))
     assert {p.key for p in check.chosen(True, None, "cuda")} == {p.key for p in check.ON_GPU}
     for parts in (check.ON_GPU, check.ON_CPU):
