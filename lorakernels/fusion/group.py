@@ -6,7 +6,8 @@ Parameter objects and their names stay; their addresses change.
 
 Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale. A write through
 `.data.copy_` goes unnoticed: it leaves the tensor's version as it was. After `.to`, deepcopy or
-`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again.
+`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again. Weights that already
+lie one behind the other, as in a sharded base's block, are joined without a copy.
 """
 
 from __future__ import annotations
@@ -441,10 +442,27 @@ def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
 
 @torch.no_grad()
 def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """Copy the parameters into one contiguous matrix, and make each a view of its rows."""
+    """One contiguous matrix, of whose rows each parameter is a view.
+
+    Parameters that lie one behind the other stay where they are. The others are copied.
+    """
     counts = [p.shape[0] for p in parameters]
+    if _are_adjacent(parameters):
+        first = parameters[0].data
+        return first.as_strided((sum(counts), first.shape[1]), first.stride())
     whole = parameters[0].data.new_empty(sum(counts), parameters[0].shape[1])
     for parameter, part in zip(parameters, whole.split(counts), strict=True):
         part.copy_(parameter.data)
         parameter.data = part
     return whole
+
+
+def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
+    """Whether each parameter begins where the one before it ends, in one storage."""
+    at = parameters[0].data_ptr()
+    for parameter in parameters:
+        elsewhere = parameter.data_ptr() != at or _storage(parameter) != _storage(parameters[0])
+        if elsewhere or not parameter.is_contiguous():
+            return False
+        at += parameter.numel() * parameter.element_size()
+    return True
