@@ -16,6 +16,7 @@ from ..errors import CaptureError, ReplayError, hint_for
 from ..record.attributes import Attributes, plain_attributes, unchanged_attributes
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
 from ..signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
+from .followers import Follower, following
 
 NAME = "step"  # in place of a layer's name in errors
 
@@ -45,11 +46,13 @@ class CapturedStep:
         self.grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
         self.zeroed: set[int] = set()
         self._inputs: list[Tensor] = []
+        self._followers: list[Follower] = []
         with self._rolled_back():
             with backend.session(), no_device_rng_in_checkpoints():
                 args, kwargs = signature.rebuild([self._input(x) for x in signature.tensors])
                 with repeats_nothing(NAME, states), backend.capture(replaced) as captured:
-                    output = step(*args, **kwargs)
+                    with following() as self._followers:
+                        output = step(*args, **kwargs)
                     advance_all(states)()
             self.graph, self.made = captured.graph, captured.made
             outputs = Signature(output)
@@ -150,6 +153,8 @@ class CapturedStep:
         """The step's output for `tensors`, as new tensors."""
         for static, x in zip(self._inputs, tensors, strict=True):
             distinct(static).copy_(distinct(x))
+        for follower in self._followers:
+            follower.before_replay()
         self.graph.launch(self.backend.stream())
         return self._rebuild([x.clone() for x in self._outputs])
 
@@ -159,7 +164,7 @@ class CapturedStep:
         if graph is not None and not keep_graph:
             graph.destroy()
         self._inputs, self._outputs, self.grads = [], [], []
-        self._watches = []
+        self._watches, self._followers = [], []
         self.backend.release()
         return graph
 
