@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -56,8 +57,7 @@ class Collective:
 
     def __init__(self, name: str, group: Any, device: torch.device) -> None:
         self.name, self._device = name, device
-        ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, backend=name, use_local_synchronization=True)
+        self._group = _own_group(group, name)
 
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -70,7 +70,14 @@ class Collective:
         return _all_gather(out, part, group=self._group, async_op=on_cpu)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        pass
+
+
+@cache
+def _own_group(group: Any, backend: str) -> Any:
+    """Collective: a group of the same ranks. It is kept, as torch does not make an equal one again once it is gone."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
 class Peer:
