@@ -90,23 +90,28 @@ class Peer:
     name = "peer"
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._alone = group, device, dist.get_world_size(group) == 1
         self._peers: list[tuple[int, Tensor]] = []
+        self._handle: Any = None
 
     def allocate(self, size: int) -> Tensor:
+        if self._alone:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
         import torch.distributed._symmetric_memory as symmetric
 
         return symmetric.empty(size, dtype=torch.uint8, device=self._device)
 
     def publish(self, shards: Shards) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
         memory, n = shards.memory, shards.ranks
-        self._shards, self._handle = shards, symmetric.rendezvous(memory, self._group.group_name)
-        for rank in ((shards.rank + turn) % n for turn in range(1, n + 1)):
-            own = rank == shards.rank
-            there = memory if own else self._handle.get_buffer(rank, memory.shape, memory.dtype)
-            self._peers.append((rank, there))
+        self._shards = shards
+        if not self._alone:
+            import torch.distributed._symmetric_memory as symmetric
+
+            handle = self._handle = symmetric.rendezvous(memory, self._group.group_name)
+            for rank in ((shards.rank + turn) % n for turn in range(1, n)):
+                there = handle.get_buffer(rank, memory.shape, memory.dtype)
+                self._peers.append((rank, there))
+        self._peers.append((shards.rank, memory))
         self._settle()
 
     def gather(self, layer: int, out: Tensor) -> None:
@@ -118,7 +123,7 @@ class Peer:
     def close(self) -> None:
         self._settle()
         self._peers.clear()
-        del self._handle
+        self._handle = None
 
     def _settle(self) -> None:
         torch.cuda.synchronize(self._device)
