@@ -134,9 +134,7 @@ def adapt(
     check_scope(options, ranks)
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
-    check_directory(directory)
-    lora = lora_config(options, targets(options))
-    config = check_before_loading(directory, options, lora, reporter.say)
+    config = ranks.together(lambda: check_job(directory, options, reporter))
     tokenizer = load_tokenizer(directory)
     paths = [Path(p) for p in options.data]
     ranks.on_first(lambda: tokenize_files(paths, tokenizer, output / "tokens"))
@@ -146,7 +144,9 @@ def adapt(
     train, held = pack_data(tokens, options, 0, reporter)
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
-    model, report = load_adapted(directory, options, dtype, device, random, reporter)
+    model, report = ranks.together(
+        lambda: load_adapted(directory, options, dtype, device, random, reporter)
+    )
     check_model(model)
     if options.gradient_checkpointing:
         save_activations(model)
@@ -185,6 +185,13 @@ def adapt(
 
     ranks.on_first(finish)
     return Result(model, report, session, adapter, bool(fused))
+
+
+def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> Any:
+    """Check what needs no weight. Returns the config of the model's text part."""
+    check_directory(directory)
+    lora = lora_config(options, targets(options))
+    return check_before_loading(directory, options, lora, reporter.say)
 
 
 def load_adapted(
