@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,6 +26,10 @@ from lorakernels.parallel.shards import Shards
 
 # torch 2.13 gives it another name
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+GATHER = timedelta(seconds=60)  # after which a gather gives up: another rank ended or hangs
+WORK = timedelta(
+    hours=2
+)  # the same for ranks that wait for each other's work, such as reading files
 TRANSPORTS = ("auto", "peer", "nccl", "gloo")
 
 
@@ -52,12 +58,50 @@ def agree(group: Any, mine: Any) -> list[Any]:
     return found
 
 
+def patient(group: Any) -> Any:
+    """Collective: a group of gloo's over the ranks of `group`, for waits of up to WORK.
+
+    It notices at once that a process has ended.
+    """
+    return _new_group(group, "gloo", WORK)
+
+
+@cache
+def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
+    """Collective: another group over the ranks of `group`, one for each use. It lives until all groups are destroyed.
+
+    torch names such a group by how many there are. If one were destroyed, a later one would have the name of a third.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+
+
+@contextmanager
+def together(group: Any) -> Iterator[None]:
+    """Collective at its end: an exception inside, on one rank, is raised on all.
+
+    Raises:
+        ValueError: another rank raised. The message names that rank and says what it said.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:  # any: the other ranks wait below
+        error = found
+    said = agree(group, None if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
 class Collective:
     """ "gloo" or "nccl", in a process group of its own, so that gathers do not queue behind the gradients."""
 
     def __init__(self, name: str, group: Any, device: torch.device) -> None:
         self.name, self._device = name, device
-        self._group = _own_group(group, name)
+        self._group = _new_group(group, name, GATHER)
 
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -70,14 +114,7 @@ class Collective:
         return _all_gather(out, part, group=self._group, async_op=on_cpu)
 
     def close(self) -> None:
-        pass
-
-
-@cache
-def _own_group(group: Any, backend: str) -> Any:
-    """Collective: a group of the same ranks. It is kept, as torch does not make an equal one again once it is gone."""
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        dist.barrier(self._group)
 
 
 class Peer:

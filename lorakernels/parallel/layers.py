@@ -42,17 +42,23 @@ def frozen_linears(layer: nn.Module) -> dict[str, FrozenFP8Linear]:
     return {path: m for path in order if isinstance(m := modules[path], FrozenFP8Linear)}
 
 
-def block_of(layer: nn.Module, ranks: int) -> Block:
-    """The layout of a layer's weights. Weights of one input are a group, whether the layer is fused or not."""
-    linears = frozen_linears(layer)
-    groups = [[p for p in group if p in linears] for group in spec_of(layer).groups]
+def shapes_of(layer: nn.Module) -> dict[str, Shape]:
+    """{path in the layer: [N, K]} of the linears whose weights are sharded."""
+    return {path: (m.out_features, m.in_features) for path, m in frozen_linears(layer).items()}
+
+
+def block_of(layer: nn.Module, shapes: Mapping[str, Shape], ranks: int) -> Block:
+    """The layout of a layer's weights. Weights of one input are a group, whether the layer is fused or not.
+
+    Args:
+        layer: of a family that `fuse` knows.
+        shapes: {path in the layer: [N, K]} of the weights.
+        ranks: how many parts the block has.
+    """
+    groups = [[p for p in group if p in shapes] for group in spec_of(layer).groups]
     grouped = {path for group in groups for path in group}
-    groups += [[path] for path in linears if path not in grouped]
-    return lay_out(([(p, _shape(linears[p])) for p in group] for group in groups), ranks)
-
-
-def _shape(linear: FrozenFP8Linear) -> Shape:
-    return linear.out_features, linear.in_features
+    groups += [[path] for path in shapes if path not in grouped]
+    return lay_out(([(p, shapes[p]) for p in group] for group in groups), ranks)
 
 
 def check_layers(layers: Mapping[str, nn.Module]) -> None:

@@ -19,7 +19,7 @@ embeddings and head stay whole on every rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,11 +40,13 @@ from lorakernels.parallel.layers import (
     decoder_layers,
     frozen_linears,
     join_groups,
+    shapes_of,
     stored,
 )
 from lorakernels.parallel.shards import Shards
 from lorakernels.parallel.slots import Slots
 
+Layout = tuple[dict[str, nn.Module], list[Block]]  # {path: decoder layer}, and their blocks
 POISON_VARIABLE = "LORAKERNELS_POISON_SLOTS"
 
 
@@ -227,7 +229,9 @@ def shard_base(
     """
     _check_mesh(mesh, slots, prefetch)
     group, device = mesh.get_group(), next(model.parameters()).device
-    layers, blocks = _agreed_layout(model, mesh, (slots, prefetch, transport))
+    layers, blocks = agreed_layout(
+        mesh, partial(_layout, model, mesh.size()), (slots, prefetch, transport)
+    )
     name, reason = comm.choose(transport, group, device)
     chosen = comm.make(name, group, device)
     memory = chosen.allocate(Shards.bytes_of(blocks, mesh.size()))
@@ -271,21 +275,23 @@ def _check_mesh(mesh: Any, slots: int, prefetch: int) -> None:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
 
 
-def _agreed_layout(
-    model: nn.Module, mesh: Any, options: tuple[Any, ...]
-) -> tuple[dict[str, nn.Module], list[Block]]:
-    """Collective: the layers and their blocks, if every rank has found the same ones.
+def _layout(model: nn.Module, ranks: int) -> Layout:
+    layers = decoder_layers(model)
+    check_layers(layers)
+    return layers, [block_of(layer, shapes_of(layer), ranks) for layer in layers.values()]
+
+
+def agreed_layout(mesh: Any, find: Callable[[], Layout], options: tuple[Any, ...]) -> Layout:
+    """Collective: what `find` returns, if it is the same on every rank.
 
     Raises:
-        ValueError: a rank's model cannot be sharded, or the ranks' models or options differ.
+        ValueError: `find` raised a ValueError or TypeError on a rank, or the ranks' layouts or `options` differ.
     """
     layers: dict[str, nn.Module] = {}
     blocks: list[Block] = []
     problem: str | None = None
     try:
-        layers = decoder_layers(model)
-        check_layers(layers)
-        blocks = [block_of(layer, mesh.size()) for layer in layers.values()]
+        layers, blocks = find()
     except (ValueError, TypeError) as error:
         problem = str(error)
     mine = (problem, options, list(zip(layers, blocks, strict=False)))
