@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import (
     DelayedScaling,
@@ -66,6 +67,7 @@ from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
 from lorakernels.train.session import Session, check_same_options
+from lorakernels.train.sharding import shard_mesh
 
 
 @dataclass
@@ -144,8 +146,9 @@ def adapt(
     train, held = pack_data(tokens, options, 0, reporter)
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
+    mesh = shard_mesh(options, ranks, device, reporter.say)
     model, report = ranks.together(
-        lambda: load_adapted(directory, options, dtype, device, random, reporter)
+        lambda: load_adapted(directory, options, dtype, device, random, reporter, mesh)
     )
     check_model(model)
     if options.gradient_checkpointing:
@@ -201,11 +204,12 @@ def load_adapted(
     device: torch.device,
     random: PhiloxState,
     reporter: Reporter,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, LoRAReport]:
     """The base with its adapters, and their report.
 
     With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
-    checkpoint before it reads a value, transformers loads the model instead.
+    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded over `mesh`.
 
     Raises:
         ModelError: the model cannot be loaded or adapted.
@@ -221,13 +225,16 @@ def load_adapted(
                 lora=lora_config(options, targets(options)),
                 rng_state=random,
                 progress=reading,
+                mesh=mesh,
             )
         except (ValueError, TypeError, OSError) as error:
-            if reading.began:
+            if reading.began or mesh is not None:
                 raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
             reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
         else:
             assert loaded.report is not None
+            if loaded.sharded is not None:
+                reporter.say(f"base: {'; '.join(str(loaded.sharded).splitlines())}")
             loaded.model.config.use_cache = False  # type: ignore[union-attr]
             return loaded.model, loaded.report
     torch.manual_seed(options.seed)

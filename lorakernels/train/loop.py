@@ -311,6 +311,17 @@ def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batc
         yield rows.batch(chosen[start : start + size])
 
 
+def rounds(batches: Iterator[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+    """This rank's share of `batches`, and whether each counts.
+
+    All ranks get as many, because a sharded base takes all of them for every forward. The last one of a rank may be
+    another's, which does not count here.
+    """
+    for whole in iter(lambda: list(itertools.islice(batches, ranks.size)), []):
+        own = ranks.rank < len(whole)
+        yield whole[ranks.rank if own else 0], own
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -327,12 +338,12 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
-    for batch in itertools.islice(batches, ranks.rank, None, ranks.size):
-        total[0] += summed_loss(
-            model, batch.to(device), options.loss_chunk, options.isolate_documents
-        )
-        total[1] += batch.targets
+    for batch, counts in rounds(batches, ranks):
+        loss = summed_loss(model, batch.to(device), options.loss_chunk, options.isolate_documents)
+        if counts:
+            total[0] += loss
+            total[1] += batch.targets
     model.train(training)
     ranks.add_up([total])
-    loss, tokens = total.tolist()
-    return loss / max(tokens, 1.0)
+    summed, tokens = total.tolist()
+    return summed / max(tokens, 1.0)

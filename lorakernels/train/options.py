@@ -209,6 +209,12 @@ class FinetuneOptions:
         "both also holds the FP8 base transposed, one byte more per parameter, and spares backward its transpositions",
         choices=LAYOUTS,
     )
+    shard_base: bool = option(
+        False,
+        "runtime",
+        "under torchrun: the GPUs of a machine keep one copy of the FP8 base together, and each layer's weights are "
+        "gathered while the layer before runs; the same numbers with less memory",
+    )
     fp8_head: bool = option(False, "runtime", "multiply by the output head in FP8 while training")
     seed: int = option(
         0, "machine", "seed of adapter values, dropout, data order and held-out split"
@@ -288,6 +294,14 @@ class FinetuneOptions:
             allowed, value = item.metadata["choices"], getattr(self, item.name)
             if allowed and value is not None and value not in allowed:
                 raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.shard_base and self.demo:
+            raise OptionError("shard_base is for --model: the demo's base is small")
+        if self.shard_base and not self.fp8:
+            raise OptionError("shard_base shards a base in FP8: drop --shard-base or --no-fp8")
+        if self.shard_base and self.weight_layout != "single":
+            raise OptionError(
+                f"shard_base needs weight_layout single, got {self.weight_layout}: drop one of them"
+            )
         if self.merge and self.model and _is_within(self.output, self.model):
             raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
 

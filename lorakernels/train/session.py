@@ -25,8 +25,7 @@ from lorakernels.train.reporter import Reporter
 FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
     "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
-    "graphs",
-    "merge",
+    "graphs", "shard_base", "merge",
     "batch_size", "grad_accum",  # batch_size · grad_accum · ranks is part of the identity
 }  # fmt: skip
 

@@ -90,6 +90,11 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ),
         ({"output": None}, "output is missing"),
         ({"data": []}, "data is missing"),
+        ({"shard_base": True, "fp8": False}, "shard_base shards a base in FP8"),
+        (
+            {"shard_base": True, "weight_layout": "both"},
+            "shard_base needs weight_layout single, got both",
+        ),
         ({"demo": True}, "demo brings its own model and data"),
     ],
     ids=str,
