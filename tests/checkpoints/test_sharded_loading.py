@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lorakernels import fuse, load_quantized
 from lorakernels.modules.holder import is_held
 from lorakernels.parallel import shard_base
+from lorakernels.train.model import reproducible
 from tests.checkpoints.test_loading_memory import Counting, Live
 from tests.checkpoints.test_loading_refusals import damage
 from tests.processes import on_ranks
@@ -24,22 +25,22 @@ from tests.small_checkpoints import LORA, block_fp8, config, write_checkpoint
 LAYERS = 5
 
 
-def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))[
+def mesh(kind: str = "cpu") -> Any:
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))[
         "dp_shard"
     ]
 
 
 def load(folder: Path, **options: Any) -> Any:
     torch.manual_seed(5)
-    return load_quantized(folder, device="cpu", progress=False, **{"lora": LORA, **options})
+    return load_quantized(folder, progress=False, **{"device": "cpu", "lora": LORA, **options})
 
 
 def step(loaded: Any) -> dict[str, Tensor]:
-    """Loss, gradients and FP8 state of a training step, and the loss of an evaluation after it."""
+    """Loss, gradients and FP8 state of a training step, and the logits of an evaluation after it."""
     model = loaded.model.train()
     torch.manual_seed(7)
-    ids = torch.arange(24).view(2, 12)
+    ids = torch.arange(24, device=model.device).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     loaded.fp8_state.reduce_and_update()
@@ -51,20 +52,31 @@ def step(loaded: Any) -> dict[str, Tensor]:
 
 def compare(rank: int, device: torch.device, folder: Path, fused: bool) -> dict[str, Any]:
     """What a step gives with a base that was loaded into shards, sharded after loading, and not sharded."""
-    into, after, whole = load(folder, mesh=mesh()), load(folder), load(folder)
-    if fused:
-        for loaded in (into, after, whole):
-            fuse(loaded.model)
-    base = shard_base(after.model, mesh())
-    equal = [
-        torch.equal(base.shards.memory[: base.shards.memory.numel()], into.sharded.shards.memory),
-        base.shards.blocks == into.sharded.shards.blocks,
-        str(base) == str(into.sharded),
-        list(after.model.state_dict()) == list(into.model.state_dict()),
-    ]
-    steps = [step(loaded) for loaded in (into, after, whole)]
+    with reproducible(True):
+        options: dict[str, Any] = {
+            "device": device,
+            "attn_implementation": "sdpa" if fused else "eager",
+        }
+        into = load(folder, mesh=mesh(device.type), **options)
+        after, whole = load(folder, **options), load(folder, **options)
+        if fused:
+            for loaded in (into, after, whole):
+                fuse(loaded.model, attention="math")
+        base = shard_base(after.model, mesh(device.type))
+        equal = [
+            torch.equal(base.shards.memory, into.sharded.shards.memory),
+            base.shards.blocks == into.sharded.shards.blocks,
+            str(base) == str(into.sharded),
+            list(after.model.state_dict()) == list(into.model.state_dict()),
+        ]
+        steps = [step(loaded) for loaded in (into, after, whole)]
     different = [n for n in steps[2] for s in steps[:2] if not torch.equal(s[n], steps[2][n])]
     return {"equal": equal, "different": different, "count": [len(s) for s in steps]}
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["equal"] == [True] * 4 and found["different"] == []
+    assert found["count"][0] == found["count"][2] > 8
 
 
 @pytest.mark.parametrize(
@@ -75,14 +87,22 @@ def compare(rank: int, device: torch.device, folder: Path, fused: bool) -> dict[
 def test_equal_to_sharding_what_was_loaded_and_to_the_whole_base(
     world: int, fused: bool, fp8: bool, tmp_path: Path
 ) -> None:
-    """Every matrix has its own values: fp32 on the disk, or scales by block."""
     if fp8:
         block_fp8(tmp_path, False)
     else:
         write_checkpoint(tmp_path, config(num_hidden_layers=LAYERS), shard_bytes=300_000)
     for found in on_ranks(compare, world, "gloo", tmp_path, fused):
-        assert found["equal"] == [True] * 4 and found["different"] == []
-        assert found["count"][0] == found["count"][2] > 8
+        check(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_the_same_on_two_gpus(fused: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS}
+    write_checkpoint(tmp_path, config(**sizes), shard_bytes=1_000_000)
+    for found in on_ranks(compare, 2, "nccl", tmp_path, fused):
+        check(found)
 
 
 def peaks(rank: int, device: torch.device, folder: Path) -> dict[str, int]:

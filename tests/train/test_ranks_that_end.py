@@ -54,7 +54,7 @@ def drive(rank: int, port: int, end: str, arguments: list[list[str]]) -> None:
 
 
 def end_of(
-    end: str, arguments: list[list[Any]], folder: Path
+    end: str, arguments: list[list[Any]], folder: Path, limit: int = LIMIT
 ) -> tuple[list[int | None], list[str]]:
     """(exit codes, what was said) of two ranks with `arguments` each."""
     words = [[str(word) for word in own] for own in arguments]
@@ -69,8 +69,8 @@ def end_of(
         ranks[1].kill()
     ranks[1].join(300)
     ended = time.monotonic()
-    ranks[0].join(LIMIT + 30)
-    assert time.monotonic() - ended < LIMIT
+    ranks[0].join(limit + 30)
+    assert time.monotonic() - ended < limit
     return [process.exitcode for process in ranks], [path.read_text() for path in said]
 
 
@@ -140,3 +140,19 @@ def test_a_rank_that_cannot_read_the_model_ends_all_with_its_message(
         "rank 1(| stopped): ", said[1]
     )
     assert all(message in text for text in said), said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("end", ["killed", "raises"])
+@pytest.mark.parametrize("more", [[], ["--shard-base"]], ids=["replicated", "sharded"])
+def test_a_rank_that_ends_in_the_middle_ends_both_gpus(
+    more: list[str], end: str, gpu_run: list[Any], tmp_path: Path
+) -> None:
+    """NCCL waits for `STEP`, and some seconds more until its watchdog ends the process."""
+    args = [*gpu_run, *more, "--steps", 4, "--save-every", 1, "--output", tmp_path / "out"]
+    codes, said = end_of(end, [args, args], tmp_path, limit=2 * LIMIT)
+    assert 0 not in codes and None not in codes, said
+    checkpoints = Checkpoints(tmp_path / "out" / "checkpoints", 2)
+    newest = checkpoints.load_newest(pytest.fail, torch.device("cpu"))
+    assert newest is not None and newest.step == 2
