@@ -30,6 +30,7 @@ GATHER = timedelta(seconds=60)  # after which a gather gives up: another rank en
 WORK = timedelta(
     hours=2
 )  # the same for ranks that wait for each other's work, such as reading files
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 TRANSPORTS = ("auto", "peer", "nccl", "gloo")
 
 
@@ -94,6 +95,26 @@ def together(group: Any) -> Iterator[None]:
     for rank, text in enumerate(said):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
+
+
+def reduce_scatter(group: Any, out: Tensor, whole: Tensor) -> None:
+    """Collective: `out` [n] becomes this rank's part of `whole` [ranks · n], summed over the ranks."""
+    _reduce_scatter(out, whole, group=group)
+
+
+def all_gather(group: Any, out: Tensor, part: Tensor) -> None:
+    """Collective: `out` [ranks · n] becomes every rank's `part` [n], by rank."""
+    _all_gather(out, part, group=group)
+
+
+def all_reduce(group: Any, x: Tensor) -> None:
+    """Collective: `x` becomes its sum over the ranks."""
+    dist.all_reduce(x, group=group)
+
+
+def from_first(group: Any, x: Tensor) -> None:
+    """Collective: `x` becomes that of the group's first rank."""
+    dist.broadcast(x, group=group, src=dist.get_global_rank(group, 0))
 
 
 class Collective:
