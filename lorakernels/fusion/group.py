@@ -8,12 +8,16 @@ Derived tensors (scales by column, Wᵀ) are renewed after torch has written a m
 `.data.copy_` goes unnoticed: it leaves the tensor's version as it was. After `.to`, deepcopy or
 `load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again. Weights that already
 lie one behind the other, as in a sharded base's block, are joined without a copy.
+
+FSDP2 gives the parameters that it manages other Parameter objects, and other memory at every forward. A's are then
+joined by a copy at every forward. Weights and biases have to be in its `ignored_params`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeGuard
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,6 +53,12 @@ class FusedGroup:
         self.results = results
         self.rows = tuple(member.out_features for member in self.members)
         self._forget()
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note the members' own Parameters. Those that FSDP puts in their place are others."""
+        held = (p for m in self.members for p in m._parameters.values())
+        self._own = [ref(p) for p in held if p is not None]
 
     def _forget(self) -> None:
         self._weight: Tensor | None = None
@@ -230,7 +240,7 @@ class FusedGroup:
         """Join the members' weights, A's and biases where they are not, and renew derived tensors that are stale."""
         if len(self.members) > 1 and not self._is_joined():
             self._refuse_in_capture()
-            self._refuse_fsdp()
+            self._refuse_fsdp("weight", "bias")
             self._join_all()
         seen = self._state_of_members()
         if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
@@ -245,7 +255,9 @@ class FusedGroup:
     def _join_all(self) -> None:
         self._forget()
         self._join_weights()
-        self._join_A()
+        if self._of_fsdp("lora_A") is None:
+            self._join_A()
+            self._remember()
         self._join_biases()
 
     def _is_joined(self) -> bool:
@@ -398,13 +410,27 @@ class FusedGroup:
         weight = self.first._parameters["weight"]
         return weight is not None and weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _refuse_fsdp(self) -> None:
+    def _of_fsdp(self, *names: str) -> FrozenFP8Linear | None:
+        """A member with a parameter of such a name that FSDP gathers; None without one.
+
+        FSDP marks the modules. The parameters that it ignores are still the module's own.
+        """
+        own = {id(r()) for r in self._own}
         for member in self.members:
             if getattr(member, "_is_fsdp_managed_module", False):
-                raise RuntimeError(
-                    f"{member.name} is managed by FSDP, which gives its parameters other memory at every forward: "
-                    "a fused layer cannot be sharded, call unfuse(model) before fully_shard"
-                )
+                found = map(member._parameters.get, names)
+                if any(p is not None and id(p) not in own for p in found):
+                    return member
+        return None
+
+    def _refuse_fsdp(self, *names: str) -> None:
+        member = self._of_fsdp(*names)
+        if member is not None:
+            raise RuntimeError(
+                f"{' or '.join(names)} of {member.name} is managed by FSDP, which gives it other memory at "
+                "every forward: call fully_shard(..., ignored_params={p for p in model.parameters() if not "
+                "p.requires_grad}) after fuse and after loading, or unfuse(model) before fully_shard"
+            )
 
     def _refuse_in_capture(self) -> None:
         if self._capturing():
@@ -421,6 +447,7 @@ class FusedGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+        self._remember()
 
 
 def _is_zero(raw: Tensor) -> Tensor:
