@@ -93,10 +93,13 @@ def _nothing() -> None:
 
 
 def _forms(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Changes where a tensor's `data` is set."""
+    """Changes where a tensor's `data` is set to what needs another plan.
+
+    An address does not: FSDP2 gives a parameter other memory at every forward.
+    """
     return tuple(
         [
-            None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous())
+            None if t is None else (t.get_device(), t.dtype, t.shape, t.is_contiguous())
             for t in tensors[:4]
         ]
     )

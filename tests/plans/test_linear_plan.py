@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
+from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
@@ -139,6 +140,32 @@ def test_a_rank_that_is_cut_by_data_is_seen() -> None:
         recorded.calls.clear()
         module(x)
         assert [c.arguments["rank"] for c in recorded.calls if "rank" in c.arguments] == [8, 8]
+
+
+def test_parameters_at_other_addresses_are_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 frees a parameter's storage after a forward, and allocates it anew before the next."""
+    module, x = layer(lora_dropout=0.0), torch.randn(M, K, dtype=BF16)
+    asked: list[Any] = []
+    ask = linear_plan._ask
+    monkeypatch.setattr(linear_plan, "_ask", lambda *args: asked.append(args) or ask(*args))
+    with dry_cuda() as recorded:
+        for _ in range(3):
+            for name in ("weight", "lora_A", "lora_B"):
+                p = module._parameters[name]
+                storage, values = p.untyped_storage(), p.detach().clone()
+                before, size = p.data_ptr(), storage.nbytes()
+                held = []
+                while (
+                    p.data_ptr() == before
+                ):  # what is held keeps the allocator from giving it again
+                    storage.resize_(0)
+                    held.append(torch.empty(size, dtype=torch.uint8))
+                    storage.resize_(size)
+                p.data.copy_(values)
+            module(x)
+        assert len(asked) == 1 and recorded.runs == 3
 
 
 def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
