@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 over fused layers whose base it ignores: bits of the same layers without it, on two ranks."""
+"""FSDP2 over layers whose base it ignores, and over unfused ones whole: bits of the layers without it, on two ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.fusion.fused_models import LINEARS, adapted, fp8_state
 from tests.processes import on_ranks
 
 WORLD, STEPS = 2, 3
+UNFUSED = "unfused"
 BYTES = (torch.uint8, torch.float8_e4m3fn)
 
 
@@ -90,7 +91,8 @@ def worker(
     rank: int, device: torch.device, family: str, ignores: str, save: str
 ) -> list[dict[str, Any]]:
     model = net(family, device)
-    fuse(model, save=save)
+    if save != UNFUSED:
+        fuse(model, save=save)
     twin = copy.deepcopy(model)
     if save == "recompute":  # its members are joined before
         model(input_ids=batch(rank, 0, device), use_cache=False)
@@ -109,6 +111,8 @@ CASES = [
     ("Qwen2", "the base", "full"),
     ("Phi3", "what is frozen", "recompute"),
     ("Phi3", "nothing", "recompute"),
+    ("Llama", "what is frozen", UNFUSED),
+    ("Llama", "nothing", UNFUSED),
 ]
 
 
