@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, attach, fuse
+from lorakernels.parallel.optimizer import ShardedAdamW
 from tests.fusion.fused_models import LINEARS, adapted, fp8_state
+from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 
 WORLD, STEPS = 2, 3
@@ -128,6 +130,47 @@ def test_bits_are_those_without_fsdp(backend: str, family: str, ignores: str, sa
         differ = [n for n, p in ours["trained"].items() if not torch.equal(p, theirs["trained"][n])]
         assert differ == []
         assert all(map(torch.equal, ours["scales"], theirs["scales"]))
+
+
+def replayed(rank: int, device: torch.device) -> list[list[Tensor]]:
+    """Only the embedding, the head and the last norm are sharded; adapters by ShardedAdamW, and without either."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, found = init_device_mesh(device.type, (WORLD,)), []
+    for sharded in (True, False):
+        model = net("Llama", device)
+        fuse(model)
+        trained = [p for p in model.model.layers.parameters() if p.requires_grad]
+        optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+        if sharded:
+            fully_shard(model, mesh=mesh, ignored_params={*model.model.layers.parameters()})
+            assert hasattr(model.lm_head.weight, "device_mesh")
+            optimizer = ShardedAdamW(trained, mesh, lr=1e-2)
+        attached = attach(
+            model, optimizer, graphs=sharded, warmup_steps=1, backend=backend_for(device)
+        )
+        for step in range(STEPS):
+            x = batch(rank, step, device)
+            model(input_ids=x, labels=x).loss.backward()
+            if not sharded:
+                reduce(trained)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.replaying == sharded, attached.why_not
+        assert attached.replayed == (STEPS - 1 if sharded else 0)
+        found.append([p.detach().cpu() for p in trained])
+        attached.detach()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_layers_that_fsdp_ignores_are_replayed(backend: str) -> None:
+    if backend == "nccl" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
+    for ours, theirs in on_ranks(replayed, WORLD, backend):
+        assert all(map(torch.equal, ours, theirs))
 
 
 def unprepared(rank: int, device: torch.device) -> str:
