@@ -144,18 +144,20 @@ class NodePlan:
         context = Context(self.context.needs_input_grad)
         vars(context).update(vars(self.context) | attributes)
 
-        def tensor(place: int | Place | None) -> Tensor | None:
+        def tensor(place: int | Place | None, saved: Any) -> Tensor | None:
             if place is None or isinstance(place, Place):
                 return None if place is None else place.of(kept)
-            return _as(self._given[place], known[place])
+            return _as(saved, known[place])
 
-        context.saved_tensors = tuple(map(tensor, self.saved))
+        context.saved_tensors = tuple(map(tensor, self.saved, self.context.saved_tensors))
         return context
 
 
-def _as(stand_in: StandIn, tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype in which the ops take it: the bytes of an e4m3 weight."""
-    return tensor if tensor.dtype == stand_in.dtype else tensor.view(stand_in.dtype)
+def _as(saved: StandIn, given: Tensor) -> Tensor:
+    """What the forward saved of `given`: h [B, T, K] as rows [M, K], or an e4m3 weight as bytes."""
+    found = given if given.dtype == saved.dtype else given.view(saved.dtype)
+    at = found.storage_offset() + saved.offset // saved.element_size()
+    return found.as_strided(saved.shape, saved.stride(), at)
 
 
 class NodeRun(NamedTuple):

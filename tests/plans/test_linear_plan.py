@@ -115,6 +115,26 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
         assert recorded.runs == 2 * planned
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
+    """A profiler may begin between forward and backward."""
+    module = LAYERS[name]()
+    x = torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        state = module.fp8_state
+        recorded.name(x=x, state_x=state.forward, state_dy=state.backward, **module._buffers)
+        recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+        with without_plans():
+            step(module, x)
+        by_ops = launches(recorded.calls)
+        recorded.calls.clear()
+        y = module(x)
+        with without_plans():
+            y.backward(torch.ones_like(y))
+        assert launches(recorded.calls) == by_ops
+        assert recorded.runs == 1
+
+
 def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
     """y and all gradients of two steps from one random state."""
     torch.manual_seed(1)
