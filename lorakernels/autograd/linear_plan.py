@@ -84,7 +84,8 @@ class _Known(NamedTuple):
     kind: Kind | None
 
     def holds_for(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        same = all([r() is t for r, t in zip(self.references, tensors, strict=True)])
+        pairs = zip(self.references, tensors, strict=True)
+        same = all([r is _nothing if t is None else r() is t for r, t in pairs])
         return same and _forms(tensors) == self.forms
 
 

@@ -188,6 +188,19 @@ def test_parameters_at_other_addresses_are_not_asked_for_again(
         assert len(asked) == 1 and recorded.runs == 3
 
 
+def test_a_transposed_weight_that_is_given_up_is_seen() -> None:
+    """It is freed, and what referred to it weakly then refers to None as well."""
+    module, x = layer(weight_layout="both"), torch.randn(M, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        module(x)
+        recorded.memory.storages.clear()  # which keeps what it has seen alive
+        recorded.memory.begins.clear()
+        module.weight_t = None
+        gc.collect()
+        module(x)
+        assert recorded.runs == 2
+
+
 def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
     """A hook may keep a tensor with other strides, or on the CPU."""
     module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
