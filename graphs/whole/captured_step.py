@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,7 +73,7 @@ class CapturedStep:
             self.drop()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{_where(error)}{type(error).__name__}: {error}"
             raise CaptureError(NAME, "capture", reason, hint_for(reason)) from error
 
     def _input(self, x: Tensor) -> Tensor:
@@ -167,6 +168,13 @@ class CapturedStep:
         self._watches, self._followers = [], []
         self.backend.release()
         return graph
+
+
+def _where(error: BaseException) -> str:
+    """"in <class>: " of the innermost module whose forward raised `error`; empty if none did."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [m for frame in frames if isinstance(m := frame.f_locals.get("self"), nn.Module)]
+    return f"in {type(modules[-1]).__name__}: " if modules else ""
 
 
 def key_of(tensors: Sequence[Tensor], spec: list[Any], backend: Backend) -> Any:
