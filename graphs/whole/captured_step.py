@@ -171,7 +171,7 @@ class CapturedStep:
 
 
 def _where(error: BaseException) -> str:
-    """"in <class>: " of the innermost module whose forward raised `error`; empty if none did."""
+    """The innermost module whose forward raised `error`, as "in <class>: "; empty if none did."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     modules = [m for frame in frames if isinstance(m := frame.f_locals.get("self"), nn.Module)]
     return f"in {type(modules[-1]).__name__}: " if modules else ""
