@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
-from lorakernels.plans.routing import PLAIN, are_plain, is_plain
+from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
 from lorakernels.values import Weight
 
@@ -163,6 +163,25 @@ def planned_linear(
     except Misaligned:
         return None
     return y
+
+
+def ways_of_kinds() -> dict[Kind, str]:
+    """For each kind of layer that ran eagerly on a GPU "" if there is a plan, or else why there is none."""
+    found: dict[Kind, str] = {}
+    for (kind, *_), why_not in PLANS.ways():
+        found[kind] = why_not and found.get(kind, why_not)
+    return found
+
+
+def way_of(spec: LoRASpec, kinds: Mapping[Kind, str]) -> str | None:
+    """How a layer's calls with `spec` ran: "" by plans, or else why by the ops. `kinds`: of `ways_of_kinds`.
+
+    None if that is not known any more.
+    """
+    known: _Known | None = spec.memo.get("linear")
+    if known is None:
+        return WATCHED
+    return NOT_PLAIN if known.kind is None else kinds.get(known.kind)
 
 
 def _plan(

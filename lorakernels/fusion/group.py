@@ -15,7 +15,7 @@ joined by a copy at every forward. Weights and biases have to be in its `ignored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeGuard
 from weakref import ref
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.decoder_plan import planned_projections
+from lorakernels.autograd.decoder_plan import planned_projections, way_of
 from lorakernels.autograd.fused_linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
@@ -98,6 +98,11 @@ class FusedGroup:
             state.on_training_forward(first.column)
         masks = self._masks(prepared.variant, prepared.adapted)
         return prepared.to._replace(masks=masks), prepared.params
+
+    def eager_ways(self, kinds: Mapping[Hashable, str]) -> list[str]:
+        """How the last forward ran: "" by plans, or else why by the ops; empty before the first. `kinds`: of
+        `ways_of_kinds` in autograd."""
+        return [] if self._prepared is None else [way_of(self._prepared.to.planned, kinds)]
 
     def _prepare(self) -> Prepared:
         """Join what is not joined, and make everything of a call that is not drawn."""

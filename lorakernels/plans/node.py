@@ -242,6 +242,7 @@ class Plans(Generic[P]):
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, Lock()
         self._plans: OrderedDict[Hashable, P | None] = OrderedDict()
+        self._refused: dict[Hashable, str] = {}
 
     def __getitem__(self, key: Hashable) -> P | None:
         """Raises KeyError: it has to be made."""
@@ -250,15 +251,24 @@ class Plans(Generic[P]):
         return found
 
     def make(self, key: Hashable, record: Callable[[], P]) -> P | None:
+        made: P | None = None
+        why_not = ""
         try:
-            made: P | None = record()
-        except UNPLANNED:
-            made = None
+            made = record()
+        except UNPLANNED as error:
+            why_not = f"no plan holds {error}"
         with self._lock:
             self._plans[key] = made
+            if made is None:
+                self._refused[key] = why_not
             if len(self._plans) > self._most:
-                self._plans.popitem(last=False)
+                self._refused.pop(self._plans.popitem(last=False)[0], None)
         return made
+
+    def ways(self) -> list[tuple[Any, str]]:
+        """For each key "" if there is a plan, or else why there is none."""
+        with self._lock:
+            return [(key, self._refused.get(key, "")) for key in self._plans]
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -268,3 +278,4 @@ class Plans(Generic[P]):
 
     def cache_clear(self) -> None:
         self._plans.clear()
+        self._refused.clear()

@@ -153,6 +153,23 @@ def test_a_written_A_is_seen_where_another_adapter_is_switched_off() -> None:
     torch.testing.assert_close(again, before, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("rank", "said"), [(16, "8 by plans"), (4, "8 by the ops (no plan holds torch.pad)")]
+)
+def test_fuse_s_report_says_what_ran_by_plans(rank: int, said: str) -> None:
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**SIZES)).to(BF16)
+    apply_lora(model, LoRAConfig(r=rank, target_modules="all-linear"))
+    report = fuse(model)
+    h = torch.randn(1, 8, SIZES["hidden_size"], dtype=BF16)
+    assert report.eager_forwards == "none yet"
+    model(inputs_embeds=h)
+    assert report.eager_forwards.startswith("8 by the ops (on a CPU")
+    with dry_cuda():
+        model(inputs_embeds=h)
+        assert f"eager forwards of projections: {said}" in str(report).splitlines()
+
+
 def test_a_factor_of_another_dtype_is_seen() -> None:
     model = llama(lora_dropout=0.0)
     h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16)

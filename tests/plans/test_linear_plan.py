@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
+from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
 from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
@@ -133,6 +133,23 @@ def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
             y.backward(torch.ones_like(y))
         assert launches(recorded.calls) == by_ops
         assert recorded.runs == 1
+
+
+def test_the_report_says_what_ran_by_plans_and_why_the_rest_did_not() -> None:
+    model = nn.ModuleDict({name: nn.Linear(K, N, dtype=BF16) for name in ("a", "b", "c", "d")})
+    config = LoRAConfig(r=16, rank_pattern={"b": 12}, target_modules=["a", "b", "c", "d"])
+    report, x = apply_lora(model, config), torch.randn(M, K, dtype=BF16)
+    assert report.eager_forwards == "none yet"
+    with dry_cuda():
+        for name in "ab":
+            model[name](x)
+        with torch.autograd.graph.save_on_cpu():
+            model["c"](x)
+        found = "1 by plans, 1 by the ops (no plan holds torch.pad), 1 by the ops (on a CPU, or watched by a mode"
+        assert report.eager_forwards.startswith(found)
+        assert str(report).splitlines()[1].endswith(f"eager forwards: {report.eager_forwards}")
+        model["b"].scaling = 3.0  # not called since
+        assert report.eager_forwards.startswith("1 by plans, 1 by the ops (on a CPU")
 
 
 def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
