@@ -18,7 +18,8 @@ Kept for backward: h, h2, gate, up and a rstd per norm; attention keeps qkv, out
 each adapted input, and two matrices of stacked B's: q, k, v have one, gate and up another.
 
     "full"       also keeps x8 of each adapted input
-    "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up
+    "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up; dA alone reads them,
+                 and RMSNorm's may differ in the last bit from what forward quantized (ops/rms_norm.py)
     "fp8"        as "recompute", with gate and up in e4m3, which SwiGLU writes: one scale for 256 columns of a row
 """
 

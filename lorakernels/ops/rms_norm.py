@@ -13,6 +13,9 @@ Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and write
 bytes for x8 alone and 5MK with normed; a norm and a quantization after it move 7MK. A second kernel in front takes the
 amax where the state has no scale yet, and in evaluation.
 
+The kernel is compiled anew for what is stored, with `keep` or a scaling or without, and then a row's sum, and so rstd
+and normed, may differ in the last bit. Equal arguments give equal bits, as in a checkpoint's recomputation.
+
 Backward is one kernel, which reads dnormed, x and dresidual once and writes dx: 8MK bytes in bf16. dweight, where the
 norm is trained, takes two more kernels and another 4MK bytes.
 """
