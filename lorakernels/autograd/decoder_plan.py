@@ -19,7 +19,7 @@ from lorakernels.autograd.decoder_layer import (
     OutputNode,
     QKVCall,
 )
-from lorakernels.autograd.fused_linear import PlannedProjections, Projections
+from lorakernels.autograd.linear import PlannedProjections, Projections
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
 from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_address

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
-from lorakernels.autograd.fused_linear import Projections
+from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -232,7 +232,7 @@ class FusedGroup:
         return torch.cat(parts) if whole is None else whole  # some adapters are switched off
 
     def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
-        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/fused_linear.py. None for one member or without adapters."""
+        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters."""
         if len(self.members) == 1 or not adapted or self._derived is None:
             return None
         scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]

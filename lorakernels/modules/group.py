@@ -23,10 +23,10 @@ from lorakernels.autograd import (
     SharedInput,
     check_input,
     is_compiling,
-    lora_projection,
     quantize_input,
     rows_of,
     share_input,
+    shared_linear,
 )
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
@@ -53,11 +53,10 @@ class LoRALinearGroup:
     `torch.compile`, `group(x)` quantizes x once and runs one down-projection per member. Members called one by one are
     then traced separately, and each quantizes x.
 
-    Without dropout the adapters are stacked: one `quantize_lora_down` and one `lora_grad_a` serve all. With dropout
-    each member has its own mask, as in PEFT, and only the quantized x is shared. `shared_dropout=True` draws one mask
-    for all instead, and stacks the adapters; checkpointing must then put all members into one checkpointed function.
-    Stacked members are one computation to autograd: separate backwards of two members' outputs need
-    `retain_graph=True`.
+    Without dropout one `quantize_lora_down` serves all adapters. With dropout each member has its own mask, as in PEFT,
+    and only the quantized x is shared. `shared_dropout=True` draws one mask for all instead, so that one
+    `quantize_lora_down` serves all here too; checkpointing must then put all members into one checkpointed function.
+    In backward each member is by itself, as if it were in no group.
 
     x has one amax and one scale, in the first member's column of the FP8 state (and in every member's state_dict).
 
@@ -254,7 +253,7 @@ class LoRALinearGroup:
         weight = Weight(member.stored, member.weight_scale_inv, member.weight_t)
         adapter = Adapter(member.lora_A, member.lora_B) if active else Adapter()
         call = Call(spec, slot, state_dy=None if state is None else state.backward)
-        return lora_projection(x, shared, index, weight, member.bias, adapter, call)
+        return shared_linear(x, shared, index, weight, member.bias, adapter, call)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: everything except the result that is kept for the last input."""
@@ -407,12 +406,7 @@ def _drops(member: LoRALinear) -> bool:
 
 
 def _serves(entry: _Entry, index: int, x: Tensor, key: tuple[Any, ...]) -> bool:
-    return (
-        entry.x() is x
-        and index in entry.waiting
-        and not entry.shared.spent
-        and _same(entry.key, key)
-    )
+    return entry.x() is x and index in entry.waiting and _same(entry.key, key)
 
 
 def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
