@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -34,15 +35,23 @@ from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 
+_Key = tuple[list[Any], list[Any]]  # objects, and values
+
 
 @dataclass(frozen=True)
 class _Entry:
     """A result that members share: computed from `x` when `_key` was `key`, and still unused by members `waiting`."""
 
     x: weakref.ref[Tensor]
-    key: tuple[Any, ...]
+    key: _Key
     shared: SharedInput
     waiting: set[int]
+
+    def serves(self, index: int, x: Tensor, key: _Key) -> bool:
+        (objects, values), (ours, then) = key, self.key
+        if self.x() is not x or index not in self.waiting or values != then:
+            return False
+        return all(map(is_, objects, ours))
 
 
 class LoRALinearGroup:
@@ -100,11 +109,10 @@ class LoRALinearGroup:
             raise ValueError(f"members {list(self.names)} must all be in training, or all in eval")
         if is_compiling():
             return self._compiled(x)
-        self._begin(0, x)
-        shared = self._share(0, x)
-        outputs = [self._project(0, x, shared)]
-        for index in range(1, len(self.members)):
+        outputs, shared = [], None
+        for index in range(len(self.members)):
             self._begin(index, x)
+            shared = shared or self._share(0, x)
             outputs.append(self._project(index, x, shared))
         return tuple(outputs)
 
@@ -119,7 +127,7 @@ class LoRALinearGroup:
         if torch.compiler.is_compiling() or x.is_inference():
             return self._project(index, x, self._share(index, x, alone=True))
         key, entry = self._key(index, x), self._entry
-        if entry is None or not _serves(entry, index, x, key):
+        if entry is None or not entry.serves(index, x, key):
             self._entry = entry = None  # free the last input's result first
             shared = self._share(index, x)
             waiting = set(range(len(self.members)))
@@ -161,27 +169,21 @@ class LoRALinearGroup:
             outputs.append(member._traced(x, slot, shared))
         return tuple(outputs)
 
-    def _key(self, index: int, x: Tensor) -> tuple[Any, ...]:
-        """Everything that a shared result depends on besides x's identity. Equal keys mean equal results."""
+    def _key(self, index: int, x: Tensor) -> _Key:
+        """Everything that a shared result depends on besides x itself. Equal values come with equally many objects."""
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        stream: tuple[Any, ...] = ()
+        own_hooks = None if hooks is None else weakref.ref(hooks[0])  # a checkpoint has its own
+        training = self.members[index].training
+        values: list[Any] = [x._version, torch.is_grad_enabled(), autocast, training, own_hooks]
         if x.is_cuda:
-            capturing = torch.cuda.is_current_stream_capturing()
-            stream = (torch.cuda.current_stream(x.device).cuda_stream, capturing)
-        return (
-            x._version,
-            torch.is_grad_enabled(),
-            autocast,
-            self.members[index].training,
-            None if hooks is None else weakref.ref(hooks[0]),  # a checkpoint has its own
-            stream,
-            tuple(
-                (a, a._version, a.data_ptr(), self.members[i].lora_dropout)
-                for i, a in self._together(index).items()
-            ),
-        )
+            values.append(torch.cuda.current_stream(x.device).cuda_stream)
+            values.append(torch.cuda.is_current_stream_capturing())
+        stack = self._together(index)
+        for i, a in stack.items():
+            values.append((i, a._version, a.data_ptr(), self.members[i].lora_dropout))
+        return [*stack.values()], values
 
     def _together(self, index: int) -> dict[int, Tensor]:
         """{index: A} of the members whose adapters are stacked; empty if each member has its own mask."""
@@ -403,18 +405,3 @@ def _is_active(member: LoRALinear) -> bool:
 
 def _drops(member: LoRALinear) -> bool:
     return member.training and member.lora_dropout > 0 and _is_active(member)
-
-
-def _serves(entry: _Entry, index: int, x: Tensor, key: tuple[Any, ...]) -> bool:
-    return entry.x() is x and index in entry.waiting and _same(entry.key, key)
-
-
-def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    """Equality of two keys. The A's in them are compared by identity."""
-    *a, a_stack = ours
-    *b, b_stack = theirs
-    return (
-        a == b
-        and len(a_stack) == len(b_stack)
-        and all(p[0] is q[0] and p[1:] == q[1:] for p, q in zip(a_stack, b_stack, strict=True))
-    )
