@@ -16,7 +16,7 @@ joined by a copy at every forward. Weights and biases have to be in its `ignored
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,6 +29,7 @@ from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import is_active
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout
@@ -466,10 +467,6 @@ def _storage(x: Tensor) -> int:
 
 def _form(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.dtype, x.device)
-
-
-def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
-    return isinstance(member, LoRALinear) and not (member.merged or member.disable_adapters)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from lorakernels.autograd import (
 )
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import is_active
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
@@ -157,14 +158,14 @@ class LoRALinearGroup:
             x8, x_scale_inv = quantize_input(rows_of(x.detach()), handle, first.training)
             shared = {"x8": x8, "x_scale_inv": x_scale_inv}
         if self.shared_dropout:
-            owner = [*(m for m in self.members if _is_active(m)), first][0]
+            owner = [*(m for m in self.members if is_active(m)), first][0]
             shared["mask"] = owner.handle.tensor
-            drops = any(m.training and m.handle.drops and _is_active(m) for m in self.members)
+            drops = any(m.training and m.handle.drops and is_active(m) for m in self.members)
             slot = draw_slot(owner.rng_state, x.device) if drops else None
         outputs = []
         for member in self.members:
             if not self.shared_dropout:
-                drops = member.training and member.handle.drops and _is_active(member)
+                drops = member.training and member.handle.drops and is_active(member)
                 slot = draw_slot(member.rng_state, x.device) if drops else None
             outputs.append(member._traced(x, slot, shared))
         return tuple(outputs)
@@ -187,7 +188,7 @@ class LoRALinearGroup:
 
     def _together(self, index: int) -> dict[int, Tensor]:
         """{index: A} of the members whose adapters are stacked; empty if each member has its own mask."""
-        active = {i: m for i, m in enumerate(self.members) if _is_active(m)}
+        active = {i: m for i, m in enumerate(self.members) if is_active(m)}
         if not self.shared_dropout and any(_drops(m) for m in active.values()):
             return {}
         return {i: m.lora_A for i, m in active.items()}
@@ -196,7 +197,7 @@ class LoRALinearGroup:
         """Compute what the members share of x. Member `index` is called first; `alone` stacks no other adapters."""
         member, first = self.members[index], self.members[0]
         stack = {} if alone else self._together(index)
-        if not stack and _is_active(member):
+        if not stack and is_active(member):
             stack = {index: member.lora_A}
         owner = self.members[next(iter(stack), index)]  # the mask uses its dropout site
         drops = bool(stack) and member.training and owner.lora_dropout > 0
@@ -244,7 +245,7 @@ class LoRALinearGroup:
             )
 
     def _project(self, index: int, x: Tensor, shared: SharedInput) -> Tensor:
-        member, active = self.members[index], _is_active(self.members[index])
+        member, active = self.members[index], is_active(self.members[index])
         slot, p, site = shared.slot, shared.spec.p, shared.spec.site
         if index not in shared.s:
             slot = draw_slot(member.rng_state, x.device) if _drops(member) else None
@@ -279,7 +280,7 @@ class GroupedLoRALinear(LoRALinear):
 
     def _traced(self, x: Tensor, slot: Tensor | None, shared: dict[str, Any]) -> Tensor:
         """The output in a trace, with what the members share of x."""
-        adapter = (self.lora_A, self.lora_B) if _is_active(self) else (None, None)
+        adapter = (self.lora_A, self.lora_B) if is_active(self) else (None, None)
         return self._compiled(x, adapter, slot, **shared)
 
     def move_state(self, state: FP8State, name: str) -> None:
@@ -399,9 +400,5 @@ def _asked(member: LoRALinear, what: str) -> Any:
     return member.lora_A.device if what == "device" else getattr(member, what)
 
 
-def _is_active(member: LoRALinear) -> bool:
-    return not (member.merged or member.disable_adapters)
-
-
 def _drops(member: LoRALinear) -> bool:
-    return member.training and member.lora_dropout > 0 and _is_active(member)
+    return member.training and member.lora_dropout > 0 and is_active(member)
