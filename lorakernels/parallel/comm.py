@@ -26,11 +26,11 @@ from lorakernels.parallel.shards import Shards
 
 # torch 2.13 gives it another name
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-GATHER = timedelta(seconds=60)  # after which a gather gives up: another rank ended or hangs
-WORK = timedelta(
-    hours=2
-)  # the same for ranks that wait for each other's work, such as reading files
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# after which a gather gives up: another rank ended or hangs
+GATHER = timedelta(seconds=60)
+# the same for ranks that wait for each other's work, such as reading files
+WORK = timedelta(hours=2)
 TRANSPORTS = ("auto", "peer", "nccl", "gloo")
 
 
@@ -74,7 +74,15 @@ def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
     torch names such a group by how many there are. If one were destroyed, a later one would have the name of a third.
     """
     ranks = dist.get_process_group_ranks(group)
+    if backend == "nccl" and len(ranks) < dist.get_world_size() and _is_split():
+        return group
     return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+
+
+def _is_split() -> bool:
+    """Whether torch would split the world's communicator for a new group, which takes the other ranks as well."""
+    world = dist.group.WORLD
+    return world is not None and world.bound_device_id is not None
 
 
 @contextmanager
