@@ -45,7 +45,7 @@ def shard_mesh(
     if size == 1:
         say(
             "base: whole, as there is one process on this machine and shard_base needs several: "
-            "torchrun --nproc-per-node N -m lorakernels.cli finetune ..."
+            "torchrun --nproc-per-node N -m -- lorakernels.cli finetune ..."
         )
         return None
     group = dist.group.WORLD
