@@ -109,7 +109,8 @@ def load_quantized(
         attn_implementation: as for transformers.
         progress: True shows one line on a terminal; a function is called with (bytes read, total bytes).
         mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. The base is then sharded over its ranks, as
-            `shard_base` leaves it, and no rank ever holds all of it. Collective. `fuse` may follow.
+            `shard_base` leaves it, and no rank ever holds all of it. Collective. `fuse` may follow, adapters may not:
+            give `lora`.
 
     With a `mesh`, what one rank raises, all raise; those that did not find it raise ValueError and name the rank.
 

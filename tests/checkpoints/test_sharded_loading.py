@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import fuse, load_quantized
+from lorakernels import apply_lora, fuse, load_quantized
 from lorakernels.modules.holder import is_held
 from lorakernels.parallel import shard_base
 from lorakernels.train.model import reproducible
@@ -180,3 +180,17 @@ def test_ranks_with_other_models_are_refused(tmp_path: Path) -> None:
         assert (
             "the models differ: model.layers.0 has weights" in said and "on ranks 0 and 1" in said
         )
+
+
+def adapters_later(rank: int, device: torch.device, folder: Path) -> tuple[str, bool]:
+    model = load(folder, mesh=mesh(), lora=None).model
+    before = list(model.modules())
+    with pytest.raises(RuntimeError) as caught:
+        apply_lora(model, LORA)
+    return str(caught.value), list(model.modules()) == before
+
+
+def test_adapters_come_before_the_base_is_sharded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config())
+    ((said, unchanged),) = on_ranks(adapters_later, 1, "gloo", tmp_path)
+    assert unchanged and "q_proj: cannot put an adapter over a weight of a sharded base" in said
