@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, attach, fuse
-from lorakernels.parallel.optimizer import ShardedAdamW
+from lorakernels.parallel import ShardedAdamW
 from tests.fusion.fused_models import LINEARS, adapted, fp8_state
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks

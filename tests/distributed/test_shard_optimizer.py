@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach
 from lorakernels.modules import frozen
+from lorakernels.parallel import ShardedAdamW, shard_base
 from lorakernels.parallel import optimizer as module
-from lorakernels.parallel.optimizer import ShardedAdamW
+from tests.distributed.sharded_models import Way, batches, loss_of, make
+from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 
@@ -301,6 +303,33 @@ def attached_ways(rank: int, device: torch.device) -> list[list[Tensor]]:
 def test_attach_and_its_graphs_take_it_in_the_place_of_ddp(backend: str) -> None:
     for ddp, eager, replayed in on(backend, 2, attached_ways):
         assert all(map(torch.equal, ddp, eager)) and all(map(torch.equal, ddp, replayed))
+
+
+def over_a_sharded_base(rank: int, device: torch.device) -> list[list[Tensor]]:
+    every = []
+    for sharded in (True, False):
+        model, mesh = make(Way("recompute"), device), mesh_of(device)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+        if sharded:
+            shard_base(model, mesh)
+            optimizer = ShardedAdamW(trained, mesh, lr=1e-2)
+        for x in batches(device):
+            loss_of(model, x.flip(rank)).backward()
+            if not sharded:
+                for p in trained:
+                    dist.all_reduce(p.grad.div_(2))
+            optimizer.step()
+            optimizer.zero_grad()
+            an_adapter(model).fp8_state.reduce_and_update()
+        every.append([p.detach().cpu() for p in trained])
+    return every
+
+
+@pytest.mark.parametrize("backend", ["gloo", NCCL])
+def test_base_and_optimizer_may_both_be_sharded(backend: str) -> None:
+    for ours, theirs in on(backend, 2, over_a_sharded_base):
+        assert all(map(torch.equal, ours, theirs))
 
 
 def text(rank: int, device: torch.device) -> str:
