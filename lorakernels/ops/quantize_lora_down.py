@@ -49,8 +49,10 @@ def fake(
 def check(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> None:
-    """ValueError if the slot does not fit."""
+    """ValueError if the slot or lora_A does not fit."""
     checks.slot(dropout, x.device)
+    if lora_A is not None and lora_A.shape[1:] != x.shape[1:]:
+        raise ValueError(f"lora_A must be [R, {x.shape[1]}], found {list(lora_A.shape)}")
 
 
 def why_not_csrc_kernel(

@@ -139,7 +139,13 @@ CONTRACTS = (
                 ValueError,
                 r"slot must be int64 \[2\] on cpu, found torch.int64 \[1\]",
                 False,
-            )
+            ),
+            "lora_A": Refusal(
+                {"lora_A": torch.ones(3, 2)},
+                ValueError,
+                r"lora_A must be \[R, \d+\], found \[3, 2\]",
+                False,
+            ),
         },
         large,
     ),
