@@ -25,8 +25,7 @@ class LinearKind(NamedTuple):
 
     Attributes:
         weight: (N, K).
-        rank: R; 0 without an adapter.
-        dtypes: of bias, A and B; None for what is not there.
+        forms: shapes and dtypes of bias, A and B; None for what is not there.
         layout: whether the layer keeps Wᵀ.
         state: shape of the FP8 state's tensors.
         numbers: of the call, as `LoRASpec.numbers` has them.
@@ -34,8 +33,7 @@ class LinearKind(NamedTuple):
     """
 
     weight: torch.Size
-    rank: int
-    dtypes: tuple[torch.dtype | None, ...]
+    forms: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     layout: bool
     state: torch.Size
     numbers: SharedNumbers
@@ -51,13 +49,9 @@ class Kind:
     def operands(
         self, rows: int, dtype: torch.dtype, drops: bool, recording: Recording
     ) -> Operands:
-        (n, k), r, (bias, A, B), layout, state, numbers, _ = self.value
-        tensors = [
-            recording.tensor((rows, k), dtype),
-            None if bias is None else recording.tensor((n,), bias),
-            None if A is None else recording.tensor((r, k), A),
-            None if B is None else recording.tensor((n, r), B),
-        ]
+        (n, k), forms, layout, state, numbers, _ = self.value
+        others = [None if form is None else recording.tensor(*form) for form in forms]
+        tensors = [recording.tensor((rows, k), dtype), *others]
         weight = Weight(
             recording.tensor((n, k), torch.uint8),
             recording.tensor((1,), torch.float32),
@@ -110,10 +104,10 @@ def _ask(tensors: tuple[Tensor | None, ...], numbers: SharedNumbers) -> _Known:
     data, bias, lora_A, lora_B, scale_inv, weight_t, state, _ = tensors
     kind = None
     if state is not None and scale_inv is not None and are_plain(*tensors) and data is not None:
-        dtypes = tuple([None if t is None else t.dtype for t in (bias, lora_A, lora_B)])
-        rank = 0 if lora_A is None else lora_A.shape[0]
+        parameters = (bias, lora_A, lora_B)
+        forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])
         layout, device = weight_t is not None, data.get_device()
-        kind = _kind(LinearKind(data.shape, rank, dtypes, layout, state.shape, numbers, device))
+        kind = _kind(LinearKind(data.shape, forms, layout, state.shape, numbers, device))
     references = tuple([_nothing if t is None else ref(t) for t in tensors])
     return _Known(references, _forms(tensors), kind)
 

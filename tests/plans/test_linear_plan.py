@@ -205,6 +205,18 @@ def test_parameters_at_other_addresses_are_not_asked_for_again(
         assert len(asked) == 1 and recorded.runs == 3
 
 
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "bias"])
+def test_a_parameter_that_does_not_fit_is_refused(name: str) -> None:
+    """A kernel would read beyond its end."""
+    module, x = layer(base_bias=True), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        module(x)
+        parameter = getattr(module, name)
+        parameter.data = parameter.data[..., :-8].contiguous()
+        with pytest.raises(ValueError, match=rf"{name} must be "):
+            module(x)
+
+
 def test_a_transposed_weight_that_is_given_up_is_seen() -> None:
     """It is freed, and what referred to it weakly then refers to None as well."""
     module, x = layer(weight_layout="both"), torch.randn(M, K, dtype=BF16)
