@@ -230,6 +230,20 @@ def test_a_transposed_weight_that_is_given_up_is_seen() -> None:
         assert recorded.runs == 2
 
 
+def test_another_current_gpu_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_empty_strided_cuda` would allocate there."""
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        step(module, x)
+        expected = launches(recorded.calls)
+        recorded.calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+            patched.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+            step(module, x)
+        assert launches(recorded.calls) == expected and recorded.runs == 4
+
+
 def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
     """A hook may keep a tensor with other strides, or on the CPU."""
     module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
