@@ -169,6 +169,7 @@ class NodeRun(NamedTuple):
         addresses: the last given ones, parts of tensors that `attributes` hold.
         sites: dropout sites.
         attributes: what the Function's forward would set on its ctx, where that differs from call to call.
+        given: the addresses of all that the forward gets, in order, if the caller has them.
     """
 
     plan: NodePlan
@@ -176,6 +177,7 @@ class NodeRun(NamedTuple):
     addresses: tuple[int, ...]
     sites: tuple[int, ...]
     attributes: dict[str, Any]
+    given: list[int] | None = None
 
 
 class PlannedNode(torch.autograd.Function):
@@ -184,10 +186,11 @@ class PlannedNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: NodeRun, *tensors: Tensor | None) -> Any:
         """Raises Misaligned: nothing was launched."""
-        plan = run.plan
+        plan, addresses = run.plan, run.given
         tensors_given = [t for t in tensors if t is not None] + run.others
-        addresses = [t.data_ptr() for t in tensors_given]
-        addresses += run.addresses
+        if addresses is None:
+            addresses = [t.data_ptr() for t in tensors_given]
+            addresses += run.addresses
         results = plan.forward.run(addresses, run.sites)
         if results is None:
             raise Misaligned

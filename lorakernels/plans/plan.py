@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 
 from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
 
@@ -72,7 +71,7 @@ class Plan:
     kept: int
     device: int
 
-    def run(self, given: list[int], sites: tuple[int, ...]) -> list[Tensor] | None:
+    def run(self, given: Sequence[int], sites: tuple[int, ...]) -> list[Tensor] | None:
         """What was allocated, or None where an address is not aligned as the kernels need it.
 
         Args:
@@ -80,14 +79,15 @@ class Plan:
             sites: dropout sites, in the order of the recording.
         """
         made = self._allocate()
-        given += [t.data_ptr() for t in made]
+        addresses = (*given, *[t.data_ptr() for t in made])
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        return made if self.launches.run(tuple(given), sites, stream, self.device) else None
+        return made if self.launches.run(addresses, sites, stream, self.device) else None
 
     def _allocate(self) -> list[Tensor]:
         """By the function of Inductor's code, which takes half of `empty`'s time. It knows the current GPU only."""
         if torch._C._cuda_getDevice() == self.device:
-            return [*starmap(guards._empty_strided_cuda, self.forms)]  # type: ignore[attr-defined]
+            empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+            return [*starmap(empty, self.forms)]
         device = torch.device("cuda", self.device)
         return [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in self.forms]
 
