@@ -237,7 +237,8 @@ class LoRALinear(MergeableLinear):
         check_input(x, self._held)
         parameters = self._parameters
         adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
-        numbers = AdapterNumbers(self.scaling, self.lora_dropout, self.site)
+        own = self.__dict__  # a property takes several times as long
+        numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"])
         slot = None
         if self.training and numbers.p > 0:
             slot = draw_slot(self.rng_state, x.device)

@@ -244,6 +244,16 @@ def test_another_current_gpu_does_not_matter(monkeypatch: pytest.MonkeyPatch) ->
         assert launches(recorded.calls) == expected and recorded.runs == 4
 
 
+def test_one_node_takes_x_of_three_dimensions() -> None:
+    module, x = layer(), torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
+    with dry_cuda():
+        y = module(x)
+    assert y.shape == (2, M // 2, N) and not y._is_view()
+    assert y.grad_fn is not None and type(y.grad_fn).__name__ == "PlannedNodeBackward"
+    variables = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
+    assert variables[0] is x
+
+
 def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
     """A hook may keep a tensor with other strides, or on the CPU."""
     module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
@@ -290,6 +300,24 @@ def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None
     assert all(map(torch.equal, planned, by_ops))
     assert torch.equal(module.fp8_state.forward, after.forward)
     assert torch.equal(module.fp8_state.backward, after.backward)
+
+
+@pytest.mark.gpu
+def test_an_address_of_another_shape_stream_and_weight() -> None:
+    """csrc remembers tensor maps by address and sizes."""
+    memory, side = torch.randn(2 * M * K, dtype=BF16, device="cuda"), torch.cuda.Stream()
+    made = [nn.Linear(k, N, bias=False, dtype=BF16, device="cuda") for k in (K, 2 * K, K)]
+    layers = [LoRALinear.from_linear(base, LoRAConfig(r=16)).eval() for base in made]
+    for module in (*layers, *layers):
+        x = memory.view(-1, module.in_features)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = module(x)
+        torch.cuda.synchronize()
+        assert torch.equal(found, module(x.clone()))
+    x = memory.view(-1, K)
+    layers[0].load_state_dict(layers[2].state_dict(), assign=True)
+    assert torch.equal(layers[0](x), layers[2](x))
 
 
 @pytest.mark.gpu
