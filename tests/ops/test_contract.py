@@ -43,6 +43,22 @@ TRACED = [  # what goes through PyTorch looks like another case to a trace, but 
 ]
 
 
+@pytest.fixture(autouse=True)
+def _sums_in_fp32() -> Iterator[None]:
+    """PyTorch lets cuBLAS cut a depth into parts and add these up in 16 bits, in as many parts as cuBLAS likes.
+
+    No bound follows from that: each addition rounds a sum that may be far above the result. In fp32 the bounds hold.
+    """
+    settings: Any = torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [getattr(settings, name) for name in names]
+    for name in names:
+        setattr(settings, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(settings, name, value)
+
+
 def case_of(name: str, case: str) -> Case:
     contract = CONTRACTS[name]
     return contract.cases.get(case) or contract.shapes[case]
