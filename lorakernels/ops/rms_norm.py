@@ -49,7 +49,7 @@ def reference(
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
     h = (wide * rstd).to(x.dtype)
-    normed = (weight.float() * h.float()).to(x.dtype)
+    normed = (weight.float() * h.float()).to(x.dtype).contiguous()
     x8, scale_inv = quantize(normed, scaling, E4M3)
     return normed if keep else x.new_empty(0), x8, scale_inv, rstd.view(-1)
 
@@ -131,7 +131,7 @@ def reference_backward(
     if dresidual is not None:
         dx = dx + dresidual.float()
     dweight = (wide * h).sum(0) if weight_grad else torch.empty(0, device=x.device)
-    return dx.to(x.dtype), dweight
+    return dx.to(x.dtype).contiguous(), dweight
 
 
 def fake_backward(

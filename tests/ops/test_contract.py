@@ -36,11 +36,6 @@ gpu = pytest.mark.gpu
 CASES = [(op, case) for op, contract in CONTRACTS.items() for case in contract.cases]
 SHAPES = [(op, case) for op, contract in CONTRACTS.items() for case in contract.shapes]
 REFUSALS = [(op, what) for op, contract in CONTRACTS.items() for what in contract.refusals]
-TRACED = [  # what goes through PyTorch looks like another case to a trace, but for a plain base
-    (n, c)
-    for n, c in CASES
-    if CONTRACTS[n].cases[c].is_traced and CONTRACTS[n].cases[c].why_not in (None, PLAIN)
-]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +68,12 @@ def each(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "case"), params)
 
 
-each_case, each_traced = each(CASES), each(TRACED)
+def is_traced(case: Case) -> bool:
+    return case.why_not in (None, PLAIN) if case.is_traced is None else case.is_traced
+
+
+each_case = each(CASES)
+each_traced = each([(name, case) for name, case in CASES if is_traced(case_of(name, case))])
 
 
 def overload(name: str) -> torch._ops.OpOverload:

@@ -212,7 +212,7 @@ CONTRACTS = (
             "plain base": Case(partial(made, 24, 3, kind="none")),
             "fp32": Case(partial(made, 24, 3, dtype=FP32), why_not="dy is torch.float32"),
             "N % 8": Case(partial(made, 23, 3), why_not="N = 23"),
-            "column by column": Case(column_by_column, why_not="strides", is_traced=False),
+            "column by column": Case(column_by_column, why_not="strides", is_traced=True),
             "rank": Case(partial(made, 24, 144), why_not="rank 144"),
             "narrow projections": Case(partial(made, (4, -1, 5), 3, dtype=FP16), why_not="N = 10"),
             "unaligned projections": Case(partial(made, (100, 20, 24), 16), why_not="multiples of 128"),

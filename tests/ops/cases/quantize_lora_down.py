@@ -115,7 +115,7 @@ CONTRACTS = (
             "K % 8": Case(partial(made, 60, 4, 0.1, "kept", BF16), why_not="K = 60"),
             "rank": Case(partial(made, 64, 129, 0.1, "kept", BF16), why_not="rank 129"),
             "col0": Case(partial(made, 64, 4, 0.1, "kept", BF16, col0=4), why_not="col0 = 4"),
-            "column by column": Case(column_by_column, why_not="x must be contiguous", is_traced=False),
+            "column by column": Case(column_by_column, why_not="x must be contiguous", is_traced=True),
             "misaligned": Case(misaligned, why_not="16-byte aligned"),
         },
         bound,
