@@ -30,7 +30,12 @@ Results = tuple[Tensor, Tensor, Tensor]
 def reference(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> Results:
-    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A."""
+    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A.
+
+    Raises:
+        ValueError: the slot does not fit.
+    """
+    check(x, lora_A, scaling, dropout)
     x8, scale_inv = quantize(x, scaling, E4M3)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)

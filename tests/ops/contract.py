@@ -138,15 +138,11 @@ Bound = Callable[[Call], Iterator[Checked]]
 
 
 class Refusal(NamedTuple):
-    """What an op refuses: arguments that differ from those of its refusals, the error, a pattern of its message.
-
-    `everywhere`: not only on CUDA, where a kernel would misread it.
-    """
+    """What an op refuses: arguments that differ from those of its refusals, the error, a pattern of its message."""
 
     change: Mapping[str, Any]
     error: type[Exception]
     message: str
-    everywhere: bool = True
 
 
 class Large(NamedTuple):

@@ -248,6 +248,6 @@ CONTRACTS = (
         }
         | {"3000 rows side by side": Case(partial(with_mask, partial(made, (256, -128, 128), 16), 1024), 3000)},
         {**VALID, **MASK},
-        {**REFUSALS, "slot": Refusal({"dropout": SLOT}, ValueError, r"slot must be int64 \[2\]", False)},
+        {**REFUSALS, "slot": Refusal({"dropout": SLOT}, ValueError, r"slot must be int64 \[2\]")},
     ),
 )  # fmt: skip

@@ -138,13 +138,11 @@ CONTRACTS = (
                 {"dropout": Dropout(torch.tensor([5]), 0.1, 0)},
                 ValueError,
                 r"slot must be int64 \[2\] on cpu, found torch.int64 \[1\]",
-                False,
             ),
             "lora_A": Refusal(
                 {"lora_A": torch.ones(3, 2)},
                 ValueError,
                 r"lora_A must be \[R, \d+\], found \[3, 2\]",
-                False,
             ),
         },
         large,
