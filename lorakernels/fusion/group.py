@@ -251,6 +251,7 @@ class FusedGroup:
         seen = self._state_of_members()
         if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
             self._refuse_in_capture()
+            self._prepared = None  # it would keep a weight's old memory
             with torch.inference_mode(False):
                 self._renew(self._derive())
             self._seen = seen
