@@ -82,8 +82,8 @@ class ShardedBase:
             self._place(index, self.slots.of(index))
             held = _Layer(self, index)
             self._handles += [
-                layer.register_forward_pre_hook(held.before_forward),
-                layer.register_forward_hook(held.after_forward),
+                layer.register_forward_pre_hook(_untraced(held.before_forward)),
+                layer.register_forward_hook(_untraced(held.after_forward)),
             ]
             for linear in frozen_linears(layer).values():
                 hold(linear, held)
@@ -192,6 +192,12 @@ class _Layer:
         """The slot will hold another layer soon."""
         key = f"{prefix}weight"
         state_dict[key] = state_dict[key].detach().clone()
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """A layer that is compiled by itself is traced with its hooks; these gather, and depend on the layer's index."""
+    found: Callable[..., None] = torch.compiler.disable(hook, reason="it gathers frozen weights")
+    return found
 
 
 def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -9,11 +9,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, PhiloxState, disable_lora, fuse
 from lorakernels.parallel import ShardedBase, shard_base
+from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
 
 LAYERS, STEPS = 5, 3
@@ -27,6 +29,7 @@ class Way:
     save: str | None = None
     checkpoint: bool | None = None
     poison: bool = False
+    compiled: bool = False
     delayed: bool = False
     family: str = "Llama"
     options: dict[str, Any] = field(default_factory=dict)  # of shard_base
@@ -52,6 +55,12 @@ def make(way: Way, device: torch.device) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": way.checkpoint})
         model.enable_input_require_grads()
     return model.train()
+
+
+def compiled(model: nn.Module, way: Way) -> nn.Module:
+    for layer in model.model.layers if way.compiled else ():
+        layer.compile(backend="aot_eager")
+    return model
 
 
 def batches(device: torch.device) -> Iterator[Tensor]:
@@ -95,7 +104,7 @@ def interrupted(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model.train()
     loss_of(model, x)  # without a backward
     loss = loss_of(model, x)
-    with torch.no_grad():
+    with torch.inference_mode():
         found["between"] = layer(h, position_embeddings=angles)
     loss.backward()
     found["generated"] = model.eval().generate(x[:, :4], max_new_tokens=2, do_sample=False)
@@ -155,11 +164,13 @@ def compare(way: Way, mesh: Any, rank: int, device: torch.device) -> tuple[list[
     whole = replace(way, poison=False, delayed=False, options={})
     key = repr(whole)
     if key not in _expected:
-        _expected[key] = train(make(whole, device), whole, device)
+        _expected[key] = train(compiled(make(whole, device), way), whole, device)
     expected = _expected[key]
     model = make(way, device)
-    base = shard_base(model, mesh, **way.options)
-    base.slots.poison = way.poison
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(POISON_VARIABLE, str(int(way.poison)))
+        base = shard_base(model, mesh, **way.options)
+    compiled(model, way)
     with late(base) if way.delayed and rank == 1 else nullcontext():
         found = train(model, way, device, base)
     gathers = [int(found.pop(f"gathers {step}")) for step in range(STEPS)]

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, compare
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
 FUSED = {f"fused {save}": Way(save) for save in ("recompute", "full", "fp8", "checkpoint")}
 WAYS = {
     **FUSED,
@@ -19,6 +20,7 @@ WAYS = {
     "checkpointed reentrantly": Way(checkpoint=True),
     "fused checkpointed": Way("recompute", checkpoint=False),
     "fused checkpointed reentrantly": Way("full", checkpoint=True),
+    "compiled by layers": Way(compiled=True, poison=True),
     "poisoned": Way("checkpoint", poison=True),
     "poisoned checkpointed": Way(checkpoint=True, poison=True),
     "delayed": Way("recompute", delayed=True),

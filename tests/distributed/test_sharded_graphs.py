@@ -23,6 +23,7 @@ from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for, managed
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
 WORLD = 2
 SAVES = ("recompute", "checkpoint")
 Run = Callable[[Tensor], Tensor]

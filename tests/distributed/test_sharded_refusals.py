@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse
-from lorakernels.parallel import shard_base
+from lorakernels.parallel import comm, shard_base
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
 from tests.processes import on_ranks
@@ -152,9 +153,19 @@ def fused_later(rank: int, mesh: Any) -> bool:
     return in_slot and all(map(torch.equal, *losses))
 
 
+def chosen(mesh: Any) -> dict[str, bool]:
+    """Two ranks on one GPU cannot read each other's memory by peer copies."""
+    group, gpu = mesh["dp_shard"].get_group(), torch.device("cuda", 0)
+    name, reason = comm.choose("auto", group, gpu)
+    found = {"auto": name == "nccl" and "not all ranks are on one host, with a GPU each" in reason}
+    choose = partial(comm.choose, "peer", group, gpu)
+    return found | {"peer": raises(RuntimeError, "'peer': no peer access: rank 0 says", choose)}
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp_replicate", "dp_shard"))
     texts = {name: refused(rank, mesh, case) for name, case in REFUSED.items()}
+    texts["chosen"] = chosen(mesh)
     return {**texts, "held": held(rank, mesh), "fused later": fused_later(rank, mesh)}
 
 
@@ -172,6 +183,10 @@ def test_refused_on_every_rank(ranks: list[dict[str, Any]], name: str) -> None:
 def test_a_model_while_its_base_is_sharded_and_after(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert [name for name, right in found["held"].items() if not right] == []
+
+
+def test_ranks_without_peer_access(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["chosen"] == {"auto": True, "peer": True} for found in ranks)
 
 
 def test_fused_after_it_was_sharded(ranks: list[dict[str, Any]]) -> None:
