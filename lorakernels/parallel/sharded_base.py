@@ -233,11 +233,11 @@ def shard_base(
 
     Errors are raised on every rank, before the model is changed.
     """
-    _check_mesh(mesh, slots, prefetch)
-    group, device = mesh.get_group(), next(model.parameters()).device
-    layers, blocks = agreed_layout(
-        mesh, partial(_layout, model, mesh.size()), (slots, prefetch, transport)
-    )
+    device = next(model.parameters()).device
+    _check_mesh(mesh, device)
+    find = partial(_layout, model, mesh.size(), slots, prefetch)
+    layers, blocks = agreed_layout(mesh, find, (slots, prefetch, transport))
+    group = mesh.get_group()
     name, reason = comm.choose(transport, group, device)
     chosen = comm.make(name, group, device)
     memory = chosen.allocate(Shards.bytes_of(blocks, mesh.size()))
@@ -268,20 +268,24 @@ def finish(
     return base
 
 
-def _check_mesh(mesh: Any, slots: int, prefetch: int) -> None:
+def _check_mesh(mesh: Any, device: torch.device) -> None:
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one axis, found {mesh.ndim}: {mesh.mesh_dim_names}; pass one of them, such as "
             'mesh["dp_shard"]'
         )
+    if mesh.device_type != device.type:
+        raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh must have this rank in it, found {mesh}")
+
+
+def _layout(model: nn.Module, ranks: int, slots: int, prefetch: int) -> Layout:
     for name, value, least in (("slots", slots, 1), ("prefetch", prefetch, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
     if prefetch >= slots:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
-
-
-def _layout(model: nn.Module, ranks: int) -> Layout:
     layers = decoder_layers(model)
     check_layers(layers)
     return layers, [block_of(layer, shapes_of(layer), ranks) for layer in layers.values()]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lorakernels import DelayedScaling, PhiloxState, disable_lora, fuse
 from lorakernels.parallel import ShardedBase, shard_base
@@ -30,6 +31,8 @@ class Way:
     checkpoint: bool | None = None
     poison: bool = False
     compiled: bool = False
+    apart: bool = False  # the ranks' ways differ, so that none may skip what the others train
+    ddp: bool = False  # around the model, with the same data on every rank
     delayed: bool = False
     family: str = "Llama"
     options: dict[str, Any] = field(default_factory=dict)  # of shard_base
@@ -126,9 +129,10 @@ def train(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     state, found = an_adapter(model).fp8_state, {}
+    outer = DistributedDataParallel(model) if way.ddp else model
     for step, x in enumerate(batches(device)):
         before = 0 if base is None else base.gathers
-        found |= {f"{step} {name}": value for name, value in HOW[way.step](model, x).items()}
+        found |= {f"{step} {name}": value for name, value in HOW[way.step](outer, x).items()}
         found |= {f"{step} grad {n}": p.grad for n, p in trained.items()}
         if base is not None:
             found[f"gathers {step}"] = torch.tensor(base.gathers - before)

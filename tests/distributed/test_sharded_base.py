@@ -21,6 +21,7 @@ WAYS = {
     "fused checkpointed": Way("recompute", checkpoint=False),
     "fused checkpointed reentrantly": Way("full", checkpoint=True),
     "compiled by layers": Way(compiled=True, poison=True),
+    "in DDP": Way("recompute", ddp=True),
     "poisoned": Way("checkpoint", poison=True),
     "poisoned checkpointed": Way(checkpoint=True, poison=True),
     "delayed": Way("recompute", delayed=True),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.parallel import shard_base
-from tests.distributed.sharded_models import Found, Way, batches, compare, make
+from tests.distributed.sharded_models import LAYERS, Found, Way, batches, compare, make
 from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for, managed
 from tests.processes import on_ranks
@@ -115,6 +115,21 @@ def graphed(mesh: Any, device: torch.device, graphs: str, save: str, transport: 
     return [name for name, x in expected.items() if not torch.equal(x, found[name])]
 
 
+def nccl_kernels(mesh: Any, device: torch.device) -> list[str]:
+    """Of one forward and backward over peer copies."""
+    model = make(Way("recompute"), device)
+    base, loop = shard_base(model, mesh, transport="peer"), Loop(model, device)
+    ids = next(batches(device))
+    loop.step(ids)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        loop.loss(ids).backward()
+        torch.cuda.synchronize()
+    assert base.gathers > LAYERS and any("Memcpy" in e.name for e in profile.events())
+    base.unshard()
+    return [event.name for event in profile.events() if "nccl" in event.name.lower()]
+
+
 def worker(rank: int, device: torch.device, transports: tuple[str, ...]) -> dict[Any, list[str]]:
     mesh = init_device_mesh(device.type, (WORLD,), mesh_dim_names=("dp_shard",))["dp_shard"]
     found: dict[Any, list[str]] = {}
@@ -124,10 +139,24 @@ def worker(rank: int, device: torch.device, transports: tuple[str, ...]) -> dict
                 found[transport, save, graphs] = graphed(mesh, device, graphs, save, transport)
             way = Way(save, options={"transport": transport}, poison=save == "checkpoint")
             found[transport, save, "eager"] = compare(way, mesh, rank, device)[0]
+    if "peer" in transports:
+        step = "plain" if rank else "interrupted"
+        apart = Way("recompute", step=step, delayed=True, apart=True)
+        found["ranks that do not do the same"] = compare(apart, mesh, rank, device)[0]
+        found["NCCL kernels"] = nccl_kernels(mesh, device)
     return found
 
 
-_ran: dict[tuple[str, ...], list[dict[Any, list[str]]]] = {}
+_ran: dict[str, list[dict[Any, list[str]]]] = {}
+
+
+def results(backend: str, transport: str) -> list[dict[Any, list[str]]]:
+    """Of every rank. The ranks of one transport run all that is compared over it."""
+    if backend == "nccl" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
+    if transport not in _ran:
+        _ran[transport] = on_ranks(worker, WORLD, backend, (transport,))
+    return _ran[transport]
 
 
 @pytest.mark.parametrize("graphs", ["eager", "by_layers", "whole"])
@@ -143,9 +172,13 @@ _ran: dict[tuple[str, ...], list[dict[Any, list[str]]]] = {}
 def test_bits_are_those_of_the_whole_base(
     backend: str, transport: str, save: str, graphs: str
 ) -> None:
-    if backend == "nccl" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
-    if (transport,) not in _ran:
-        _ran[transport,] = on_ranks(worker, WORLD, backend, (transport,))
-    for rank, found in enumerate(_ran[transport,]):
+    for rank, found in enumerate(results(backend, transport)):
         assert found[transport, save, graphs] == [], rank
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["ranks that do not do the same", "NCCL kernels"])
+def test_peer_copies_are_no_collectives(what: str) -> None:
+    """One rank evaluates and generates between its steps, late; the other does not. No NCCL kernel runs in a step."""
+    for rank, found in enumerate(results("nccl", "peer")):
+        assert found[what] == [], rank

@@ -62,6 +62,9 @@ REFUSED: dict[str, Refused] = {
     "no decoder layer": (lambda rank: nn.Linear(2, 2), {}, "Linear has no decoder layer"),
     "models that differ": (differing, {}, r"models differ: model\.layers\.0 has .* ranks 0 and 1"),
     "no slot": (lambda rank: fp8_model(), {"slots": 0}, "slots must be .* at least 1, found 0"),
+    "a mesh of another device": (
+        lambda rank: fp8_model().to("meta"), {}, "of the model's device, meta, found cpu",
+    ),
     "prefetch": (lambda rank: fp8_model(), {"prefetch": 2}, "less than slots = 2, found 2"),
     "unknown transport": (lambda rank: fp8_model(), {"transport": "tcp"}, "one of .* found 'tcp'"),
     "peer on a CPU": (lambda rank: fp8_model(), {"transport": "peer"}, "'peer' needs GPUs"),
