@@ -233,8 +233,10 @@ def shard_base(
 
     Errors are raised on every rank, before the model is changed.
     """
+    check_mesh(mesh)
     device = next(model.parameters()).device
-    _check_mesh(mesh, device)
+    if mesh.device_type != device.type:
+        raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
     find = partial(_layout, model, mesh.size(), slots, prefetch)
     layers, blocks = agreed_layout(mesh, find, (slots, prefetch, transport))
     group = mesh.get_group()
@@ -268,14 +270,13 @@ def finish(
     return base
 
 
-def _check_mesh(mesh: Any, device: torch.device) -> None:
+def check_mesh(mesh: Any) -> None:
+    """Raise ValueError if `mesh` has not one axis, or has not this rank in it."""
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one axis, found {mesh.ndim}: {mesh.mesh_dim_names}; pass one of them, such as "
             'mesh["dp_shard"]'
         )
-    if mesh.device_type != device.type:
-        raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh must have this rank in it, found {mesh}")
 
