@@ -139,7 +139,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     try:
         yield replace(ranks, patient=dist.new_group(backend="gloo", timeout=WORK))
     except RuntimeError as error:
-        if not _is_about_peers(error):
+        if not is_about_peers(error):
             raise
         raise FinetuneError(
             f"rank {ranks.rank} lost contact with the others: one of them ended, and its own message says why, or it "
@@ -149,7 +149,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _is_about_peers(error: RuntimeError) -> bool:
+def is_about_peers(error: Exception) -> bool:
     """Whether a collective raised `error`. Gloo raises a plain RuntimeError, which names its source file."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 

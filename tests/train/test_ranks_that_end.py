@@ -74,31 +74,31 @@ def end_of(
     return [process.exitcode for process in ranks], [path.read_text() for path in said]
 
 
-@pytest.fixture(params=["replicated", "sharded"])
-def run(request: pytest.FixtureRequest, base_args: list[str], deep_model: Path) -> list[Any]:
-    more = ["--shard-base"] if request.param == "sharded" else []
-    return [
-        *base_args,
-        *more,
-        "--model",
-        deep_model,
-        "--steps",
-        4,
-        "--save-every",
-        1,
-        "--eval-fraction",
-        0,
-    ]
+@pytest.fixture
+def run(base_args: list[str], deep_model: Path) -> list[Any]:
+    more = {"--model": deep_model, "--steps": 4, "--save-every": 1, "--eval-fraction": 0}
+    return [*base_args, *(word for pair in more.items() for word in pair)]
+
+
+WHOLE, SHARDED = "--no-shard-base", "--shard-base"
+KILLED = -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("killed", -signal.SIGKILL), ("hangs", -signal.SIGKILL), ("raises", 1)]
+    ("end", "code", "base"),
+    [
+        ("killed", KILLED, WHOLE),
+        ("raises", 1, WHOLE),
+        ("killed", KILLED, SHARDED),
+        ("hangs", KILLED, SHARDED),
+    ],
+    ids=["killed", "raises", "killed, sharded", "hangs, sharded"],
 )
 def test_a_rank_that_ends_in_the_middle_ends_all(
-    end: str, code: int, run: list[Any], tmp_path: Path
+    end: str, code: int, base: str, run: list[Any], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    codes, said = end_of(end, [[*run, "--output", output]] * 2, tmp_path)
+    codes, said = end_of(end, [[*run, base, "--output", output]] * 2, tmp_path)
     assert codes == [1, code], said
     assert "error: rank 0 lost contact with the others" in said[0]
     assert "Traceback" not in said[0] and "--resume" in said[0]
@@ -126,31 +126,34 @@ def spoil(model: Path) -> str:
     return f"{name}: weight must be finite"
 
 
-@pytest.mark.parametrize("damage", [cut, spoil])
+@pytest.mark.parametrize(
+    ("damage", "base"),
+    [(cut, SHARDED), (spoil, WHOLE), (spoil, SHARDED)],
+    ids=["cut, sharded", "spoilt", "spoilt, sharded"],
+)
 def test_a_rank_that_cannot_read_the_model_ends_all_with_its_message(
-    damage: Callable[[Path], str], run: list[Any], deep_model: Path, tmp_path: Path
+    damage: Callable[[Path], str], base: str, run: list[Any], deep_model: Path, tmp_path: Path
 ) -> None:
     """The other rank has a whole copy."""
     copy = Path(shutil.copytree(deep_model, tmp_path / "copy"))
     message = damage(copy)
-    args = [*run, "--output", tmp_path / "out"]
+    args = [*run, base, "--output", tmp_path / "out"]
     codes, said = end_of("", [args, [*args, "--model", copy]], tmp_path)
     assert codes == [1, 1], said
-    assert re.search("rank 1(| stopped): ", said[0]) and not re.search(
-        "rank 1(| stopped): ", said[1]
-    )
+    named = [bool(re.search("rank 1(| stopped): ", text)) for text in said]
+    assert named == [True, False], said
     assert all(message in text for text in said), said
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("end", ["killed", "raises"])
-@pytest.mark.parametrize("more", [[], ["--shard-base"]], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("base", [WHOLE, SHARDED])
 def test_a_rank_that_ends_in_the_middle_ends_both_gpus(
-    more: list[str], end: str, gpu_run: list[Any], tmp_path: Path
+    base: str, end: str, gpu_run: list[Any], tmp_path: Path
 ) -> None:
     """NCCL waits for `STEP`, and some seconds more until its watchdog ends the process."""
-    args = [*gpu_run, *more, "--steps", 4, "--save-every", 1, "--output", tmp_path / "out"]
+    args = [*gpu_run, base, "--steps", 4, "--save-every", 1, "--output", tmp_path / "out"]
     codes, said = end_of(end, [args, args], tmp_path, limit=2 * LIMIT)
     assert 0 not in codes and None not in codes, said
     checkpoints = Checkpoints(tmp_path / "out" / "checkpoints", 2)

@@ -28,8 +28,7 @@ SHARDED = "--shard-base"
 FORMS = {
     "unfused": ["--no-fuse"],
     "recomputed": ["--gradient-checkpointing"],
-    "fused": ["--fuse", "--merge", "bf16"],
-    "small": ["--fuse", "--save", "checkpoint"],
+    "fused": ["--fuse", "--save", "checkpoint", "--merge", "bf16"],
 }
 
 
@@ -113,6 +112,22 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(
     said = capsys.readouterr().out
     assert "base: whole, as there is one process on this machine" in said
     np.testing.assert_allclose(losses(copy), losses(whole), rtol=2e-2)
+
+
+def test_four_ranks_go_on_from_the_checkpoint_of_two(
+    run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    """With half the microbatches; their bases sharded as well as whole."""
+    runs: list[list[Any]] = []
+    for name, more in (("whole", []), ("sharded", [SHARDED])):
+        output = tmp_path / name
+        args = [*run, *FORMS["unfused"], *more, "--grad-accum", 1, "--output", output, "--resume"]
+        runs += [["copy", two_ranks / "unfused sharded", output, "step-00000004"], args]
+    on_ranks(runs, tmp_path, size=4)
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    assert losses(sharded) == losses(whole) and adapter(sharded) == adapter(whole)
+    np.testing.assert_allclose(losses(whole), losses(two_ranks / "unfused whole"), rtol=2e-2)
+    assert adapter(whole) != adapter(two_ranks / "unfused whole"), "other sums"
 
 
 def meshes(rank: int, device: torch.device) -> list[Any]:
