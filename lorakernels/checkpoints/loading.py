@@ -41,6 +41,7 @@ from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.parallel import ShardedBase, comm
+from lorakernels.parallel.sharded_base import check_mesh
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight
@@ -157,6 +158,7 @@ def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
     """Collective: makes contexts in which what one rank of `mesh` raises, all raise."""
     if mesh is None:
         return nullcontext
+    check_mesh(mesh)
     return partial(comm.together, comm.patient(mesh.get_group()))
 
 

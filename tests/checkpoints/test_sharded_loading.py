@@ -182,6 +182,18 @@ def test_ranks_with_other_models_are_refused(tmp_path: Path) -> None:
         )
 
 
+def two_axes(rank: int, device: torch.device, folder: Path) -> str:
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    with pytest.raises(ValueError, match="mesh must have one axis, found 2") as caught:
+        load(folder, mesh=both)
+    return str(caught.value)
+
+
+def test_a_mesh_of_two_axes_is_refused(tmp_path: Path) -> None:
+    (said,) = on_ranks(two_axes, 1, "gloo", tmp_path)
+    assert "('dp_replicate', 'dp_shard'); pass one of them" in said
+
+
 def adapters_later(rank: int, device: torch.device, folder: Path) -> tuple[str, bool]:
     model = load(folder, mesh=mesh(), lora=None).model
     before = list(model.modules())
