@@ -36,9 +36,8 @@ from lorakernels import (
 from lorakernels.train.adapter_files import AdapterFiles, model_card, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
-from lorakernels.train.data import TokenFile, hold_out, tokenize_files
+from lorakernels.train.data.prepare import load_data, set_chat_template
 from lorakernels.train.errors import (
-    DataError,
     FinetuneError,
     ModelError,
     OptionError,
@@ -138,12 +137,9 @@ def adapt(
     dtype = pick_dtype(options.dtype, device)
     config = ranks.together(lambda: check_job(directory, options, reporter))
     tokenizer = load_tokenizer(directory)
-    paths = [Path(p) for p in options.data]
-    ranks.on_first(lambda: tokenize_files(paths, tokenizer, output / "tokens"))
-    tokens = tokenize_files(paths, tokenizer, output / "tokens")
-    check_vocabulary(config, tokens.max_token)
-    # Padding is masked, so any id will do. A tokenizer's own padding id may lie outside the embedding.
-    train, held = pack_data(tokens, options, 0, reporter)
+    set_chat_template(tokenizer, options.chat_template)
+    data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
+    check_vocabulary(config, data.max_token)
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
     mesh = shard_mesh(options, ranks, device, reporter.say)
@@ -156,15 +152,15 @@ def adapt(
     fused = fuse_layers(model, options, device)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
-        "tokens": tokens.path.name,
+        **data.identity,
         "base": fingerprint(directory),
         "dtype": str(dtype),
         "on": device.type,
         "fused": bool(fused),
     }
     metrics = output / "metrics.jsonl"
-    trainer = Trainer(model, options, train, report.fp8_state, runtime, ranks)
-    session = make_session(trainer, held, reporter, metrics)
+    trainer = Trainer(model, options, data.train, report.fp8_state, runtime, ranks)
+    session = make_session(trainer, data.held, reporter, metrics)
     beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
     files = AdapterFiles(model, directory, beside)
     checkpoints.adapter = files
@@ -262,35 +258,6 @@ class Reading:
         self._console.print(
             f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %", end=end
         )
-
-
-def pack_data(
-    tokens: TokenFile, options: FinetuneOptions, pad_token: int, reporter: Reporter | None
-) -> tuple[PackedRows, PackedRows]:
-    """Pack the training and the held-out rows. The reporter, if any, says how many documents, tokens and rows there
-    are.
-
-    Raises:
-        DataError: there is nothing to train on.
-    """
-    train_spans, held_spans, how = hold_out(tokens, options.eval_fraction, options.seed)
-    train = PackedRows(tokens.tokens, train_spans, options.seq_len, pad_token)
-    held = PackedRows(tokens.tokens, held_spans, options.seq_len, pad_token)
-    if not len(train):
-        raise DataError(
-            f"nothing to train on: {len(tokens.tokens)} tokens in {len(tokens.spans)} documents"
-        )
-    if reporter is None:
-        return train, held
-    reporter.say(
-        f"{len(tokens.tokens):,} tokens in {len(tokens.spans):,} documents; {how}; "
-        f"{len(train):,} sequences of {options.seq_len} to train on, {100 * train.fill:.1f} % full"
-    )
-    if split := train.split_documents + held.split_documents:
-        reporter.say(
-            f"{split:,} documents are longer than seq_len {options.seq_len} and were split"
-        )
-    return train, held
 
 
 def targets(options: FinetuneOptions) -> str | list[str]:

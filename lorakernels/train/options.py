@@ -64,7 +64,8 @@ class FinetuneOptions:
         default_factory=list,
         metadata=about(
             "input and output",
-            'data files: UTF-8 text (one document each) or .jsonl (one object with "text" per line)',
+            "data files or folders: rows in .jsonl, .json, .csv, .tsv, .parquet or a folder of the datasets library, "
+            "or UTF-8 text, one document each; .gz, .bz2, .xz and .zst are unpacked",
             metavar="FILE",
         ),
     )
@@ -82,6 +83,35 @@ class FinetuneOptions:
     )
     resume: bool = option(
         False, "input and output", "go on from the newest good checkpoint in the output directory"
+    )
+
+    data_weights: list[float] = field(
+        default_factory=list,
+        metadata=about(
+            "data",
+            "how many times an epoch takes the documents of each entry of data; 0.5 takes half of them",
+            metavar="WEIGHT",
+        ),
+    )
+    eval_data: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "data", "files or folders to evaluate on, instead of a part of data", metavar="FILE"
+        ),
+    )
+    chat_template: str | None = option(
+        None,
+        "data",
+        "Jinja file that writes chats, instead of the tokenizer's own chat template",
+        metavar="FILE",
+    )
+    train_on_inputs: bool = option(
+        False,
+        "data",
+        "the loss of chats and completions covers all tokens, also those of prompts, not the answers only",
+    )
+    skip_bad_rows: bool = option(
+        False, "data", "count rows that cannot be used and leave them out, instead of stopping"
     )
 
     r: int = option(16, "adapter", "rank of the adapters")
@@ -250,6 +280,7 @@ class FinetuneOptions:
             raise OptionError("model is missing: give --model DIR or --demo")
         if not self.demo and not self.data:
             raise OptionError("data is missing: give --data FILE...")
+        self._check_data()
         for name in (
             "r",
             "seq_len",
@@ -304,6 +335,15 @@ class FinetuneOptions:
             )
         if self.merge and self.model and _is_within(self.output, self.model):
             raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
+
+    def _check_data(self) -> None:
+        weights = self.data_weights
+        if weights and len(weights) != len(self.data):
+            raise OptionError(
+                f"data_weights needs one weight for each entry of data: found {len(weights)} for {len(self.data)}"
+            )
+        if wrong := [weight for weight in weights if not 0 < weight < float("inf")]:
+            raise OptionError(f"data_weights must be positive and finite, got {wrong[0]}")
 
     def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
         value = getattr(self, name)
