@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_templates_that_change_what_they_wrote(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"messages": turns("a", "b", "c", "d")}])
     thinking, opened = tokenizer_with(THINKING), tokenizer_with(OPENED)
     assert shown(tokens_of(path, thinking), thinking) == (
-        "user: a<eos>\nassistant: ⟦b<eos>⟧\nuser: c<eos>\nassistant: ⟦<think></think>d<eos>\n⟧"
+        "user: a<eos>\nassistant: ⟦b<eos>\n⟧user: c<eos>\nassistant: ⟦<think></think>d<eos>\n⟧"
     )
     assert shown(tokens_of(path, opened), opened) == (
         "user: a<eos>\nassistant: ⟦b<eos>\n⟧user: c<eos>\nassistant: ⟦d<eos>\n⟧"
@@ -139,6 +140,84 @@ def test_templates_that_change_what_they_wrote(tmp_path: Path) -> None:
     ):
         tokens_of(path, tokenizer_with(COUNTING))
     assert tokens_of(path, tokenizer_with(COUNTING), train_on_inputs=True).trained is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cohere", "deepseekv3", "gemma3", "glm4moe", "lfm2", "llama3", "llama3_2", "nemotron_3_nano", "phi3"),
+        *("phi3_5", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_6", "qwen3_instruct_2507"),
+    ],
+)  # fmt: skip
+def test_templates_of_real_models(tmp_path: Path, name: str) -> None:
+    """Without markers: both answers are trained, and nothing of the questions and of the headers before answers."""
+    folder = Path(str(pytest.importorskip("trl").__file__)).parent / "chat_templates"
+    template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = tokenizer_with(template)
+    row = {"messages": turns("Where then?", "Here, now.", "And why?", "For fun.")}
+    text = shown(tokens_of(jsonl(tmp_path / "a.jsonl", [row]), tokenizer), tokenizer)
+    parts = re.findall("⟦(.*?)⟧", text, re.DOTALL)
+    assert [
+        part.count(answer) for part, answer in zip(parts, ("Here, now.", "For fun."), strict=True)
+    ] == [1, 1]
+    assert not re.search("(?i)where|why|user|assistant", "".join(parts))
+    assert not {"Here", "now", "fun"} & set(
+        re.findall(r"\w+", re.sub("⟦.*?⟧", "", text, flags=re.DOTALL))
+    )
+
+
+def test_thoughts_and_calls_of_a_real_template(tmp_path: Path) -> None:
+    """Qwen3 writes a call otherwise once its result follows, and keeps thoughts after the last question only."""
+    folder = Path(str(pytest.importorskip("trl").__file__)).parent / "chat_templates"
+    tokenizer = tokenizer_with((folder / "qwen3.jinja").read_text(encoding="utf-8"))
+    call = {"type": "function", "function": {"name": "sq", "arguments": {"x": 3}}}
+    messages = [
+        *turns("Hi", "<think>\nhm\n</think>\n\nHello", "3²?"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "9"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nNine"},
+    ]
+    text = shown(
+        tokens_of(jsonl(tmp_path / "a.jsonl", [{"messages": messages}]), tokenizer), tokenizer
+    )
+    assert re.findall("⟦(.*?)⟧", text, re.DOTALL) == [
+        "Hello<|im_end|>\n",
+        '<tool_call>\n{"name": "sq", "arguments": {"x": 3}}\n</tool_call><|im_end|>\n',
+        "<think>\nso\n</think>\n\nNine<|im_end|>\n",
+    ]
+
+
+def test_a_tokenizer_of_longer_tokens(tmp_path: Path) -> None:
+    """Tokens of several characters, with the blank before a word: markers and prefixes give the same masks."""
+    transformers, tokenizers = (pytest.importorskip(n) for n in ("transformers", "tokenizers"))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    texts = ["user: where is the ferry now?", "assistant: the ferry is in the harbour."] * 9
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<bos>", "<eos>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>"
+    )
+    rows = [
+        {"messages": turns("where is the ferry?", " the ferry is  in\nthe harbour", "é?", "  ")},
+        {"prompt": "the ferry ", "completion": " is in the harbour"},
+    ]
+    for number, row in enumerate(rows):
+        found = []
+        for template in (PLAIN, MARKED):
+            tokenizer.chat_template = template
+            file = tokens_of(jsonl(tmp_path / f"{number}.jsonl", [row]), tokenizer)
+            assert file.trained is not None
+            found.append((file.tokens.tolist(), file.trained.tolist(), shown(file, tokenizer)))
+        assert found[0] == found[1]
+        assert len(found[0][0]) < len(found[0][2]) / 2, "tokens are longer than one character"
+    assert found[0][2] == "<bos>the ferry ⟦ is in the harbour<eos>⟧"
 
 
 GOOD = {"messages": turns("a", "b")}

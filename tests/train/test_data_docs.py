@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -79,3 +80,20 @@ def test_a_template_that_cannot_be_read(
     assert "data_weights needs one weight for each entry of data: found 2 for 1" in capsys.readouterr().err  # fmt: skip
     assert cli(*base_args, "--output", output, "--data-weights", 0) == 2
     assert "data_weights must be positive and finite, got 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_chats_replay_to_the_eager_bits_on_a_gpu(
+    cli: Cli, gpu_run: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loss masks differ from step to step; a captured step serves them all."""
+    at = gpu_run.index("--data") + 1
+    run = [*gpu_run[:at], ROOT / "examples" / "chat.jsonl", *gpu_run[at + 1 :]]
+    run += ["--chat-template", TEMPLATE, "--steps", 12, "--seq-len", 256, "--batch-size", 1]
+    losses = []
+    for name, more in (("graphs", []), ("eager", ["--eager"])):
+        assert cli(*run, *more, "--output", tmp_path / name) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1]
+    assert "replayed as" in capsys.readouterr().out

@@ -12,6 +12,7 @@ asks for that message, and ends where the template ends after it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,7 @@ class Tokens:
         if isinstance(batch[0], Text):
             yield from self._texts([e.text for e in batch if isinstance(e, Text)])
             return
-        found: list[Encoded | RowError | _Written] = []
-        for example in batch:
-            try:
-                found.append(self._write(example))
-            except RowError as error:
-                found.append(error)
+        found = [self._write(example) for example in batch]
         encoded = self._written([each for each in found if isinstance(each, _Written)])
         for each in found:
             yield next(encoded) if isinstance(each, _Written) else each
@@ -102,26 +98,26 @@ class Tokens:
         head = [] if bos is None or ids[:1] == [bos] else [bos]
         return head, [] if eos is None or ids[-1:] == [eos] else [eos]
 
-    def _write(self, example: Example) -> Encoded | _Written:
-        if isinstance(example, Chat):
+    def _write(self, example: Example) -> _Written | RowError:
+        if isinstance(example, Completion):
+            text = example.prompt + example.completion
+            return _Written(text, ((len(example.prompt), len(text)),), ends=True)
+        assert isinstance(example, Chat)
+        try:
             return self._chat(example)
-        assert isinstance(example, Completion)
-        text = example.prompt + example.completion
-        return _Written(text, ((len(example.prompt), len(text)),), ends=True)
+        except RowError as error:
+            return error
 
-    def _chat(self, chat: Chat) -> Encoded | _Written:
+    def _chat(self, chat: Chat) -> _Written:
         renderer = Renderer(self.tokenizer, chat)
         if self.train_on_inputs:
             return _Written(renderer.text(), ())
         if not renderer.marks:
             return _Written(renderer.text(), tuple(renderer.answers()))
-        ids, trained = renderer.marked()
+        text, ranges = renderer.marked()
         if len(chat.answers) < sum(m["role"] == "assistant" for m in chat.messages):
-            written = _Written(renderer.text(), tuple(renderer.answers()))
-            (some,) = self._written([written])
-            assert isinstance(some, Encoded) and some.trained is not None
-            trained = trained & some.trained
-        return Encoded(ids, trained)
+            ranges = _common(ranges, list(renderer.answers()))
+        return _Written(text, tuple(ranges))
 
     def _written(self, texts: Sequence[_Written]) -> Iterator[Encoded]:
         if not texts:
@@ -159,12 +155,18 @@ class _Written:
 
 
 def _within(offsets: Sequence[Range], ranges: Sequence[Range]) -> Mask:
-    """Whether each token stands for a character of the ranges. A token over a border counts as inside."""
+    """Whether each token stands for characters of the ranges, by where it ends."""
     places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     inside = np.zeros(len(places), dtype=bool)
     for start, stop in ranges:
-        inside |= (places[:, 1] > start) & (places[:, 0] < stop)
+        inside |= (places[:, 1] > start) & (places[:, 1] <= stop)
     return inside
+
+
+def _common(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """What two lists of ranges have in common."""
+    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def _blocks(text: str) -> Iterator[str]:
@@ -176,6 +178,13 @@ def _blocks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def _core(message: dict[str, Any]) -> str:
+    """What of a message every template keeps: its content without thoughts, or the name of its tool."""
+    content = str(message.get("content") or "").rpartition("</think>")[2].strip()
+    calls = message.get("tool_calls")
+    return content or (str(calls[0]["function"]["name"]) if calls else "")
+
+
 class Renderer:
     """One chat, written by the tokenizer's chat template."""
 
@@ -185,8 +194,7 @@ class Renderer:
     @property
     def marks(self) -> bool:
         """Whether the template marks what the assistant generates."""
-        template = self.tokenizer.get_chat_template(None, self.chat.tools)
-        return _MARKER.search(template) is not None
+        return _MARKER.search(self._template()) is not None
 
     def text(self, count: int | None = None, ask: bool = False) -> str:
         """The text of the first ``count`` messages. With ``ask`` it ends where the assistant's next one begins.
@@ -196,21 +204,43 @@ class Renderer:
         """
         if count == 0:
             return ""
-        return str(
-            self._apply(self.chat.messages[:count], add_generation_prompt=ask, tokenize=False)
-        )
+        with self._refusals():
+            return str(
+                self.tokenizer.apply_chat_template(
+                    self.chat.messages[:count],
+                    tools=self.chat.tools,
+                    add_generation_prompt=ask,
+                    tokenize=False,
+                )
+            )
 
-    def marked(self) -> tuple[Ids, Mask]:
-        """Token ids and whether the template marks them as generated."""
-        found = self._apply(
-            self.chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return np.asarray(found["input_ids"], np.uint32), np.asarray(found["assistant_masks"], bool)
+    def marked(self) -> tuple[str, list[Range]]:
+        """The text of the chat, and the ranges of characters that the template marks as generated.
 
-    def _apply(self, messages: list[dict[str, Any]], **how: Any) -> Any:
+        apply_chat_template gives a mask of tokens instead. In transformers 5.23 that is wrong where a range begins or
+        ends with a blank that the tokenizer leaves out of its offsets: it loses answers, or goes on to the end.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with self._refusals():
+            texts, ranges = render_jinja_template(
+                conversations=[self.chat.messages],
+                tools=self.chat.tools,
+                chat_template=self._template(),
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return str(texts[0]), [(int(start), int(stop)) for start, stop in ranges[0]]
+
+    def _template(self) -> str:
+        return str(self.tokenizer.get_chat_template(None, self.chat.tools))
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raise RowError for what a template raises: jinja2's errors, and any of its expressions' errors."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.chat.tools, **how)
-        except Exception as error:  # jinja2's errors, and any that a template's expressions raise
+            yield
+        except Exception as error:
             raise RowError(
                 f'{self.chat.where}: the chat template refuses the "messages": {type(error).__name__}: {error}'
             ) from error
@@ -238,15 +268,24 @@ class Renderer:
         return next(differs, min(len(full), len(asked)))
 
     def _stop(self, full: str, number: int, start: int) -> int:
-        """Some templates drop an answer's thoughts once another question follows. There the answer ends with EOS."""
+        """Some templates write EOS after the last message only."""
         after = self.text(number + 1)
-        if full.startswith(after):
-            return len(after)
-        eos = self.tokenizer.eos_token
-        at = full.find(eos, start) if eos else -1
-        if at < 0:
+        for written in (after, after.removesuffix(self.tokenizer.eos_token or "")):
+            if full.startswith(written):
+                return len(written)
+        if not after.startswith(full[:start]):
             raise self._changes(number)
-        return at + len(eos)
+        return start + self._kept(full[start:], after[start:], number)
+
+    def _kept(self, rest: str, answer: str, number: int) -> int:
+        """How much of `answer` is left where `rest` begins, in a template that drops the thoughts of earlier ones."""
+        core = _core(self.chat.messages[number])
+        at = answer.find(rest[:4])
+        while at >= 0 and core in answer[at:]:
+            if rest.startswith(answer[at:]):
+                return len(answer) - at
+            at = answer.find(rest[:4], at + 1)
+        raise self._changes(number)
 
     def _changes(self, number: int) -> RowError:
         return RowError(
