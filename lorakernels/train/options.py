@@ -272,9 +272,9 @@ class FinetuneOptions:
         """Raise OptionError for the first value that cannot work."""
         if self.output is None:
             raise OptionError("output is missing: give --output DIR")
-        if self.demo and (self.model or self.data):
+        if self.demo and (self.model or self.data or self.eval_data or self.chat_template):
             raise OptionError(
-                "demo brings its own model and data: drop --demo, or drop --model and --data"
+                "demo brings its own model and data: drop --demo, or drop --model, --data, --eval-data, --chat-template"
             )
         if not self.demo and not self.model:
             raise OptionError("model is missing: give --model DIR or --demo")

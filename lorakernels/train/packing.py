@@ -143,7 +143,8 @@ class PackedRows:
             return self.lengths
         stops = self.starts + self.lengths + 1
         pieces = zip((self.starts + 1).tolist(), stops.tolist(), strict=True)
-        counts = [np.count_nonzero(self.trained[start:stop]) for start, stop in pieces]
+        trained = np.asarray(self.trained)  # slices of a memory map itself are slow
+        counts = [np.count_nonzero(trained[start:stop]) for start, stop in pieces]
         return np.asarray(counts, dtype=np.int64)
 
     def __len__(self) -> int:
