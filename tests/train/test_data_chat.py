@@ -263,6 +263,9 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path: Path, row: Any, mes
     assert message in file.files[0].first_bad
     again = tokens_of(path, tokenizer_with(), skip_bad_rows=True)
     assert again.files == file.files, "a file that is there already says it, too"
+    moved = path.rename(tmp_path / "b.jsonl")
+    found = tokens_of(moved, tokenizer_with(), skip_bad_rows=True)
+    assert found.path == file.path and found.files[0].name == str(moved)
 
 
 def test_a_file_of_bad_rows_alone_is_refused(tmp_path: Path) -> None:

@@ -185,7 +185,12 @@ def tokenize_files(
                     temporary,
                     rules.skip_bad_rows,
                 )
-    return open_tokens(target, notes)
+    file = open_tokens(target, notes)
+    for counts, source in zip(file.files, sources, strict=True):
+        counts.name = str(
+            source.path
+        )  # equal files may have had other names when they were tokenized
+    return file
 
 
 @contextlib.contextmanager
