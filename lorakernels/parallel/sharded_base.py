@@ -242,7 +242,8 @@ def shard_base(
     group = mesh.get_group()
     name, reason = comm.choose(transport, group, device)
     chosen = comm.make(name, group, device)
-    memory = chosen.allocate(Shards.bytes_of(blocks, mesh.size()))
+    with comm.together(group):  # one rank's GPU may be full
+        memory = chosen.allocate(Shards.bytes_of(blocks, mesh.size()))
     shards = Shards(blocks, mesh.get_local_rank(), mesh.size(), memory)
     for index, layer in enumerate(layers.values()):
         linears = frozen_linears(layer)

@@ -109,6 +109,7 @@ def graphed(mesh: Any, device: torch.device, graphs: str, save: str, transport: 
     expected = trained(make(Way(save), device), device, graphs)
     model = make(Way(save), device)
     base = shard_base(model, mesh, transport=transport)
+    base.slots.poison = save == "checkpoint"
     found = trained(model, device, graphs)
     dist.barrier()
     base.unshard()
