@@ -186,7 +186,12 @@ def bench_model(
         if not _time_left(end, device):
             break
         before = bench.loss()
-        base = shard_base(bench.training.model, mesh["dp_shard"], transport=transport)
+        try:
+            base = shard_base(bench.training.model, mesh["dp_shard"], transport=transport)
+        except (RuntimeError, ValueError) as error:  # on every rank, with the model as it was
+            named = {"base": f"sharded, {transport}", "check": f"not run: {error}"}
+            rows.append({**dict.fromkeys(rows[0], ""), "model": rows[0]["model"], **named})
+            continue
         if device.type == "cuda":
             torch.cuda.empty_cache()
         after = bench.loss()
