@@ -7,8 +7,8 @@ OUT ?= build/bench
 # BENCH=philox runs one of the benchmarks
 BENCH ?= all
 
-# FULL=1 for the long form of check-gpu, ARGS="--record" to write its ratios down. Its Python, and that of sanitize, is
-# .venv's where that is there, else any with torch: a GPU machine without a network has its own.
+# FULL=1 for the long form of check-gpu, which takes nine minutes; ARGS="--record" to write its ratios down. Its Python,
+# and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
 .PHONY: demo test bench check-gpu sanitize lint format clean

@@ -6,10 +6,12 @@ from .errors import CaptureError, GraphError, ReplayError
 from .layers.manager import GraphManager
 from .options import GraphOptions
 from .order import Direction, Order, OrderError, ReplayOrderError, Step
+from .record.backward_marks import in_backward
 from .record.hooks import Hook
 from .record.order_recorder import OrderRecorder
 from .report import GraphReport, Report
 from .signature import TensorSpec, flatten
+from .whole.followers import Follower, follow
 from .whole.step_graph import StepGraph
 
 __all__ = [
@@ -32,4 +34,8 @@ __all__ = [
     "Hook",
     "TensorSpec",
     "flatten",
+    "in_backward",
+    # for what keeps a record, on the host, of what a step does on the device
+    "Follower",
+    "follow",
 ]

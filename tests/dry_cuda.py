@@ -32,6 +32,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from triton.runtime.jit import JITFunction
 
 import lorakernels
@@ -183,6 +184,8 @@ def _of_torch(recorded: Recorded) -> Iterator[tuple[Any, str, Any]]:
         yield torch.backends.cuda, f"can_use_{name}_attention", _constant(True)
     yield torch.cuda.amp.common, "amp_definitely_not_available", _constant(False)
     yield torch._C, "_cuda_getCurrentRawStream", _constant(STREAM)
+    yield torch._C, "_cuda_getDevice", _constant(0)
+    yield guards, "_empty_strided_cuda", _on_cpu(guards._empty_strided_cpu, clears=True)
     yield torch, "_scaled_mm", recorded.scaled_mm
     yield torch, "mm", _product
     yield torch.nn.functional, "scaled_dot_product_attention", recorded.attention

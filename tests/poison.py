@@ -3,11 +3,13 @@
 
 0xFF is NaN in every floating dtype used here, -1 in a signed integer, 255 in uint8, True in a bool. The kernels
 that allocate for aten are replaced, not the functions of Python: `torch.empty`, `empty_like`, `new_empty` and what C++
-asks for all go through them. Traces, FakeTensors, meta tensors and dispatch modes see nothing new.
+asks for all go through them. So is the function by which Inductor's code and plans allocate on a GPU. Traces,
+FakeTensors, meta tensors and dispatch modes see nothing new.
 
 What stays as it is:
 - a CUDA graph's capture, in which the fill would be one more kernel of the graph,
-- the buffers of Inductor's code and the results of torch's own kernels, which do not ask aten for memory,
+- the buffers that Inductor's code has on the CPU, and the results of torch's own kernels, which do not ask aten for
+  memory,
 - other processes that a test starts, as the fixture does not run there.
 """
 
@@ -17,9 +19,11 @@ import ctypes
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 BYTE = 0xFF
 AVAILABLE = hasattr(torch.library, "get_kernel")  # torch 2.8 cannot call a kernel that it replaced
@@ -67,7 +71,9 @@ def poisoned_memory() -> Iterator[None]:
             for name in ALLOCATIONS:
                 kernel = _poisoning(name, key)
                 library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    allocate = guards._empty_strided_cuda
     try:
-        yield
+        with mock.patch.object(guards, "_empty_strided_cuda", lambda *a: poison(allocate(*a))):
+            yield
     finally:
         library._destroy()

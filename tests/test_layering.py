@@ -21,6 +21,7 @@ LAYERS = (
     ("autograd",),
     ("modules",),
     ("fusion",),
+    ("parallel",),
     ("checkpoints", "loops"),
     ("",),
     ("integrations",),

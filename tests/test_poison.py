@@ -37,6 +37,12 @@ def test_new_memory_is_poisoned(dtype: torch.dtype, device: torch.device) -> Non
             assert (new == (255 if dtype == torch.uint8 else -1)).all()
 
 
+@pytest.mark.gpu
+def test_what_plans_allocate_is_poisoned() -> None:
+    new = torch._C._dynamo.guards._empty_strided_cuda((7, 3), (3, 1), torch.bfloat16)
+    assert new.isnan().all()
+
+
 def test_an_element_that_nobody_writes_shows(device: torch.device) -> None:
     out = torch.empty(5, 64, device=device)
     out[:, :63] = 1.0

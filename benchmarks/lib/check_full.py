@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER_STEPS = 16
-TEST_PROCESSES = 6
+TEST_PROCESSES = 12  # at most: each has a context on the GPU
 
 
 def resume(shape: str, device: str, scratch: str, limit: float) -> Found:
@@ -183,6 +184,11 @@ class _Until:
         return f"{counts}; stopped before the last" if stopped else counts
 
 
+def processes_on(cores: int) -> int:
+    """Two cores are left to the driver and to the process that collects the outcomes."""
+    return max(1, min(TEST_PROCESSES, cores - 2))
+
+
 def gpu_tests(shape: str, device: str, scratch: str, limit: float) -> Found:
     """`pytest -m gpu` until the time is up, in several processes where pytest-xdist is there; without a GPU, tests of
     the layering."""
@@ -192,7 +198,7 @@ def gpu_tests(shape: str, device: str, scratch: str, limit: float) -> Found:
     on_gpu = device.startswith("cuda")
     chosen = ["-m", "gpu"] if on_gpu else ["tests/test_layering.py"]
     if on_gpu and importlib.util.find_spec("xdist") is not None:
-        chosen += ["-n", str(TEST_PROCESSES), "--dist", "loadfile"]
+        chosen += ["-n", str(processes_on(os.cpu_count() or 1)), "--dist", "loadfile"]
     options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     with contextlib.chdir(ROOT) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
         code = pytest.main([*chosen, *options], plugins=[until])

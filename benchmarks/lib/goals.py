@@ -45,6 +45,7 @@ def times(shape: str) -> str:
 def targets() -> Iterator[Target]:
     """The ratios that count, in the order of the README's table."""
     yield from _finetune_targets()
+    yield from _loop_targets()
     yield from _host_targets()
     square, forward = "8192x8192x8192", "`fp8_linear_lora` with bias ÷ cuBLASLt's GEMM without LoRA"
     for rank in (16, 64):
@@ -91,6 +92,7 @@ def targets() -> Iterator[Target]:
     yield _layer("bytes of FP8 weight per parameter", square, "ours fp8", "weight B/param", 1.0)
     yield from _decoder_layer_targets()
     yield from _end_to_end_targets()
+    yield from _sharded_targets()
 
 
 def _finetune_targets() -> Iterator[Target]:
@@ -109,6 +111,35 @@ def _finetune_targets() -> Iterator[Target]:
         ("÷ ours, one graph", "the same ÷ a loop of our own, a step as one graph", 0.97),
     ):
         yield Target(f"{what}: {more}", "finetune", dense, column, bound, at_least=True)
+
+
+def _loop_targets() -> Iterator[Target]:
+    """Loops as users write them."""
+    for shape, part, what, bound in (
+        ("1b 1x2048", "drop-in, eager", "after `apply_lora`, eager, ÷ HF + PEFT's", 1.3),
+        ("8b/8 2x4096", "drop-in, eager", "after `apply_lora`, eager, ÷ HF + PEFT's", 1.5),
+        ("1b 1x2048", "drop-in, fused", "fused, eager, ÷ HF + PEFT's", 2.5),
+        ("8b/8 2x4096", "drop-in, fused", "fused, eager, ÷ HF + PEFT's", 1.9),
+        ("1b 1x2048", "drop-in, compiled by layer", "compiled by layer ÷ PEFT's likewise", 1.0),
+        ("8b/8 2x4096", "drop-in, compiled by layer", "compiled by layer ÷ PEFT's likewise", 1.4),
+    ):
+        where: dict[str, object] = {"shape": shape, "part": part}
+        what = f"own loop, {times(shape)}, tokens/s {what}"
+        yield Target(what, "check_gpu", where, "× PEFT", bound, at_least=True)
+
+
+def _sharded_targets() -> Iterator[Target]:
+    where: dict[str, object] = {"model": "Llama-2-70B", "base": "sharded, peer", "ranks": 2}
+    what = "70B, 1×8192 a GPU, base sharded over two GPUs: tokens/s a GPU"
+    yield Target(what, "sharded_base", where, "tokens/s a GPU", 2950, at_least=True)
+    yield Target(
+        f"{what}, ÷ a GPU's with the whole base",
+        "sharded_base",
+        where,
+        "÷ whole",
+        0.98,
+        at_least=True,
+    )
 
 
 def _decoder_layer_targets() -> Iterator[Target]:

@@ -59,7 +59,7 @@ from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, dtype_of
 from benchmarks.peers.training import HfPeft, Ours, Training
 from lorakernels.train.byte_tokenizer import byte_tokenizer
-from lorakernels.train.data import tokenize_files
+from lorakernels.train.data.tokens import tokenize_files
 from lorakernels.train.metrics import read_metrics
 from lorakernels.train.packing import PackedRows, RowOrder
 

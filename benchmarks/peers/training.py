@@ -338,5 +338,12 @@ class Ours(Training):
         self.manager.end_iteration()
         return loss
 
+    def renew_graphs(self) -> None:
+        """Drop the graphs, and warm up and capture again: the model has changed."""
+        if self.graphs is not None:
+            self.manager.close() if self.graphs == "layer" else self.manager.reset()
+        torch.cuda.empty_cache()
+        self._run = self._make_run()
+
     def step(self, ids: Tensor) -> Tensor:
         return self._run(ids)

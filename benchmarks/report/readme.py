@@ -61,6 +61,7 @@ def tables(results: dict[str, list[Row]]) -> str:
         _decoder_layer_table(layers),
         _memory_table(layers),
         _end_to_end_table(results.get("end_to_end", [])),
+        _sharded_table(results.get("sharded_base", [])),
         _graphs_table(results.get("graphs", [])),
         _quality_table(results.get("quality", [])),
         _target_table(results),
@@ -218,6 +219,29 @@ def _users_table(rows: list[Row]) -> str:
         '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000. '
         "Compiled layers, Trainer and SFTTrainer are divided by PEFT's in the same form "
         f"(`make check-gpu`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _sharded_table(rows: list[Row]) -> str:
+    """A base that several GPUs share, beside one that each has."""
+    if not rows:
+        return ""
+    columns = [
+        "model",
+        "tokens",
+        "base",
+        "ranks",
+        "tokens/s a GPU",
+        "÷ whole",
+        "peak GiB",
+        "gather ms",
+    ]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[times(row[name]) or "–" for name in columns] for row in rows]
+    title = (
+        "A frozen FP8 base that is split over the GPUs, LoRA R = 16 on q, k, v, o, random weights "
+        f"(`torchrun --nproc-per-node 2 benchmarks/parallel/bench_sharded_base.py`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from ..errors import CaptureError, ReplayError, hint_for
 from ..record.attributes import Attributes, plain_attributes, unchanged_attributes
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
 from ..signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
+from .followers import Follower, following
 
 NAME = "step"  # in place of a layer's name in errors
 
@@ -45,11 +47,13 @@ class CapturedStep:
         self.grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
         self.zeroed: set[int] = set()
         self._inputs: list[Tensor] = []
+        self._followers: list[Follower] = []
         with self._rolled_back():
             with backend.session(), no_device_rng_in_checkpoints():
                 args, kwargs = signature.rebuild([self._input(x) for x in signature.tensors])
                 with repeats_nothing(NAME, states), backend.capture(replaced) as captured:
-                    output = step(*args, **kwargs)
+                    with following() as self._followers:
+                        output = step(*args, **kwargs)
                     advance_all(states)()
             self.graph, self.made = captured.graph, captured.made
             outputs = Signature(output)
@@ -69,7 +73,7 @@ class CapturedStep:
             self.drop()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{_where(error)}{type(error).__name__}: {error}"
             raise CaptureError(NAME, "capture", reason, hint_for(reason)) from error
 
     def _input(self, x: Tensor) -> Tensor:
@@ -150,6 +154,8 @@ class CapturedStep:
         """The step's output for `tensors`, as new tensors."""
         for static, x in zip(self._inputs, tensors, strict=True):
             distinct(static).copy_(distinct(x))
+        for follower in self._followers:
+            follower.before_replay()
         self.graph.launch(self.backend.stream())
         return self._rebuild([x.clone() for x in self._outputs])
 
@@ -159,9 +165,16 @@ class CapturedStep:
         if graph is not None and not keep_graph:
             graph.destroy()
         self._inputs, self._outputs, self.grads = [], [], []
-        self._watches = []
+        self._watches, self._followers = [], []
         self.backend.release()
         return graph
+
+
+def _where(error: BaseException) -> str:
+    """The innermost module whose forward raised `error`, as "in <class>: "; empty if none did."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [m for frame in frames if isinstance(m := frame.f_locals.get("self"), nn.Module)]
+    return f"in {type(modules[-1]).__name__}: " if modules else ""
 
 
 def key_of(tensors: Sequence[Tensor], spec: list[Any], backend: Backend) -> Any:

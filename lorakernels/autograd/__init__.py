@@ -11,7 +11,7 @@ from lorakernels.autograd.compiled_linear import (
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
 from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec
 from lorakernels.autograd.lora_linear import check_input, lora_linear
-from lorakernels.autograd.lora_linear_group import SharedInput, lora_projection, share_input
+from lorakernels.autograd.shared_input import SharedInput, share_input, shared_linear
 
 __all__ = [
     "Adapter",
@@ -26,8 +26,8 @@ __all__ = [
     "is_compiling",
     "linear_cross_entropy",
     "lora_linear",
-    "lora_projection",
     "quantize_input",
     "rows_of",
     "share_input",
+    "shared_linear",
 ]

@@ -28,7 +28,7 @@ from lorakernels.autograd.compiled_plan import (
     run_backward,
     run_forward,
 )
-from lorakernels.autograd.linear_node import Needs
+from lorakernels.autograd.linear_node import Needs, in_bytes
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.autograd.lora_linear import check_input
 from lorakernels.ops.register import Op, define_composed, empty
@@ -111,8 +111,6 @@ def linear_forward(
     if state is not None and not (owns_x and x8 is not None):
         state.begin(x.device, numbers.column_dy, training)
     spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
     frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
     if x8 is None and state is not None:
         call = Call(spec, slot, state.forward, state.backward)
@@ -121,7 +119,7 @@ def linear_forward(
             return found
     given = None if x8 is None else Scaled(x8, x_scale_inv)
     call = Call(spec, slot, None if state is None or given is not None else state.forward)
-    return run_forward(_directly(x), x, bias, adapter, frozen, call, given)
+    return run_forward(_directly(x), x, bias, adapter, in_bytes(frozen), call, given)
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
@@ -159,9 +157,8 @@ def linear_backward(
     `operand` is x8, or x over a plain W.
     """
     numbers = numbers_of(handle)
-    if weight is not None and weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
     state = numbers.state
+    dy = dy.contiguous()
     saved = Saved(
         Weight(weight, weight_scale_inv, weight_t) if weight is not None else None,
         Adapter(lora_A, lora_B, s),
@@ -171,11 +168,13 @@ def linear_backward(
     need = Needs(*needs)
     if state is not None:
         saved = saved._replace(call=saved.call._replace(state_dy=state.backward))
-        found = planned_backward(dy.contiguous(), saved, need, state.forward)
+        found = planned_backward(dy, saved, need, state.forward)
         if found is not None:
             return found
+    if saved.weight is not None:
+        saved = saved._replace(weight=in_bytes(saved.weight))
     dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
-    return run_backward(_directly(dy), dy.contiguous(), saved, need, dtypes)
+    return run_backward(_directly(dy), dy, saved, need, dtypes)
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]

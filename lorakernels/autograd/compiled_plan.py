@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.linear_node import Needs, gradients
-from lorakernels.autograd.linear_plan import Kind, kind_of
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear_plan import Kind, Known, known_of
+from lorakernels.autograd.linear_values import Adapter, Call
 from lorakernels.ops.register import Op
 from lorakernels.plans.function import FunctionPlan
 from lorakernels.plans.node import Operands, Plans
 from lorakernels.plans.routing import are_allowed
-from lorakernels.plans.stand_in import Recording, column_address
+from lorakernels.plans.stand_in import NotPlanned, Recording
 from lorakernels.values import Scaled, Up, Weight
 
 Run = Callable[..., Any]
@@ -90,89 +90,76 @@ def _run(op: Op[..., Any], *arguments: Any) -> Any:
 def planned_forward(
     x: Tensor, bias: Tensor | None, adapter: Adapter, weight: Weight, call: Call
 ) -> Four | None:
-    """`run_forward` on a GPU by one call of csrc; None where it cannot."""
-    lora_A, lora_B, _ = adapter
-    spec, slot, state, state_dy = call
-    tensors = (weight.data, bias, lora_A, lora_B, weight.scale_inv, weight.t, state, state_dy)
-    kind = _kind(x, tensors, spec)
-    if kind is None:
+    """`run_forward` on a GPU by one call of csrc; None where it cannot. `weight` may be e4m3."""
+    if not _is_planned(x):
         return None
-    key = (kind, x.shape[0], x.dtype, slot is None)
-    make = partial(kind.operands, x.shape[0], x.dtype, slot is not None)
-
-    def forward(x: Any, bias: Any, A: Any, B: Any, weight: Weight, call: Call) -> Four:
-        return run_forward(_run, x, bias, Adapter(A, B), weight, call)
-
-    given = [t for t in (x, bias, lora_A, lora_B, *weight, slot) if t is not None]
-    return _by_plan(key, partial(FunctionPlan, forward, x.device, make), given, call)
+    spec, slot, state, state_dy = call
+    tensors = (bias, adapter.A, adapter.B, *weight, state, state_dy)
+    known: Known[FunctionPlan] = known_of(tensors, spec, "compiled forward")
+    plan = known.plan(PLANS, _record_forward, x.shape, x.dtype, slot is None)
+    if plan is None:
+        return None
+    slots = () if slot is None else (slot.data_ptr(),)
+    addresses = (x.data_ptr(), *known.fixed, *slots, *known.columns)
+    return plan.run(addresses, known.sites)  # type: ignore[return-value]
 
 
 def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor) -> Four | None:
-    """`run_backward` on a GPU by one call of csrc; None where it cannot."""
-    weight, adapter, operand, call = saved
-    if weight is None or weight.scale_inv is None or needs.bias:
+    """`run_backward` on a GPU by one call of csrc; None where it cannot. W may be e4m3."""
+    weight, (lora_A, lora_B, s), operand, call = saved
+    if weight is None or needs.bias or not _is_planned(dy):
         return None
-    lora_A, lora_B, _ = adapter
-    tensors = (
-        weight.data,
-        None,
-        lora_A,
-        lora_B,
-        weight.scale_inv,
-        weight.t,
-        state_x,
-        call.state_dy,
-    )
-    kind = _kind(dy, tensors, call.spec)
-    if kind is None:
-        return None
-    flat = [*weight, *adapter, *(operand or (None, None)), call.slot]
-    forms = tuple([None if t is None else (t.shape, t.dtype) for t in flat])
-    key = (kind, dy.shape, dy.dtype, forms, needs)
-
-    def operands(recording: Recording) -> Operands:
-        stand_ins: list[Any] = [None if form is None else recording.tensor(*form) for form in forms]
-        grad = recording.tensor(dy.shape, dy.dtype)
-        states = [recording.column(state_x.shape) for _ in range(2)]
-        w, w_scale_inv, w_t, A, B, s, x8, scale_inv, slot = stand_ins
-        spec = call.spec.numbers.spec
-        again = Saved(
-            Weight(w, w_scale_inv, w_t),
-            Adapter(A, B, s),
-            None if operand is None else Scaled(x8, scale_inv),
-            Call(spec, slot, None, states[1]),
-        )
-        return Operands(
-            [t for t in (grad, *stand_ins, *states) if t is not None], (grad, again), ()
-        )
-
-    dtypes = (None if lora_A is None else lora_A.dtype, None)
-
-    def backward(dy: Any, saved: Saved) -> Four:
-        return run_backward(_run, dy, saved, needs, dtypes)
-
-    given = [t for t in (dy, *flat) if t is not None]
-    with_states = call._replace(state_x=state_x)
-    return _by_plan(key, partial(FunctionPlan, backward, dy.device, operands), given, with_states)
-
-
-def _kind(x: Tensor, tensors: tuple[Tensor | None, ...], spec: LoRASpec) -> Kind | None:
-    return (
-        kind_of(tensors, spec)
-        if x.is_cuda and len(x.shape) and x.shape[0] and are_allowed()
-        else None
-    )
-
-
-def _by_plan(
-    key: Hashable, make: Callable[[], FunctionPlan], given: Sequence[Tensor], call: Call
-) -> Any:
-    try:
-        plan = PLANS[key]
-    except KeyError:
-        plan = PLANS.make(key, make)
+    tensors = (None, lora_A, lora_B, *weight, state_x, call.state_dy)
+    known: Known[FunctionPlan] = known_of(tensors, call.spec, "compiled backward")
+    others = (s, *(operand or (None, None)), call.slot)
+    forms = tuple([None if t is None else (t.shape, t.dtype) for t in others])
+    plan = known.plan(PLANS, _record_backward, dy.shape, dy.dtype, forms, needs)
     if plan is None:
         return None
-    states = (call.state_x, call.state_dy)
-    addresses = tuple(column_address(s, call.spec.column) for s in states if s is not None)
-    return plan.run(given, addresses, (call.spec.site,))
+    given = [t.data_ptr() for t in others if t is not None]
+    addresses = (dy.data_ptr(), *known.fixed, *given, *known.columns)
+    return plan.run(addresses, known.sites)  # type: ignore[return-value]
+
+
+def _is_planned(x: Tensor) -> bool:
+    return x.is_cuda and are_allowed() and x.is_contiguous()
+
+
+def _record_forward(
+    kind: Kind, shape: torch.Size, dtype: torch.dtype, draws_none: bool
+) -> FunctionPlan:
+    def forward(x: Any, bias: Any, A: Any, B: Any, weight: Weight, call: Call) -> Four:
+        return run_forward(_run, x, bias, Adapter(A, B), weight, call)
+
+    if shape.numel() == 0:
+        raise NotPlanned("no rows")
+    return FunctionPlan(forward, kind.device, partial(kind.operands, shape, dtype, not draws_none))
+
+
+def _record_backward(
+    kind: Kind, shape: torch.Size, dtype: torch.dtype, forms: tuple[Any, ...], needs: Needs
+) -> FunctionPlan:
+    """`forms` are shape and dtype of s, x8, its scale_inv and the slot."""
+
+    def operands(recording: Recording) -> Operands:
+        dy = recording.tensor(shape, dtype)
+        (_, A, B), weight = kind.fixed(recording)
+        others: list[Any] = [None if form is None else recording.tensor(*form) for form in forms]
+        s, x8, scale_inv, slot = others
+        states = [recording.column(kind.value.state) for _ in range(2)]
+        saved = Saved(
+            weight,
+            Adapter(A, B, s),
+            None if x8 is None else Scaled(x8, scale_inv),
+            Call(kind.value.numbers.spec, slot, None, states[1]),
+        )
+        given = [t for t in (dy, A, B, *weight, *others, *states) if t is not None]
+        return Operands(given, (dy, saved), ())
+
+    def backward(dy: Any, saved: Saved) -> Four:
+        lora_A = kind.value.forms[1]
+        return run_backward(_run, dy, saved, needs, (lora_A and lora_A[1], None))
+
+    if shape.numel() == 0:
+        raise NotPlanned("no rows")
+    return FunctionPlan(backward, kind.device, operands)

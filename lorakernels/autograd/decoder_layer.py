@@ -11,14 +11,15 @@
     norm_qkv'    dqkv = RoPE'(dq, dk, dv)                     dh = dh2 + RMSNorm'([q, k, v]'(dqkv))
 
 `norm_qkv` also returns h, to which `output` adds. So h's gradient arrives at `norm_qkv`, and RMSNorm's backward adds it
-there. `fused_linear` computes the projections with their adapters. A frozen projection without adapters keeps no
+there. `linear` computes the projections with their adapters. A frozen projection without adapters keeps no
 activation.
 
 Kept for backward: h, h2, gate, up and a rstd per norm; attention keeps qkv, out and its logsumexp. Adapters add s of
 each adapted input, and two matrices of stacked B's: q, k, v have one, gate and up another.
 
     "full"       also keeps x8 of each adapted input
-    "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up
+    "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up; dA alone reads them,
+                 and RMSNorm's may differ in the last bit from what forward quantized (ops/rms_norm.py)
     "fp8"        as "recompute", with gate and up in e4m3, which SwiGLU writes: one scale for 256 columns of a row
 """
 
@@ -32,15 +33,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd.fused_linear import (
-    Projections,
-    bias_gradients,
-    gradients,
-    lora_down,
-    project,
-    quantize_down,
-    stack_B,
-)
 from lorakernels.autograd.fused_node import (
     Kept,
     Trained,
@@ -54,6 +46,15 @@ from lorakernels.autograd.fused_node import (
     rms_norm,
     rms_norm_backward,
     weights,
+)
+from lorakernels.autograd.linear import (
+    Projections,
+    bias_gradients,
+    gradients,
+    lora_down,
+    project,
+    quantize_down,
+    stack_B,
 )
 from lorakernels.values import Scaled
 
@@ -195,6 +196,7 @@ def _heads_backward(
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     norms = (saved.get("q_norm"), saved.get("k_norm"))
     multiplier, dnorms = call.to.multiplier, [None, None]
+    assert multiplier is not None
     if norms == (None, None):
         return ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, multiplier), [*dnorms]
     ones = torch.ones_like(multiplier)
@@ -358,7 +360,7 @@ def _swiglu_backward(
 
     dgate_up is empty if nothing reads it unquantized.
     """
-    assert dact is not None
+    assert dact is not None and to.multiplier is not None
     unquantized = to.adapted or biases or not to.quantized
     spec = to.spec
     d, d8, scale_inv = ops.swiglu_quantize_grad(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from lorakernels.autograd.decoder_layer import (
     OutputNode,
     QKVCall,
 )
-from lorakernels.autograd.fused_linear import PlannedProjections, Projections
+from lorakernels.autograd.linear import PlannedProjections, Projections
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
-from lorakernels.plans.routing import PLAIN, are_plain, is_plain
+from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_address
 from lorakernels.values import Dropout
 
@@ -182,6 +182,21 @@ def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
         return apply_planned(call.run(plan), *tensors)
     except Misaligned:
         return None
+
+
+def ways_of_kinds() -> dict[Hashable, str]:
+    """For the kind of each Projections that ran on a GPU "" if there is a plan, or else why there is none."""
+    found: dict[Hashable, str] = {}
+    for key, why_not in PLANS.ways():
+        for kind in key:
+            if isinstance(kind, _Kind):
+                found[kind] = why_not and found.get(kind, why_not)
+    return found
+
+
+def way_of(planned: PlannedProjections | None, kinds: Mapping[Hashable, str]) -> str:
+    """How a node ran: "" by plans, or else why by the ops. `kinds`: of `ways_of_kinds`."""
+    return NOT_PLAIN if planned is None else kinds.get(planned.kind, WATCHED)
 
 
 def norm_qkv(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_linear import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
 from lorakernels.values import Scaled
 
 Kept = dict[str, Any]
@@ -89,9 +89,9 @@ def adapters(
     prefix: str, saved: Kept, to: Projections, stacked_B: Tensor | None = None
 ) -> Adapters:
     """The Adapters whose tensors `adapter_tensors` named."""
-    numbers = range(to.adapters)
-    a, b = ([saved[f"{prefix}{name}{i}"] for i in numbers] for name in "AB")
-    return Adapters(saved[f"{prefix}s"], a, b, stacked_B)
+    lora_B = [saved[f"{prefix}B{i}"] for i in range(to.adapters)]
+    dtype = saved[f"{prefix}A0"].dtype if lora_B else None
+    return Adapters(saved[f"{prefix}s"], dtype, lora_B, stacked_B)
 
 
 def no_gradients(to: Projections) -> tuple[Gradients, list[Tensor | None]]:

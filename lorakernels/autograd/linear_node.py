@@ -1,44 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRALinear's forward and backward, in evaluation order.
+"""The autograd node of a linear layer: one projection of `linear`, and what is kept of it.
 
-    forward    x8, s = quantize_lora_down(x, A)        y  = fp8_linear_lora(x8, W8, s, B, bias)
-    backward   dy8, ds, dB = quantize_grad(dy, B, s)   dA = lora_grad_a(ds, x8)   dx = fp8_grad_input(dy8, W8, ds, A)
-
-In forward, `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two
-ops, if all three can (`hands_mask_over`). Otherwise each of those two draws it.
-
-dy B is computed first: it is rank-sized, so no [N, K] product is ever formed. Backward may need x8 and its 4-byte
-scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the wanted gradients need is saved.
-Parameters are saved by reference.
+Backward may need x8 and its 4-byte scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the
+wanted gradients need is saved. Parameters are saved by reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels import ops
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd import linear
+from lorakernels.autograd.linear import Adapters, Needs, Projections, Run, through_dispatcher
+from lorakernels.autograd.linear_values import Adapter, Call
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.ops.quantize_grad import hands_mask_over
-from lorakernels.values import Scaled, Up, Weight
+from lorakernels.values import Scaled, Weight
 
 
-class Needs(NamedTuple):
-    """Which gradients to compute. `ds` is the gradient of an s that was computed outside of this node."""
-
-    x: bool
-    A: bool
-    B: bool
-    bias: bool
-    ds: bool = False
-
-
-def save_for_gradients(
+def _save(
     ctx: Any,
     needs: Needs,
     x: Scaled,
@@ -54,7 +36,7 @@ def save_for_gradients(
         weight.scale_inv if needs.x else None,
         weight.t if needs.x else None,
         lora_A if needs.x else None,
-        lora_B if needs.x or needs.A or needs.B or needs.ds else None,
+        lora_B if needs.x or needs.A or needs.B else None,
         call.slot if needs.x or needs.A else None,
         x.data if needs.A else None,
         x.scale_inv if needs.A else None,
@@ -64,54 +46,35 @@ def save_for_gradients(
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
 
 
-def through_dispatcher(op: Any, *arguments: Any) -> Any:
-    return op(*arguments)
-
-
 def gradients(
-    ctx: Any, needs: Needs, dy: Tensor, run: Callable[..., Any] = through_dispatcher
+    ctx: Any, needs: Needs, dy: Tensor, run: Run = through_dispatcher
 ) -> tuple[Tensor | None, ...]:
-    """(dx [M, K], dA, dB, dbias, ds) from a contiguous dy [M, N]; None for what is not needed.
+    """(dx [M, K], dA, dB, dbias) from a contiguous dy [M, N]; None for what is not needed.
 
     `run(op, *arguments)` calls an op.
     """
     weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
-    spec: LoRASpec = ctx.spec
-    scaling, dropout = spec.of_state(ctx.state_dy), spec.dropout(slot)
-    up = None if lora_B is None else Up(lora_B, s, spec.scaling)
-    frozen = Weight(weight, w_scale_inv, weight_t)
-    dx = dA = dbias = None
-    if needs.A and needs.x and up is not None and hands_mask_over(dy, up, dropout, frozen):
-        dy8, dy_scale_inv, ds, dB, dropped = run(
-            ops.quantize_grad_and_mask,
-            dy,
-            up,
-            scaling,
-            spec.backward_dtype,
-            dropout,
-            weight.shape[1],
-        )
-        assert dropout is not None
-        dropout = dropout._replace(dropped=dropped)
-    else:
-        dy8, dy_scale_inv, ds, dB = run(ops.quantize_grad, dy, up, scaling, spec.backward_dtype)
-    if needs.A:
-        dA = run(ops.lora_grad_a, ds, Scaled(x8, x_scale_inv), dropout, ctx.dtypes[0])
-    if needs.x:
-        dx = run(
-            ops.fp8_grad_input,
-            Scaled(dy) if scaling is None else Scaled(dy8, dy_scale_inv),
-            spec.backward_dtype,
-            frozen,
-            ds if lora_A is not None else None,
-            lora_A,
-            dropout,
-            dy.dtype,
-            spec.split_dgrad,
-        )
-    if needs.bias:
-        dbias = dy.float().sum(0).to(ctx.dtypes[1])
-    return dx, dA, dB if needs.B else None, dbias, ds if needs.ds else None
+    dtype_A, dtype_bias = ctx.dtypes
+    call = Call(ctx.spec, slot, None, ctx.state_dy)
+    frozen, adapter = Weight(weight, w_scale_inv, weight_t), Adapter(lora_A, lora_B)
+    to = Projections.single(frozen, None, adapter, dy.shape[1], call)
+    adapters = Adapters(s, dtype_A, [] if lora_B is None else [lora_B])
+
+    def operand() -> Scaled:
+        return Scaled(x8, x_scale_inv)
+
+    found = linear.gradients(to, dy, None, operand, adapters, needs, run=run)
+    (dbias,) = linear.bias_gradients(to, dy, [dtype_bias if needs.bias else None])
+    dA, dB = (*found.A, None)[0], (*found.B, None)[0]
+    return found.x, dA, dB, dbias
+
+
+class Given(NamedTuple):
+    """What was computed outside of a node: x8 and its scale_inv (x itself over a plain base), s, and the dtype of y."""
+
+    operand: Scaled
+    s: Tensor | None
+    dtype: torch.dtype
 
 
 class LinearNode(torch.autograd.Function):
@@ -124,21 +87,21 @@ class LinearNode(torch.autograd.Function):
         lora_B: Tensor | None,
         weight: Weight,
         call: Call,
+        given: Given | None = None,
     ) -> Tensor:
-        x8, x_scale_inv, s = ops.quantize_lora_down(x, lora_A, call.scaling_x, call.dropout)
-        operand = Scaled(x) if call.state_x is None else Scaled(x8, x_scale_inv)
-        spec = call.spec
-        up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
-        y = ops.fp8_linear_lora(operand, weight, bias, up, x.dtype, spec.split_fprop)
-        adapter = Adapter(lora_A, lora_B, s)
-        save_for_gradients(ctx, _needs(ctx), operand, weight, bias, adapter, call)
+        """y [M, N]. With `given`, x [M, K] is there for its gradient only."""
+        adapter = Adapter(lora_A, lora_B)
+        to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
+        operand, s, dtype = given or (*linear.quantize_down(x, to), x.dtype)
+        y = linear.project(operand, s, to, lora_B, dtype)
+        _save(ctx, _needs(ctx), operand, weight, bias, adapter._replace(s=s), call)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dA, dB, dbias, _ = gradients(ctx, _needs(ctx), dy.contiguous())
-        return dx, dbias, dA, dB, None, None
+        dx, dA, dB, dbias = gradients(ctx, _needs(ctx), dy.contiguous())
+        return dx, dbias, dA, dB, None, None, None
 
 
 def _needs(ctx: Any) -> Needs:

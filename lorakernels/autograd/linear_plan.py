@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -15,9 +15,28 @@ from torch import Tensor
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
-from lorakernels.plans.routing import PLAIN, are_plain, is_plain
+from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
 from lorakernels.values import Weight
+
+P = TypeVar("P")
+# bias, A, B, W, W's scale_inv, Wᵀ, and the FP8 state of x and of dy
+LinearTensors = tuple[Tensor | None, ...]
+MOST_PLANS = 8  # that a layer remembers
+
+
+class RowsNode(torch.autograd.Function):
+    """LinearNode for an x [..., K]. Autograd sees no view of x or of y, which would be two more nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+        y = LinearNode.forward(ctx, x.view(-1, x.shape[-1]), *others)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *others = LinearNode.backward(ctx, dy.reshape(-1, dy.shape[-1]))
+        return (None if dx is None else dx.view(*dy.shape[:-1], dx.shape[1]), *others)
 
 
 class LinearKind(NamedTuple):
@@ -25,8 +44,7 @@ class LinearKind(NamedTuple):
 
     Attributes:
         weight: (N, K).
-        rank: R; 0 without an adapter.
-        dtypes: of bias, A and B; None for what is not there.
+        forms: shapes and dtypes of bias, A and B; None for what is not there.
         layout: whether the layer keeps Wᵀ.
         state: shape of the FP8 state's tensors.
         numbers: of the call, as `LoRASpec.numbers` has them.
@@ -34,8 +52,7 @@ class LinearKind(NamedTuple):
     """
 
     weight: torch.Size
-    rank: int
-    dtypes: tuple[torch.dtype | None, ...]
+    forms: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     layout: bool
     state: torch.Size
     numbers: SharedNumbers
@@ -48,112 +65,157 @@ class Kind:
     def __init__(self, value: LinearKind) -> None:
         self.value = value
 
-    def operands(
-        self, rows: int, dtype: torch.dtype, drops: bool, recording: Recording
-    ) -> Operands:
-        (n, k), r, (bias, A, B), layout, state, numbers, _ = self.value
-        tensors = [
-            recording.tensor((rows, k), dtype),
-            None if bias is None else recording.tensor((n,), bias),
-            None if A is None else recording.tensor((r, k), A),
-            None if B is None else recording.tensor((n, r), B),
-        ]
-        weight = Weight(
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.value.device)
+
+    def fixed(self, recording: Recording) -> tuple[list[Any], Weight]:
+        """Stand-ins for bias, A and B, and for W."""
+        (n, k), forms, layout, *_ = self.value
+        return [None if form is None else recording.tensor(*form) for form in forms], Weight(
             recording.tensor((n, k), torch.uint8),
             recording.tensor((1,), torch.float32),
             recording.tensor((k, n), torch.uint8) if layout else None,
         )
+
+    def operands(
+        self, shape: tuple[int, ...], dtype: torch.dtype, drops: bool, recording: Recording
+    ) -> Operands:
+        """Of a forward for an x of this shape."""
+        x = recording.tensor(shape, dtype)
+        tensors, weight = self.fixed(recording)
         slot = recording.tensor((2,), torch.int64) if drops else None
-        states = [recording.column(state) for _ in range(2)]
-        given = [t for t in (*tensors, *weight, slot, *states) if t is not None]
-        call = Call(replace(numbers.spec, site=Site(0)), slot, *states)
-        return Operands(given, (*tensors, weight, call), (0, 1, 2, 3))
+        states = [recording.column(self.value.state) for _ in range(2)]
+        given = [t for t in (x, *tensors, *weight, slot, *states) if t is not None]
+        call = Call(replace(self.value.numbers.spec, site=Site(0)), slot, *states)
+        return Operands(given, (x, *tensors, weight, call), (0, 1, 2, 3))
 
 
 _kind = lru_cache(4096)(Kind)
 
 
-class _Known(NamedTuple):
-    """What a layer's tensors were when its kind was asked for. The kind holds as long as they are the same.
+class Known(Generic[P]):
+    """What a layer's tensors were when its kind was asked for. That holds as long as they are the same.
 
     References are weak: a weight that is replaced is freed, whether or not the layer runs again.
+
+    Attributes:
+        kind: None if the layer has no FP8 state, or a tensor that is not torch's own.
+        fixed: the addresses of its tensors, but for the states.
+        columns: the addresses of its columns in the states.
+        sites: its dropout site.
     """
 
-    references: tuple[Callable[[], Tensor | None], ...]
-    forms: tuple[Any, ...]
-    kind: Kind | None
+    def __init__(self, tensors: LinearTensors, spec: LoRASpec) -> None:
+        self._references = [_nothing if t is None else ref(t) for t in tensors]
+        self._forms, self._devices, self._column = _forms(tensors), _devices(tensors), spec.column
+        self._plans: dict[Hashable, Callable[[], P | None]] = {}
+        self.kind = _ask(tensors, spec.numbers)
+        self._move(tensors, _addresses(tensors))
+        self.sites = (spec.site,)
 
-    def holds_for(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        same = all([r() is t for r, t in zip(self.references, tensors, strict=True)])
-        return same and _forms(tensors) == self.forms
+    def holds_for(self, tensors: LinearTensors) -> bool:
+        """Whether they are the same tensors. An address alone may be another: FSDP2 gives new memory every time."""
+        for reference, tensor in zip(self._references, tensors, strict=True):
+            if reference is not _nothing if tensor is None else reference() is not tensor:
+                return False
+        if _forms(tensors) != self._forms:
+            return False
+        addresses = _addresses(tensors)
+        if addresses != self._addresses:
+            if _devices(tensors) != self._devices:
+                return False
+            self._move(tensors, addresses)
+        return True
+
+    def _move(self, tensors: LinearTensors, addresses: list[int | None]) -> None:
+        self._addresses = addresses
+        self.fixed = [address for address in addresses[:-2] if address is not None]
+        states = [t for t in tensors[-2:] if t is not None]
+        self.columns = tuple([column_address(state, self._column) for state in states])
+
+    def plan(self, plans: Plans[P], record: Callable[..., P], *key: Hashable) -> P | None:
+        """`plans`' plan of this kind for `key`, which `record(kind, *key)` makes. None if the ops have to run."""
+        known = self._plans.get(key)
+        plan = None if known is None else known()
+        if plan is not None or self.kind is None:
+            return plan
+        whole = (self.kind, *key)
+        try:
+            plan = plans[whole]
+        except KeyError:
+            plan = plans.make(whole, partial(record, *whole))
+        if plan is not None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = ref(plan)
+        return plan
 
 
 def _nothing() -> None:
     return None
 
 
-def _forms(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Changes where a tensor's `data` is set."""
-    return tuple(
-        [
-            None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous())
-            for t in tensors[:4]
-        ]
-    )
+def _addresses(tensors: LinearTensors) -> list[int | None]:
+    return [None if t is None else t.data_ptr() for t in tensors]
 
 
-def _ask(tensors: tuple[Tensor | None, ...], numbers: SharedNumbers) -> _Known:
-    data, bias, lora_A, lora_B, scale_inv, weight_t, state, _ = tensors
-    kind = None
-    if state is not None and scale_inv is not None and are_plain(*tensors) and data is not None:
-        dtypes = tuple([None if t is None else t.dtype for t in (bias, lora_A, lora_B)])
-        rank = 0 if lora_A is None else lora_A.shape[0]
-        layout, device = weight_t is not None, data.get_device()
-        kind = _kind(LinearKind(data.shape, rank, dtypes, layout, state.shape, numbers, device))
-    references = tuple([_nothing if t is None else ref(t) for t in tensors])
-    return _Known(references, _forms(tensors), kind)
+def _devices(tensors: LinearTensors) -> list[int]:
+    return [t.get_device() for t in tensors if t is not None]
 
 
-def kind_of(tensors: tuple[Tensor | None, ...], spec: LoRASpec) -> Kind | None:
-    """The kind of a layer, remembered by `spec`. None if it has no FP8 state, or a tensor that is not torch's own.
+def _forms(tensors: LinearTensors) -> list[Any]:
+    """What changes where a tensor's `data` is set to what needs another plan."""
+    forms: list[Any] = []
+    for tensor in tensors[:4]:
+        if tensor is not None:
+            forms += (tensor.dtype, tensor.shape, tensor.is_contiguous())
+    return forms
 
-    `tensors` are W, bias, A, B, W's scale_inv, Wᵀ, and the FP8 state of x and of dy.
-    """
-    known: _Known | None = spec.memo.get("linear")
+
+def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
+    bias, lora_A, lora_B, data, scale_inv, weight_t, state, _ = tensors
+    if state is None or scale_inv is None or data is None or not are_plain(*tensors):
+        return None
+    parameters = (bias, lora_A, lora_B)
+    forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])
+    layout, device = weight_t is not None, data.get_device()
+    return _kind(LinearKind(data.shape, forms, layout, state.shape, numbers, device))
+
+
+def known_of(tensors: LinearTensors, spec: LoRASpec, by: str) -> Known[Any]:
+    """What is known of a layer, remembered by `spec` for those that ask `by` one name."""
+    known: Known[Any] | None = spec.memo.get(by)
     if known is None or not known.holds_for(tensors):
-        known = spec.memo["linear"] = _ask(tensors, spec.numbers)
-    return known.kind
+        known = spec.memo[by] = Known(tensors, spec)
+    return known
 
 
+_NONE: tuple[bool, ...] = (False,) * 4  # of what needs a gradient
 PLANS: Plans[NodePlan] = Plans(1024)  # a plan has some 10 KB
 
 
 def planned_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, adapter: Adapter, call: Call
 ) -> Tensor | None:
-    """y [M, N] of a contiguous x [M, K] on a GPU; None where the ops have to run."""
-    if not is_plain():
+    """y [..., N] of a contiguous x [..., K] on a GPU; None where the ops have to run."""
+    if not is_plain() or type(x) not in PLAIN:
         return None
-    data, scale_inv, weight_t = weight
     lora_A, lora_B, _ = adapter
     spec, slot, state, state_dy = call
-    kind = kind_of((data, bias, lora_A, lora_B, scale_inv, weight_t, state, state_dy), spec)
-    if kind is None or type(x) not in PLAIN:
-        return None
+    known = known_of((bias, lora_A, lora_B, *weight, state, state_dy), spec, "linear")
     seen = (x, bias, lora_A, lora_B)
-    grad = torch.is_grad_enabled()
-    flags = tuple([grad and t is not None and t.requires_grad for t in seen])
-    key = (kind, x.shape[0], x.dtype, slot is None, flags)
-    try:
-        plan = PLANS[key]
-    except KeyError:
-        plan = PLANS.make(key, partial(_plan, *key))
+    flags = _NONE
+    if torch.is_grad_enabled():
+        flags = tuple([t is not None and t.requires_grad for t in seen])
+    plan = known.plan(PLANS, _record, x.shape, x.dtype, slot is None, flags)
     if plan is None:
         return None
-    others = [t for t in (data, scale_inv, weight_t, slot) if t is not None]
-    column = spec.column
-    addresses = (column_address(state, column), column_address(state_dy, column))  # type: ignore[arg-type]
-    run = NodeRun(plan, others, addresses, (spec.site,), {"state_dy": state_dy, "spec": spec})
+    others = [t for t in (*weight, slot) if t is not None]
+    slots = () if slot is None else (slot.data_ptr(),)
+    given = [x.data_ptr(), *known.fixed, *slots, *known.columns]
+    attributes = {"state_dy": state_dy, "spec": spec}
+    run = NodeRun(plan, others, known.columns, known.sites, attributes, given)
     try:
         y: Tensor = apply_planned(run, *seen)
     except Misaligned:
@@ -161,11 +223,29 @@ def planned_linear(
     return y
 
 
-def _plan(
-    kind: Kind, rows: int, dtype: torch.dtype, draws_none: bool, flags: tuple[bool, ...]
+def ways_of_kinds() -> dict[Kind, str]:
+    """For each kind of layer that ran eagerly on a GPU "" if there is a plan, or else why there is none."""
+    found: dict[Kind, str] = {}
+    for (kind, *_), why_not in PLANS.ways():
+        found[kind] = why_not and found.get(kind, why_not)
+    return found
+
+
+def way_of(spec: LoRASpec, kinds: Mapping[Kind, str]) -> str | None:
+    """How a layer's calls with `spec` ran: "" by plans, or else why by the ops. `kinds`: of `ways_of_kinds`.
+
+    None if that is not known any more.
+    """
+    known: Known[Any] | None = spec.memo.get("linear")
+    if known is None:
+        return WATCHED
+    return NOT_PLAIN if known.kind is None else kinds.get(known.kind)
+
+
+def _record(
+    kind: Kind, shape: torch.Size, dtype: torch.dtype, draws_none: bool, flags: tuple[bool, ...]
 ) -> NodePlan:
-    if rows == 0:
+    if shape.numel() == 0:
         raise NotPlanned("no rows")
-    operands = partial(kind.operands, rows, dtype, not draws_none)
-    device = torch.device("cuda", kind.value.device)
-    return NodePlan(LinearNode, device, operands, (*flags, False, False))
+    operands = partial(kind.operands, shape, dtype, not draws_none)
+    return NodePlan(RowsNode, kind.device, operands, (*flags, False, False))

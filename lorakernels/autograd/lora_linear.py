@@ -46,9 +46,11 @@ def lora_linear(
     kind = "cuda" if x.is_cuda else x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
+    x = x if x.is_contiguous() else x.contiguous()
+    y = planned_linear(x, weight, bias, adapter, call) if kind == "cuda" else None
+    if y is not None:
+        return y
     shape = x.shape
-    rows = (x if len(shape) == 2 else x.reshape(-1, shape[-1])).contiguous()
-    y = planned_linear(rows, weight, bias, adapter, call) if kind == "cuda" else None
-    if y is None:
-        y = LinearNode.apply(rows, bias, adapter.A, adapter.B, in_bytes(weight), call)
+    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    y = LinearNode.apply(rows, bias, adapter.A, adapter.B, in_bytes(weight), call)
     return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])

@@ -21,15 +21,18 @@ import copy
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lorakernels.checkpoints.loading_plan import Plan
+from lorakernels.checkpoints.sharded_loading import ShardedWeights
 from lorakernels.checkpoints.shards import Directory, Source
 from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.modules import LoRAReport, apply_lora
@@ -37,6 +40,8 @@ from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
+from lorakernels.parallel import ShardedBase, comm
+from lorakernels.parallel.sharded_base import check_mesh
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight
@@ -56,6 +61,7 @@ class Loaded:
         tensors, bytes: how many tensors were read, and their size.
         peak_host_bytes: the largest sum of an open shard and a tensor read from it.
         seconds: the time that loading took.
+        sharded: the sharded base; None without a mesh.
     """
 
     model: nn.Module = field(repr=False)
@@ -65,6 +71,7 @@ class Loaded:
     bytes: int
     peak_host_bytes: int
     seconds: float
+    sharded: ShardedBase | None = field(default=None, repr=False)
 
 
 def load_quantized(
@@ -81,6 +88,7 @@ def load_quantized(
     rng_state: PhiloxState | PhiloxStates | None = None,
     attn_implementation: str = "sdpa",
     progress: bool | Progress = True,
+    mesh: Any = None,
 ) -> Loaded:
     """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
     runs.
@@ -101,6 +109,11 @@ def load_quantized(
         adapter_dtype, rng_state: as for `apply_lora`.
         attn_implementation: as for transformers.
         progress: True shows one line on a terminal; a function is called with (bytes read, total bytes).
+        mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. The base is then sharded over its ranks, as
+            `shard_base` leaves it, and no rank ever holds all of it. Collective. `fuse` may follow, adapters may not:
+            give `lora`.
+
+    With a `mesh`, what one rank raises, all raise; those that did not find it raise ValueError and name the rank.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -113,25 +126,47 @@ def load_quantized(
     if frozen not in ("fp8", "plain"):
         raise ValueError(f'frozen must be "fp8" or "plain", found {frozen!r}')
     recipe = _recipe(lora, fp8)
-    files = Directory(source) if isinstance(source, (str, Path)) else source
     target = _device(device)
-    config = config_of(source, config)
-    block = block_size_of(config)
-    model = _build(config, model_class, dtype, attn_implementation)
-    _read_generation_config(model, source)
-    plan = Plan(model, files.tensors, lora, frozen, block)
-    loader = _Loader(model, files, plan, recipe, lora, target)
-    loader.run(_Line() if progress is True else progress or None)
-    model.to(target)
+    together = _together(mesh)
+    with together():
+        files = Directory(source) if isinstance(source, (str, Path)) else source
+        config = config_of(source, config)
+        block = block_size_of(config)
+        model = _build(config, model_class, dtype, attn_implementation)
+        _read_generation_config(model, source)
+        plan = Plan(model, files.tensors, lora, frozen, block)
+        _check_layout(lora, mesh)
+    shards = None if mesh is None else ShardedWeights(model, plan.quantized, mesh, target)
+    loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards))
     report = None
-    guard_saving(model)
-    if lora is not None:
-        report = apply_lora(
-            model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
-        )
+    with together():
+        loader.run(_Line() if progress is True else progress or None)
+        model.to(target)
+        guard_saving(model)
+        if lora is not None:
+            report = apply_lora(
+                model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
+            )
+    sharded = None if shards is None else shards.finish()
     state = loader.state if report is None or report.fp8_state is None else report.fp8_state
     seconds = time.perf_counter() - began
-    return Loaded(model, report, state, plan.tensors, plan.bytes, loader.peak_host_bytes, seconds)
+    read = (plan.tensors, plan.bytes, loader.peak_host_bytes)
+    return Loaded(model, report, state, *read, seconds, sharded)
+
+
+def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Collective: makes contexts in which what one rank of `mesh` raises, all raise."""
+    if mesh is None:
+        return nullcontext
+    check_mesh(mesh)
+    return partial(comm.together, comm.patient(mesh.get_group()))
+
+
+def _check_layout(lora: LoRAConfig | None, mesh: Any) -> None:
+    if mesh is not None and lora is not None and lora.weight_layout != "single":
+        raise ValueError(
+            f"lora.weight_layout must be 'single' for a sharded base, found {lora.weight_layout!r}"
+        )
 
 
 def _recipe(lora: LoRAConfig | None, fp8: DelayedScaling | None) -> DelayedScaling:
@@ -228,6 +263,14 @@ def _read_generation_config(model: Any, source: Any) -> None:
         raise ValueError(f"{Path(source) / name} cannot be read: {error}") from error
 
 
+class _Places(NamedTuple):
+    """Where values go: for the layers of `lora`, on `device`, in `shards` if there are any."""
+
+    lora: LoRAConfig | None
+    device: torch.device
+    shards: ShardedWeights | None
+
+
 class _Loader:
     """Reads one shard after the other and puts each tensor where the plan says."""
 
@@ -237,13 +280,13 @@ class _Loader:
         files: Source,
         plan: Plan,
         recipe: DelayedScaling,
-        lora: LoRAConfig | None,
-        device: torch.device,
+        places: _Places,
     ) -> None:
-        self.model, self.files, self.plan, self.device = model, files, plan, device
+        lora, self.device, self.shards = places
+        self.model, self.files, self.plan = model, files, plan
         self.recipe = recipe
         self.layout = "single" if lora is None else lora.weight_layout
-        self.state = FP8State(plan.quantized, recipe, device)
+        self.state = FP8State(plan.quantized, recipe, self.device)
         self.peak_host_bytes = 0
         self._quantized, self._adapted = set(plan.quantized), set(plan.adapted)
         self._scales: dict[str, Tensor] = {}
@@ -320,7 +363,10 @@ class _Loader:
             raise ValueError(f"{path}.weight: {error}") from error
         layout = "single" if path in self._adapted else self.layout
         spec = FrozenSpec(self.recipe, layout, self.state, path)
-        new = FrozenFP8Linear.from_weight(Weight(*held), module.bias, spec)
+        weight = Weight(*held)
+        if self.shards is not None and path in self.shards:
+            weight = weight._replace(data=self.shards.keep(path, weight.data))
+        new = FrozenFP8Linear.from_weight(weight, module.bias, spec)
         parent, _, name = path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, new.eval())
 

@@ -13,6 +13,7 @@ from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
+from lorakernels.modules.holder import is_held
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.state.fp8 import FP8State
@@ -200,8 +201,16 @@ def _dtype(module: nn.Module, fp8: bool) -> str:
 
 def _check_not_shared(layers: dict[str, nn.Module]) -> None:
     owners: dict[int, str] = {}
+    held = {
+        id(m._parameters["weight"])
+        for layer in layers.values()
+        for m in layer.modules()
+        if is_held(m)
+    }
     for path, layer in layers.items():
         for name, parameter in layer.named_parameters(remove_duplicate=False):
+            if id(parameter) in held:  # layers of a sharded base take turns in one memory
+                continue
             full, pointer = f"{path}.{name}", parameter.data_ptr()
             if pointer and owners.setdefault(pointer, full) != full:
                 raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lorakernels.autograd import attention as attention_backends
+from lorakernels.autograd.decoder_plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import Parts, original_class
@@ -18,6 +19,7 @@ from lorakernels.fusion.rewire import Options, changed, rewire, unwire
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
 from lorakernels.modules.undo import all_or_nothing
+from lorakernels.plans.routing import counted
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class FuseReport:
         """The attention backends that forwards have used so far."""
         return sorted({name for parts in self.parts for name in parts.chosen.values()})
 
+    @property
+    def eager_forwards(self) -> str:
+        """How the groups of projections (q, k, v; o; gate, up; down) ran, outside of graphs and traces.
+
+        By plans, the host's time is less (plans/). A backward may run by the ops.
+        """
+        kinds = ways_of_kinds()
+        groups = (group for parts in self.parts for group in parts.groups)
+        return counted(way for group in groups for way in group.eager_ways(kinds))
+
     def backend_for(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
     ) -> str:
@@ -85,6 +97,7 @@ class FuseReport:
         lines = [
             f"{len(self.layers)} fused layers keep {self.saved_bytes:,} bytes for backward per {per}",
             f"attention {self.attention}: {taken}",
+            f"eager forwards of projections: {self.eager_forwards}",
             *self.notes,
         ]
         for layer in self.layers:

@@ -6,24 +6,30 @@ Parameter objects and their names stay; their addresses change.
 
 Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale. A write through
 `.data.copy_` goes unnoticed: it leaves the tensor's version as it was. After `.to`, deepcopy or
-`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again.
+`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again. Weights that already
+lie one behind the other, as in a sharded base's block, are joined without a copy.
+
+FSDP2 gives the parameters that it manages other Parameter objects, and other memory at every forward. A's are then
+joined by a copy at every forward. Weights and biases have to be in its `ignored_params`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.decoder_plan import planned_projections
-from lorakernels.autograd.fused_linear import Projections
+from lorakernels.autograd.decoder_plan import planned_projections, way_of
+from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import is_active
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout
@@ -48,6 +54,12 @@ class FusedGroup:
         self.results = results
         self.rows = tuple(member.out_features for member in self.members)
         self._forget()
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note the members' own Parameters. Those that FSDP puts in their place are others."""
+        held = (p for m in self.members for p in m._parameters.values())
+        self._own = [ref(p) for p in held if p is not None]
 
     def _forget(self) -> None:
         self._weight: Tensor | None = None
@@ -87,6 +99,11 @@ class FusedGroup:
             state.on_training_forward(first.column)
         masks = self._masks(prepared.variant, prepared.adapted)
         return prepared.to._replace(masks=masks), prepared.params
+
+    def eager_ways(self, kinds: Mapping[Hashable, str]) -> list[str]:
+        """How the last forward ran: "" by plans, or else why by the ops; empty before the first. `kinds`: of
+        `ways_of_kinds` in autograd."""
+        return [] if self._prepared is None else [way_of(self._prepared.to.planned, kinds)]
 
     def _prepare(self) -> Prepared:
         """Join what is not joined, and make everything of a call that is not drawn."""
@@ -216,7 +233,7 @@ class FusedGroup:
         return torch.cat(parts) if whole is None else whole  # some adapters are switched off
 
     def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
-        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/fused_linear.py. None for one member or without adapters."""
+        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters."""
         if len(self.members) == 1 or not adapted or self._derived is None:
             return None
         scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]
@@ -229,11 +246,12 @@ class FusedGroup:
         """Join the members' weights, A's and biases where they are not, and renew derived tensors that are stale."""
         if len(self.members) > 1 and not self._is_joined():
             self._refuse_in_capture()
-            self._refuse_fsdp()
+            self._refuse_fsdp("weight", "bias")
             self._join_all()
         seen = self._state_of_members()
         if seen != self._seen and not (seen[0] == self._seen[0] and self._capturing()):
             self._refuse_in_capture()
+            self._prepared = None  # it would keep a weight's old memory
             with torch.inference_mode(False):
                 self._renew(self._derive())
             self._seen = seen
@@ -244,7 +262,9 @@ class FusedGroup:
     def _join_all(self) -> None:
         self._forget()
         self._join_weights()
-        self._join_A()
+        if self._of_fsdp("lora_A") is None:
+            self._join_A()
+            self._remember()
         self._join_biases()
 
     def _is_joined(self) -> bool:
@@ -397,13 +417,27 @@ class FusedGroup:
         weight = self.first._parameters["weight"]
         return weight is not None and weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _refuse_fsdp(self) -> None:
+    def _of_fsdp(self, *names: str) -> FrozenFP8Linear | None:
+        """A member with a parameter of such a name that FSDP gathers; None without one.
+
+        FSDP marks the modules. The parameters that it ignores are still the module's own.
+        """
+        own = {id(r()) for r in self._own}
         for member in self.members:
             if getattr(member, "_is_fsdp_managed_module", False):
-                raise RuntimeError(
-                    f"{member.name} is managed by FSDP, which gives its parameters other memory at every forward: "
-                    "a fused layer cannot be sharded, call unfuse(model) before fully_shard"
-                )
+                found = map(member._parameters.get, names)
+                if any(p is not None and id(p) not in own for p in found):
+                    return member
+        return None
+
+    def _refuse_fsdp(self, *names: str) -> None:
+        member = self._of_fsdp(*names)
+        if member is not None:
+            raise RuntimeError(
+                f"{' or '.join(names)} of {member.name} is managed by FSDP, which gives it other memory at "
+                "every forward: call fully_shard(..., ignored_params={p for p in model.parameters() if not "
+                "p.requires_grad}) after fuse and after loading, or unfuse(model) before fully_shard"
+            )
 
     def _refuse_in_capture(self) -> None:
         if self._capturing():
@@ -420,6 +454,7 @@ class FusedGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+        self._remember()
 
 
 def _is_zero(raw: Tensor) -> Tensor:
@@ -435,16 +470,29 @@ def _form(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.dtype, x.device)
 
 
-def is_active(member: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
-    return isinstance(member, LoRALinear) and not (member.merged or member.disable_adapters)
-
-
 @torch.no_grad()
 def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """Copy the parameters into one contiguous matrix, and make each a view of its rows."""
+    """One contiguous matrix, of whose rows each parameter is a view.
+
+    Parameters that lie one behind the other stay where they are. The others are copied.
+    """
     counts = [p.shape[0] for p in parameters]
+    if _are_adjacent(parameters):
+        first = parameters[0].data
+        return first.as_strided((sum(counts), first.shape[1]), first.stride())
     whole = parameters[0].data.new_empty(sum(counts), parameters[0].shape[1])
     for parameter, part in zip(parameters, whole.split(counts), strict=True):
         part.copy_(parameter.data)
         parameter.data = part
     return whole
+
+
+def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
+    """Whether each parameter begins where the one before it ends, in one storage."""
+    at = parameters[0].data_ptr()
+    for parameter in parameters:
+        elsewhere = parameter.data_ptr() != at or _storage(parameter) != _storage(parameters[0])
+        if elsewhere or not parameter.is_contiguous():
+            return False
+        at += parameter.numel() * parameter.element_size()
+    return True

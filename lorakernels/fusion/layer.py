@@ -236,6 +236,10 @@ def _check_call(
             f"{name}.is_causal must be True in a fused layer, found "
             f"{layer.get_submodule(name).is_causal!r}: unfuse the model first"
         )
+    if (dropout := parts.spec.drops(layer)) is not None:
+        raise ValueError(
+            f"dropouts in a fused layer must be 0 in training, found {dropout}: unfuse the model first"
+        )
     kind = h.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != h.dtype:
         raise RuntimeError(

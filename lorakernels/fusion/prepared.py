@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lorakernels.autograd.fused_linear import Projections
+from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.modules.lora import LoRALinear
 

@@ -21,6 +21,7 @@ from lorakernels.fusion.layer import FusedDecoderLayer, Parts, fused_class, orig
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.holder import bring, refuse_held
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import (
     forget_projections,
@@ -104,6 +105,8 @@ def rewire(
 def unwire(model: nn.Module) -> list[str]:
     """Undo `rewire`. Returns the paths of kept nn.Linears that stay out, as their weights are no longer the model's."""
     found = changed(model)
+    for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
+        refuse_held(linear, "unfuse")
     stale: list[str] = []
     with all_or_nothing(model, [config for config, _ in found.use_cache]):
         weights = [kept.weight() for kept in found.kept]
@@ -217,6 +220,7 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
 def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> None:
     for group in parts.groups:
         found.columns[group] = _take_columns(group)
+        bring(group.first)
         before.patiently(group.join)
     layer.__dict__["_fused"] = parts
     layer.__class__ = fused_class(type(layer))

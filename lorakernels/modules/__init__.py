@@ -3,7 +3,8 @@
 
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup, group_projections
+from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup
+from lorakernels.modules.grouping import group_projections
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import (
     disable_lora,

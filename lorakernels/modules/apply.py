@@ -14,6 +14,7 @@ from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
+from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
@@ -55,7 +56,7 @@ def apply_lora(
         ValueError: no module matches, the model has adapters already, the layers are on several devices, or a weight
             is not finite. `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
         TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16.
-        RuntimeError: a graph holds the memory of an FP8 layer's state.
+        RuntimeError: a graph holds the memory of an FP8 layer's state, or a weight is in a sharded base.
 
     All of this is checked before anything is changed. A later exception, such as a full device, restores the model:
     replaced layers are held until the call ends. They move to the host if the device is full.
@@ -202,6 +203,7 @@ def _one_device(model: nn.Module, paths: list[str]) -> torch.device:
 def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> None:
     for path in paths:
         module = model.get_submodule(path)
+        refuse_held(module, "put an adapter over")
         if is_fp8_linear(module):
             check_fp8_linear(path, module)
             continue

@@ -23,6 +23,7 @@ from lorakernels.autograd import (
     lora_linear,
 )
 from lorakernels.config import DelayedScaling
+from lorakernels.modules.holder import bring, refuse_held, refuse_move
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
@@ -301,7 +302,8 @@ class FrozenFP8Linear(nn.Module):
         return self.stored.view(E4M3) if self.holds_fp8 else self.stored
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as it computes now, a new tensor [N, K] in `dtype`."""
+        """The weight as it computes now, a new tensor [N, K] in `dtype`. Over a sharded base it is gathered."""
+        bring(self)
         return dequantize_weight(self._viewed_weight.detach(), self.weight_scale_inv, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -386,6 +388,7 @@ class FrozenFP8Linear(nn.Module):
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """Write new values into the stored weight, its scale_inv and its transposed copy."""
+        refuse_held(self, "write to")
         with torch.no_grad():
             self.stored.copy_(weight)
             if self.weight_scale_inv is not None and scale_inv is not None:
@@ -411,6 +414,7 @@ class FrozenFP8Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
         scale_inv = self.weight_scale_inv
+        refuse_move(self, fn)
         if self.fp8_state is not None and scale_inv is not None:
             self.fp8_state.check_move(fn(scale_inv).device)
         # fn may be .to(dtype), which would convert e4m3 like any other floating-point type

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ from lorakernels.autograd import (
     SharedInput,
     check_input,
     is_compiling,
-    lora_projection,
     quantize_input,
     rows_of,
     share_input,
+    shared_linear,
 )
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import is_active
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
+
+_Key = tuple[list[Any], list[Any]]  # objects, and values
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,15 @@ class _Entry:
     """A result that members share: computed from `x` when `_key` was `key`, and still unused by members `waiting`."""
 
     x: weakref.ref[Tensor]
-    key: tuple[Any, ...]
+    key: _Key
     shared: SharedInput
     waiting: set[int]
+
+    def serves(self, index: int, x: Tensor, key: _Key) -> bool:
+        (objects, values), (ours, then) = key, self.key
+        if self.x() is not x or index not in self.waiting or values != then:
+            return False
+        return all(map(is_, objects, ours))
 
 
 class LoRALinearGroup:
@@ -53,11 +63,10 @@ class LoRALinearGroup:
     `torch.compile`, `group(x)` quantizes x once and runs one down-projection per member. Members called one by one are
     then traced separately, and each quantizes x.
 
-    Without dropout the adapters are stacked: one `quantize_lora_down` and one `lora_grad_a` serve all. With dropout
-    each member has its own mask, as in PEFT, and only the quantized x is shared. `shared_dropout=True` draws one mask
-    for all instead, and stacks the adapters; checkpointing must then put all members into one checkpointed function.
-    Stacked members are one computation to autograd: separate backwards of two members' outputs need
-    `retain_graph=True`.
+    Without dropout one `quantize_lora_down` serves all adapters. With dropout each member has its own mask, as in PEFT,
+    and only the quantized x is shared. `shared_dropout=True` draws one mask for all instead, so that one
+    `quantize_lora_down` serves all here too; checkpointing must then put all members into one checkpointed function.
+    In backward each member is by itself, as if it were in no group.
 
     x has one amax and one scale, in the first member's column of the FP8 state (and in every member's state_dict).
 
@@ -81,7 +90,7 @@ class LoRALinearGroup:
         self.shared_dropout = shared_dropout
         self._entry: _Entry | None = None
         self._drew: set[int] = set()
-        _check_members(self.members, shared_dropout)
+        check_members(self.members, shared_dropout)
         for member in self.members:
             member.__class__ = GroupedLoRALinear
             member.__dict__["group"] = self
@@ -101,11 +110,10 @@ class LoRALinearGroup:
             raise ValueError(f"members {list(self.names)} must all be in training, or all in eval")
         if is_compiling():
             return self._compiled(x)
-        self._begin(0, x)
-        shared = self._share(0, x)
-        outputs = [self._project(0, x, shared)]
-        for index in range(1, len(self.members)):
+        outputs, shared = [], None
+        for index in range(len(self.members)):
             self._begin(index, x)
+            shared = shared or self._share(0, x)
             outputs.append(self._project(index, x, shared))
         return tuple(outputs)
 
@@ -120,7 +128,7 @@ class LoRALinearGroup:
         if torch.compiler.is_compiling() or x.is_inference():
             return self._project(index, x, self._share(index, x, alone=True))
         key, entry = self._key(index, x), self._entry
-        if entry is None or not _serves(entry, index, x, key):
+        if entry is None or not entry.serves(index, x, key):
             self._entry = entry = None  # free the last input's result first
             shared = self._share(index, x)
             waiting = set(range(len(self.members)))
@@ -150,43 +158,37 @@ class LoRALinearGroup:
             x8, x_scale_inv = quantize_input(rows_of(x.detach()), handle, first.training)
             shared = {"x8": x8, "x_scale_inv": x_scale_inv}
         if self.shared_dropout:
-            owner = [*(m for m in self.members if _is_active(m)), first][0]
+            owner = [*(m for m in self.members if is_active(m)), first][0]
             shared["mask"] = owner.handle.tensor
-            drops = any(m.training and m.handle.drops and _is_active(m) for m in self.members)
+            drops = any(m.training and m.handle.drops and is_active(m) for m in self.members)
             slot = draw_slot(owner.rng_state, x.device) if drops else None
         outputs = []
         for member in self.members:
             if not self.shared_dropout:
-                drops = member.training and member.handle.drops and _is_active(member)
+                drops = member.training and member.handle.drops and is_active(member)
                 slot = draw_slot(member.rng_state, x.device) if drops else None
             outputs.append(member._traced(x, slot, shared))
         return tuple(outputs)
 
-    def _key(self, index: int, x: Tensor) -> tuple[Any, ...]:
-        """Everything that a shared result depends on besides x's identity. Equal keys mean equal results."""
+    def _key(self, index: int, x: Tensor) -> _Key:
+        """Everything that a shared result depends on besides x itself. Equal values come with equally many objects."""
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        stream: tuple[Any, ...] = ()
+        own_hooks = None if hooks is None else weakref.ref(hooks[0])  # a checkpoint has its own
+        training = self.members[index].training
+        values: list[Any] = [x._version, torch.is_grad_enabled(), autocast, training, own_hooks]
         if x.is_cuda:
-            capturing = torch.cuda.is_current_stream_capturing()
-            stream = (torch.cuda.current_stream(x.device).cuda_stream, capturing)
-        return (
-            x._version,
-            torch.is_grad_enabled(),
-            autocast,
-            self.members[index].training,
-            None if hooks is None else weakref.ref(hooks[0]),  # a checkpoint has its own
-            stream,
-            tuple(
-                (a, a._version, a.data_ptr(), self.members[i].lora_dropout)
-                for i, a in self._together(index).items()
-            ),
-        )
+            values.append(torch.cuda.current_stream(x.device).cuda_stream)
+            values.append(torch.cuda.is_current_stream_capturing())
+        stack = self._together(index)
+        for i, a in stack.items():
+            values.append((i, a._version, a.data_ptr(), self.members[i].lora_dropout))
+        return [*stack.values()], values
 
     def _together(self, index: int) -> dict[int, Tensor]:
         """{index: A} of the members whose adapters are stacked; empty if each member has its own mask."""
-        active = {i: m for i, m in enumerate(self.members) if _is_active(m)}
+        active = {i: m for i, m in enumerate(self.members) if is_active(m)}
         if not self.shared_dropout and any(_drops(m) for m in active.values()):
             return {}
         return {i: m.lora_A for i, m in active.items()}
@@ -195,7 +197,7 @@ class LoRALinearGroup:
         """Compute what the members share of x. Member `index` is called first; `alone` stacks no other adapters."""
         member, first = self.members[index], self.members[0]
         stack = {} if alone else self._together(index)
-        if not stack and _is_active(member):
+        if not stack and is_active(member):
             stack = {index: member.lora_A}
         owner = self.members[next(iter(stack), index)]  # the mask uses its dropout site
         drops = bool(stack) and member.training and owner.lora_dropout > 0
@@ -243,7 +245,7 @@ class LoRALinearGroup:
             )
 
     def _project(self, index: int, x: Tensor, shared: SharedInput) -> Tensor:
-        member, active = self.members[index], _is_active(self.members[index])
+        member, active = self.members[index], is_active(self.members[index])
         slot, p, site = shared.slot, shared.spec.p, shared.spec.site
         if index not in shared.s:
             slot = draw_slot(member.rng_state, x.device) if _drops(member) else None
@@ -254,7 +256,7 @@ class LoRALinearGroup:
         weight = Weight(member.stored, member.weight_scale_inv, member.weight_t)
         adapter = Adapter(member.lora_A, member.lora_B) if active else Adapter()
         call = Call(spec, slot, state_dy=None if state is None else state.backward)
-        return lora_projection(x, shared, index, weight, member.bias, adapter, call)
+        return shared_linear(x, shared, index, weight, member.bias, adapter, call)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: everything except the result that is kept for the last input."""
@@ -278,7 +280,7 @@ class GroupedLoRALinear(LoRALinear):
 
     def _traced(self, x: Tensor, slot: Tensor | None, shared: dict[str, Any]) -> Tensor:
         """The output in a trace, with what the members share of x."""
-        adapter = (self.lora_A, self.lora_B) if _is_active(self) else (None, None)
+        adapter = (self.lora_A, self.lora_B) if is_active(self) else (None, None)
         return self._compiled(x, adapter, slot, **shared)
 
     def move_state(self, state: FP8State, name: str) -> None:
@@ -303,72 +305,8 @@ class GroupedLoRALinear(LoRALinear):
         return torch.stack((x, self.fp8_state.backward[:, self.column]), 1)
 
 
-def _refuse_fused(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if "_fused" in vars(module):
-            raise ValueError(f"{path} is fused, and groups its projections by itself")
-
-
-def group_projections(
-    model: nn.Module, groups: Iterable[Sequence[str]], *, shared_dropout: bool = False
-) -> list[LoRALinearGroup]:
-    """Group the projections of every layer of `model`, after `apply_lora` or `load_adapter`. Its code need not change.
-
-        group_projections(model, [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
-
-    Args:
-        model: changed in place. If a module has LoRALinears under all names of a sequence, they become one group.
-            A module without a LoRALinear under these names is left alone.
-        groups: sequences of names; the model calls the projections of one sequence on the same tensor.
-        shared_dropout: see `LoRALinearGroup`.
-
-    Returns:
-        The new groups, in module order.
-
-    Raises:
-        ValueError: a layer is fused, a sequence of names is found nowhere, or a module has LoRALinears for only some
-            of the names. Or members do not fit together. Nothing is changed then.
-    """
-    _refuse_fused(model)
-    found: list[tuple[LoRALinear, ...]] = []
-    for names in groups:
-        if isinstance(names, str):
-            raise ValueError(f"groups must be sequences of names, found the string {names!r}")
-        here = [
-            members
-            for path, parent in model.named_modules()
-            if (members := _members_of(path, parent, names))
-        ]
-        if not here:
-            raise ValueError(f"no module of {type(model).__name__} has LoRALinears {list(names)}")
-        found += here
-    everyone = [member for members in found for member in members]
-    if len({id(member) for member in everyone}) < len(everyone):
-        raise ValueError(
-            f"a projection is in two of the groups {[list(names) for names in groups]}"
-        )
-    for members in found:
-        _check_members(members, shared_dropout)
-    return [LoRALinearGroup(members, shared_dropout=shared_dropout) for members in found]
-
-
-def _members_of(path: str, parent: nn.Module, names: Sequence[str]) -> tuple[LoRALinear, ...]:
-    children = {name: parent._modules.get(name) for name in names}
-    members = {name: m for name, m in children.items() if isinstance(m, LoRALinear)}
-    if members and len(members) < len(children):
-        kinds = {
-            name: "missing" if child is None else type(child).__name__
-            for name, child in children.items()
-            if name not in members
-        }
-        raise ValueError(
-            f"{path or 'the model'}: {list(members)} are LoRALinears, but not {kinds}; target them with "
-            "apply_lora, or leave them out of the group"
-        )
-    return tuple(members.values())
-
-
-def _check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
+def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
+    """Raise what LoRALinearGroup raises for members that do not fit together."""
     for member in members:
         if not isinstance(member, LoRALinear):
             raise TypeError(f"a member must be a LoRALinear, found {type(member).__name__}")
@@ -398,29 +336,5 @@ def _asked(member: LoRALinear, what: str) -> Any:
     return member.lora_A.device if what == "device" else getattr(member, what)
 
 
-def _is_active(member: LoRALinear) -> bool:
-    return not (member.merged or member.disable_adapters)
-
-
 def _drops(member: LoRALinear) -> bool:
-    return member.training and member.lora_dropout > 0 and _is_active(member)
-
-
-def _serves(entry: _Entry, index: int, x: Tensor, key: tuple[Any, ...]) -> bool:
-    return (
-        entry.x() is x
-        and index in entry.waiting
-        and not entry.shared.spent
-        and _same(entry.key, key)
-    )
-
-
-def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    """Equality of two keys. The A's in them are compared by identity."""
-    *a, a_stack = ours
-    *b, b_stack = theirs
-    return (
-        a == b
-        and len(a_stack) == len(b_stack)
-        and all(p[0] is q[0] and p[1:] == q[1:] for p, q in zip(a_stack, b_stack, strict=True))
-    )
+    return member.training and member.lora_dropout > 0 and is_active(member)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
+from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import is_sharded, number
 from lorakernels.modules.mergeable import MergeableLinear
@@ -236,11 +237,18 @@ class LoRALinear(MergeableLinear):
         check_input(x, self._held)
         parameters = self._parameters
         adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
-        numbers = AdapterNumbers(self.scaling, self.lora_dropout, self.site)
+        own = self.__dict__  # a property takes several times as long
+        numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"])
         slot = None
         if self.training and numbers.p > 0:
             slot = draw_slot(self.rng_state, x.device)
         return self.with_adapter(x, adapter, numbers, slot)
+
+    def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
+        """How its own eager forwards ran since a number of it changed, each way once: "" by plans, or else why by the
+        ops. `kinds`: of `ways_of_kinds` in autograd."""
+        ways = {way_of(spec, kinds) for spec in self._specs.values()}
+        return sorted(way for way in ways if way is not None)
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scaling · B A, [N, K]."""

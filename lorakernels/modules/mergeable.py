@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
 from lorakernels.modules.weights import dequantize_weight, quantize_weight
@@ -50,7 +51,9 @@ class MergeableLinear(FrozenFP8Linear):
 
         Raises:
             ValueError: `total` is not finite in the weight's dtype; nothing is changed then.
+            RuntimeError: the weight is in a sharded base.
         """
+        refuse_held(self, "merge into")
         merged, new_scale_inv = self._as_held(total)
         scale_inv = self.weight_scale_inv
         before = (self.stored.detach().clone(), None if scale_inv is None else scale_inv.clone())

@@ -8,7 +8,7 @@ parameters, which follows the library's changes to the layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -45,6 +45,11 @@ def is_inside_projection(layer: nn.Module, path: str) -> bool:
 def forget_projections(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop("fused_projection", None)
+
+
+def is_active(layer: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
+    """Whether `layer` computes an adapter, which is neither merged nor switched off."""
+    return isinstance(layer, LoRALinear) and not (layer.merged or layer.disable_adapters)
 
 
 def adapted(model: nn.Module) -> Iterator[LoRALinear]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lorakernels.autograd.linear_plan import ways_of_kinds
 from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.group import GroupedLoRALinear
@@ -15,6 +16,7 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.report_text import grouped
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
+from lorakernels.plans.routing import counted
 from lorakernels.state.fp8 import FP8State
 
 OF_LINEAR = (  # the ops that a linear layer runs
@@ -96,6 +98,16 @@ class LoRAReport:
         }
         return ", ".join(sorted(sources))
 
+    @property
+    def eager_forwards(self) -> str:
+        """How adapted modules ran in forwards of their own, outside of graphs, traces, groups and fused layers.
+
+        A module counts once for each way. By plans, the host's time is less (plans/). A backward may run by the ops.
+        """
+        kinds = ways_of_kinds()
+        layers = (m for m in self.model.modules() if isinstance(m, LoRALinear))
+        return counted(way for m in layers for way in m.eager_ways(kinds))
+
     def adapted(self) -> list[ModuleReport]:
         """The modules that have an adapter."""
         return [m for m in self.modules if m.action == "lora"]
@@ -119,7 +131,8 @@ class LoRAReport:
         return [
             f"LoRA on {adapted} modules, {self.trainable_parameters:,} of "
             f"{self.total_parameters:,} parameters trainable ({share:.3f} %)",
-            f"FP8 scales: {self.scales_in_charge}; dropout: {self.dropout_source}",
+            f"FP8 scales: {self.scales_in_charge}; dropout: {self.dropout_source}; "
+            f"eager forwards: {self.eager_forwards}",
         ]
 
     def _row(self, path: str, module: nn.Module) -> ModuleReport:

@@ -43,7 +43,7 @@ def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x8 uint8, scale_inv fp32 [1]). Without a scaling both are empty: the operand stays as it is.
+    """(x8 uint8, scale_inv fp32 [1]), contiguous. Without a scaling both are empty: the operand stays as it is.
 
     Delayed scaling multiplies by the state's scale (by that of x's own amax while it is 0) and records the amax in the
     state's row 0. Otherwise x is scaled by its own amax, and the state is left alone.
@@ -58,7 +58,7 @@ def quantize(x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> tuple[Te
         scale = torch.where(kept > 0, kept, scale)
         row0 = state[0, column : column + 1]
         row0.copy_(torch.maximum(row0, amax))
-    return quantize_fp8(x, scale, dtype).view(torch.uint8), 1.0 / scale
+    return quantize_fp8(x, scale, dtype).contiguous().view(torch.uint8), 1.0 / scale
 
 
 def scale_that_tells(dy: Tensor, scale_inv: Tensor) -> Tensor:

@@ -49,7 +49,11 @@ def reference_backward(
     """dx = mask ⊙ dout / (1 − p) [M, N] and dbias = Σ_rows dx [N].
 
     dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
+
+    Raises:
+        ValueError: the slot does not fit.
     """
+    check_backward(dout, dropout, bias_dtype)
     dropped, factor = masked(dout.float(), dropout)
     dx = dropped * factor
     dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)

@@ -63,7 +63,11 @@ def reference(
     `fp8_dtype` is the type of dy's bytes. The weight's scale_inv is [1]. Where `dropout.dropped` holds the mask, a
     kernel may read that instead of drawing. Sums are fp32's here, whatever `split` asks of the FP8 tensor cores: to
     add partial sums in fp32.
+
+    Raises:
+        ValueError: the slot, or a mask that has been drawn already, does not fit.
     """
+    check(dy, fp8_dtype, weight, ds, lora_A, dropout)
     acc = dequantize(dy, fp8_dtype) @ dequantize(Scaled(weight.data, weight.scale_inv))
     if ds is not None and lora_A is not None:
         branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), dropout)

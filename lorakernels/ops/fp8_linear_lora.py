@@ -57,7 +57,7 @@ def reference(
     FP8 tensor cores: to add partial sums in fp32.
 
     Raises:
-        ValueError: the weight's scale_inv or the residual does not fit.
+        ValueError: the weight's scale_inv, the residual, the bias or lora_B does not fit.
     """
     check(x, weight, bias, up, out_dtype, split, residual)
     by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
@@ -91,7 +91,7 @@ def check(
     split: bool = False,
     residual: Tensor | None = None,
 ) -> None:
-    """ValueError if the weight's scale_inv is not [1] or [N], or the residual is not [M, N]."""
+    """ValueError unless scale_inv is [1] or [N], residual [M, N], bias [N], and lora_B [N, R] for an s [M, R]."""
     rows, cols = x.data.shape[0], weight.data.shape[0]
     if weight.scale_inv is not None and weight.scale_inv.shape not in ((1,), (cols,)):
         raise ValueError(
@@ -99,6 +99,10 @@ def check(
         )
     if residual is not None and residual.shape != (rows, cols):
         raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
+    if bias is not None and bias.shape != (cols,):
+        raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
+    if up is not None and up.s is not None and up.lora_B.shape != (cols, up.s.shape[1]):
+        raise ValueError(f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}")
 
 
 def why_not_csrc_kernel(

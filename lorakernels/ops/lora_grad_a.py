@@ -32,7 +32,12 @@ GROUP = 8  # numbers of ds that csrc copies together
 
 
 def reference(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
-    """dA [R, K] in `out_dtype`; the mask is drawn, also where `dropout.dropped` has it."""
+    """dA [R, K] in `out_dtype`; the mask is drawn, also where `dropout.dropped` has it.
+
+    Raises:
+        ValueError: the slot, or a mask that has been drawn already, does not fit.
+    """
+    check(ds, x, dropout, out_dtype)
     xd, factor = masked(dequantize(x), dropout)
     return ((ds.float().t() @ xd) * factor).to(out_dtype)
 

@@ -88,7 +88,12 @@ def reference_and_mask(
     cols: int,
     side: SideBySide | None = None,
 ) -> ResultsAndMask:
-    """`reference`, and the mask's `dropped_bits`: int32 [M, dropped_words(cols)]."""
+    """`reference`, and the mask's `dropped_bits`: int32 [M, dropped_words(cols)].
+
+    Raises:
+        ValueError: `side` does not fit dy and `up`, or the slot does not.
+    """
+    check_and_mask(dy, up, scaling, fp8_dtype, dropout, cols, side)
     found = reference(dy, up, scaling, fp8_dtype, side)
     return *found, dropped_bits(drawn_mask(dropout, len(dy), cols))
 

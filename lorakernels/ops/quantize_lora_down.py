@@ -30,7 +30,12 @@ Results = tuple[Tensor, Tensor, Tensor]
 def reference(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> Results:
-    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A."""
+    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A.
+
+    Raises:
+        ValueError: the slot does not fit.
+    """
+    check(x, lora_A, scaling, dropout)
     x8, scale_inv = quantize(x, scaling, E4M3)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
@@ -49,8 +54,10 @@ def fake(
 def check(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> None:
-    """ValueError if the slot does not fit."""
+    """ValueError if the slot or lora_A does not fit."""
     checks.slot(dropout, x.device)
+    if lora_A is not None and lora_A.shape[1:] != x.shape[1:]:
+        raise ValueError(f"lora_A must be [R, {x.shape[1]}], found {list(lora_A.shape)}")
 
 
 def why_not_csrc_kernel(

@@ -237,7 +237,45 @@ def define_composed(
         torch.library.register_autograd(
             f"lorakernels::{name}", differentiate, setup_context=save, lib=_LIBRARY
         )
+    if _CAN_BE_SHORT:
+        for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA):
+            general = torch.library.get_kernel(op, f"Autograd{key.name}").call_boxed
+            _LIBRARY.impl(name, _short(fn, general, key), f"Autograd{key.name}", with_keyset=True)
     return op
+
+
+_EVAL_FRAME = torch._C._dynamo.eval_frame
+_CAN_BE_SHORT = hasattr(torch.library, "get_kernel") and hasattr(
+    _EVAL_FRAME, "get_eval_frame_callback"
+)  # torch 2.8 has no get_kernel
+_BELOW = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def _short(
+    fn: Callable[..., Any], general: Callable[..., Any], key: torch._C.DispatchKey
+) -> Callable[..., Any]:
+    """An Autograd kernel that calls `fn` itself where nobody but the device's kernel would be called. Else `general`.
+
+    Compiled code calls it so. A way through the dispatcher takes more of the host's time than all that `fn` does by a
+    plan.
+    """
+    device_type = key.name.lower()
+    ends_there: dict[int, bool] = {}
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        keys = keyset.raw_repr()
+        if keys not in ends_there:
+            ends_there[keys] = (keyset & _BELOW).highestPriorityTypeId() == key
+        if (
+            not ends_there[keys]
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(device_type)
+            or _EVAL_FRAME.get_eval_frame_callback() is not None  # torch.compile would trace `fn`
+        ):
+            return general(keyset, *args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return run
 
 
 def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -13,6 +13,9 @@ Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and write
 bytes for x8 alone and 5MK with normed; a norm and a quantization after it move 7MK. A second kernel in front takes the
 amax where the state has no scale yet, and in evaluation.
 
+The kernel is compiled anew for what is stored, with `keep` or a scaling or without, and then a row's sum, and so rstd
+and normed, may differ in the last bit. Equal arguments give equal bits, as in a checkpoint's recomputation.
+
 Backward is one kernel, which reads dnormed, x and dresidual once and writes dx: 8MK bytes in bf16. dweight, where the
 norm is trained, takes two more kernels and another 4MK bytes.
 """
@@ -46,7 +49,7 @@ def reference(
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
     h = (wide * rstd).to(x.dtype)
-    normed = (weight.float() * h.float()).to(x.dtype)
+    normed = (weight.float() * h.float()).to(x.dtype).contiguous()
     x8, scale_inv = quantize(normed, scaling, E4M3)
     return normed if keep else x.new_empty(0), x8, scale_inv, rstd.view(-1)
 
@@ -128,7 +131,7 @@ def reference_backward(
     if dresidual is not None:
         dx = dx + dresidual.float()
     dweight = (wide * h).sum(0) if weight_grad else torch.empty(0, device=x.device)
-    return dx.to(x.dtype), dweight
+    return dx.to(x.dtype).contiguous(), dweight
 
 
 def fake_backward(

@@ -46,7 +46,7 @@ def reference(
     """
     check(gate_up, scaling, keep, out_dtype)
     gate, up = halves(gate_up)
-    act = (torch.nn.functional.silu(gate) * up).to(_dtype_of_act(gate_up, out_dtype))
+    act = (torch.nn.functional.silu(gate) * up).to(_dtype_of_act(gate_up, out_dtype)).contiguous()
     a8, scale_inv = quantize(act, scaling, E4M3)
     return act if keep else act.new_empty(0), a8, scale_inv
 

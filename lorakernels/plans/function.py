@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lorakernels.plans.node import Operands
 from lorakernels.plans.plan import Kept, finish
-from lorakernels.plans.stand_in import Recording
+from lorakernels.plans.stand_in import NotPlanned, Recording
 
 
 class FunctionPlan:
-    """The plan of `function` for operands of certain shapes; it returns a tuple of new tensors."""
+    """The plan of `function` for operands of certain shapes; which returns a tuple of new tensors."""
 
     def __init__(
         self,
@@ -28,10 +28,12 @@ class FunctionPlan:
             given, arguments, _ = operands(recording)
             returned = function(*arguments)
         self._plan = finish(recording, given, returned, Kept({}, 0), is_new=True)
+        if any([isinstance(output, int) for output in self._plan.outputs]):
+            raise NotPlanned("a given tensor that is returned")
 
     def run(
-        self, given: Sequence[Tensor], addresses: tuple[int, ...], sites: tuple[int, ...]
+        self, addresses: Sequence[int], sites: tuple[int, ...]
     ) -> tuple[Tensor | None, ...] | None:
         """What the function returns, or None where an address is not aligned as the kernels need it."""
-        results = self._plan.run([*(t.data_ptr() for t in given), *addresses], sites)
-        return None if results is None else tuple(self._plan.returned(results, given))
+        results = self._plan.run(addresses, sites)
+        return None if results is None else tuple(self._plan.returned(results, ()))

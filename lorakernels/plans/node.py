@@ -144,18 +144,20 @@ class NodePlan:
         context = Context(self.context.needs_input_grad)
         vars(context).update(vars(self.context) | attributes)
 
-        def tensor(place: int | Place | None) -> Tensor | None:
+        def tensor(place: int | Place | None, saved: Any) -> Tensor | None:
             if place is None or isinstance(place, Place):
                 return None if place is None else place.of(kept)
-            return _as(self._given[place], known[place])
+            return _as(saved, known[place])
 
-        context.saved_tensors = tuple(map(tensor, self.saved))
+        context.saved_tensors = tuple(map(tensor, self.saved, self.context.saved_tensors))
         return context
 
 
-def _as(stand_in: StandIn, tensor: Tensor) -> Tensor:
-    """`tensor` in the dtype in which the ops take it: the bytes of an e4m3 weight."""
-    return tensor if tensor.dtype == stand_in.dtype else tensor.view(stand_in.dtype)
+def _as(saved: StandIn, given: Tensor) -> Tensor:
+    """What the forward saved of `given`: h [B, T, K] as rows [M, K], or an e4m3 weight as bytes."""
+    found = given if given.dtype == saved.dtype else given.view(saved.dtype)
+    at = found.storage_offset() + saved.offset // saved.element_size()
+    return found.as_strided(saved.shape, saved.stride(), at)
 
 
 class NodeRun(NamedTuple):
@@ -167,6 +169,7 @@ class NodeRun(NamedTuple):
         addresses: the last given ones, parts of tensors that `attributes` hold.
         sites: dropout sites.
         attributes: what the Function's forward would set on its ctx, where that differs from call to call.
+        given: the addresses of all that the forward gets, in order, if the caller has them.
     """
 
     plan: NodePlan
@@ -174,6 +177,7 @@ class NodeRun(NamedTuple):
     addresses: tuple[int, ...]
     sites: tuple[int, ...]
     attributes: dict[str, Any]
+    given: list[int] | None = None
 
 
 class PlannedNode(torch.autograd.Function):
@@ -182,10 +186,11 @@ class PlannedNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: NodeRun, *tensors: Tensor | None) -> Any:
         """Raises Misaligned: nothing was launched."""
-        plan = run.plan
+        plan, addresses = run.plan, run.given
         tensors_given = [t for t in tensors if t is not None] + run.others
-        addresses = [t.data_ptr() for t in tensors_given]
-        addresses += run.addresses
+        if addresses is None:
+            addresses = [t.data_ptr() for t in tensors_given]
+            addresses += run.addresses
         results = plan.forward.run(addresses, run.sites)
         if results is None:
             raise Misaligned
@@ -240,6 +245,7 @@ class Plans(Generic[P]):
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, Lock()
         self._plans: OrderedDict[Hashable, P | None] = OrderedDict()
+        self._refused: dict[Hashable, str] = {}
 
     def __getitem__(self, key: Hashable) -> P | None:
         """Raises KeyError: it has to be made."""
@@ -248,15 +254,24 @@ class Plans(Generic[P]):
         return found
 
     def make(self, key: Hashable, record: Callable[[], P]) -> P | None:
+        made: P | None = None
+        why_not = ""
         try:
-            made: P | None = record()
-        except UNPLANNED:
-            made = None
+            made = record()
+        except UNPLANNED as error:
+            why_not = f"no plan holds {error}"
         with self._lock:
             self._plans[key] = made
+            if made is None:
+                self._refused[key] = why_not
             if len(self._plans) > self._most:
-                self._plans.popitem(last=False)
+                self._refused.pop(self._plans.popitem(last=False)[0], None)
         return made
+
+    def ways(self) -> list[tuple[Any, str]]:
+        """For each key "" if there is a plan, or else why there is none."""
+        with self._lock:
+            return [(key, self._refused.get(key, "")) for key in self._plans]
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -266,3 +281,4 @@ class Plans(Generic[P]):
 
     def cache_clear(self) -> None:
         self._plans.clear()
+        self._refused.clear()

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 PLAIN = (Tensor, Parameter)
+# Why the ops ran, for reports.
+WATCHED = "on a CPU, or watched by a mode, hook, profiler or checkpoint"
+NOT_PLAIN = "no FP8 weight, or tensors of other classes"
 _allowed = True
 
 
@@ -32,6 +36,15 @@ def _asked_of_torch() -> tuple[Callable[..., Any], ...] | None:
 _ASKED = _asked_of_torch()
 _is_compiling = torch.compiler.is_compiling
 _functions = getattr(torch._C, "_len_torch_function_stack", None)
+
+
+def counted(ways: Iterable[str]) -> str:
+    """How forwards ran, in words for a report: each of `ways` is "" by plans, or else why by the ops."""
+    found = Counter(ways)
+    if not found:
+        return "none yet"
+    planned = [f"{found.pop('')} by plans"] if "" in found else []
+    return ", ".join([*planned, *(f"{n} by the ops ({why})" for why, n in found.items())])
 
 
 def are_allowed() -> bool:

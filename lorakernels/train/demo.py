@@ -128,7 +128,8 @@ def base_model(
     """Train and save the base, or use the base that exists. Returns its held-out rows and its losses on both texts."""
     from lorakernels.train import job
     from lorakernels.train.byte_tokenizer import byte_tokenizer
-    from lorakernels.train.data import tokenize_files
+    from lorakernels.train.data.prepare import pack_data
+    from lorakernels.train.data.tokens import tokenize_files
     from lorakernels.train.loop import evaluate
     from lorakernels.train.model import load_model, pick_device, pick_dtype
 
@@ -136,15 +137,13 @@ def base_model(
     device = pick_device(options.device)
     tokenizer = byte_tokenizer()
     own = job.without_lora(options, **BASE)
-    rows, held = job.pack_data(
-        tokenize_files([sources], tokenizer, output / "tokens"), own, 0, reporter
+    rows, held = pack_data(
+        tokenize_files([sources], tokenizer, output / "tokens"), own, reporter.say
     )
     if not (output / "base").is_dir():
         train_base(own, rows, held, tokenizer, reporter)
     model = load_model(output / "base", pick_dtype(options.dtype, device), device)
-    _, topics_held = job.pack_data(
-        tokenize_files([topics], tokenizer, output / "tokens"), options, 0, None
-    )
+    _, topics_held = pack_data(tokenize_files([topics], tokenizer, output / "tokens"), options)
     return held, {
         "sources": evaluate(model, held, options),
         "topics": evaluate(model, topics_held, options),

@@ -50,6 +50,8 @@ EXTRAS = {
     "yaml": "train",
     "transformers": "hf",
     "tokenizers": "hf",
+    "datasets": "data",
+    "pyarrow": "data",
 }
 
 
@@ -60,9 +62,10 @@ def require(module: str) -> ModuleType:
     except ImportError as error:
         package = module.split(".")[0]
         where = f' ({package} is in the extra "{EXTRAS[package]}")' if package in EXTRAS else ""
+        extras = "train,data" if EXTRAS.get(package) == "data" else "hf,train"
         raise FinetuneError(
             f"finetune needs {package}, which cannot be imported ({error}): "
-            f'pip install "lorakernels[hf,train]"{where}'
+            f'pip install "lorakernels[{extras}]"{where}'
         ) from error
 
 

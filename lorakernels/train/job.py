@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import (
     DelayedScaling,
@@ -35,9 +36,8 @@ from lorakernels import (
 from lorakernels.train.adapter_files import AdapterFiles, model_card, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
-from lorakernels.train.data import TokenFile, hold_out, tokenize_files
+from lorakernels.train.data.prepare import load_data, set_chat_template
 from lorakernels.train.errors import (
-    DataError,
     FinetuneError,
     ModelError,
     OptionError,
@@ -66,6 +66,7 @@ from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
 from lorakernels.train.session import Session, check_same_options
+from lorakernels.train.sharding import shard_mesh
 
 
 @dataclass
@@ -134,34 +135,32 @@ def adapt(
     check_scope(options, ranks)
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
-    check_directory(directory)
-    lora = lora_config(options, targets(options))
-    config = check_before_loading(directory, options, lora, reporter.say)
+    config = ranks.together(lambda: check_job(directory, options, reporter))
     tokenizer = load_tokenizer(directory)
-    paths = [Path(p) for p in options.data]
-    ranks.on_first(lambda: tokenize_files(paths, tokenizer, output / "tokens"))
-    tokens = tokenize_files(paths, tokenizer, output / "tokens")
-    check_vocabulary(config, tokens.max_token)
-    # Padding is masked, so any id will do. A tokenizer's own padding id may lie outside the embedding.
-    train, held = pack_data(tokens, options, 0, reporter)
+    set_chat_template(tokenizer, options.chat_template)
+    data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
+    check_vocabulary(config, data.max_token)
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
-    model, report = load_adapted(directory, options, dtype, device, random, reporter)
+    mesh = shard_mesh(options, ranks, device, reporter.say)
+    model, report = ranks.together(
+        lambda: load_adapted(directory, options, dtype, device, random, reporter, mesh)
+    )
     check_model(model)
     if options.gradient_checkpointing:
         save_activations(model)
     fused = fuse_layers(model, options, device)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
-        "tokens": tokens.path.name,
+        **data.identity,
         "base": fingerprint(directory),
         "dtype": str(dtype),
         "on": device.type,
         "fused": bool(fused),
     }
     metrics = output / "metrics.jsonl"
-    trainer = Trainer(model, options, train, report.fp8_state, runtime, ranks)
-    session = make_session(trainer, held, reporter, metrics)
+    trainer = Trainer(model, options, data.train, report.fp8_state, runtime, ranks)
+    session = make_session(trainer, data.held, reporter, metrics)
     beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
     files = AdapterFiles(model, directory, beside)
     checkpoints.adapter = files
@@ -187,6 +186,13 @@ def adapt(
     return Result(model, report, session, adapter, bool(fused))
 
 
+def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> Any:
+    """Check what needs no weight. Returns the config of the model's text part."""
+    check_directory(directory)
+    lora = lora_config(options, targets(options))
+    return check_before_loading(directory, options, lora, reporter.say)
+
+
 def load_adapted(
     directory: Path,
     options: FinetuneOptions,
@@ -194,11 +200,12 @@ def load_adapted(
     device: torch.device,
     random: PhiloxState,
     reporter: Reporter,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, LoRAReport]:
     """The base with its adapters, and their report.
 
     With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
-    checkpoint before it reads a value, transformers loads the model instead.
+    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded over `mesh`.
 
     Raises:
         ModelError: the model cannot be loaded or adapted.
@@ -214,13 +221,16 @@ def load_adapted(
                 lora=lora_config(options, targets(options)),
                 rng_state=random,
                 progress=reading,
+                mesh=mesh,
             )
         except (ValueError, TypeError, OSError) as error:
-            if reading.began:
+            if reading.began or mesh is not None:
                 raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
             reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
         else:
             assert loaded.report is not None
+            if loaded.sharded is not None:
+                reporter.say(f"base: {'; '.join(str(loaded.sharded).splitlines())}")
             loaded.model.config.use_cache = False  # type: ignore[union-attr]
             return loaded.model, loaded.report
     torch.manual_seed(options.seed)
@@ -248,35 +258,6 @@ class Reading:
         self._console.print(
             f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %", end=end
         )
-
-
-def pack_data(
-    tokens: TokenFile, options: FinetuneOptions, pad_token: int, reporter: Reporter | None
-) -> tuple[PackedRows, PackedRows]:
-    """Pack the training and the held-out rows. The reporter, if any, says how many documents, tokens and rows there
-    are.
-
-    Raises:
-        DataError: there is nothing to train on.
-    """
-    train_spans, held_spans, how = hold_out(tokens, options.eval_fraction, options.seed)
-    train = PackedRows(tokens.tokens, train_spans, options.seq_len, pad_token)
-    held = PackedRows(tokens.tokens, held_spans, options.seq_len, pad_token)
-    if not len(train):
-        raise DataError(
-            f"nothing to train on: {len(tokens.tokens)} tokens in {len(tokens.spans)} documents"
-        )
-    if reporter is None:
-        return train, held
-    reporter.say(
-        f"{len(tokens.tokens):,} tokens in {len(tokens.spans):,} documents; {how}; "
-        f"{len(train):,} sequences of {options.seq_len} to train on, {100 * train.fill:.1f} % full"
-    )
-    if split := train.split_documents + held.split_documents:
-        reporter.say(
-            f"{split:,} documents are longer than seq_len {options.seq_len} and were split"
-        )
-    return train, held
 
 
 def targets(options: FinetuneOptions) -> str | list[str]:

@@ -11,8 +11,8 @@
 Stages 2 to 6 launch kernels and wait for none. The values that change from step to step (tokens, learning rate) are on
 the device. The stages are therefore one function, which a runtime may capture.
 
-The loss is divided by the tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four, are the
-same step, however the padding falls.
+The loss is divided by the trained tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four,
+are the same step, however the padding falls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,15 @@ class Counters:
     tokens: int = 0
     skipped: int = 0
     bad_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """This rank's microbatches of a step, and the tokens and the trained labels of all ranks together."""
+
+    batches: list[Batch]
+    inputs: int
+    targets: int
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Trainer:
         self.device = next(iter(self.trainable.values())).device
         self.optimizer = make_optimizer(list(self.trainable.values()), options)
         self.lr = self.optimizer.param_groups[0]["lr"]
-        self.items = torch.ones((), device=self.device)  # tokens of a step, summed over all ranks
+        self.items = torch.ones((), device=self.device)  # trained labels of a step, over all ranks
         self.order = RowOrder(len(rows), options.seed)
         self.rows_per_step = options.batch_size * options.grad_accum * ranks.size
         self.steps = options.steps or max(
@@ -119,8 +128,8 @@ class Trainer:
         self.warmup = warmup_steps(options.warmup, self.steps)
         self.counters = Counters()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[tuple[list[Batch], int]]] | None = None
-        self._ready: tuple[int, list[Batch], int] | None = None
+        self._next: tuple[int, Future[_Rows]] | None = None
+        self._ready: tuple[int, _Rows] | None = None
         if fp8_state is not None:
             # From now on the trainer updates the scales. Before the first amax this call changes nothing.
             fp8_state.reduce_and_update()
@@ -133,7 +142,8 @@ class Trainer:
             Diverged: too many steps in a row were not finite.
         """
         began = time.perf_counter()
-        batches, tokens = self._take_batches()
+        rows = self._take_rows()
+        tokens = rows.inputs
         self.model.train()
         lr = learning_rate(
             self.counters.step,
@@ -143,9 +153,9 @@ class Trainer:
             floor=self.options.min_lr_ratio,
         )
         self.lr.fill_(lr)
-        self.items.fill_(tokens)
+        self.items.fill_(rows.targets)
         asked = torch.full((), float(stop), device=self.device)
-        loss, norm = self._run(batches, asked)
+        loss, norm = self._run(rows.batches, asked)
         replayed = self.runtime is not None and self.runtime.replayed
         if self.runtime is not None:
             self.runtime.end_step(self.counters.step + 1)
@@ -215,23 +225,24 @@ class Trainer:
                 "Look at the data there, or start in another output directory with a lower lr"
             )
 
-    def _take_batches(self) -> tuple[list[Batch], int]:
-        """This rank's microbatches of the next step, and the number of tokens of all ranks together."""
+    def _take_rows(self) -> _Rows:
+        """This rank's rows of the next step."""
         if self._ready is None or self._ready[0] != self.counters.rows:
             self._fetch(self.counters.rows)
         assert self._ready is not None
-        return self._ready[1], self._ready[2]
+        return self._ready[1]
 
     def _fetch(self, position: int) -> None:
         """Copy the rows from `position` on to the device, and let the thread prepare the following rows."""
         if self._next is None or self._next[0] != position:
             self._next = (position, self._thread.submit(self._prepare, position))
-        batches, tokens = self._next[1].result()
-        self._ready = (position, [batch.to(self.device) for batch in batches], tokens)
+        rows = self._next[1].result()
+        moved = [batch.to(self.device) for batch in rows.batches]
+        self._ready = (position, replace(rows, batches=moved))
         following = position + self.rows_per_step
         self._next = (following, self._thread.submit(self._prepare, following))
 
-    def _prepare(self, position: int) -> tuple[list[Batch], int]:
+    def _prepare(self, position: int) -> _Rows:
         size, ranks = self.options.batch_size, self.ranks
         batches = []
         for micro in range(self.options.grad_accum):
@@ -239,7 +250,10 @@ class Trainer:
             batch = self.rows.batch(self.order.take(first, size))
             batches.append(batch.pin() if self.device.type == "cuda" else batch)
         everywhere = self.order.take(position, self.rows_per_step)
-        return batches, sum(map(self.rows.targets_of, everywhere))
+        inputs, targets = (
+            sum(map(count, everywhere)) for count in (self.rows.inputs_of, self.rows.targets_of)
+        )
+        return _Rows(batches, inputs, targets)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -311,6 +325,17 @@ def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batc
         yield rows.batch(chosen[start : start + size])
 
 
+def rounds(batches: Iterator[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+    """This rank's share of `batches`, and whether each counts.
+
+    All ranks get as many, because a sharded base takes all of them for every forward. The last one of a rank may be
+    another's, which does not count here.
+    """
+    for whole in iter(lambda: list(itertools.islice(batches, ranks.size)), []):
+        own = ranks.rank < len(whole)
+        yield whole[ranks.rank if own else 0], own
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -327,12 +352,12 @@ def evaluate(
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
-    for batch in itertools.islice(batches, ranks.rank, None, ranks.size):
-        total[0] += summed_loss(
-            model, batch.to(device), options.loss_chunk, options.isolate_documents
-        )
-        total[1] += batch.targets
+    for batch, counts in rounds(batches, ranks):
+        loss = summed_loss(model, batch.to(device), options.loss_chunk, options.isolate_documents)
+        if counts:
+            total[0] += loss
+            total[1] += batch.targets
     model.train(training)
     ranks.add_up([total])
-    loss, tokens = total.tolist()
-    return loss / max(tokens, 1.0)
+    summed, tokens = total.tolist()
+    return summed / max(tokens, 1.0)

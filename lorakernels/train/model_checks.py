@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lorakernels.train.errors import ModelError
 from lorakernels.train.model import decoder_and_head, hidden_states
 from lorakernels.train.packing import Batch
+from lorakernels.train.ranks import is_about_peers
 
 FIRST, SECOND = 5, 7  # lengths of a row's two documents, in tokens
 LARGE = 1000.0  # the largest logit given to a model's own tail; caps in use are 30 and 50
@@ -63,7 +64,7 @@ def check_model(model: Any) -> None:
             _check_logits(model)
             found = isolation(model)
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-            if isinstance(error, (ModelError, torch.OutOfMemoryError)):
+            if isinstance(error, (ModelError, torch.OutOfMemoryError)) or is_about_peers(error):
                 raise
             raise ModelError(
                 f"{type(model).__name__} does not run as finetune runs a decoder, with position_ids and a 4-D mask: "

@@ -19,6 +19,14 @@ PEERS = {
         "dataset", "datasets", "dataset_name", "dataset_path", "data_path", "data_file", "data_files", "train_file",
         "train_data",
     ),
+    "data_weights": (
+        "interleave_probs", "dataset_weights", "mixture_weights", "sampling_ratios",
+    ),
+    "eval_data": (
+        "eval_file", "validation_file", "eval_dataset", "test_datasets", "val_data", "validation_data", "val_dataset",
+    ),
+    "chat_template": ("chat_template_path", "chat_template_jinja", "template"),
+    "train_on_inputs": ("train_on_prompt", "train_on_input"),
     "output": ("output_dir", "out_dir", "output_path"),
     "resume": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
     "r": ("lora_r", "lora_rank", "rank"),

@@ -64,7 +64,8 @@ class FinetuneOptions:
         default_factory=list,
         metadata=about(
             "input and output",
-            'data files: UTF-8 text (one document each) or .jsonl (one object with "text" per line)',
+            "data files or folders: rows in .jsonl, .json, .csv, .tsv, .parquet or a folder of the datasets library, "
+            "or UTF-8 text, one document each; .gz, .bz2, .xz and .zst are unpacked",
             metavar="FILE",
         ),
     )
@@ -82,6 +83,35 @@ class FinetuneOptions:
     )
     resume: bool = option(
         False, "input and output", "go on from the newest good checkpoint in the output directory"
+    )
+
+    data_weights: list[float] = field(
+        default_factory=list,
+        metadata=about(
+            "data",
+            "how many times an epoch takes the documents of each entry of data; 0.5 takes half of them",
+            metavar="WEIGHT",
+        ),
+    )
+    eval_data: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "data", "files or folders to evaluate on, instead of a part of data", metavar="FILE"
+        ),
+    )
+    chat_template: str | None = option(
+        None,
+        "data",
+        "Jinja file that writes chats, instead of the tokenizer's own chat template",
+        metavar="FILE",
+    )
+    train_on_inputs: bool = option(
+        False,
+        "data",
+        "the loss of chats and completions covers all tokens, also those of prompts, not the answers only",
+    )
+    skip_bad_rows: bool = option(
+        False, "data", "count rows that cannot be used and leave them out, instead of stopping"
     )
 
     r: int = option(16, "adapter", "rank of the adapters")
@@ -209,6 +239,12 @@ class FinetuneOptions:
         "both also holds the FP8 base transposed, one byte more per parameter, and spares backward its transpositions",
         choices=LAYOUTS,
     )
+    shard_base: bool = option(
+        False,
+        "runtime",
+        "under torchrun: the GPUs of a machine keep one copy of the FP8 base together, and each layer's weights are "
+        "gathered while the layer before runs; the same numbers with less memory",
+    )
     fp8_head: bool = option(False, "runtime", "multiply by the output head in FP8 while training")
     seed: int = option(
         0, "machine", "seed of adapter values, dropout, data order and held-out split"
@@ -236,14 +272,15 @@ class FinetuneOptions:
         """Raise OptionError for the first value that cannot work."""
         if self.output is None:
             raise OptionError("output is missing: give --output DIR")
-        if self.demo and (self.model or self.data):
+        if self.demo and (self.model or self.data or self.eval_data or self.chat_template):
             raise OptionError(
-                "demo brings its own model and data: drop --demo, or drop --model and --data"
+                "demo brings its own model and data: drop --demo, or drop --model, --data, --eval-data, --chat-template"
             )
         if not self.demo and not self.model:
             raise OptionError("model is missing: give --model DIR or --demo")
         if not self.demo and not self.data:
             raise OptionError("data is missing: give --data FILE...")
+        self._check_data()
         for name in (
             "r",
             "seq_len",
@@ -288,8 +325,25 @@ class FinetuneOptions:
             allowed, value = item.metadata["choices"], getattr(self, item.name)
             if allowed and value is not None and value not in allowed:
                 raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.shard_base and self.demo:
+            raise OptionError("shard_base is for --model: the demo's base is small")
+        if self.shard_base and not self.fp8:
+            raise OptionError("shard_base shards a base in FP8: drop --shard-base or --no-fp8")
+        if self.shard_base and self.weight_layout != "single":
+            raise OptionError(
+                f"shard_base needs weight_layout single, got {self.weight_layout}: drop one of them"
+            )
         if self.merge and self.model and _is_within(self.output, self.model):
             raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
+
+    def _check_data(self) -> None:
+        weights = self.data_weights
+        if weights and len(weights) != len(self.data):
+            raise OptionError(
+                f"data_weights needs one weight for each entry of data: found {len(weights)} for {len(self.data)}"
+            )
+        if wrong := [weight for weight in weights if not 0 < weight < float("inf")]:
+            raise OptionError(f"data_weights must be positive and finite, got {wrong[0]}")
 
     def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
         value = getattr(self, name)

@@ -6,7 +6,8 @@ T inputs. A piece's last label is the next piece's first input, so every predict
 
 Pieces are packed by best fit, longest first. In a row each piece has its own segment number, and its positions start
 at 0. Attention sees (same segment) and (not later), so a piece's logits in a row equal its logits alone. The rest of a
-row is padding, with segment −1 and label −100.
+row is padding, with segment −1 and label −100. A token that is not trained has label −100 too; a piece of such tokens
+alone is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Batch:
 
     Attributes:
         input_ids, labels, positions, segments: int64 [B, T].
-        targets: number of labels that are not padding.
+        targets: number of labels that are trained.
         starts: int32 [N + 1], where each document begins in the flattened rows. A row's padding counts as a document.
             The tail is filled up with B T.
     """
@@ -111,15 +112,40 @@ def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
 
 
 class PackedRows:
-    """Packed rows of documents. `batch` turns row numbers into a Batch."""
+    """Packed rows of documents. `batch` turns row numbers into a Batch.
 
-    def __init__(self, tokens: Any, spans: Ints, seq_len: int, pad_token: int = 0) -> None:
-        self.tokens, self.seq_len, self.pad_token = tokens, seq_len, pad_token
+    Attributes:
+        tokens: ids of all documents.
+        trained: uint8 of the same length, 1 where a token is trained. None if all are.
+        inputs, targets: tokens of all rows, and labels that are trained.
+        split_documents, untrained_pieces: documents that were cut, and pieces that were left out.
+    """
+
+    def __init__(
+        self, tokens: Any, spans: Ints, seq_len: int, pad_token: int = 0, trained: Any = None
+    ) -> None:
+        self.tokens, self.trained = tokens, trained
+        self.seq_len, self.pad_token = seq_len, pad_token
         self.starts, self.lengths, self.split_documents = cut(spans, seq_len)
+        self._labels = self._count_labels()
+        kept = self._labels > 0
+        self.untrained_pieces = int((~kept).sum())
+        self.starts, self.lengths = self.starts[kept], self.lengths[kept]
+        self._labels = self._labels[kept]
         self.rows = pack(self.lengths, seq_len)
-        self.targets = int(self.lengths.sum())
+        self.inputs, self.targets = int(self.lengths.sum()), int(self._labels.sum())
         # The most documents that a row holds; padding counts as one.
         self.most = max(map(len, self.rows), default=0) + 1
+
+    def _count_labels(self) -> Ints:
+        """How many labels of each piece are trained."""
+        if self.trained is None:
+            return self.lengths
+        stops = self.starts + self.lengths + 1
+        pieces = zip((self.starts + 1).tolist(), stops.tolist(), strict=True)
+        trained = np.asarray(self.trained)  # slices of a memory map itself are slow
+        counts = [np.count_nonzero(trained[start:stop]) for start, stop in pieces]
+        return np.asarray(counts, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -127,11 +153,15 @@ class PackedRows:
     @property
     def fill(self) -> float:
         """Share of the packed positions that hold tokens."""
-        return self.targets / max(1, len(self) * self.seq_len)
+        return self.inputs / max(1, len(self) * self.seq_len)
+
+    def inputs_of(self, number: int) -> int:
+        """Tokens of one row."""
+        return int(self.lengths[self.rows[number]].sum())
 
     def targets_of(self, number: int) -> int:
-        """Labels of one row that are not padding."""
-        return int(self.lengths[self.rows[number]].sum())
+        """Labels of one row that are trained."""
+        return int(self._labels[self.rows[number]].sum())
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         shape = (len(numbers), self.seq_len)
@@ -148,6 +178,9 @@ class PackedRows:
                 window = self.tokens[start : start + length + 1]
                 place = slice(at, at + length)
                 input_ids[i, place], labels[i, place] = window[:-1], window[1:]
+                if self.trained is not None:
+                    untrained = self.trained[start + 1 : start + length + 1] == 0
+                    labels[i, place][untrained] = IGNORE
                 positions[i, place], segments[i, place] = np.arange(length), segment
                 starts[sequences], sequences = i * self.seq_len + at, sequences + 1
                 at += length

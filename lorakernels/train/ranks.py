@@ -2,6 +2,10 @@
 """Data-parallel processes as torchrun starts them.
 
 Each process takes its own rows of a step. Gradients are summed in one flat tensor.
+
+A rank that ends in the middle ends all of them. Collectives of a step give up after `STEP`. Where ranks wait for work
+of unequal length, such as loading or saving, they wait in a group of gloo's with `WORK`. It notices at once that a
+process has ended, whatever the timeout.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +24,25 @@ from torch import Tensor
 from lorakernels.train.errors import FinetuneError, OptionError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+STEP, WORK = timedelta(seconds=60), timedelta(hours=2)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` processes. By default it is alone, and no method communicates."""
+    """This process among `size` processes. By default it is alone, and no method communicates.
+
+    Attributes:
+        rank: this process's number among all.
+        size: the number of all processes.
+        local: this process's number among those of its machine.
+        patient: the group in which ranks wait for each other's work; None is the default group.
+    """
 
     rank: int = 0
     size: int = 1
     local: int = 0
+    patient: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
     def first(self) -> bool:
@@ -66,28 +82,39 @@ class Ranks:
                     p.grad = gradient if found else None
         return [p.grad for p in parameters if p.grad is not None]
 
-    def on_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
+    def together(self, work: Callable[[], _T]) -> _T:
+        """Run `work` on every rank, and return its result here. Where one rank raises, all do, after all have ended.
+
+        Raises:
+            FinetuneError: `work` raised on another rank, which the message names. This rank's own exception comes as
+                it is.
+        """
         error: Exception | None = None
-        if self.first:
-            try:
-                work()
-            except Exception as found:  # any: the other ranks wait for the broadcast below
-                error = found
+        try:
+            result = work()
+        except Exception as found:  # any: the other ranks wait below
+            error = found
         if self.size > 1:
-            said = [None if error is None else str(error) or type(error).__name__]
-            dist.broadcast_object_list(said, src=0)
-            if said[0] is not None and error is None:
-                error = FinetuneError(f"rank 0 stopped: {said[0]}")
+            said: list[str | None] = [None] * self.size
+            own = None if error is None else str(error) or type(error).__name__
+            dist.all_gather_object(said, own, group=self.patient)
+            stopped = [rank for rank, text in enumerate(said) if text is not None]
+            if stopped and error is None:
+                error = FinetuneError(f"rank {stopped[0]} stopped: {said[stopped[0]]}")
         if error is not None:
             raise error
+        return result
+
+    def on_first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
+        self.together(work if self.first else lambda: None)
 
     def from_first(self, value: int) -> int:
         """Rank 0's value, on all ranks."""
         if self.size == 1:
             return value
         found = [value]
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=self.patient)
         return found[0]
 
 
@@ -96,6 +123,9 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     """Join the process group that torchrun's variables describe, and leave it at the end.
 
     The backend is NCCL on GPUs and gloo on CPUs.
+
+    Raises:
+        FinetuneError: another rank ended, or did not answer in time.
     """
     ranks = ranks_of_environment()
     if ranks.size == 1:
@@ -103,13 +133,25 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=STEP)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=STEP)
     try:
-        yield ranks
+        yield replace(ranks, patient=dist.new_group(backend="gloo", timeout=WORK))
+    except RuntimeError as error:
+        if not is_about_peers(error):
+            raise
+        raise FinetuneError(
+            f"rank {ranks.rank} lost contact with the others: one of them ended, and its own message says why, or it "
+            f"did not answer for {STEP.seconds} s. The last checkpoint stands, --resume goes on from it. {error}"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+def is_about_peers(error: Exception) -> bool:
+    """Whether a collective raised `error`. Gloo raises a plain RuntimeError, which names its source file."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def ranks_of_environment() -> Ranks:

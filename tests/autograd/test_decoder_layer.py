@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse, ops
-from lorakernels.autograd import fused_linear
+from lorakernels.autograd import linear
 from lorakernels.fusion.group import FusedGroup
 from tests.fusion.fused_models import ATTENTION, LINEARS, PACKINGS, adapted, fp8_state
 
@@ -146,9 +146,9 @@ def test_one_scale_serves_projections_of_very_different_weights() -> None:
     """Each keeps its own bytes and scale; dy's parts are multiplied so that one scale_inv is right for all."""
     base = [nn.Linear(32, n, bias=False) for n in (16, 8, 8)]
     config = LoRAConfig(r=2, lora_alpha=4)
-    for linear, size in zip(base, (1.0, 1e-3, 30.0), strict=True):
-        nn.init.normal_(linear.weight, std=size)
-    members = [LoRALinear.from_linear(linear, config, name=str(i)) for i, linear in enumerate(base)]
+    for one, size in zip(base, (1.0, 1e-3, 30.0), strict=True):
+        nn.init.normal_(one.weight, std=size)
+    members = [LoRALinear.from_linear(one, config, name=str(i)) for i, one in enumerate(base)]
     group = FusedGroup(members, True, len(members))
     call, _ = group.call()
     scales = torch.cat([m.weight_scale_inv for m in members])
@@ -197,7 +197,7 @@ def test_one_mask_and_a_compact_B_as_on_hopper(targets, monkeypatch) -> None:
             "PROJECTION_MULTIPLE",
             1 if hopper else 128,
         )
-        monkeypatch.setattr(fused_linear, "hands_mask_over", lambda *_: hopper)
+        monkeypatch.setattr(linear, "hands_mask_over", lambda *_: hopper)
         _, layer, h, angles = layer_and_input(targets=targets, lora_dropout=0.3)
         for name, parameter in layer.named_parameters():
             if "lora_B" in name:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.autograd import compiled_linear, lora_linear
@@ -182,6 +183,48 @@ def test_opcheck(case):
     _layers, cases = arguments()
     op, given = cases[case]
     torch.library.opcheck(op, given)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the ops that a mode is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["linear_forward-fp8", "linear_backward-all"])
+def test_without_gradients_only_a_mode_is_asked(case, monkeypatch):
+    """Compiled code calls the ops so; then no kernel of a lower key is called, if nobody has to see it."""
+    _layers, cases = arguments()
+    op, given = cases[case]
+    ways = []
+    redispatch = type(op).redispatch
+    monkeypatch.setattr(
+        type(op), "redispatch", lambda *a, **k: ways.append(a[0]) or redispatch(*a, **k)
+    )
+    with torch.no_grad():
+        found = op(*given)
+        assert op not in ways or not hasattr(torch.library, "get_kernel")  # torch 2.8
+        with Seen() as seen:
+            again = op(*given)
+    assert op in seen.names
+    assert all(map(torch.equal, found, again))
+    assert not any(t.requires_grad for t in found)
+
+
+def test_under_autocast_an_op_computes_in_its_own_dtypes():
+    _layers, cases = arguments()
+    op, given = cases["linear_forward-plain"]
+    with torch.no_grad():
+        expected = op(*given)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = op(*given)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])

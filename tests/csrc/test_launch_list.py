@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakernels import _C
 from lorakernels.device import why_not_csrc
-from tests.kernels.stand_ins import recording, symbolic
+from tests.kernels.recording import recording, symbolic
 
 STUBS = Path(_C.__file__).with_name("_C.pyi")
 DROPOUT = {"site": 0, "threshold": 6554, "first_row": 3, "first_col": 8}

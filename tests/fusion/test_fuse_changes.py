@@ -136,15 +136,20 @@ def test_the_last_norm_is_one_kernel_each_way(family: str, trained: bool) -> Non
     same_within(run(fused, x), run(plain, x), FP32)
 
 
-def test_fsdp_s_memory_is_refused() -> None:
-    model = adapted()
+def test_memory_that_fsdp_manages_is_refused_for_weights_and_copied_for_adapters() -> None:
+    model, x = adapted(), tokens()
     fuse(model)
+    expected = run(model, x)
     member = layer_of(model).self_attn.q_proj
     member._is_fsdp_managed_module = True
-    run(model, tokens())  # as long as nothing has moved, nothing is wrong
-    member.weight.data = member.weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"q_proj is managed by FSDP.*unfuse"):
-        run(model, tokens())
+    member.weight.data = member.weight.data.clone()  # FSDP ignores it: it is the member's own
+    same_within(run(model, x), expected, 0.0)
+    for _ in range(2):  # as FSDP puts another in the place of a shard
+        member._parameters["lora_A"] = nn.Parameter(member.lora_A.detach().clone())
+        same_within(run(model, x), expected, 0.0)
+    member._parameters["weight"] = nn.Parameter(member.weight.detach().clone(), False)
+    with pytest.raises(RuntimeError, match=r"weight or bias of .*q_proj is managed by FSDP"):
+        run(model, x)
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3"])

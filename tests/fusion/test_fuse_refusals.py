@@ -311,6 +311,28 @@ def test_another_family_is_refused_by_name() -> None:
         fuse(model)
 
 
+DROPOUTS = {
+    "self_attn.attention_dropout": lambda m, p: setattr(m.self_attn, "attention_dropout", p),
+    "resid_attn_dropout.p": lambda m, p: setattr(m.resid_attn_dropout, "p", p),
+    "resid_mlp_dropout.p": lambda m, p: setattr(m.resid_mlp_dropout, "p", p),
+}
+
+
+@pytest.mark.parametrize("place", DROPOUTS)
+def test_a_dropout_set_on_a_fused_layer_is_refused_in_training_alone(place: str) -> None:
+    model = adapted("Phi3")
+    fuse(model)
+    x, layer = tokens(), model.model.layers[1]
+    expected = run(model, x)["logits"]
+    DROPOUTS[place](layer, 0.25)
+    with pytest.raises(ValueError, match=rf"must be 0 in training, found {place} = 0\.25: unfuse"):
+        run(model, x)
+    model.eval()
+    assert torch.equal(run(model, x)["logits"], expected)
+    DROPOUTS[place](layer, 0.0)
+    assert torch.equal(run(model.train(), x)["logits"], expected)
+
+
 def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
     model = adapted()
     fuse(model)

@@ -146,3 +146,21 @@ def test_columns_of_another_state_are_taken_at_the_next_forward() -> None:
     written = [names[1:] for names in (after.forward[0].tolist(), after.backward[0].tolist())]
     assert after.forward[0, 0] == after.backward[0, 0] == 0 and not before.forward[0].any()
     assert all(any(row) for row in written)
+
+
+@pytest.mark.parametrize("apart", [0, 32], ids=["adjacent", "apart"])
+def test_weights_that_lie_one_behind_the_other_are_joined_where_they_are(apart: int) -> None:
+    model = adapted(targets=LINEARS, fp8=DelayedScaling())
+    fuse(model)
+    group = model.model.layers[0]._fused.gate_up
+    weights = [m._parameters["weight"] for m in group.members]
+    expected = torch.cat([w.data for w in weights])
+    block = torch.empty(expected.numel() + apart, dtype=torch.uint8)
+    places = block[: weights[0].numel()], block[apart + weights[0].numel() :]
+    for weight, place in zip(weights, places, strict=True):
+        place.copy_(weight.data.view(torch.uint8).view(-1))
+        weight.data = place.view(weight.shape).view(weight.dtype)
+    joined = group.call()[0]
+    assert weights[0].data_ptr() == joined.weight.data_ptr()
+    assert (joined.weight.data_ptr() == block.data_ptr()) == (apart == 0)
+    assert torch.equal(joined.weight, expected.view(torch.uint8))

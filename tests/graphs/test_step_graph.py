@@ -132,6 +132,25 @@ def test_a_failed_capture_trains_nothing_and_goes_on_eagerly(device: torch.devic
     assert not torch.equal(before[0], model.up.weight)
 
 
+class Positions(nn.Module):
+    """Reads on the host, as transformers' dynamic RoPE does, and longrope in earlier versions: max(position_ids)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.abs().max() > 1e6 else x
+
+
+def test_a_module_that_waits_for_the_device_is_named(device: torch.device) -> None:
+    step = Sgd(nn.Sequential(Block(), nn.Sequential(Positions()), Block()).to(device))
+    step.lr = step.lr.to(device)
+    run = graphed(step, device)
+    x = torch.randn(3, WIDTH, device=device)
+    for _ in range(2):
+        run(x)
+    with pytest.raises(CaptureError, match=r"capture: in Positions: .*waits for the device"):
+        run(x)
+    run(x)
+
+
 def test_autocast_is_part_of_the_call(device: torch.device) -> None:
     run = graphed(Sgd(Block().to(device)), device)
     run.step.lr = run.step.lr.to(device)

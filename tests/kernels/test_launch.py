@@ -28,8 +28,17 @@ from lorakernels.kernels.triton import (
     swiglu,
 )
 from lorakernels.kernels.triton import launch as launching
+from lorakernels.plans.stand_in import Recording
 from lorakernels.values import Scaled, Scaling, SideBySide
-from tests.kernels.stand_ins import Memory, recording, run_recorded, symbolic, tensors_of
+from tests.kernels.recording import (
+    recorded_call,
+    recording,
+    results,
+    run_recorded,
+    stand_ins,
+    symbolic,
+    tensors_of,
+)
 from tests.ops.contract import STATES
 
 BF16, E5M2 = torch.bfloat16, torch.float8_e5m2
@@ -49,7 +58,14 @@ def norms(device: torch.device, state: str) -> dict[str, Case]:
         "rms_norm": (rms_norm.rms_norm_quantize, (x, weight, 1e-5, scaling, True)),
         "rms_norm_backward": (
             rms_norm.rms_norm_backward,
-            (randn(ROWS, K), x, weight, rstd, randn(ROWS, K), True),
+            (
+                randn(ROWS, K),
+                x,
+                weight,
+                rstd,
+                randn(ROWS, K),
+                False,
+            ),  # no list records a sum by torch
         ),
         "swiglu": (swiglu.swiglu_quantize, (Scaled(x), scaling, True, BF16)),
         "swiglu_and_pack": (swiglu.swiglu_quantize_and_pack, (x, scaling, True)),
@@ -157,11 +173,9 @@ def test_recorded_kernels_give_the_bits_of_launched_ones(
 @pytest.mark.gpu
 def test_a_thread_that_has_not_called_cuda_yet_runs_a_list() -> None:
     x = torch.randn(ROWS, K, device="cuda").to(BF16)
-    memory = Memory(x.device)
-    with recording() as launches:
-        act, *_ = swiglu.swiglu_quantize(memory.of(Scaled(x)), None, True, BF16)
-    addresses = tuple(memory.allocate())
-    launches.place([(i, 0) for i in range(len(addresses))], [False] * len(addresses))
+    arguments = (Scaled(x), None, True, BF16)
+    found, launches, memory = recorded_call(swiglu.swiglu_quantize, arguments)
+    addresses = tuple(tensor.data_ptr() for tensor in memory)
     torch.cuda.synchronize()
     done: list[bool] = []
     thread = threading.Thread(target=lambda: done.append(launches.run(addresses, (), 0, -1)))
@@ -169,7 +183,7 @@ def test_a_thread_that_has_not_called_cuda_yet_runs_a_list() -> None:
     thread.join()
     torch.cuda.synchronize()
     assert done == [True]
-    assert torch.equal(act.tensor, swiglu.swiglu_quantize(Scaled(x), None, True, BF16)[0])
+    assert torch.equal(results(found, memory)[0], swiglu.swiglu_quantize(*arguments)[0])
 
 
 def specialized(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -217,12 +231,11 @@ def test_every_launcher_takes_stand_ins(
 ) -> None:
     monkeypatch.setattr(quantize, "overlaps", lambda device: early)
     function, arguments = case_of(name, torch.device("cpu"))
-    memory = Memory(torch.device("cpu"))
-    function(*memory.of(arguments))
+    made = Recording(torch.device("cpu"))
+    function(*stand_ins(made, arguments))
     measures = name.endswith(("-kept", "-unset", "-eval")) and "backward" not in name
-    count = 2 if measures or name.startswith("rms_norm_backward") else 1
-    assert len(recorded) == count
-    known = {symbolic(i) for i in range(len(memory.stand_ins))}
+    assert len(recorded) == 1 + measures
+    known = {symbolic(i) for i in range(len(made.memories))}
     given = {symbolic(i) for i, _ in enumerate(tensors_of(arguments))}
     used = set()
     for call in recorded:
@@ -260,7 +273,7 @@ def test_the_code_takes_the_parameters_that_are_recorded(
 
     monkeypatch.setattr(JITFunction, "warmup", warmup)
     function, arguments = case_of(name, torch.device("cpu"))
-    function(*Memory(torch.device("cpu")).of(arguments))
+    function(*stand_ins(Recording(torch.device("cpu")), arguments))
     assert expected
     assert [[BYTES[kind] for kind, _ in call["parameters"]] for call in recorded] == expected
 
@@ -293,8 +306,8 @@ class FakeKernel:
 
 
 def two_stand_ins() -> tuple[Any, Any]:
-    memory = Memory(torch.device("cpu"))
-    return memory.of(torch.zeros(8, dtype=BF16)), memory.of(torch.zeros(8, dtype=torch.uint8))
+    made = Recording(torch.device("cpu"))
+    return made.tensor((8,), BF16), made.tensor((8,), torch.uint8)
 
 
 def test_what_the_code_takes_is_recorded(recorded: list[dict[str, Any]]) -> None:

@@ -65,14 +65,15 @@ class Case(NamedTuple):
         make: makes them anew, of a `Made` that has M.
         rows: M.
         why_not: part of the reason why the first implementation does not take them on a Hopper GPU; None: it does.
-        is_traced: False: torch.library's opcheck cannot judge it: NaN is among the results, or the reference keeps
-            the strides of an operand that is turned, and the fake does not.
+        is_traced: whether torch.library's opcheck and torch.compile judge it. None: where the first implementation
+            takes it, or the base is plain. What else goes through PyTorch mostly looks the same to a trace. opcheck
+            cannot judge NaN among the results.
     """
 
     make: Callable[[Made], Arguments]
     rows: int = 7
     why_not: str | None = None
-    is_traced: bool = True
+    is_traced: bool | None = None
 
     def arguments(self, device: torch.device | str, rows: int | None = None) -> Arguments:
         return self.make(Made(device, self.rows if rows is None else rows))
@@ -137,15 +138,11 @@ Bound = Callable[[Call], Iterator[Checked]]
 
 
 class Refusal(NamedTuple):
-    """What an op refuses: arguments that differ from those of its refusals, the error, a pattern of its message.
-
-    `everywhere`: not only on CUDA, where a kernel would misread it.
-    """
+    """What an op refuses: arguments that differ from those of its refusals, the error, a pattern of its message."""
 
     change: Mapping[str, Any]
     error: type[Exception]
     message: str
-    everywhere: bool = True
 
 
 class Large(NamedTuple):

@@ -109,6 +109,31 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
             assert recorded.runs == RUNS.get(name, 12)  # 3 nodes, 2 layers, 2 ways
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
+    """A profiler may begin between forward and backward, and the gradient of a trained norm is computed by torch."""
+    model = MODELS[name]()
+    for layer in model.layers:
+        layer.input_layernorm.weight.requires_grad_()
+    h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, requires_grad=True)
+    step(model, h)
+    state = model.layers[0].self_attn.q_proj.fp8_state
+    with dry_cuda() as recorded:
+        recorded.name(state_x=state.forward, state_dy=state.backward)
+        for own, tensor in (*model.named_parameters(), *model.named_buffers()):
+            recorded.name(**{own.replace(".", "_"): tensor})
+        with without_plans():
+            step(model, h)
+        by_ops = launches(recorded.calls)
+        recorded.calls.clear()
+        y = model(inputs_embeds=h, use_cache=False).last_hidden_state
+        planned = recorded.runs
+        with without_plans():
+            y.backward(torch.ones_like(y))
+        assert launches(recorded.calls) == by_ops
+        assert recorded.runs == planned == RUNS.get(name, 12) // 2
+
+
 def test_a_written_A_is_seen_where_another_adapter_is_switched_off() -> None:
     """q's and k's A are then copied beside each other, without v's."""
     model = llama(lora_dropout=0.0).eval()
@@ -126,6 +151,23 @@ def test_a_written_A_is_seen_where_another_adapter_is_switched_off() -> None:
         again = model(inputs_embeds=h).last_hidden_state
     assert not torch.equal(before, after)
     torch.testing.assert_close(again, before, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"), [(16, "8 by plans"), (4, "8 by the ops (no plan holds torch.pad)")]
+)
+def test_fuse_s_report_says_what_ran_by_plans(rank: int, said: str) -> None:
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**SIZES)).to(BF16)
+    apply_lora(model, LoRAConfig(r=rank, target_modules="all-linear"))
+    report = fuse(model)
+    h = torch.randn(1, 8, SIZES["hidden_size"], dtype=BF16)
+    assert report.eager_forwards == "none yet"
+    model(inputs_embeds=h)
+    assert report.eager_forwards.startswith("8 by the ops (on a CPU")
+    with dry_cuda():
+        model(inputs_embeds=h)
+        assert f"eager forwards of projections: {said}" in str(report).splitlines()
 
 
 def test_a_factor_of_another_dtype_is_seen() -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
+from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
+from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
@@ -114,6 +115,43 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
         assert recorded.runs == 2 * planned
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
+    """A profiler may begin between forward and backward."""
+    module = LAYERS[name]()
+    x = torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        state = module.fp8_state
+        recorded.name(x=x, state_x=state.forward, state_dy=state.backward, **module._buffers)
+        recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+        with without_plans():
+            step(module, x)
+        by_ops = launches(recorded.calls)
+        recorded.calls.clear()
+        y = module(x)
+        with without_plans():
+            y.backward(torch.ones_like(y))
+        assert launches(recorded.calls) == by_ops
+        assert recorded.runs == 1
+
+
+def test_the_report_says_what_ran_by_plans_and_why_the_rest_did_not() -> None:
+    model = nn.ModuleDict({name: nn.Linear(K, N, dtype=BF16) for name in ("a", "b", "c", "d")})
+    config = LoRAConfig(r=16, rank_pattern={"b": 12}, target_modules=["a", "b", "c", "d"])
+    report, x = apply_lora(model, config), torch.randn(M, K, dtype=BF16)
+    assert report.eager_forwards == "none yet"
+    with dry_cuda():
+        for name in "ab":
+            model[name](x)
+        with torch.autograd.graph.save_on_cpu():
+            model["c"](x)
+        found = "1 by plans, 1 by the ops (no plan holds torch.pad), 1 by the ops (on a CPU, or watched by a mode"
+        assert report.eager_forwards.startswith(found)
+        assert str(report).splitlines()[1].endswith(f"eager forwards: {report.eager_forwards}")
+        model["b"].scaling = 3.0  # not called since
+        assert report.eager_forwards.startswith("1 by plans, 1 by the ops (on a CPU")
+
+
 def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
     """y and all gradients of two steps from one random state."""
     torch.manual_seed(1)
@@ -139,6 +177,81 @@ def test_a_rank_that_is_cut_by_data_is_seen() -> None:
         recorded.calls.clear()
         module(x)
         assert [c.arguments["rank"] for c in recorded.calls if "rank" in c.arguments] == [8, 8]
+
+
+def test_parameters_at_other_addresses_are_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 frees a parameter's storage after a forward, and allocates it anew before the next."""
+    module, x = layer(lora_dropout=0.0), torch.randn(M, K, dtype=BF16)
+    asked: list[Any] = []
+    ask = linear_plan._ask
+    monkeypatch.setattr(linear_plan, "_ask", lambda *args: asked.append(args) or ask(*args))
+    with dry_cuda() as recorded:
+        for _ in range(3):
+            for name in ("weight", "lora_A", "lora_B"):
+                p = module._parameters[name]
+                storage, values = p.untyped_storage(), p.detach().clone()
+                before, size = p.data_ptr(), storage.nbytes()
+                held = []
+                while (
+                    p.data_ptr() == before
+                ):  # what is held keeps the allocator from giving it again
+                    storage.resize_(0)
+                    held.append(torch.empty(size, dtype=torch.uint8))
+                    storage.resize_(size)
+                p.data.copy_(values)
+            module(x)
+        assert len(asked) == 1 and recorded.runs == 3
+
+
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "bias"])
+def test_a_parameter_that_does_not_fit_is_refused(name: str) -> None:
+    """A kernel would read beyond its end."""
+    module, x = layer(base_bias=True), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        module(x)
+        parameter = getattr(module, name)
+        parameter.data = parameter.data[..., :-8].contiguous()
+        with pytest.raises(ValueError, match=rf"{name} must be "):
+            module(x)
+
+
+def test_a_transposed_weight_that_is_given_up_is_seen() -> None:
+    """It is freed, and what referred to it weakly then refers to None as well."""
+    module, x = layer(weight_layout="both"), torch.randn(M, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        module(x)
+        recorded.memory.storages.clear()  # which keeps what it has seen alive
+        recorded.memory.begins.clear()
+        module.weight_t = None
+        gc.collect()
+        module(x)
+        assert recorded.runs == 2
+
+
+def test_another_current_gpu_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_empty_strided_cuda` would allocate there."""
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        step(module, x)
+        expected = launches(recorded.calls)
+        recorded.calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+            patched.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+            step(module, x)
+        assert launches(recorded.calls) == expected and recorded.runs == 4
+
+
+def test_one_node_takes_x_of_three_dimensions() -> None:
+    module, x = layer(), torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
+    with dry_cuda():
+        y = module(x)
+    assert y.shape == (2, M // 2, N) and not y._is_view()
+    assert y.grad_fn is not None and type(y.grad_fn).__name__ == "PlannedNodeBackward"
+    variables = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
+    assert variables[0] is x
 
 
 def test_with_hooks_of_saved_tensors_the_ops_run() -> None:
@@ -187,6 +300,24 @@ def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None
     assert all(map(torch.equal, planned, by_ops))
     assert torch.equal(module.fp8_state.forward, after.forward)
     assert torch.equal(module.fp8_state.backward, after.backward)
+
+
+@pytest.mark.gpu
+def test_an_address_of_another_shape_stream_and_weight() -> None:
+    """csrc remembers tensor maps by address and sizes."""
+    memory, side = torch.randn(2 * M * K, dtype=BF16, device="cuda"), torch.cuda.Stream()
+    made = [nn.Linear(k, N, bias=False, dtype=BF16, device="cuda") for k in (K, 2 * K, K)]
+    layers = [LoRALinear.from_linear(base, LoRAConfig(r=16)).eval() for base in made]
+    for module in (*layers, *layers):
+        x = memory.view(-1, module.in_features)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = module(x)
+        torch.cuda.synchronize()
+        assert torch.equal(found, module(x.clone()))
+    x = memory.view(-1, K)
+    layers[0].load_state_dict(layers[2].state_dict(), assign=True)
+    assert torch.equal(layers[0](x), layers[2](x))
 
 
 @pytest.mark.gpu

@@ -29,9 +29,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level Llama, hidden 32, 2 layers, untrained."""
+def save_model(directory: Path, layers: int) -> Path:
+    """Byte-level Llama, hidden 32, untrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
@@ -43,15 +42,25 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=128,
     )
-    directory = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), 2)
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More layers than a sharded base has slots."""
+    return save_model(tmp_path_factory.mktemp("deep"), 5)
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorakernels.train import data
 from lorakernels.train.byte_tokenizer import byte_tokenizer
-from lorakernels.train.data import TokenFile, cache_key, hold_out, tokenize_files
+from lorakernels.train.data import encode
+from lorakernels.train.data.sources import Source
+from lorakernels.train.data.split import hold_out
+from lorakernels.train.data.tokens import TokenFile, cache_key, tokenize_files
 from lorakernels.train.errors import DataError
 
 
@@ -48,7 +50,7 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
         (
             "a.jsonl",
             b'{"txt": "a"}\n',
-            "a.jsonl line 1: expected a string under \"text\", found only ['txt']",
+            'a.jsonl line 1: found only the fields [\'txt\'], expected one of: "text"; "messages"; ',
         ),
         ("a.jsonl", b'{"text": 3}\n', 'a.jsonl line 1: expected a string under "text", found int'),
         (
@@ -62,35 +64,36 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
             b'{"text": "a"}\n{"text": "b", "n": ' + b"9" * 5000 + b"}\n",
             "a.jsonl line 2: not a JSON object (Exceeds the limit",
         ),
-        ("a.JSONL", b'{"txt": 3}\n', 'a.JSONL line 1: expected a string under "text", found only'),
+        ("a.JSONL", b'{"txt": 3}\n', "a.JSONL line 1: found only the fields ['txt']"),
         (
             "a.jsonl",
-            b'{"messages": [{"role": "user", "content": "a"}]}\n',
-            'a.jsonl line 1: expected a string under "text", found "messages", a chat: finetune learns',
-        ),
-        ("a.jsonl", b'{"conversations": []}\n', 'found "conversations", a chat: '),
-        (
-            "a.jsonl",
-            b'{"prompt": "a", "completion": "b"}\n',
-            'found "prompt", a prompt and its completion: finetune learns whole texts; TRL\'s',
+            b'{"text": "a"}\n{"messages": []}\n',
+            "a.jsonl line 2: the field \"text\" is missing, which the first row of the file has; found ['messages']",
         ),
         (
-            "a.jsonl",
-            b'{"instruction": "a"}\n',
-            'found "instruction", an instruction and its answer',
+            "a.json",
+            b'[{"text": "a"},\n\n {"text": 3}]',
+            'a.json line 3: expected a string under "text"',
         ),
-        ("a.json", b'[{"text": "a"}]', "a.json is one JSON value: write a list as .jsonl"),
-        ("a.JSON", b"[]", "a.JSON is one JSON value"),
-        ("a.ndjson", b'{"text": "a"}', "a.ndjson has another name for .jsonl: rename it"),
-        ("a.csv", b"text\na\n", "a.csv is a table: write it as .jsonl"),
-        ("a.tsv", b"text\na\n", "a.tsv is a table: write it as .jsonl"),
-        ("a.parquet", b"PAR1", "from_parquet(PATH).to_json"),
+        ("a.json", b'[{"text": "a"},\n {"te', "a.json line 2: not a whole JSON value"),
         (
-            "a.jsonl.gz",
-            b"\x1f\x8b",
-            "a.jsonl.gz is compressed: unpack it first, e.g. with gunzip -k",
+            "a.json",
+            b'[{"text": "a"}',
+            "a.json line 1: expected a comma or ] after this value, found the end",
         ),
-        ("a.txt.ZST", b"\x28\xb5", "a.txt.ZST is compressed: unpack it first, e.g. with unzstd"),
+        ("a.json", b"[]", "a.json holds no text"),
+        ("a.ndjson", b'{"txt": "a"}', "a.ndjson line 1: found only the fields ['txt']"),
+        ("a.csv", b"id,text\n1,a\n2\n", "a.csv line 3: 1 cells, the header has 2 names"),
+        ("a.csv", b'text\n"a\n', "a.csv line 2: unexpected end of data"),
+        ("a.csv", b"text\n\xff\n", "a.csv line 1: 'utf-8' codec can't decode byte 0xff"),
+        ("a.tsv", b"text\tn\na\n", "a.tsv line 2: 1 cells, the header has 2 names"),
+        ("a.parquet", b"PAR1", "a.parquet is not a parquet file that can be read"),
+        ("a.jsonl.gz", b"\x1f\x8b", "a.jsonl.gz cannot be unpacked"),
+        ("a.jsonl.gz", b"text", "a.jsonl.gz cannot be unpacked: Not a gzipped file"),
+        ("a.jsonl.xz", b"text", "a.jsonl.xz cannot be unpacked"),
+        ("a.txt.bz2", b"text", "a.txt.bz2 cannot be read: Invalid data stream"),
+        ("a.txt.ZST", b"\x28\xb5", "a.txt.ZST"),
+        ("a.zip", b"PK", "a.zip is an archive: unpack it first"),
     ],
 )
 def test_bad_file_says_where(
@@ -109,8 +112,8 @@ def test_bad_file_says_where(
 def test_every_file_is_looked_at_before_the_first_is_read(tmp_path: Path, tokenizer: Any) -> None:
     """Tokenizing may take hours: a file of another kind at the end of the list is refused at once."""
     first = file_of(tmp_path, "a.txt", b"\xff")
-    with pytest.raises(DataError, match=r"b\.csv is a table"):
-        tokenize_files([first, file_of(tmp_path, "b.csv", b"text")], tokenizer, tmp_path / "cache")
+    with pytest.raises(DataError, match=r"b\.zip is an archive"):
+        tokenize_files([first, file_of(tmp_path, "b.zip", b"PK")], tokenizer, tmp_path / "cache")
 
 
 def test_missing_file(tmp_path: Path, tokenizer: Any) -> None:
@@ -122,7 +125,7 @@ def test_tokens_are_the_documents(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes in, bytes out, with <bos> and <eos>; a block cut changes nothing at byte level."""
-    monkeypatch.setattr(data, "BLOCK", 7)
+    monkeypatch.setattr(encode, "BLOCK", 7)
     text = file_of(tmp_path, "a.txt", "\ufeffzwölf\nBoxkämpfer\n jagen\n".encode())
     lines = file_of(
         tmp_path, "b.jsonl", b'{"text": "one"}\n\n{"text": " "}\n{"text": "two", "n": 1}'
@@ -155,10 +158,14 @@ def test_written_once_and_keyed_by_content(
     path = file_of(tmp_path, "a.txt", b"first")
     first = tokenize_files([path], tokenizer, tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(data, "encode_documents", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr(encode.Tokens, "encode", lambda *_: pytest.fail("tokenized again"))
         assert tokenize_files([path], tokenizer, tmp_path / "cache").path == first.path
     path.write_bytes(b"other")
     assert tokenize_files([path], tokenizer, tmp_path / "cache").path != first.path
+
+
+def sources_of(*paths: Path) -> list[Source]:
+    return [Source(entry, path) for entry, path in enumerate(paths)]
 
 
 def stub(**changes: Any) -> Any:
@@ -175,13 +182,14 @@ def stub(**changes: Any) -> Any:
         {"bos_token_id": 0},
         {"bos_token_id": None},
         {"get_vocab": lambda: {"a": 1, "b": 0, "c": 2}},
+        {"chat_template": "{{ messages }}"},
         {"backend_tokenizer": SimpleNamespace(to_str=lambda: "{}")},
     ],
-    ids=["eos", "no eos", "bos", "no bos", "vocabulary", "backend"],
+    ids=["eos", "no eos", "bos", "no bos", "vocabulary", "template", "backend"],
 )
 def test_another_tokenizer_is_another_key(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Each of these would make other tokens of the same file."""
-    path = [file_of(tmp_path, "a.txt", b"text")]
+    path = sources_of(file_of(tmp_path, "a.txt", b"text"))
     assert cache_key(path, stub(**changes)) != cache_key(path, stub()) == cache_key(path, stub())
 
 
@@ -193,10 +201,12 @@ def test_other_files_are_another_key(tmp_path: Path) -> None:
     lines = file_of(tmp_path, "3.jsonl", b"ab")
     border = file_of(tmp_path, "4.txt", b"a|False|b")
     lists = ([one, two], [two, one], [both], [lines], [one], [border])
-    keys = [cache_key(paths, stub()) for paths in lists]
+    keys = [cache_key(sources_of(*paths), stub()) for paths in lists]
     assert len(set(keys)) == len(keys)
     upper = file_of(tmp_path, "5.JSONL", b"ab")
-    assert cache_key([upper], stub()) == cache_key([lines], stub()), "named otherwise, read alike"
+    assert cache_key(sources_of(upper), stub()) == cache_key(sources_of(lines), stub()), (
+        "named otherwise, read alike"
+    )
 
 
 def test_truncated_token_file_is_noticed(tmp_path: Path, tokenizer: Any) -> None:

@@ -90,7 +90,21 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ),
         ({"output": None}, "output is missing"),
         ({"data": []}, "data is missing"),
+        ({"shard_base": True, "fp8": False}, "shard_base shards a base in FP8"),
+        (
+            {"shard_base": True, "weight_layout": "both"},
+            "shard_base needs weight_layout single, got both",
+        ),
         ({"demo": True}, "demo brings its own model and data"),
+        (
+            {"demo": True, "model": None, "data": [], "eval_data": ["f"]},
+            "demo brings its own model and data",
+        ),
+        (
+            {"data": ["a", "b"], "data_weights": [1.0]},
+            "data_weights needs one weight for each entry of data: found 1 for 2",
+        ),
+        ({"data_weights": [float("nan")]}, "data_weights must be positive and finite, got nan"),
     ],
     ids=str,
 )

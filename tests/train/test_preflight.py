@@ -80,7 +80,7 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loa
     cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, more: list[Any], message: str, fp8: str,
 ) -> None:  # fmt: skip
-    for loader in ("load_quantized", "load_model", "tokenize_files"):
+    for loader in ("load_quantized", "load_model", "load_data"):
         monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
     assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, fp8, *more) == 2
     said = capsys.readouterr().err

@@ -54,16 +54,14 @@ def test_what_stops_rank_0_stops_all(error, said, monkeypatch):
     """Whatever it is: the other ranks wait in the broadcast."""
     sent: list[Any] = []
 
-    def broadcast(values: list[Any], src: int) -> None:
-        if sent:
-            values[:] = sent
-        else:
-            sent.extend(values)
+    def gather(values: list[Any], own: Any, group: object) -> None:
+        sent.append(own)
+        values[:] = [sent[0], own]
 
     def work() -> None:
         raise error
 
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(type(error)):
         Ranks(0, 2).on_first(work)
     assert sent == [said]

@@ -55,7 +55,8 @@ def held_out_losses(model_dir: Path, output: Path) -> list[float]:
     import peft
     from transformers import AutoModelForCausalLM
 
-    from lorakernels.train.data import hold_out, open_tokens
+    from lorakernels.train.data.split import hold_out
+    from lorakernels.train.data.tokens import open_tokens
 
     options = json.loads((output / "options.json").read_text())
     tokens = open_tokens(next((output / "tokens").iterdir()))

@@ -122,6 +122,17 @@ class LayerSpec:
         """Whether a token attends to itself and earlier ones only."""
         return getattr(getattr(layer, self.attention, None), "is_causal", True) is True
 
+    def drops(self, layer: nn.Module) -> str | None:
+        """What would draw a dropout mask in the layer's own forward now, as "<its place> = <its p>", or None."""
+        attention: Any = getattr(layer, self.attention)
+        if attention.training and (p := getattr(attention, "attention_dropout", 0.0)):
+            return f"{self.attention}.attention_dropout = {p}"
+        for place in self.dropouts:
+            module = attrgetter(place)(layer)
+            if module.training and module.p:
+                return f"{place}.p = {module.p}"
+        return None
+
     def window_of(self, layer: nn.Module) -> int | None:
         """How many tokens a token attends to, itself among them; None if to all."""
         if self.window is None:

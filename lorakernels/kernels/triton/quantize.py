@@ -5,12 +5,11 @@ The scale is the state's. Where that is still 0, and in eval, it comes from the 
 the same kernel is launched twice, first with MEASURE, which stores nothing but each program's amax, or returns at once
 where the state has a scale. The host does not know which, so that a captured graph serves both.
 
-    begin(MEASURE, QUANTIZE, OVERLAP)
-    kept = kept_scale(state, kept_at, DELAYED)              # 0: none
-    if MEASURE: if not kept > 0.0: tl.store(partials + program, amax bits)
-    else:       scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
-                tl.store(x8 + at, encode(value * scale, E5M2, NATIVE))
-                raise_amax(state + amax_at, amax bits)
+    first, kept, scale = begin_quantizing(tiles, scale_inv, state, …)
+    for tile in tl.range(first, tiles, programs):           # none where there is nothing to measure
+        most = magnitude(most, value)
+        tl.store(x8 + at, encode(value * scale, E5M2, NATIVE))
+    leave_amax(most, kept, state, …)
 
 OVERLAP (Hopper's programmatic launch, csrc/host): a kernel may be there before the one in front of it has ended,
 and waits for that end before it reads or writes anything. Of two, the first waits and only then lets the second start,
@@ -104,6 +103,57 @@ def magnitude_bits(most: tl.tensor) -> tl.tensor:
 @triton.jit
 def raise_amax(amax: tl.tensor, bits: tl.tensor) -> None:
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def begin_quantizing(
+    tiles: tl.tensor,
+    scale_inv: tl.tensor,
+    state: tl.tensor,
+    partials: tl.tensor,
+    kept_at: tl.tensor,
+    measured: tl.tensor,
+    MEASURE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """`begin`, then (this program's first tile, the state's scale, the scale to use), whose inverse is stored.
+
+    The state's scale is 0 where it has none. MEASURE: where it has one, the first tile is behind the last.
+    """
+    first = tl.program_id(0)
+    begin(MEASURE, QUANTIZE, OVERLAP)
+    kept = kept_scale(state, kept_at, DELAYED)
+    scale = 1.0
+    if MEASURE:
+        if kept > 0.0:
+            first = tiles
+    elif QUANTIZE:
+        scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
+        if first == 0:
+            tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    return first, kept, scale
+
+
+@triton.jit
+def leave_amax(
+    most: tl.tensor,
+    kept: tl.tensor,
+    state: tl.tensor,
+    partials: tl.tensor,
+    amax_at: tl.tensor,
+    MEASURE: tl.constexpr,
+    DELAYED: tl.constexpr,
+) -> None:
+    """The last thing in a kernel, of the magnitudes [N] that this program saw."""
+    if MEASURE:
+        if not kept > 0.0:
+            tl.store(partials + tl.program_id(0), magnitude_bits(most))
+    elif DELAYED:
+        raise_amax(state + amax_at, magnitude_bits(most))
 
 
 @triton.jit

@@ -17,13 +17,11 @@ from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.launch import launch
 from lorakernels.kernels.triton.quantize import (
     begin,
+    begin_quantizing,
     encode,
-    kept_scale,
+    leave_amax,
     magnitude,
-    magnitude_bits,
     quantized,
-    raise_amax,
-    scale_to_use,
 )
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaling
@@ -59,17 +57,9 @@ def _rms_norm_quantize_kernel(
 ) -> None:
     dtype: tl.constexpr = x.dtype.element_ty
     VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth
-    first = tl.program_id(0)
-    begin(MEASURE, QUANTIZE, OVERLAP)
-    kept = kept_scale(state, kept_at, DELAYED)
-    scale = 1.0
-    if MEASURE:
-        if kept > 0.0:
-            first = M
-    elif QUANTIZE:
-        scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
-        if first == 0:
-            tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    first, kept, scale = begin_quantizing(
+        M, scale_inv, state, partials, kept_at, measured, MEASURE, QUANTIZE, DELAYED, FP8_MAX, PARTIALS, OVERLAP
+    )  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < K
     step = tl.num_programs(0)
@@ -99,11 +89,7 @@ def _rms_norm_quantize_kernel(
             if QUANTIZE:
                 at = tl.max_contiguous(at, VECTOR)
                 tl.store(x8 + at, encode(n.to(tl.float32) * scale, E5M2, NATIVE), inside)
-    if MEASURE:
-        if not kept > 0.0:
-            tl.store(partials + tl.program_id(0), magnitude_bits(most))
-    elif DELAYED:
-        raise_amax(state + amax_at, magnitude_bits(most))
+    leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
 
 
 def rms_norm_quantize(

@@ -17,17 +17,14 @@ from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.launch import launch
 from lorakernels.kernels.triton.quantize import (
     Quantized,
-    begin,
+    begin_quantizing,
     decode_e4m3,
     encode,
-    kept_scale,
+    leave_amax,
     magnitude,
-    magnitude_bits,
     narrowed,
     quantized,
-    raise_amax,
     scale_of_bits,
-    scale_to_use,
 )
 from lorakernels.numerics.fp8 import E4M3, scale_that_tells
 from lorakernels.numerics.gate_up import PACKED_COLUMNS, packed_scales
@@ -111,17 +108,9 @@ def _swiglu_kernel(
     blocks = tl.cdiv(F, BLOCK)
     scales = tl.cdiv(F, PACKED)
     tiles = M * blocks
-    first = tl.program_id(0)
-    begin(MEASURE, QUANTIZE, OVERLAP)
-    kept = kept_scale(state, kept_at, DELAYED)
-    scale = 1.0
-    if MEASURE:
-        if kept > 0.0:
-            first = tiles
-    elif QUANTIZE:
-        scale = scale_to_use(kept, partials, measured, FP8_MAX, PARTIALS, OVERLAP)
-        if first == 0:
-            tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    first, kept, scale = begin_quantizing(
+        tiles, scale_inv, state, partials, kept_at, measured, MEASURE, QUANTIZE, DELAYED, FP8_MAX, PARTIALS, OVERLAP
+    )  # fmt: skip
     if GRAD:
         gate_multiplier = tl.load(multiplier)
         up_multiplier = tl.load(multiplier + 1)
@@ -181,11 +170,7 @@ def _swiglu_kernel(
                 factor = _spread(fit, BLOCK, PACKED)
                 tl.store(packed + at, encode(gate * factor, False, NATIVE), inside)
                 tl.store(packed + F + at, encode(up * factor, False, NATIVE), inside)
-    if MEASURE:
-        if not kept > 0.0:
-            tl.store(partials + tl.program_id(0), magnitude_bits(most))
-    elif DELAYED:
-        raise_amax(state + amax_at, magnitude_bits(most))
+    leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
 
 
 def swiglu_quantize(

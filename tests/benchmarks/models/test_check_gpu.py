@@ -215,3 +215,10 @@ def test_gpu_tests_are_counted_and_stop_when_the_time_is_up(
     tests.write_text("def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass\n")
     with pytest.raises(RuntimeError, match=r"2 passed, 1 failed: .*test_b"):
         parts.run("gpu tests", "", "cpu", "", 60.0)
+
+
+def test_gpu_tests_have_what_is_left_and_one_process_a_core(check, load) -> None:
+    (part,) = check.chosen(True, ["gpu tests"], "cuda")
+    assert part == check.ON_GPU[-1] and part.timeout == float("inf")
+    processes_on = load("lib.check_full").processes_on
+    assert [processes_on(cores) for cores in (1, 3, 8, 14, 16, 128)] == [1, 1, 6, 12, 12, 12]

@@ -142,6 +142,6 @@ CONTRACTS = (
             for dtype, bias in ((FP32, FP32), (BF16, None), (FP16, BF16))
         },
         {"dout": X, "dropout": None, "bias_dtype": None},
-        {"slot": REFUSALS["slot"]._replace(everywhere=False)},
+        {"slot": REFUSALS["slot"]},
     ),
 )  # fmt: skip

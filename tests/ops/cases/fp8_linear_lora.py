@@ -110,6 +110,12 @@ CONTRACTS = (
                 r"weight_scale_inv must be \[1\] or \[5\], found \[3\]",
             ),
             "residual": Refusal({"residual": SQUARE}, ValueError, r"residual must be \[4, 5\], found \[4, 6\]"),
+            "bias": Refusal({"bias": torch.ones(4)}, ValueError, r"bias must be \[5\], found \[4\]"),
+            "lora_B": Refusal(
+                {"up": Up(torch.ones(5, 2), torch.ones(4, 3), 1.0)},
+                ValueError,
+                r"lora_B must be \[5, 3\], found \[5, 2\]",
+            ),
         },
     ),
 )  # fmt: skip

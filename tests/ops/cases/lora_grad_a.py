@@ -107,9 +107,10 @@ def mask(dropped: Tensor) -> dict[str, Dropout]:
 
 UNFIT = r"dropped must be contiguous int32 \[3, 4\] on cpu, found"
 MASKS = {  # of 3 rows and 100 columns
-    "mask of floats": Refusal(mask(torch.zeros(3, 4)), ValueError, UNFIT, False),
-    "mask too wide": Refusal(mask(torch.zeros(3, 8).int()), ValueError, UNFIT, False),
-    "mask with gaps": Refusal(mask(torch.zeros(3, 8).int()[:, ::2]), ValueError, UNFIT, False),
+    "slot": Refusal({"dropout": Dropout(SLOT.int(), 0.1, 11)}, ValueError, r"slot must be int64 \[2\] on cpu"),
+    "mask of floats": Refusal(mask(torch.zeros(3, 4)), ValueError, UNFIT),
+    "mask too wide": Refusal(mask(torch.zeros(3, 8).int()), ValueError, UNFIT),
+    "mask with gaps": Refusal(mask(torch.zeros(3, 8).int()[:, ::2]), ValueError, UNFIT),
 }  # fmt: skip
 CONTRACTS = (
     Contract(

@@ -115,7 +115,7 @@ CONTRACTS = (
             "K % 8": Case(partial(made, 60, 4, 0.1, "kept", BF16), why_not="K = 60"),
             "rank": Case(partial(made, 64, 129, 0.1, "kept", BF16), why_not="rank 129"),
             "col0": Case(partial(made, 64, 4, 0.1, "kept", BF16, col0=4), why_not="col0 = 4"),
-            "column by column": Case(column_by_column, why_not="x must be contiguous", is_traced=False),
+            "column by column": Case(column_by_column, why_not="x must be contiguous", is_traced=True),
             "misaligned": Case(misaligned, why_not="16-byte aligned"),
         },
         bound,
@@ -138,8 +138,12 @@ CONTRACTS = (
                 {"dropout": Dropout(torch.tensor([5]), 0.1, 0)},
                 ValueError,
                 r"slot must be int64 \[2\] on cpu, found torch.int64 \[1\]",
-                False,
-            )
+            ),
+            "lora_A": Refusal(
+                {"lora_A": torch.ones(3, 2)},
+                ValueError,
+                r"lora_A must be \[R, \d+\], found \[3, 2\]",
+            ),
         },
         large,
     ),

@@ -115,7 +115,7 @@ FORWARD = Contract(
         "x8 only": Case(partial(forward, 24, BF16, BF16, "eval", False)),
         "plain": Case(partial(forward, 24, FP16, FP16, "none", True)),
         "column by column": Case(
-            partial(turned, partial(forward, 24, FP32, FP32, "unset", True), 0), 6, "x must be contiguous", False
+            partial(turned, partial(forward, 24, FP32, FP32, "unset", True), 0), 6, "x must be contiguous", True
         ),
     },
     bound,
@@ -152,7 +152,7 @@ BACKWARD = Contract(
         "trained": Case(partial(backward, 24, FP32, FP32, True, True)),
         "frozen": Case(partial(backward, 24, BF16, BF16, False, False)),
         "column by column": Case(
-            partial(turned, partial(backward, 40, FP32, FP32, False, True), 0), 6, "dnormed must be contiguous", False
+            partial(turned, partial(backward, 40, FP32, FP32, False, True), 0), 6, "dnormed must be contiguous", True
         ),
     },
     bound_backward,

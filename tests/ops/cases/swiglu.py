@@ -176,7 +176,7 @@ FORWARD = Contract(
         "bytes, two blocks": Case(partial(forward, 300, BF16, True, "eval", False)),
         "plain": Case(partial(forward, 12, FP16, False, "none", True)),
         "column by column": Case(
-            partial(turned, partial(forward, 12, FP32, False, "unset", True)), why_not=TURNED, is_traced=False
+            partial(turned, partial(forward, 12, FP32, False, "unset", True)), why_not=TURNED, is_traced=True
         ),
     },
     bound,

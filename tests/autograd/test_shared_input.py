@@ -265,22 +265,21 @@ def test_saved_for_backward_with_frozen_adapters(mode):
     assert saved_bytes(members, torch.randn(64, 256, requires_grad=True), group)[0] == slots
 
 
-def test_ranks_beyond_one_down_projection_are_stacked_as_far_as_they_fit():
-    """64 + 64 + 64 > 128 = MAX_RANK of quantize_lora_down: x is read twice, and dA comes from two products."""
-    members = make(sizes={"q": (48, 64), "k": (16, 64), "v": (16, 64)})
+@pytest.mark.parametrize("ranks", [(64, 60, 4), (64, 60, 5)], ids=["128", "129"])
+def test_one_down_projection_serves_all_while_their_ranks_fit(ranks):
+    """`quantize_lora_down` takes 128 = MAX_RANK. Beyond, each adapter has its own, and the first quantizes x."""
+    members = make(sizes=dict(zip("qkv", zip((48, 16, 16), ranks, strict=True), strict=True)))
     group = LoRALinearGroup(members)
-    ranks = []
+    found = []
 
-    def track(op, rank):
-        return lambda *args: (ranks.append(rank(args)), op(*args))[1]
+    def down(x, lora_A, scaling, mask, _op=ops.quantize_lora_down):
+        found.append((lora_A.shape[0], scaling is not None))
+        return _op(x, lora_A, scaling, mask)
 
-    down, grad_a = ops.quantize_lora_down, ops.lora_grad_a
-    with (
-        mock.patch.object(ops, "quantize_lora_down", track(down, lambda a: a[1].shape[0])),
-        mock.patch.object(ops, "lora_grad_a", track(grad_a, lambda a: -a[0].shape[1])),
-    ):
-        sum(y.sum() for y in group(torch.randn(6, 32))).backward()
-    assert sorted(ranks) == [-128, -64, 64, 128]
+    with mock.patch.object(ops, "quantize_lora_down", down):
+        group(torch.randn(6, 32))
+    apart = [(rank, i == 0) for i, rank in enumerate(ranks)]
+    assert found == ([(128, True)] if sum(ranks) == 128 else apart)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -340,14 +339,23 @@ def test_an_optimizer_step_between_forward_and_backward_is_refused():
             y.backward()
 
 
-def test_separate_backwards_go_through_the_stack_once():
-    """As through any computation that two losses share; and after one has gone, members called later start anew."""
-    members = make()
-    group = LoRALinearGroup(members)
-    x = torch.randn(6, 32)
-    q, k = members[0](x), members[1](x)
-    q.sum().backward(retain_graph=True)
-    k.sum().backward()
-    assert members[1].lora_A.grad is not None and group._entry is not None
-    members[2](x).sum().backward()
-    assert members[2].lora_A.grad is not None
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_backwards_of_members_are_separate(mode):
+    """None goes through another's, before or after it: the gradients are those of one backward for all."""
+    members = make(p=mode[0])
+    together = copy.deepcopy(members)
+    LoRALinearGroup(members, shared_dropout=mode[1])
+    LoRALinearGroup(together, shared_dropout=mode[1])
+    x = torch.randn(6, 32, requires_grad=True)
+    x2 = x.detach().clone().requires_grad_()
+    slot = lambda *_: torch.tensor([5, 6])  # noqa: E731
+    with mock.patch.object(group_module, "draw_slot", slot):
+        q, k = members[0](x), members[1](x)
+        k.sum().backward()
+        q.sum().backward()
+        members[2](x).sum().backward()
+        sum(member(x2).sum() for member in together).backward()
+    torch.testing.assert_close(x.grad, x2.grad, rtol=1e-5, atol=1e-5)
+    for one, other in zip(members, together, strict=True):
+        assert torch.equal(one.lora_A.grad, other.lora_A.grad)
+        assert torch.equal(one.lora_B.grad, other.lora_B.grad)

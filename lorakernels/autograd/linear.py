@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of one x, held as one matrix with their adapters: the functions that `decoder_layer` calls.
+"""n ≥ 1 projections of one x with their adapters: what every node with a linear layer runs.
 
     W = [W_1; …; W_n] [ΣN, K]      A = [A_1; …; A_n] [ΣR, K]      B = diag(B_1, …, B_n) [ΣN, ΣR]
+
+    forward    x8, s = quantize_lora_down(x, A)                    │  y = fp8_linear_lora(x8, W8, s, B, bias)  │
+    backward   dy8, ds, dB = quantize_grad(dy, B, s)
+               dA = lora_grad_a(ds, x8)                            │  dx = fp8_grad_input(dy8, W8, ds, A)      │
+
+The bars are the places for communication between ranks, before and after each GEMM; there is none yet. Of the nodes
+with a linear layer, `project` alone multiplies by W in forward, and `_grad_x` in backward. Their arguments are what is
+sent before the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled_plan.py.
+
+`quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two ops, if all
+three can (`hands_mask_over`). Otherwise each of those two draws it. dy B is computed first: it is rank-sized, so no
+[N, K] product is ever formed.
 
 With one mask for all, n projections are one of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by
 their own scale_inv [ΣN]. Backward takes dy'_i = m_i dy_i with m_i = scale_inv_i / max_j scale_inv_j. So one
@@ -16,15 +28,22 @@ of dx are then computed one projection after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
+
+Run = Callable[..., Any]
+
+
+def through_dispatcher(op: Any, *arguments: Any) -> Any:
+    """The `run` of eager nodes. Every `run(op, *arguments)` calls an op."""
+    return op(*arguments)
 
 
 class PlannedProjections(NamedTuple):
@@ -51,10 +70,10 @@ class Projections(NamedTuple):
         weight_t: [K, ΣN] or None.
         bias: [ΣN] or None.
         multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base. For n = 1 there is one for each
-            result that the projection packs, such as q, k and v.
+            result that the projection packs, such as q, k and v. None if dy comes as it is.
         rows: N_i.
         ranks: R_i; 0 without an adapter.
-        lora_A: [ΣR, K] or None.
+        lora_A: [ΣR, K]; None without adapters, or in a backward that computes no dx.
         factors: fp32 [2, n], ρ_i and ρ_i / m_i; None for n = 1.
         masks: one for all adapters, or one for each.
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
@@ -68,7 +87,7 @@ class Projections(NamedTuple):
     grad_scale_inv: Tensor | None
     weight_t: Tensor | None
     bias: Tensor | None
-    multiplier: Tensor
+    multiplier: Tensor | None
     rows: tuple[int, ...]
     ranks: tuple[int, ...]
     lora_A: Tensor | None
@@ -80,9 +99,32 @@ class Projections(NamedTuple):
     weights: tuple[Tensor, ...] = ()
     planned: PlannedProjections | None = None
 
+    @classmethod
+    def single(
+        cls, weight: Weight, bias: Tensor | None, adapter: Adapter, rows: int, call: Call
+    ) -> Projections:
+        """The one projection of a LoRALinear or a FrozenFP8Linear of `rows` rows."""
+        lora_A, lora_B, _ = adapter
+        return cls(
+            weight.data,
+            weight.scale_inv,
+            weight.scale_inv,
+            weight.t,
+            bias,
+            multiplier=None,
+            rows=(rows,),
+            ranks=(0 if lora_B is None else lora_B.shape[1],),
+            lora_A=lora_A,
+            factors=None,
+            masks=() if lora_B is None else (call.dropout,),
+            state_x=call.state_x,
+            state_dy=call.state_dy,
+            spec=call.spec,
+        )
+
     @property
     def adapted(self) -> bool:
-        return self.lora_A is not None
+        return any(self.ranks)
 
     @property
     def adapters(self) -> int:
@@ -109,7 +151,9 @@ class Projections(NamedTuple):
         return Weight(self.weight, self.grad_scale_inv, self.weight_t)
 
     def parts(self, matrix: Tensor, dim: int = 0) -> list[Tensor]:
-        """Split the ΣR rows of `matrix` (with `dim=1`, its columns) by adapter."""
+        """Split the ΣR rows of `matrix` (with `dim=1`, its columns) by adapter. For one adapter, it is `matrix`."""
+        if self.adapters == 1:
+            return [matrix]
         return list(matrix.split([r for r in self.ranks if r], dim))
 
 
@@ -152,11 +196,12 @@ def project(
 
 
 class Needs(NamedTuple):
-    """Which gradients to compute."""
+    """Which gradients to compute. `bias` is for a node of one projection; `fused_node.Wanted` has those of several."""
 
     x: bool
     A: bool
     B: bool
+    bias: bool = False
 
 
 class Gradients(NamedTuple):
@@ -169,13 +214,14 @@ class Adapters(NamedTuple):
     """What backward reads of n projections' adapters.
 
     Attributes:
-        s: [M, ΣR], or None.
-        A, B: [R_i, K] and [N_i, R_i], one per adapter.
+        s: [M, ΣR]; None if no dB is computed.
+        dtype: of the A, and of dA; None without adapters.
+        B: [N_i, R_i], one per adapter.
         stacked_B: the second result of `stack_B` in forward; None for one projection, whose B is not stacked.
     """
 
     s: Tensor | None
-    A: Sequence[Tensor]
+    dtype: torch.dtype | None
     B: Sequence[Tensor]
     stacked_B: Tensor | None = None
 
@@ -188,6 +234,7 @@ def gradients(
     adapters: Adapters,
     needs: Needs,
     dtype: torch.dtype | None = None,
+    run: Run = through_dispatcher,
 ) -> Gradients:
     """Gradients of `project`.
 
@@ -199,17 +246,22 @@ def gradients(
         adapters: what forward kept.
         needs: which gradients to compute; the others are None.
         dtype: of dx; None takes dy's.
+        run: calls an op.
     """
-    s, lora_A, lora_B, stacked_B = adapters
+    s, dtype_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
     if dy8 is None or block is not None:
         state = to.state_dy if dy8 is None else None
-        found8, scale_inv, ds, dB, dropped = _quantize(to, dy, block, s, state, needs)
+        found8, scale_inv, ds, dB, dropped = _quantize(
+            to, dy, block, s if needs.B else None, state, needs, run
+        )
         if dy8 is None:
-            dy8 = Scaled(found8, scale_inv) if to.quantized else Scaled(dy)
-    dA = _grad_A(to, ds, operand, lora_A, needs, dropped)
-    dx = _grad_x(to, dy8, ds, dropped, dtype or dy.dtype) if needs.x else None
+            dy8 = Scaled(dy) if state is None else Scaled(found8, scale_inv)
+    dA: list[Tensor | None] = [None] * len(lora_B)
+    if needs.A and ds is not None and dtype_A is not None:
+        dA = [*_grad_A(to, ds, operand(), dtype_A, dropped, run)]
+    dx = _grad_x(to, dy8, ds, dropped, dtype or dy.dtype, run) if needs.x else None
     unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
     return Gradients(dx, dA, unstacked or [None] * len(lora_B))
 
@@ -221,37 +273,43 @@ def _quantize(
     s: Tensor | None,
     state: Tensor | None,
     needs: Needs,
+    run: Run,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(dy8, its scale_inv, ds, dB, the mask's bits if `lora_grad_a` and `fp8_grad_input` will read them)."""
     spec, side = to.spec, to.beside
-    up = None if block is None else Up(block, s if needs.B else None, spec.scaling)
+    up = None if block is None else Up(block, s, spec.scaling)
     scaling = spec.of_state(state)
-    if up is not None and to.lora_A is not None and needs.A and needs.x and len(to.masks) == 1:
+    if up is not None and needs.A and needs.x and len(to.masks) == 1:
         mask = to.masks[0]
         if hands_mask_over(dy, up, mask, to.grad_weight, side):
             assert mask is not None
-            return ops.quantize_grad_and_mask(
-                dy, up, scaling, spec.backward_dtype, mask, to.weight.shape[1], side
+            found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(
+                ops.quantize_grad_and_mask,
+                dy,
+                up,
+                scaling,
+                spec.backward_dtype,
+                mask,
+                to.weight.shape[1],
+                side,
             )
-    return *ops.quantize_grad(dy, up, scaling, spec.backward_dtype, side), None
+            return found
+    return *run(ops.quantize_grad, dy, up, scaling, spec.backward_dtype, side), None
 
 
 def _grad_A(
     to: Projections,
-    ds: Tensor | None,
-    operand: Callable[[], Scaled],
-    lora_A: Sequence[Tensor],
-    needs: Needs,
+    ds: Tensor,
+    x: Scaled,
+    dtype: torch.dtype,
     dropped: Tensor | None,
-) -> list[Tensor | None]:
-    if not (needs.A and to.adapted) or ds is None:
-        return [None] * len(lora_A)
-    x, dtype = operand(), lora_A[0].dtype
+    run: Run,
+) -> list[Tensor]:
     if len(to.masks) > 1:
         pieces = zip(to.parts(ds, 1), to.masks, strict=True)
-        return [ops.lora_grad_a(d.contiguous(), x, mask, dtype) for d, mask in pieces]
-    dA = ops.lora_grad_a(ds, x, _handed_over(to.masks[0], dropped), dtype)
-    return [*to.parts(dA)]
+        return [run(ops.lora_grad_a, d.contiguous(), x, mask, dtype) for d, mask in pieces]
+    mask = _handed_over(to.masks[0], dropped)
+    return to.parts(run(ops.lora_grad_a, ds, x, mask, dtype))
 
 
 def _handed_over(mask: Dropout | None, dropped: Tensor | None) -> Dropout | None:
@@ -259,7 +317,12 @@ def _handed_over(mask: Dropout | None, dropped: Tensor | None) -> Dropout | None
 
 
 def _grad_x(
-    to: Projections, dy8: Scaled, ds: Tensor | None, dropped: Tensor | None, dtype: torch.dtype
+    to: Projections,
+    dy8: Scaled,
+    ds: Tensor | None,
+    dropped: Tensor | None,
+    dtype: torch.dtype,
+    run: Run,
 ) -> Tensor:
     several = len(to.masks) > 1
     mask = _handed_over(to.masks[0], dropped) if to.masks else None
@@ -267,13 +330,12 @@ def _grad_x(
     d, a = ds if lora_A is not None else None, lora_A
     if several and ds is not None and lora_A is not None:
         d, a = to.parts(ds, 1)[0].contiguous(), to.parts(lora_A)[0]
-    dx = ops.fp8_grad_input(
-        dy8, to.spec.backward_dtype, to.grad_weight, d, a, mask, dtype, to.spec.split_dgrad
-    )
+    fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
+    dx: Tensor = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
     if several and ds is not None and lora_A is not None:
         rest = zip(to.parts(ds, 1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
         for d, a, mask in rest:
-            dx = ops.bias_dropout_add(d @ a.to(d.dtype), None, dx, mask)
+            dx = run(ops.bias_dropout_add, d @ a.to(d.dtype), None, dx, mask)
     return dx
 
 
@@ -306,6 +368,6 @@ def bias_gradients(
     found: list[Tensor | None] = [None] * len(dtypes)
     for i, dtype in enumerate(dtypes):
         if dtype is not None:
-            part = dy.split(list(to.rows), 1)[i]
-            found[i] = (part.float().sum(0) / to.multiplier[i]).to(dtype)
+            total = dy.split(list(to.rows), 1)[i].float().sum(0)
+            found[i] = (total if to.multiplier is None else total / to.multiplier[i]).to(dtype)
     return found

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sharded FP8 base beside the whole one on every GPU: tokens per second a GPU, memory, and what a gather takes.
+
+    PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 torchrun --nproc-per-node 2 \\
+        benchmarks/parallel/bench_sharded_base.py --output DIR [--models 70b 8b] [--transports peer nccl] [--budget-s S]
+
+peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B at 4096. R = 16 on q, k, v, o. Each rank
+trains on rows of its own, and the adapters' gradients are averaged over the ranks in every row. The whole base runs
+first, in its fastest form with one layout of the weights. Then the same model is sharded and runs in that form.
+
+    tokens/s a GPU       of the steps together, by the slowest rank
+    ÷ whole              of the whole base's
+    p50, p99 ms          of one step, on rank 0
+    peak GiB             of tensors, the shards included
+    gather ms, GB/s      of one layer's block, received from the other ranks, with nothing beside it
+    check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
+
+Without torchrun there is one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.timing import synchronize
+from benchmarks.peers.models import SPECS, token_rows
+from benchmarks.peers.training import Ours
+from lorakernels.parallel import ShardedBase, shard_base
+
+# The fastest forms with one layout of the weights, of bench_end_to_end.py
+FORMS: dict[str, dict[str, Any]] = {
+    "70b": {"graphs": "layer", "save": "fit"},
+    "8b": {"graphs": "iteration", "save": "full"},
+    "1b": {"graphs": "iteration", "save": "full"},
+    "tiny": {},
+}
+ROWS = 16  # of text, for all ranks
+NO_GATHER: Row = {"gather ms": "", "GB/s": "", "why": ""}
+
+
+class Bench:
+    """One model, on this rank."""
+
+    def __init__(self, model: str, device: torch.device, often: int) -> None:
+        self.device, self.often, self.spec = device, often, SPECS[model]
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        form = FORMS[model] if device.type == "cuda" else {}
+        self.form = form.get("graphs") or "eager"
+        torch.manual_seed(0)
+        self.training = Ours(self.spec, "qkvo", device, **form)
+        self.training.optimizer.register_step_pre_hook(self._average)
+        text = token_rows(self.spec.length, ROWS * self.spec.batch)
+        batches = text.view(ROWS, self.spec.batch, self.spec.length).roll(-self.rank, 0)
+        self.batches = batches.pin_memory() if device.type == "cuda" else batches
+        self.whole: Row = {}
+
+    def _average(self, *_: Any) -> None:
+        """The adapters' gradients, over all ranks."""
+        if self.ranks == 1:
+            return
+        grads = [p.grad for p in self.training.trained if p.grad is not None]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        dist.all_reduce(flat)
+        flat.div_(self.ranks)
+        parts = flat.split([g.numel() for g in grads])
+        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+
+    def step(self, number: int) -> Tensor:
+        ids = self.batches[number % ROWS].to(self.device, non_blocking=True)
+        return self.training.step(ids)
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """In eval mode, so that nothing changes."""
+        self.training.model.eval()
+        found = float(self.training.loss(self.batches[0].to(self.device)))
+        self.training.model.train()
+        return found
+
+    def row(self, what: str, base: ShardedBase | None, check: str) -> Row:
+        """Warm up, capture and time."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for number in range(self.training.warmup_steps + 1):
+            self.step(number)
+        samples = self._timed()
+        synchronize(self.device)
+        total = torch.tensor(sum(samples), device=self.device)
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        tokens = self.spec.batch * self.spec.length * len(samples)
+        rate = round(tokens / float(total), 1)
+        p50, p99 = statistics.median(samples), max(samples)
+        found: Row = {
+            "model": self.spec.name,
+            "tokens": f"{self.spec.batch} x {self.spec.length}",
+            "base": what,
+            "graphs": self.form,
+            "ranks": self.ranks,
+            "check": check,
+            "tokens/s a GPU": rate,
+            "÷ whole": ratio(rate, self.whole.get("tokens/s a GPU")),
+            "steps": len(samples),
+            "p50 ms": round(p50 * 1e3, 2),
+            "p99 ms": round(p99 * 1e3, 2),
+            "peak GiB": self._peak(base),
+            **(NO_GATHER if base is None else gather_columns(base, self.device)),
+            "note": self.training.note,
+        }
+        if self.rank == 0:
+            print(f"{self.spec.name}, {what}: {check}, {rate} tokens/s a GPU", flush=True)
+        return found
+
+    def _timed(self) -> list[float]:
+        """Seconds of each step, between events on the stream; the steps follow each other."""
+        if self.device.type != "cuda":
+            times = [time.perf_counter()]
+            for number in range(self.often):
+                self.step(number)
+                times.append(time.perf_counter())
+            return [b - a for a, b in pairwise(times)]
+        synchronize(self.device)
+        dist.barrier()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.often + 1)]
+        events[0].record()
+        for number, event in enumerate(events[1:]):
+            self.step(number)
+            event.record()
+        synchronize(self.device)
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+    def _peak(self, base: ShardedBase | None) -> object:
+        if self.device.type != "cuda":
+            return ""
+        found = torch.cuda.max_memory_allocated(self.device)
+        if base is not None and base.transport == "peer":  # not of torch's allocator
+            found += base.shards.memory.numel()
+        return round(found / 2**30, 2)
+
+
+def gather_columns(base: ShardedBase, device: torch.device) -> Row:
+    """Of gathers one after the other, with nothing beside them."""
+    slots, blocks, n = base.slots, base.shards.blocks, base.shards.ranks
+    layers = range(min(len(blocks), 16))
+    slots.forget()
+    slots.ensure(0, 0)
+    synchronize(device)
+    began, before = time.perf_counter(), slots.gathers
+    for layer in layers[1:]:
+        slots.ensure(layer, 0)
+    synchronize(device)
+    took = (time.perf_counter() - began) / max(1, slots.gathers - before)
+    received = blocks[0].size * (n - 1) / n
+    return {
+        "gather ms": round(took * 1e3, 3),
+        "GB/s": round(received / took / 1e9, 1),
+        "why": base.reason,
+    }
+
+
+def bench_model(
+    model: str, device: torch.device, transports: list[str], often: int, end: float
+) -> list[Row]:
+    """The whole base, then the sharded one by each transport, until `end` of time.perf_counter."""
+    bench = Bench(model, device, often)
+    mesh = init_device_mesh(device.type, (bench.ranks,), mesh_dim_names=("dp_shard",))
+    rows = [bench.row("whole", None, "ok")]
+    bench.whole = rows[0]
+    bench.training.renew_graphs()
+    for transport in transports:
+        if not _time_left(end, device):
+            break
+        before = bench.loss()
+        try:
+            base = shard_base(bench.training.model, mesh["dp_shard"], transport=transport)
+        except (RuntimeError, ValueError) as error:  # on every rank, with the model as it was
+            named = {"base": f"sharded, {transport}", "check": f"not run: {error}"}
+            rows.append({**dict.fromkeys(rows[0], ""), "model": rows[0]["model"], **named})
+            continue
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        after = bench.loss()
+        check = "ok" if after == before else f"WRONG: loss {after!r}, the whole base's {before!r}"
+        rows.append(bench.row(f"sharded, {base.transport}", base, check))
+        synchronize(device)
+        dist.barrier()
+        bench.training.renew_graphs()  # their memory is needed, and they end before their communicators
+        if transport != transports[-1]:
+            base.unshard()
+        del base
+    return rows
+
+
+def _time_left(end: float, device: torch.device) -> bool:
+    """Whether the budget lasts, for all ranks alike."""
+    left = torch.tensor(end - time.perf_counter(), device=device)
+    dist.all_reduce(left, dist.ReduceOp.MIN)
+    return bool(left > 0)
+
+
+def start_ranks(device: torch.device) -> torch.device:
+    """This rank's device, after torchrun or alone."""
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        return torch.device("cuda", 0) if device.type == "cuda" else device
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device.type == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return device
+
+
+def main() -> int:
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--models", nargs="+", choices=list(FORMS))
+    options.add_argument("--transports", nargs="+", help='default: "auto"', default=["auto"])
+    options.add_argument(
+        "--budget-s", type=float, default=540.0, help="for all; what would begin later is not run"
+    )
+    args, device = arguments(options, on_gpu=8)
+    began = time.perf_counter()
+    device = start_ranks(device)
+    try:
+        return _run(args, device, began + args.budget_s)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
+    models = args.models or (["70b", "8b"] if device.type == "cuda" else ["tiny"])
+    rows: list[Row] = []
+    for model in models:
+        if _time_left(end, device):
+            rows += bench_model(model, device, args.transports, args.repetitions, end)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if dist.get_rank():
+        return 0
+    return finish("sharded_base", rows, environment(device), args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that somebody else holds: a sharded base (lorakernels.parallel) lends a layer its weight while it runs.
+
+Outside of its layer's forward and backward, the memory of such a weight has other bytes. Who reads it first calls
+`bring`; what would write or move it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+_HOLDER = "weight_holder"  # plain attribute of the linear
+
+
+class Holder(Protocol):
+    def bring(self) -> None:
+        """Put the layer's weights into their memory, until another layer's come. It may be a collective."""
+
+
+def hold(linear: Any, holder: Holder | None) -> None:
+    """Say that `holder` holds the weight of `linear`, or, with None, that the layer has its own again."""
+    if holder is None:
+        linear.__dict__.pop(_HOLDER, None)
+    else:
+        linear.__dict__[_HOLDER] = holder
+
+
+def is_held(linear: Any) -> bool:
+    return _HOLDER in linear.__dict__
+
+
+def bring(linear: Any) -> None:
+    """Before the weight of `linear` is read outside of its layer's forward and backward."""
+    holder: Holder | None = linear.__dict__.get(_HOLDER)
+    if holder is not None:
+        holder.bring()
+
+
+def refuse_held(linear: Any, what: str) -> None:
+    """RuntimeError if `what` cannot be done, because the weight of `linear` is held."""
+    if is_held(linear):
+        raise RuntimeError(
+            f"{getattr(linear, 'name', '') or 'this layer'}: cannot {what} a weight of a sharded base, which each rank "
+            "holds a part of: call its unshard() first"
+        )
+
+
+def refuse_move(linear: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """RuntimeError if `fn`, as for `nn.Module._apply`, would move a weight that is held to another device."""
+    if is_held(linear) and fn(linear.weight_scale_inv).device != linear.weight_scale_inv.device:
+        refuse_held(linear, "move")

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file of the package that names collectives: how ranks agree, and how a block's parts come together.
+
+    "peer"  each rank copies the others' parts out of their memory: copy engines do it, and no rank waits for another
+    "nccl"  all-gather by NCCL's kernels, which take multiprocessors from the GEMMs beside them
+    "gloo"  all-gather between CPUs
+
+With "nccl" and "gloo" all ranks must use the layers in one order. With "peer" they need not: shards never change.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lorakernels.parallel.shards import Shards
+
+# torch 2.13 gives it another name
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# after which a gather gives up: another rank ended or hangs
+GATHER = timedelta(seconds=60)
+# the same for ranks that wait for each other's work, such as reading files
+WORK = timedelta(hours=2)
+TRANSPORTS = ("auto", "peer", "nccl", "gloo")
+
+
+class Transport(Protocol):
+    """Brings the parts of a block together. `name` is one of TRANSPORTS."""
+
+    name: str
+
+    def allocate(self, size: int) -> Tensor:
+        """uint8 [size] for a rank's Shards. `size` is the same on every rank."""
+
+    def publish(self, shards: Shards) -> None:
+        """Collective: the shards are written, on every rank, and will never be written again."""
+
+    def gather(self, layer: int, out: Tensor) -> Any:
+        """Fill `out`, uint8 [block.size], on the current stream. On a CPU, returns what to wait for."""
+
+    def close(self) -> None:
+        """Collective: no rank gathers any more."""
+
+
+def agree(group: Any, mine: Any) -> list[Any]:
+    """Collective: `mine` of every rank of `group`, by rank."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def patient(group: Any) -> Any:
+    """Collective: a group of gloo's over the ranks of `group`, for waits of up to WORK.
+
+    It notices at once that a process has ended.
+    """
+    return _new_group(group, "gloo", WORK)
+
+
+@cache
+def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
+    """Collective: another group over the ranks of `group`, one for each use. It lives until all groups are destroyed.
+
+    torch names such a group by how many there are. If one were destroyed, a later one would have the name of a third.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if backend == "nccl" and len(ranks) < dist.get_world_size() and _is_split():
+        return group
+    return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+
+
+def _is_split() -> bool:
+    """Whether torch would split the world's communicator for a new group, which takes the other ranks as well."""
+    world = dist.group.WORLD
+    return world is not None and world.bound_device_id is not None
+
+
+@contextmanager
+def together(group: Any) -> Iterator[None]:
+    """Collective at its end: an exception inside, on one rank, is raised on all.
+
+    Raises:
+        ValueError: another rank raised. The message names that rank and says what it said.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:  # any: the other ranks wait below
+        error = found
+    said = agree(group, None if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
+def reduce_scatter(group: Any, out: Tensor, whole: Tensor) -> None:
+    """Collective: `out` [n] becomes this rank's part of `whole` [ranks · n], summed over the ranks."""
+    _reduce_scatter(out, whole, group=group)
+
+
+def all_gather(group: Any, out: Tensor, part: Tensor) -> None:
+    """Collective: `out` [ranks · n] becomes every rank's `part` [n], by rank."""
+    _all_gather(out, part, group=group)
+
+
+def all_reduce(group: Any, x: Tensor) -> None:
+    """Collective: `x` becomes its sum over the ranks."""
+    dist.all_reduce(x, group=group)
+
+
+def from_first(group: Any, x: Tensor) -> None:
+    """Collective: `x` becomes that of the group's first rank."""
+    dist.broadcast(x, group=group, src=dist.get_global_rank(group, 0))
+
+
+class Collective:
+    """ "gloo" or "nccl", in a process group of its own, so that gathers do not queue behind the gradients."""
+
+    def __init__(self, name: str, group: Any, device: torch.device) -> None:
+        self.name, self._device = name, device
+        self._group = _new_group(group, name, GATHER)
+
+    def allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def publish(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def gather(self, layer: int, out: Tensor) -> Any:
+        part, on_cpu = self._shards.part(layer), out.device.type == "cpu"
+        return _all_gather(out, part, group=self._group, async_op=on_cpu)
+
+    def close(self) -> None:
+        dist.barrier(self._group)
+
+
+class Peer:
+    """Copies out of the other ranks' memory, which torch's symmetric memory maps into this process.
+
+    Only plain addresses are used: no multicast, no signals. Ranks r+1, r+2, … are read in this order, so that not all
+    ranks read one rank's memory at the same time.
+    """
+
+    name = "peer"
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device, self._alone = group, device, dist.get_world_size(group) == 1
+        self._peers: list[tuple[int, Tensor]] = []
+        self._handle: Any = None
+
+    def allocate(self, size: int) -> Tensor:
+        if self._alone:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        import torch.distributed._symmetric_memory as symmetric
+
+        return symmetric.empty(size, dtype=torch.uint8, device=self._device)
+
+    def publish(self, shards: Shards) -> None:
+        memory, n = shards.memory, shards.ranks
+        self._shards = shards
+        if not self._alone:
+            import torch.distributed._symmetric_memory as symmetric
+
+            handle = self._handle = symmetric.rendezvous(memory, self._group.group_name)
+            for rank in ((shards.rank + turn) % n for turn in range(1, n)):
+                there = handle.get_buffer(rank, memory.shape, memory.dtype)
+                self._peers.append((rank, there))
+        self._peers.append((shards.rank, memory))
+        self._settle()
+
+    def gather(self, layer: int, out: Tensor) -> None:
+        span = self._shards.span(layer)
+        size = span.stop - span.start
+        for rank, there in self._peers:
+            out[rank * size : (rank + 1) * size].copy_(there[span], non_blocking=True)
+
+    def close(self) -> None:
+        self._settle()
+        self._peers.clear()
+        self._handle = None
+
+    def _settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._group)
+
+
+def choose(transport: str, group: Any, device: torch.device) -> tuple[str, str]:
+    """Collective: (the transport to use, why in words).
+
+    Raises:
+        ValueError: `transport` is not one of TRANSPORTS, or does not fit `device`.
+        RuntimeError: it is "peer", and a rank cannot read the others' memory.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {list(TRANSPORTS)}, found {transport!r}")
+    if device.type != "cuda":
+        if transport not in ("auto", "gloo"):
+            raise ValueError(f"transport {transport!r} needs GPUs, found a model on {device}")
+        return "gloo", "the model is on a CPU"
+    if transport == "gloo":
+        raise ValueError(f"transport 'gloo' needs a CPU, found a model on {device}")
+    if transport == "nccl":
+        return "nccl", "asked for"
+    objections = list(_no_peers(agree(group, _place(device)), device))
+    every = agree(group, objections)
+    first = next(((rank, o[0]) for rank, o in enumerate(every) if o), None)
+    if first is None:
+        return "peer", "the GPUs of all ranks read each other's memory"
+    reason = f"no peer access: rank {first[0]} says that {first[1]}"
+    if transport == "peer":
+        raise RuntimeError(f"transport 'peer': {reason}")
+    return "nccl", reason
+
+
+def make(name: str, group: Any, device: torch.device) -> Transport:
+    """Collective: the transport that `choose` chose."""
+    return Peer(group, device) if name == "peer" else Collective(name, group, device)
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    return socket.gethostname(), device.index or 0
+
+
+def _no_peers(places: list[tuple[str, int]], device: torch.device) -> Iterator[str]:
+    """Why this rank cannot read the memory of the ranks at `places`."""
+    host, own = _place(device)
+    others = [index for name, index in places if name == host and index != own]
+    if len(others) + 1 != len(places):
+        yield "not all ranks are on one host, with a GPU each"
+        return
+    if len(places) > 1 and _would_multicast(device):
+        yield (
+            "torch would set up NVLink multicast, which is not used here: set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+        )
+    for index in others:
+        if index >= torch.cuda.device_count():
+            yield f"GPU {index} is not visible to it"
+        elif not torch.cuda.can_device_access_peer(own, index):
+            yield f"GPU {own} cannot access GPU {index}"
+
+
+def _would_multicast(device: torch.device) -> bool:
+    """Whether a rendezvous of symmetric memory would make a multicast object (torch 2.8 to 2.13)."""
+    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "").lower() in ("1", "true", "on", "y"):
+        return False
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0))

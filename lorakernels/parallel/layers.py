@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder layers of a model and their frozen weights, and what cannot be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from lorakernels.fusion.families import KNOWN, family_of, spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.parallel.blocks import Block, Shape, lay_out
+
+Linears = Mapping[str, FrozenFP8Linear]
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """{path: layer} of the decoder layers, fused or not, in the order of their paths in the model.
+
+    Raises:
+        ValueError: there is none that `fuse` knows, or two places share one.
+    """
+    places: dict[int, str] = {}
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, FusedDecoderLayer) or family_of(type(module)):
+            if id(module) in places:
+                raise ValueError(f"{path} and {places[id(module)]} are one layer")
+            places[id(module)], found[path] = path, module
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no decoder layer: shard_base knows {KNOWN}")
+    return found
+
+
+def frozen_linears(layer: nn.Module) -> dict[str, FrozenFP8Linear]:
+    """{path in the layer: module} of the linears whose weights are sharded, group by group."""
+    modules = dict(layer.named_modules())
+    places = [place for group in spec_of(layer).groups for place in group]
+    order = [*places, *(path for path in modules if path not in places)]
+    return {path: m for path in order if isinstance(m := modules[path], FrozenFP8Linear)}
+
+
+def shapes_of(layer: nn.Module) -> dict[str, Shape]:
+    """{path in the layer: [N, K]} of the linears whose weights are sharded."""
+    return {path: (m.out_features, m.in_features) for path, m in frozen_linears(layer).items()}
+
+
+def block_of(layer: nn.Module, shapes: Mapping[str, Shape], ranks: int) -> Block:
+    """The layout of a layer's weights. Weights of one input are a group, whether the layer is fused or not.
+
+    Args:
+        layer: of a family that `fuse` knows.
+        shapes: {path in the layer: [N, K]} of the weights.
+        ranks: how many parts the block has.
+    """
+    groups = [[p for p in group if p in shapes] for group in spec_of(layer).groups]
+    grouped = {path for group in groups for path in group}
+    groups += [[path] for path in shapes if path not in grouped]
+    return lay_out(([(p, shapes[p]) for p in group] for group in groups), ranks)
+
+
+def check_layers(layers: Mapping[str, nn.Module]) -> None:
+    """Refuse weights that cannot be sharded.
+
+    Raises:
+        ValueError: a weight is not FP8, has a second layout, is merged, tied, sharded or on the meta device.
+    """
+    owners: dict[int, str] = {}
+    devices: set[str] = set()
+    for path, layer in layers.items():
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                raise ValueError(
+                    f"{path}.{name} is an nn.Linear of {module.weight.dtype}: shard_base takes weights in FP8; "
+                    "fuse(model), or FrozenFP8Linear.from_linear, makes them so"
+                )
+        for name, linear in frozen_linears(layer).items():
+            for objection in _objections(linear):
+                raise ValueError(f"{path}.{name} {objection}")
+            weight = stored(linear)
+            devices.add(str(weight.device))
+            if owners.setdefault(weight.data_ptr(), f"{path}.{name}") != f"{path}.{name}":
+                raise ValueError(
+                    f"{path}.{name} shares its memory with {owners[weight.data_ptr()]}"
+                )
+    if len(devices) > 1:
+        raise ValueError(f"all frozen weights must be on one device, found {sorted(devices)}")
+
+
+def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
+    weight = stored(linear)
+    if not linear.holds_fp8:
+        yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
+    if linear.weight_layout != "single":
+        yield "has weight_layout='both': only 'single' is sharded"
+    if is_sharded(weight):
+        yield "is sharded by FSDP2"
+    if weight.is_meta:
+        yield "is on the meta device: give the model its weights first"
+    if isinstance(linear, LoRALinear) and linear.merged:
+        yield "is merged: call unmerge_lora first"
+
+
+def stored(linear: FrozenFP8Linear) -> Tensor:
+    """The parameter that holds the bytes."""
+    weight = linear._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def join_groups(layer: nn.Module) -> None:
+    """Let a fused layer's matrices follow their weights, which were moved and are there now."""
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        for group in parts.groups:
+            group.join()

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""shard_base: each rank keeps 1/n of the frozen FP8 weights, and layers get theirs just before they run.
+
+    shards   rank r: part r of every layer's block (blocks.py, shards.py); written once, while loading
+    slots    k blocks of memory at fixed addresses (slots.py). `weight.data` of layer i lies in slot i mod k for good
+    hooks    before a layer's forward, and before its backward: `Slots.ensure`, which also gathers the next layer
+
+A forward hook runs before the layer. A hook on the layer's outputs runs before its backward, as autograd comes to
+them. A forward that runs inside a backward recomputes, so its direction is backward. These hooks are outside of the
+layers' own graphs; a replayed layer reads the same addresses. A step that is captured as a whole has the gathers in it.
+
+A microbatch of L layers gathers 2 (L − k) blocks: at both turns the last k layers are in their slots still. Another
+order of use is right, too; it only waits for more gathers.
+
+Bytes are only copied, so that results equal those of the replicated base bit for bit. Scales, biases, norms, adapters,
+embeddings and head stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lorakernels.graphs import in_backward
+from lorakernels.modules.holder import hold
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.parallel import comm
+from lorakernels.parallel.blocks import Block
+from lorakernels.parallel.layers import (
+    block_of,
+    check_layers,
+    decoder_layers,
+    frozen_linears,
+    join_groups,
+    shapes_of,
+    stored,
+)
+from lorakernels.parallel.shards import Shards
+from lorakernels.parallel.slots import Slots
+
+Layout = tuple[dict[str, nn.Module], list[Block]]  # {path: decoder layer}, and their blocks
+POISON_VARIABLE = "LORAKERNELS_POISON_SLOTS"
+
+
+class ShardedBase:
+    """The frozen weights of a model's decoder layers, split over the ranks of a group. `shard_base` makes it.
+
+    `print(base)` says what was chosen. With transport "nccl" or "gloo", whatever gathers is a collective: all ranks
+    must do it, in one order.
+
+    Attributes:
+        layers: {path: decoder layer}.
+        shards: this rank's bytes.
+        slots: the memory in which the layers' weights lie.
+        transport, reason: how gathers run, and why so.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], shards: Shards, slots: Slots, chosen: tuple[comm.Transport, str]
+    ) -> None:  # fmt: skip
+        self.layers, self.shards, self.slots = dict(layers), shards, slots
+        self._transport, self.reason = chosen
+        self.transport = self._transport.name
+        self._handles: list[Any] = []
+
+    @property
+    def gathers(self) -> int:
+        """How many blocks this rank has gathered so far."""
+        return self.slots.gathers
+
+    def attach(self) -> None:
+        """Move the layers' weights into the slots, and hook the layers. Weights on the meta device get no values."""
+        for index, layer in enumerate(self.layers.values()):
+            self._place(index, self.slots.of(index))
+            held = _Layer(self, index)
+            self._handles += [
+                layer.register_forward_pre_hook(_untraced(held.before_forward)),
+                layer.register_forward_hook(_untraced(held.after_forward)),
+            ]
+            for linear in frozen_linears(layer).values():
+                hold(linear, held)
+                self._handles += [
+                    linear.register_state_dict_post_hook(partial(held.clone_saved)),
+                    linear.register_state_dict_pre_hook(held.before_saving),
+                    linear.register_load_state_dict_pre_hook(_refuse_loading),
+                ]
+        self.slots.forget()
+
+    @contextmanager
+    def gathered(self, layer: int | str | nn.Module) -> Iterator[dict[str, Tensor]]:
+        """All frozen weights of one layer, e4m3 [N, K] by their modules' paths in it.
+
+        They are views of the layer's slot: read them before another layer runs. Collective, except over "peer".
+
+        Args:
+            layer: its index, path or module.
+
+        Raises:
+            ValueError: the base has no such layer.
+        """
+        index = self._index(layer)
+        self.slots.ensure(index, 0)
+        yield self._views(index, self.slots.of(index), E4M3)
+
+    def unshard(self) -> None:
+        """Collective: give every rank the whole base again, in memory of the layers' own. The base is over then."""
+        for index, layer in enumerate(self.layers.values()):
+            self.slots.ensure(index, 0)
+            for linear in frozen_linears(layer).values():
+                hold(linear, None)
+            self._place(index, torch.empty_like(self.slots.of(index)))
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.slots.forget()
+        self._transport.close()
+
+    def __str__(self) -> str:
+        blocks, n = self.shards.blocks, self.shards.ranks
+        whole, part = sum(block.size for block in blocks), self.shards.memory.numel()
+        return (
+            f"{len(blocks)} layers of {whole:,} bytes of frozen weights over {n} ranks: {part:,} bytes a rank, and "
+            f"{self.slots.memory.numel():,} in {len(self.slots.memory)} slots\n"
+            f"transport {self.transport}: {self.reason}"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(
+            "a model whose base is sharded cannot be copied or pickled: call unshard() of its ShardedBase first"
+        )
+
+    def _index(self, layer: int | str | nn.Module) -> int:
+        for index, (path, module) in enumerate(self.layers.items()):
+            if layer is module or layer == path or (type(layer) is int and layer == index):
+                return index
+        raise ValueError(f"layer must be one of {list(self.layers)}, found {layer!r}")
+
+    def _views(self, index: int, memory: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        entries = self.shards.blocks[index].entries
+        return {e.name: memory[e.offset : e.end].view(e.shape).view(dtype) for e in entries}
+
+    @torch.no_grad()
+    def _place(self, index: int, memory: Tensor) -> None:
+        """Move the weights of a layer to the block `memory`, with their values."""
+        layer = list(self.layers.values())[index]
+        linears = frozen_linears(layer)
+        for name, place in self._views(index, memory, torch.uint8).items():
+            weight = stored(linears[name])
+            if weight.is_meta:
+                raise ValueError(f"{name} is on the meta device")
+            place.copy_(weight.data.view(torch.uint8))
+            weight.data = place.view(weight.dtype)
+        join_groups(layer)
+
+
+@dataclass(eq=False)
+class _Layer:
+    """The hooks of one layer and of its linears, whose `weight_holder` this is."""
+
+    base: ShardedBase
+    index: int
+
+    def bring(self) -> None:
+        self.base.slots.ensure(self.index, 0)
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        self.base.slots.ensure(self.index, -1 if in_backward() else 1)
+
+    def before_backward(self, grad: Tensor) -> None:
+        self.base.slots.ensure(self.index, -1)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for x in pytree.tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(self.before_backward)
+
+    def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.bring()
+
+    def clone_saved(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """The slot will hold another layer soon."""
+        key = f"{prefix}weight"
+        state_dict[key] = state_dict[key].detach().clone()
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """A layer that is compiled by itself is traced with its hooks; these gather, and depend on the layer's index."""
+    found: Callable[..., None] = torch.compiler.disable(hook, reason="it gathers frozen weights")
+    return found
+
+
+def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}weight" in state_dict:
+        raise RuntimeError(
+            f"{prefix}weight is in a sharded base, which is not loaded into: call its unshard() first, or leave the "
+            "frozen weights out of the state_dict"
+        )
+
+
+def shard_base(
+    model: nn.Module, mesh: Any, slots: int = 2, prefetch: int = 1, transport: str = "auto"
+) -> ShardedBase:
+    """Split the frozen FP8 weights of the decoder layers of `model` over the ranks of `mesh`, in place.
+
+    The model may be fused or not; it has adapters, and every linear layer of its decoder layers is in FP8. Results stay
+    as they are, bit for bit. Collective.
+
+    Args:
+        model: equal on all ranks in what is frozen.
+        mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis.
+        slots: how many layers' weights a rank has in whole, at least 1.
+        prefetch: how many layers ahead gathers start, less than `slots`.
+        transport: "peer", "nccl", "gloo" or "auto": parallel/comm.py.
+
+    Returns:
+        The ShardedBase. Keep it: `unshard`, `gathered` and what was chosen are there.
+
+    Raises:
+        ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows, a weight cannot
+            be sharded, or the ranks' models differ. The message names it.
+        RuntimeError: transport "peer", and a rank cannot read the others' memory.
+
+    Errors are raised on every rank, before the model is changed.
+    """
+    check_mesh(mesh)
+    device = next(model.parameters()).device
+    if mesh.device_type != device.type:
+        raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
+    find = partial(_layout, model, mesh.size(), slots, prefetch)
+    layers, blocks = agreed_layout(mesh, find, (slots, prefetch, transport))
+    group = mesh.get_group()
+    name, reason = comm.choose(transport, group, device)
+    chosen = comm.make(name, group, device)
+    with comm.together(group):  # one rank's GPU may be full
+        memory = chosen.allocate(Shards.bytes_of(blocks, mesh.size()))
+    shards = Shards(blocks, mesh.get_local_rank(), mesh.size(), memory)
+    for index, layer in enumerate(layers.values()):
+        linears = frozen_linears(layer)
+        for entry in blocks[index].entries:
+            shards.write(index, entry, stored(linears[entry.name]))
+    return finish(layers, shards, (chosen, reason), slots, prefetch)
+
+
+def finish(
+    layers: Mapping[str, nn.Module],
+    shards: Shards,
+    chosen: tuple[comm.Transport, str],
+    slots: int,
+    prefetch: int,
+) -> ShardedBase:
+    """Collective: the base over shards that are written, attached to the layers."""
+    transport, sizes = chosen[0], [block.size for block in shards.blocks]
+    transport.publish(shards)
+    count = min(slots, len(sizes))
+    ahead = min(prefetch, count - 1)
+    memory = Slots(sizes, count, ahead, transport, shards.memory.device)
+    memory.poison = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
+    base = ShardedBase(layers, shards, memory, chosen)
+    base.attach()
+    return base
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise ValueError if `mesh` has not one axis, or has not this rank in it."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one axis, found {mesh.ndim}: {mesh.mesh_dim_names}; pass one of them, such as "
+            'mesh["dp_shard"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh must have this rank in it, found {mesh}")
+
+
+def _layout(model: nn.Module, ranks: int, slots: int, prefetch: int) -> Layout:
+    for name, value, least in (("slots", slots, 1), ("prefetch", prefetch, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
+    if prefetch >= slots:
+        raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
+    layers = decoder_layers(model)
+    check_layers(layers)
+    return layers, [block_of(layer, shapes_of(layer), ranks) for layer in layers.values()]
+
+
+def agreed_layout(mesh: Any, find: Callable[[], Layout], options: tuple[Any, ...]) -> Layout:
+    """Collective: what `find` returns, if it is the same on every rank.
+
+    Raises:
+        ValueError: `find` raised a ValueError or TypeError on a rank, or the ranks' layouts or `options` differ.
+    """
+    layers: dict[str, nn.Module] = {}
+    blocks: list[Block] = []
+    problem: str | None = None
+    try:
+        layers, blocks = find()
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    mine = (problem, options, list(zip(layers, blocks, strict=False)))
+    every = comm.agree(mesh.get_group(), mine)
+    for rank, (objection, _, _) in enumerate(every):
+        if objection is not None:
+            raise ValueError(f"rank {rank}: {objection}")
+    for rank, other in enumerate(every):
+        if other[1] != every[0][1]:
+            raise ValueError(
+                f"slots, prefetch and transport differ: {every[0][1]} on rank 0, {other[1]} on rank {rank}"
+            )
+        if other[2] != every[0][2]:
+            raise ValueError(
+                f"the models differ: {_difference(every[0][2], other[2])} on ranks 0 and {rank}"
+            )
+    return layers, blocks
+
+
+def _difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    pairs = zip(ours, theirs, strict=False)
+    for (path, block), (other, another) in pairs:
+        if path != other:
+            return f"layers {path} and {other}"
+        if block != another:
+            return f"{path} has weights {_shapes(block)} and {_shapes(another)}"
+    return f"{len(ours)} and {len(theirs)} layers"
+
+
+def _shapes(block: Block) -> dict[str, list[int]]:
+    return {entry.name: list(entry.shape) for entry in block.entries}

@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From data files to packed rows: sources (files and rows) → formats (examples) → encode (token ids and loss mask) →
+tokens (files on disk) → split (held-out documents, weights) → prepare (a run's rows).
+"""

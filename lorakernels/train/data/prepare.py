@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the options of a run to its packed rows, with sentences about all that was cut or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorakernels.train.data.formats import PLAIN
+from lorakernels.train.data.preview import preview
+from lorakernels.train.data.split import hold_out, truncated, weighted
+from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_files
+from lorakernels.train.errors import DataError, OptionError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import PackedRows
+from lorakernels.train.ranks import Ranks
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The packed rows of a run.
+
+    Attributes:
+        train, held: rows to train on and to evaluate.
+        identity: what a run that goes on must find again.
+        max_token: the largest token id.
+    """
+
+    train: PackedRows
+    held: PackedRows
+    identity: dict[str, str | None]
+    max_token: int
+
+
+def set_chat_template(tokenizer: Any, path: str | None) -> None:
+    """Give the tokenizer the chat template of a file.
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
+    if path is None:
+        return
+    try:
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template: the file {path} cannot be read: {error}") from error
+
+
+def load_data(
+    options: FinetuneOptions, tokenizer: Any, cache: Path, say: Say, ranks: Ranks
+) -> RunData:
+    """Tokenize the data of a run, or find its tokens in the cache, and pack them. Rank 0 writes.
+
+    Raises:
+        DataError: a file or a row cannot be used, or there is nothing to train on.
+    """
+    rules = Rules(options.train_on_inputs, options.skip_bad_rows)
+
+    def tokens_of(names: list[str]) -> TokenFile:
+        paths = [Path(name) for name in names]
+        ranks.on_first(lambda: tokenize_files(paths, tokenizer, cache, rules))
+        return tokenize_files(paths, tokenizer, cache, rules)
+
+    tokens = tokens_of(options.data)
+    held = tokens_of(options.eval_data) if options.eval_data else None
+    for file in (tokens, held):
+        for line in [] if file is None else about_files(file):
+            say(line)
+    train_rows, held_rows = pack_data(tokens, options, say, held)
+    for line in preview(tokens, tokenizer):
+        say(line)
+    identity = {"tokens": tokens.path.name, "eval_tokens": held.path.name if held else None}
+    max_token = max(tokens.max_token, held.max_token if held else 0)
+    return RunData(train_rows, held_rows, identity, max_token)
+
+
+def about_files(file: TokenFile) -> list[str]:
+    """A sentence for each file whose rows are not plain text, or of which rows were left out."""
+    lines = list(file.notes)
+    for one in file.files:
+        if one.format != PLAIN:
+            lines.append(f"{one.name}: {one.documents:,} rows of {one.format}")
+        if one.bad:
+            lines.append(f"{one.name}: {one.bad:,} bad rows skipped; the first: {one.first_bad}")
+        if one.empty:
+            lines.append(
+                f"{one.name}: {one.empty:,} rows dropped, because they have no answer to train"
+            )
+    return lines
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def pack_data(
+    tokens: TokenFile,
+    options: FinetuneOptions,
+    say: Say = _say_nothing,
+    held: TokenFile | None = None,
+) -> tuple[PackedRows, PackedRows]:
+    """Pack the training and the held-out rows. Says how many documents, tokens and rows there are.
+
+    Without a file `held`, documents of `tokens` are held out.
+
+    Raises:
+        DataError: there is nothing to train on.
+    """
+    train_spans, held_spans, how = hold_out(
+        tokens, 0 if held else options.eval_fraction, options.seed
+    )
+    if held is not None:
+        held_spans, how = held.spans, f"{len(held.spans):,} documents of eval_data held out"
+    train_spans = weighted(tokens, train_spans, options.data_weights, options.seed)
+    train = _pack(tokens, train_spans, options, lambda line: say(f"training data: {line}"))
+    kept = _pack(held or tokens, held_spans, options, lambda line: say(f"held-out data: {line}"))
+    if not len(train):
+        raise DataError(
+            f"nothing to train on: {len(tokens.tokens)} tokens in {len(tokens.spans)} documents"
+        )
+    say(
+        f"{len(tokens.tokens):,} tokens in {len(tokens.spans):,} documents; {how}; "
+        f"{len(train):,} sequences of {options.seq_len} to train on, {100 * train.fill:.1f} % full"
+    )
+    if train.trained is not None:
+        say(
+            f"loss on {train.targets:,} of the {train.inputs:,} tokens of an epoch, those of answers"
+        )
+    if split := train.split_documents + kept.split_documents:
+        say(f"{split:,} documents are longer than seq_len {options.seq_len} and were split")
+    return train, kept
+
+
+def _pack(file: TokenFile, spans: Spans, options: FinetuneOptions, say: Say) -> PackedRows:
+    spans, cut = truncated(file, spans, options.seq_len)
+    rows = PackedRows(file.tokens, spans, options.seq_len, trained=file.trained)
+    if cut:
+        say(f"{cut:,} documents are longer than seq_len {options.seq_len} and were truncated")
+    if rows.untrained_pieces:
+        say(
+            f"{rows.untrained_pieces:,} of them were dropped, because their answers begin after that"
+        )
+    return rows

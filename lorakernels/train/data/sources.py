@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the data files and read their rows.
+
+A row is what one line of a .jsonl file holds. Every reader yields rows and, for a row that cannot be read, its error,
+so that the caller may go on.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from lorakernels.train.errors import DataError, require
+
+TEXT = ".txt"
+KINDS = {
+    ".jsonl": ".jsonl",
+    ".ndjson": ".jsonl",
+    ".json": ".json",
+    ".csv": ".csv",
+    ".tsv": ".tsv",
+    ".parquet": ".parquet",
+    ".arrow": ".arrow",
+    ".txt": TEXT,
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+REFUSED = {
+    ".zip": "is an archive: unpack it first, e.g. with unzip",
+    ".tar": "is an archive: unpack it first, e.g. with tar -xf",
+    ".tgz": "is an archive: unpack it first, e.g. with tar -xf",
+    ".xlsx": "is a spreadsheet: write it as .csv",
+}
+ON_DISK = "state.json"  # what datasets' save_to_disk writes last into a folder
+SPLITS = "dataset_dict.json"
+_HELD_BACK = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)")
+_TRAINED = re.compile(r"(^|[^a-z])train([^a-z]|$)")
+
+
+class RowError(DataError):
+    """One row cannot be used. The message names its file, its place in the file, and its field."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data file. ``where`` names file and line; ``value`` is what the row holds."""
+
+    where: str
+    value: Any
+
+
+Rows = Iterator[Row | RowError]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one folder of the datasets library. ``entry`` is the place in --data that brought it."""
+
+    entry: int
+    path: Path
+
+
+def kind_of(path: Path) -> str:
+    """How the file is read: one of the values of KINDS, or "datasets" for a folder of the datasets library."""
+    if path.is_dir():
+        return "datasets"
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return KINDS.get(suffixes[-1], TEXT) if suffixes else TEXT
+
+
+def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+    """The files that the entries of --data mean, and sentences about what was left out.
+
+    Raises:
+        DataError: a file is missing, empty, or of a kind that cannot be read.
+    """
+    found: list[Source] = []
+    notes: list[str] = []
+    for entry, path in enumerate(paths):
+        if path.is_dir() and not (path / ON_DISK).is_file():
+            files, left = _files_of(path)
+            notes.extend(left)
+        else:
+            files = [path]
+        for file in files:
+            check_kind(file)
+        found.extend(Source(entry, file) for file in files)
+    return found, notes
+
+
+def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
+    if (folder / SPLITS).is_file():
+        return _split_of(folder)
+    inside = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    shown = [p for p in inside if not any(x[0] == "." for x in p.relative_to(folder).parts)]
+    files = [p for p in shown if any(s.lower() in KINDS for s in p.suffixes[-2:])]
+    if not files:
+        raise DataError(f"data folder {folder} holds none of {', '.join(KINDS)}")
+    notes = [f"{folder}: {len(shown) - len(files)} files of other kinds left out"]
+    notes = notes if len(files) < len(shown) else []
+    if any(_TRAINED.search(p.stem.lower()) for p in files):
+        held = [p for p in files if _HELD_BACK.search(p.stem.lower())]
+        files = [p for p in files if p not in held]
+        notes += [
+            f"{p} left out: its name is that of held-out data (see --eval-data)" for p in held
+        ]
+    return files, notes
+
+
+def _split_of(folder: Path) -> tuple[list[Path], list[str]]:
+    splits = json.loads((folder / SPLITS).read_text()).get("splits", [])
+    if "train" not in splits:
+        raise DataError(
+            f'data folder {folder} has no split "train": name one, {folder}/SPLIT of {splits}'
+        )
+    others = [name for name in splits if name != "train"]
+    left = f"{folder}: the split train is read, not {', '.join(others)}"
+    return [folder / "train"], [left] if others else []
+
+
+def check_kind(path: Path) -> None:
+    """Raise DataError if the file is missing, empty, or of a kind that cannot be read."""
+    if path.is_dir():
+        return
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise DataError(f"data file {path} {what}")
+    if reason := REFUSED.get(path.suffix.lower()):
+        raise DataError(f"data file {path} {reason}")
+    if path.stat().st_size == 0:
+        raise DataError(f"data file {path} is empty")
+    if kind_of(path) in (".parquet", ".arrow") and path.suffix.lower() in COMPRESSED:
+        raise DataError(f"data file {path} is compressed twice: unpack it once")
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of one file, in their order, and errors in the place of those that cannot be read."""
+    return _READERS[kind_of(path)](path)
+
+
+def _unpacked(path: Path) -> Any:
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
+    if suffix == ".gz":
+        return gzip.open(path, "rb")
+    if suffix == ".bz2":
+        return bz2.open(path, "rb")
+    return lzma.open(path, "rb") if suffix == ".xz" else path.open("rb")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked."""
+    try:
+        with _unpacked(path) as file:
+            yield file
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} cannot be unpacked: {error}") from error
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror or error}") from error
+
+
+def decode(raw: bytes, where: str, offset: int = 0) -> str:
+    """UTF-8 text without a byte order mark. Raises RowError, which names the byte."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError(
+            f"{where}: byte {raw[error.start]:#04x} at offset {offset + error.start} is not UTF-8 "
+            f"({error.reason}); convert the file to UTF-8 first"
+        ) from error
+    return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _text(path: Path) -> Rows:
+    with _opened(path) as file:
+        raw = file.read()
+    try:
+        yield Row(str(path), {"text": decode(raw, str(path))})
+    except RowError as error:
+        yield error
+
+
+def _lines(path: Path) -> Rows:
+    offset = 0
+    with _opened(path) as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = decode(raw, f"{path} line {number}", offset)
+                if line.strip():
+                    yield Row(f"{path} line {number}", _parse(line, f"{path} line {number}"))
+            except RowError as error:
+                yield error
+            offset += len(raw)
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of too many digits
+        raise RowError(f"{where}: not a JSON object ({error})") from error
+
+
+def _json(path: Path) -> Rows:
+    """The elements of a JSON list. A file that begins with an object is read line by line, as .jsonl."""
+    try:
+        with _opened(path) as file:
+            text = decode(file.read(), str(path))
+    except RowError as error:
+        yield error
+        return
+    at = _skip(text, 0)
+    if text[at : at + 1] != "[":
+        yield from _lines(path)
+        return
+    yield from _elements(path, text, at + 1)
+
+
+def _elements(path: Path, text: str, at: int) -> Rows:
+    """The elements of the list from `at` on. A file that was cut off gives those that are whole, and an error."""
+    decoder, line, counted = json.JSONDecoder(), 1, 0
+    at = _skip(text, at)
+    while text[at : at + 1] != "]":
+        line, counted = line + text.count("\n", counted, at), at
+        where = f"{path} line {line}"
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            yield RowError(f"{where}: not a whole JSON value ({error})")
+            return
+        yield Row(where, value)
+        at = _skip(text, at)
+        if text[at : at + 1] == ",":
+            at = _skip(text, at + 1)
+        elif text[at : at + 1] != "]":
+            found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
+            yield RowError(f"{where}: expected a comma or ] after this value, found {found}")
+            return
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _skip(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _table(delimiter: str) -> Callable[[Path], Rows]:
+    def read(path: Path) -> Rows:
+        before = csv.field_size_limit(2**31 - 1)
+        try:
+            with _opened(path) as file:
+                yield from _cells(path, io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter)
+        finally:
+            csv.field_size_limit(before)
+
+    return read
+
+
+def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
+    reader = csv.reader(file, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        where = f"{path} line {reader.line_num + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except (csv.Error, UnicodeDecodeError) as error:
+            yield RowError(f"{where}: {error}")
+            return
+        if not header:
+            header = cells
+        elif len(cells) == len(header):
+            yield Row(where, dict(zip(header, cells, strict=True)))
+        elif cells:
+            yield RowError(f"{where}: {len(cells)} cells, the header has {len(header)} names")
+
+
+def _parquet(path: Path) -> Rows:
+    parquet = require("pyarrow.parquet")
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        yield from _records(path, (row for batch in batches for row in batch.to_pylist()))
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+
+
+def _arrow(path: Path) -> Rows:
+    datasets = require("datasets")
+    try:
+        rows = datasets.Dataset.from_file(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a file of the datasets library: {error}") from error
+    yield from _records(path, rows)
+
+
+def _on_disk(path: Path) -> Rows:
+    datasets = require("datasets")
+    try:
+        rows = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a folder of the datasets library: {error}") from error
+    yield from _records(path, rows)
+
+
+def _records(path: Path, records: Iterator[Any]) -> Rows:
+    """Tables fill up what a row lacks with nulls: those are taken out."""
+    for number, record in enumerate(records, start=1):
+        yield Row(f"{path} row {number}", _without_nulls(record))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    TEXT: _text,
+    ".jsonl": _lines,
+    ".json": _json,
+    ".csv": _table(","),
+    ".tsv": _table("\t"),
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    "datasets": _on_disk,
+}

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenize data into memory-mapped files of token ids, which are written once.
+
+    <cache>/<key>/tokens.bin    uint32 [n_tokens]            every document after the other
+    <cache>/<key>/docs.bin      uint64 [n_documents + 1]     where each one starts
+    <cache>/<key>/trained.bin   uint8 [n_tokens]             1 where a token is trained; absent if all are
+    <cache>/<key>/meta.json     counts and SHA-256 of the files, written last
+
+``key`` hashes the bytes of the data files, the tokenizer, the special tokens, the chat template and the rules.
+Changed inputs therefore never find old tokens. One process writes, under a lock, while others wait. The directory is
+written under another name, synced and renamed, so it is complete or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lorakernels.train.data.encode import Encoded, Tokens
+from lorakernels.train.data.formats import (
+    PLAIN,
+    Example,
+    Format,
+    Text,
+    check_template,
+    example_of,
+    find_format,
+)
+from lorakernels.train.data.sources import RowError, Source, find_sources, kind_of, read_rows
+from lorakernels.train.errors import DataError
+from lorakernels.train.files import replace_dir, write_bytes
+from lorakernels.train.manifest import entry_of
+
+FORMAT = 2
+Spans = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How rows become tokens.
+
+    Attributes:
+        train_on_inputs: train every token, also those of prompts and of other speakers.
+        skip_bad_rows: count rows that cannot be used instead of raising.
+    """
+
+    train_on_inputs: bool = False
+    skip_bad_rows: bool = False
+
+
+@dataclass
+class FileCounts:
+    """What one data file gave.
+
+    Attributes:
+        name: its path.
+        entry: the place in --data that brought it.
+        format: the name of its rows' format.
+        documents: rows that became documents.
+        bad, first_bad: rows that cannot be used, and the message about the first.
+        empty: rows without a token that is trained.
+    """
+
+    name: str
+    entry: int
+    format: str = PLAIN
+    documents: int = 0
+    bad: int = 0
+    first_bad: str = ""
+    empty: int = 0
+
+    def add_bad(self, error: RowError, skip: bool) -> None:
+        if not skip:
+            raise error
+        self.first_bad = self.first_bad or str(error)
+        self.bad += 1
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The token ids of all documents, memory-mapped.
+
+    Attributes:
+        path: the cache directory.
+        tokens: uint32 [n_tokens].
+        docs: uint64 [n_documents + 1], where each document starts, and the end of the last.
+        max_token: the largest id.
+        trained: uint8 [n_tokens], 1 where a token is trained. None if all are.
+        files: what each data file gave, in the order of the documents.
+        notes: sentences about data that was left out.
+    """
+
+    path: Path
+    tokens: np.ndarray[Any, np.dtype[np.uint32]]
+    docs: np.ndarray[Any, np.dtype[np.uint64]]
+    max_token: int
+    trained: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    files: tuple[FileCounts, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def spans(self) -> Spans:
+        """int64 [n_documents, 2]: start and stop of each document."""
+        docs = self.docs.astype(np.int64)
+        return np.stack([docs[:-1], docs[1:]], axis=1)
+
+    @property
+    def whole(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool [n_documents]: whether a document makes sense from its start only, as all but plain text does."""
+        return self._by_file([file.format != PLAIN for file in self.files], bool)
+
+    @property
+    def entries(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """int64 [n_documents]: the place in --data that each document comes from."""
+        return self._by_file([file.entry for file in self.files], np.int64)
+
+    def _by_file(self, values: list[Any], dtype: Any) -> Any:
+        return np.repeat(np.asarray(values, dtype), [file.documents for file in self.files])
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    body = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
+    specials = (type(tokenizer).__name__, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(f"{specials}{template}{body}".encode()).hexdigest()
+
+
+def cache_key(sources: Sequence[Source], tokenizer: Any, rules: Rules = Rules()) -> str:
+    digest = hashlib.sha256(f"{FORMAT} {rules} {tokenizer_fingerprint(tokenizer)}".encode())
+    for source in sources:
+        digest.update(f"|{source.entry}|{kind_of(source.path)}|".encode())
+        for path in _parts(source.path):
+            _digest_file(digest, path)
+    return digest.hexdigest()[:24]
+
+
+def _parts(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+
+
+def _digest_file(digest: Any, path: Path) -> None:
+    digest.update(f"|{path.stat().st_size}|".encode())
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror}") from error
+    with file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+
+
+def tokenize_files(
+    paths: Sequence[Path],
+    tokenizer: Any,
+    cache: Path,
+    rules: Rules = Rules(),
+) -> TokenFile:
+    """The tokens of the data, read from the cache if the same inputs were tokenized before.
+
+    Raises:
+        DataError: a file or a row cannot be used; the message names file, line and field.
+    """
+    sources, notes = find_sources(paths)
+    target = cache / cache_key(sources, tokenizer, rules)
+    with _one_writer(cache):
+        if not (target / "meta.json").is_file():
+            with replace_dir(target) as temporary:
+                _write(
+                    sources,
+                    Tokens(tokenizer, rules.train_on_inputs),
+                    temporary,
+                    rules.skip_bad_rows,
+                )
+    file = open_tokens(target, notes)
+    for counts, source in zip(file.files, sources, strict=True):
+        counts.name = str(
+            source.path
+        )  # equal files may have had other names when they were tokenized
+    return file
+
+
+@contextlib.contextmanager
+def _one_writer(cache: Path) -> Iterator[None]:
+    """Hold the lock of a cache, a file beside it. It ends with the process, however that ends."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with cache.with_name(f".{cache.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(sources: Sequence[Source], tokens: Tokens, directory: Path, skip: bool) -> None:
+    files = []
+    with _Writer(directory) as writer:
+        for source in sources:
+            counts = FileCounts(str(source.path), source.entry)
+            files.append(counts)
+            for document in _documents(source.path, tokens, counts, skip):
+                writer.add(document)
+    writer.finish(files)
+
+
+def _documents(path: Path, tokens: Tokens, counts: FileCounts, skip: bool) -> Iterator[Encoded]:
+    """The documents of one file that have a token to train. Blank texts are left out."""
+    for encoded in tokens.encode(_examples(path, tokens.template, counts, skip)):
+        if isinstance(encoded, RowError):
+            counts.add_bad(encoded, skip)
+        elif not len(encoded.ids):
+            continue
+        elif encoded.trained is not None and not encoded.trained[1:].any():
+            counts.empty += 1
+        else:
+            counts.documents += 1
+            yield encoded
+    if not counts.documents:
+        raise _nothing(path, counts)
+
+
+def _nothing(path: Path, counts: FileCounts) -> DataError:
+    if counts.bad:
+        return DataError(f"data file {path} has no row that can be used: {counts.first_bad}")
+    if counts.empty:
+        return DataError(
+            f"data file {path} has no answer to train: give --train-on-inputs to train all of it"
+        )
+    return DataError(f"data file {path} holds no text, only white space")
+
+
+def _examples(path: Path, template: bool, counts: FileCounts, skip: bool) -> Iterator[Example]:
+    known: Format | None = None
+    for row in read_rows(path):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            known = known or find_format(row)
+            example = example_of(row, known, template)
+        except RowError as error:
+            counts.add_bad(error, skip)
+            continue
+        counts.format = known.name
+        check_template(template, example)
+        if not isinstance(example, Text) or example.text.strip():
+            yield example
+
+
+class _Writer:
+    """Appends documents to the files of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.starts = directory, array("Q", [0])
+        self.max_token, self.masked = 0, False
+
+    def __enter__(self) -> _Writer:
+        self._tokens = (self.directory / "tokens.bin").open("wb")
+        self._trained = (self.directory / "trained.bin").open("wb")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._tokens.close()
+        self._trained.close()
+
+    def add(self, document: Encoded) -> None:
+        ids, trained = document.ids, document.trained
+        self.max_token = max(self.max_token, int(ids.max()))
+        self.starts.append(self.starts[-1] + len(ids))
+        self._tokens.write(ids.tobytes())
+        self.masked = self.masked or trained is not None
+        everything = np.ones(len(ids), dtype=np.uint8)
+        self._trained.write((everything if trained is None else trained.astype(np.uint8)).tobytes())
+
+    def finish(self, files: list[FileCounts]) -> None:
+        """Write the documents' starts, then meta.json."""
+        names = ["tokens.bin", "docs.bin", *(["trained.bin"] if self.masked else [])]
+        if not self.masked:
+            (self.directory / "trained.bin").unlink()
+        write_bytes(self.directory / "docs.bin", np.asarray(self.starts, dtype=np.uint64).tobytes())
+        meta = {
+            "max_token": self.max_token,
+            "sources": [asdict(file) for file in files],
+            "files": {name: entry_of(self.directory / name) for name in names},
+        }
+        write_bytes(self.directory / "meta.json", json.dumps(meta).encode())
+
+
+def open_tokens(directory: Path, notes: Sequence[str] = ()) -> TokenFile:
+    """Map the files. Raises DataError if one differs from what was written."""
+    meta = json.loads((directory / "meta.json").read_text())
+    for name, wanted in meta["files"].items():
+        found = entry_of(directory / name)
+        if found != wanted:
+            what = "does not match its SHA-256"
+            if found["bytes"] != wanted["bytes"]:
+                what = f"has {found['bytes']} bytes, expected {wanted['bytes']}"
+            raise DataError(f"{directory / name} {what}: delete {directory} and run again")
+    masked = "trained.bin" in meta["files"]
+    return TokenFile(
+        directory,
+        np.memmap(directory / "tokens.bin", dtype=np.uint32, mode="r"),
+        np.memmap(directory / "docs.bin", dtype=np.uint64, mode="r"),
+        meta["max_token"],
+        np.memmap(directory / "trained.bin", dtype=np.uint8, mode="r") if masked else None,
+        tuple(FileCounts(**counts) for counts in meta["sources"]),
+        tuple(notes),
+    )

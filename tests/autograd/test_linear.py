@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes multiply by a frozen weight in one place each way, so that communication before and after it has one place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lorakernels import autograd
+
+HEAD = "linear_cross_entropy.py"  # the loss's own, over the output head
+
+
+def functions_that_use(name: str) -> set[tuple[str, str]]:
+    """(file, function) wherever a function of autograd/ uses `ops.<name>`."""
+    found = set()
+    for path in sorted(Path(autograd.__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+            uses = (n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute))
+            if name in uses and path.name != HEAD:
+                found.add((path.name, function.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("fp8_linear_lora", {("linear.py", "project"), ("compiled_plan.py", "run_forward")}),
+        ("fp8_grad_input", {("linear.py", "_grad_x")}),
+    ],
+    ids=["forward", "backward"],
+)
+def test_one_function_multiplies_by_a_frozen_weight(
+    op: str, expected: set[tuple[str, str]]
+) -> None:
+    """A compiled layer's op has a forward of its own, and every other node's backward."""
+    assert functions_that_use(op) == expected

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench_sharded_base: the sharded base computes the whole one's loss, and every row has its numbers."""
+
+from __future__ import annotations
+
+from tests.benchmarks.aliases import Load, RowsOf, Run
+
+
+def test_the_whole_and_the_sharded_base(load: Load, run: Run, rows_of: RowsOf) -> None:
+    assert run(load("parallel.bench_sharded_base")) == 0
+    rows = rows_of("sharded_base")
+    assert [row["base"] for row in rows] == ["whole", "sharded, gloo"]
+    assert [row["check"] for row in rows] == ["ok", "ok"]
+    assert all(float(row["tokens/s a GPU"]) > 0 for row in rows)
+    assert float(rows[1]["gather ms"]) > 0 and rows[0]["gather ms"] == ""

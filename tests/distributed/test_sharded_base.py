@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sharded base computes what the whole one does, bit for bit: losses, gradients, adapters, FP8 scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed.sharded_models import LAYERS, STEPS, Way, compare
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+FUSED = {f"fused {save}": Way(save) for save in ("recompute", "full", "fp8", "checkpoint")}
+WAYS = {
+    **FUSED,
+    "unfused": Way(),
+    "Phi3": Way("recompute", family="Phi3"),
+    "checkpointed": Way(checkpoint=False),
+    "checkpointed reentrantly": Way(checkpoint=True),
+    "fused checkpointed": Way("recompute", checkpoint=False),
+    "fused checkpointed reentrantly": Way("full", checkpoint=True),
+    "compiled by layers": Way(compiled=True, poison=True),
+    "in DDP": Way("recompute", ddp=True),
+    "poisoned": Way("checkpoint", poison=True),
+    "poisoned checkpointed": Way(checkpoint=True, poison=True),
+    "delayed": Way("recompute", delayed=True),
+    "two forwards": Way("recompute", step="two forwards"),
+    "interrupted": Way("recompute", step="interrupted"),
+    "interrupted poisoned": Way(step="interrupted", poison=True),
+    "three slots": Way("recompute", options={"slots": 3, "prefetch": 2}),
+    "one slot": Way("recompute", options={"slots": 1, "prefetch": 0}),
+    "more slots than layers": Way("recompute", options={"slots": LAYERS + 1}),
+}
+SOME = ("fused recompute", "checkpointed reentrantly")
+WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "1 rank": ((1,), SOME),
+    "2 ranks": ((2,), tuple(WAYS)),
+    "4 ranks": ((4,), SOME),
+    "2 x 2 ranks": ((2, 2), SOME),
+}
+Compared = dict[str, tuple[list[str], list[int]]]
+
+
+def worker(
+    rank: int, device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]
+) -> Compared:
+    mesh = init_device_mesh(
+        device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
+    )
+    return {name: compare(WAYS[name], mesh["dp_shard"], rank, device) for name in names}
+
+
+_ran: dict[str, list[Compared]] = {}
+
+
+def results(world: str) -> list[Compared]:
+    """Of every rank. The ranks of one world run all its ways."""
+    if world not in _ran:
+        shape, names = WORLDS[world]
+        _ran[world] = on_ranks(worker, torch.tensor(shape).prod().item(), "gloo", shape, names)
+    return _ran[world]
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world, (_, names) in WORLDS.items() for name in names]
+)
+def test_bits_are_those_of_the_whole_base(world: str, name: str) -> None:
+    for rank, found in enumerate(results(world)):
+        assert found[name][0] == [], (rank, found[name][0][:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        ("fused recompute", 2),
+        ("fused checkpoint", 2),
+        ("checkpointed", 2),
+        ("checkpointed reentrantly", 2),
+        ("three slots", 3),
+        ("one slot", 1),
+        ("more slots than layers", LAYERS),
+    ],
+)
+def test_the_last_layers_stay_at_both_turns(name: str, slots: int) -> None:
+    per_step = 2 * (LAYERS - slots)
+    for found in results("2 ranks"):
+        assert found[name][1] == [LAYERS + per_step // 2, *[per_step] * (STEPS - 1)]

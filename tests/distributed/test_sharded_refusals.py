@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sharded base refuses, on every rank and before the model changes; reading it, and giving the weights back."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse
+from lorakernels.parallel import comm, shard_base
+from tests.distributed.sharded_models import Way, batches, loss_of, make
+from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
+from tests.processes import on_ranks
+
+WORLD, CPU = 2, torch.device("cpu")
+FP8 = DelayedScaling()
+
+
+def fp8_model() -> nn.Module:
+    return adapted(targets=LINEARS, fp8=FP8)
+
+
+def two_layouts(rank: int) -> nn.Module:
+    return adapted(targets=LINEARS, fp8=FP8, weight_layout="both")
+
+
+def merged(rank: int) -> nn.Module:
+    model = fp8_model()
+    if rank == 1:
+        merge_lora(model)
+    return model
+
+
+def tied(rank: int) -> nn.Module:
+    model = fp8_model()
+    first, second = (model.model.layers[i].mlp.down_proj for i in (0, 1))
+    second._parameters["weight"].data = first._parameters["weight"].data
+    return model
+
+
+def differing(rank: int) -> nn.Module:
+    return adapted(targets=LINEARS, fp8=FP8, model={"intermediate_size": 48 + 16 * rank})
+
+
+Refused = tuple[Callable[[int], nn.Module], dict[str, Any], str]
+REFUSED: dict[str, Refused] = {
+    "plain weights": (lambda rank: adapted(targets=LINEARS), {}, r"q_proj holds .* not FP8"),
+    "nn.Linears": (
+        lambda rank: adapted(targets=ATTENTION, fp8=FP8), {}, r"gate_proj is an nn\.Linear",
+    ),
+    "two layouts": (two_layouts, {}, r"q_proj has weight_layout='both'"),
+    "merged on one rank": (merged, {}, r"rank 1: model\.layers\.0\.self_attn\.q_proj is merged"),
+    "tied": (tied, {}, r"1\.mlp\.down_proj shares its memory with model\.layers\.0"),
+    "no decoder layer": (lambda rank: nn.Linear(2, 2), {}, "Linear has no decoder layer"),
+    "models that differ": (differing, {}, r"models differ: model\.layers\.0 has .* ranks 0 and 1"),
+    "no slot": (lambda rank: fp8_model(), {"slots": 0}, "slots must be .* at least 1, found 0"),
+    "a mesh of another device": (
+        lambda rank: fp8_model().to("meta"), {}, "of the model's device, meta, found cpu",
+    ),
+    "prefetch": (lambda rank: fp8_model(), {"prefetch": 2}, "less than slots = 2, found 2"),
+    "unknown transport": (lambda rank: fp8_model(), {"transport": "tcp"}, "one of .* found 'tcp'"),
+    "peer on a CPU": (lambda rank: fp8_model(), {"transport": "peer"}, "'peer' needs GPUs"),
+    "a mesh of two axes": (lambda rank: fp8_model(), {"mesh": "both"}, "one axis, found 2"),
+}  # fmt: skip
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """What a change would show in: addresses and hooks."""
+    addresses = [p.data_ptr() for p in model.parameters()]
+    return [addresses, [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]]
+
+
+def refused(rank: int, mesh: Any, case: Refused) -> str:
+    """The error's text, or what is wrong besides."""
+    make_model, options, _ = case
+    model = make_model(rank)
+    before = state_of(model)
+    given = {"mesh": mesh["dp_shard"], **options}
+    if given["mesh"] == "both":
+        given["mesh"] = mesh
+    try:
+        shard_base(model, **given)
+    except ValueError as error:
+        return str(error) if state_of(model) == before else "the model has changed"
+    return "no error"
+
+
+def raises(kind: type[Exception], match: str, call: Callable[[], Any]) -> bool:
+    with pytest.raises(kind, match=match):
+        call()
+    return True
+
+
+def held(rank: int, mesh: Any) -> dict[str, bool]:
+    """What a model answers while its base is sharded, and after."""
+    model, whole = make(Way("recompute"), CPU), make(Way("recompute"), CPU)
+    base = shard_base(model, mesh["dp_shard"])
+    linears = {n: m for n, m in whole.named_modules() if isinstance(m, FrozenFP8Linear)}
+    ours = dict(model.named_modules())
+    saved, expected = model.state_dict(), whole.state_dict()
+    with base.gathered("model.layers.3") as weights:
+        gathered = {name: weight.clone() for name, weight in weights.items()}
+    layer = whole.model.layers[3]
+    found = {
+        "state_dict": saved.keys() == expected.keys()
+        and all(torch.equal(saved[k].float(), v.float()) for k, v in expected.items()),
+        "dequantized": all(
+            torch.equal(ours[n].dequantized_weight(), m.dequantized_weight())
+            for n, m in linears.items()
+        ),
+        "gathered": len(gathered) == 7
+        and all(torch.equal(w, layer.get_submodule(n).weight) for n, w in gathered.items()),
+        "load": raises(RuntimeError, "unshard", lambda: model.load_state_dict(expected)),
+        "merge": raises(RuntimeError, "merge into a weight", lambda: merge_lora(model)),
+        "unfuse": raises(RuntimeError, "unfuse a weight", lambda: unfuse(model)),
+        "copy": raises(RuntimeError, "cannot be copied", lambda: copy.deepcopy(model)),
+        "move": raises(RuntimeError, "move a weight", lambda: model.model.layers[3].to("meta")),
+        "no such layer": raises(
+            ValueError, "layer must be one of", lambda: base.gathered(9).__enter__()
+        ),
+        "report": "over 2 ranks" in str(base) and "transport gloo" in str(base),
+    }
+    base.unshard()
+    merge_lora(model)
+    merge_lora(whole)
+    ids = next(batches(CPU))
+    found["unsharded, then merged"] = torch.equal(loss_of(model, ids), loss_of(whole, ids))
+    found["no hooks left"] = state_of(model)[1] == state_of(whole)[1]
+    return found
+
+
+def fused_later(rank: int, mesh: Any) -> bool:
+    """`fuse` over a sharded base, in which the slots hold other layers than the one that is fused."""
+    torch.manual_seed(0)
+    model = fp8_model()
+    whole = copy.deepcopy(model)
+    base = shard_base(model, mesh["dp_shard"])
+    losses = []
+    for one in (model, whole):
+        fuse(one, attention="math")
+        torch.manual_seed(1)
+        loss = loss_of(one, next(batches(CPU)))
+        loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in one.parameters() if p.requires_grad)])
+    slots = {p.untyped_storage().data_ptr() for p in [base.slots.memory]}
+    joined = model.model.layers[1]._fused.qkv.call()[0].weight
+    in_slot = joined.untyped_storage().data_ptr() in slots
+    return in_slot and all(map(torch.equal, *losses))
+
+
+def chosen(mesh: Any) -> dict[str, bool]:
+    """Two ranks on one GPU cannot read each other's memory by peer copies."""
+    group, gpu = mesh["dp_shard"].get_group(), torch.device("cuda", 0)
+    name, reason = comm.choose("auto", group, gpu)
+    found = {"auto": name == "nccl" and "not all ranks are on one host, with a GPU each" in reason}
+    choose = partial(comm.choose, "peer", group, gpu)
+    return found | {"peer": raises(RuntimeError, "'peer': no peer access: rank 0 says", choose)}
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp_replicate", "dp_shard"))
+    texts = {name: refused(rank, mesh, case) for name, case in REFUSED.items()}
+    texts["chosen"] = chosen(mesh)
+    return {**texts, "held": held(rank, mesh), "fused later": fused_later(rank, mesh)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return on_ranks(worker, WORLD, "gloo")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_every_rank(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert re.search(REFUSED[name][2], found[name]), found[name]
+
+
+def test_a_model_while_its_base_is_sharded_and_after(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert [name for name, right in found["held"].items() if not right] == []
+
+
+def test_ranks_without_peer_access(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["chosen"] == {"auto": True, "peer": True} for found in ranks)
+
+
+def test_fused_after_it_was_sharded(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["fused later"] for found in ranks)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same rows give the same tokens, whatever file holds them; and what is left out is said."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from lorakernels.train.data.tokens import tokenize_files
+from lorakernels.train.errors import DataError
+from tests.train.chats import jsonl, shown, tokenizer_with, tokens_of, turns
+
+ROWS = [
+    {"messages": turns("a", "b"), "id": 1},
+    {"messages": [*turns("c", "d"), {"role": "user", "content": 'say "e"\n'}, *turns("", "f")[1:]]},
+]
+
+
+def write(path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    kind = path.name.split(".", 1)[1]
+    if kind == "json":
+        path.write_text("\ufeff" + json.dumps(ROWS, indent=2))
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="," if kind == "csv" else "\t")
+            writer.writerows([["id", "messages"], *([3, json.dumps(r["messages"])] for r in ROWS)])
+    elif kind == "parquet":
+        pytest.importorskip("datasets").Dataset.from_list(ROWS).to_parquet(str(path))
+    elif kind == "folder":
+        pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(str(path))
+    elif kind == "splits":
+        datasets = pytest.importorskip("datasets")
+        train = datasets.Dataset.from_list(ROWS)
+        datasets.DatasetDict(train=train, test=train.select([0])).save_to_disk(str(path))
+    elif kind.endswith("zst"):
+        pytest.importorskip("pyarrow").output_stream(str(path), compression="zstd").write(
+            lines.encode()
+        )
+    else:
+        opener = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(kind[-3:].strip("."), open)
+        with opener(path, "wb") as file:
+            file.write(lines.encode())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("jsonl", "ndjson", "json", "JSON.lines.json", "csv", "tsv", "parquet", "folder", "splits"),
+        *("jsonl.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path, kind: str) -> None:
+    tokenizer = tokenizer_with()
+    expected = tokens_of(jsonl(tmp_path / "expected.jsonl", ROWS), tokenizer)
+    path = tmp_path / f"a.{kind}"
+    write(path)
+    found = tokens_of(path, tokenizer)
+    assert [shown(found, tokenizer, n) for n in (0, 1)] == [
+        shown(expected, tokenizer, n) for n in (0, 1)
+    ]
+    assert found.docs.tolist() == expected.docs.tolist()
+    assert len(found.notes) == (kind == "splits")
+
+
+def test_a_table_of_texts(tmp_path: Path) -> None:
+    """A blank line of a table is no row."""
+    path = tmp_path / "a.csv"
+    path.write_text('text,n\n"one, ""two""\nthree",1\n\nfour,2\n')
+    tokenizer = tokenizer_with(None)
+    file = tokens_of(path, tokenizer)
+    texts = [shown(file, tokenizer, n) for n in (0, 1)]
+    assert texts == ['⟦<bos>one, "two"\nthree<eos>⟧', "⟦<bos>four<eos>⟧"]
+
+
+def test_a_folder_is_its_data_files_and_held_out_data_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "more").mkdir(parents=True)
+    (folder / ".cache").mkdir()
+    jsonl(folder / "train-0.jsonl", [{"text": "one"}])
+    jsonl(folder / "more" / "notes.jsonl", [{"text": "two"}])
+    jsonl(folder / "test-0.jsonl", [{"text": "secret"}])
+    jsonl(folder / ".cache" / "x.jsonl", [{"text": "hidden"}])
+    (folder / "README.md").write_text("about")
+    tokenizer = tokenizer_with(None)
+    file = tokenize_files([folder], tokenizer, tmp_path / "cache")
+    texts = [shown(file, tokenizer, n) for n in range(len(file.spans))]
+    assert texts == ["⟦<bos>two<eos>⟧", "⟦<bos>one<eos>⟧"]
+    assert file.notes == (
+        f"{folder}: 1 files of other kinds left out",
+        f"{folder / 'test-0.jsonl'} left out: its name is that of held-out data (see --eval-data)",
+    )
+    alone = tokenize_files([folder / "test-0.jsonl"], tokenizer, tmp_path / "cache")
+    assert len(alone.spans) == 1, "a file that is named itself is read"
+
+
+def test_a_folder_without_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.py").write_text("x")
+    with pytest.raises(DataError, match=r"data holds none of \.jsonl, "):
+        tokenize_files([tmp_path / "data"], tokenizer_with(None), tmp_path / "cache")
+
+
+def test_a_list_that_was_cut_off_gives_its_whole_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ROWS * 2, indent=1)[:-30])
+    file = tokens_of(path, tokenizer_with(), skip_bad_rows=True)
+    assert (len(file.spans), file.files[0].bad) == (3, 1)
+    assert "not a whole JSON value" in file.files[0].first_bad

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that ends, or cannot read the model, ends all ranks with a message, and the last checkpoint stands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakernels.train.checkpoint import Checkpoints
+from tests import processes
+
+LIMIT = 60  # seconds from the end of one rank to the end of the other
+
+
+def drive(rank: int, port: int, end: str, arguments: list[list[str]]) -> None:
+    """One run on rank `rank` of two. Rank 1 ends or stands still after its second step, as `end` says."""
+    from lorakernels.cli.finetune import add_arguments, run
+    from lorakernels.parallel import comm
+    from lorakernels.train import ranks
+    from lorakernels.train.loop import StepResult, Trainer
+
+    if end == "hangs":
+        ranks.STEP = comm.GATHER = timedelta(seconds=10)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    real = Trainer.step
+
+    def step(self: Trainer, stop: bool = False) -> StepResult:
+        if rank == 1 and self.counters.step == 2:
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if end == "hangs":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if end == "raises":
+                raise MemoryError("no memory for this rank's rows")
+        return real(self, stop)
+
+    Trainer.step = step  # type: ignore[method-assign]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    sys.exit(run(parser.parse_args(arguments[rank])))
+
+
+def end_of(
+    end: str, arguments: list[list[Any]], folder: Path, limit: int = LIMIT
+) -> tuple[list[int | None], list[str]]:
+    """(exit codes, what was said) of two ranks with `arguments` each."""
+    words = [[str(word) for word in own] for own in arguments]
+    said, port = [folder / f"said{rank}" for rank in range(2)], processes.free_port()
+    on_gpu = "cuda" in words[0]
+    ranks = [
+        processes.start(drive, rank, port, end, words, on_gpu=on_gpu, said=said[rank])
+        for rank in range(2)
+    ]
+    if end == "hangs":  # until the other has given up
+        ranks[0].join(300)
+        ranks[1].kill()
+    ranks[1].join(300)
+    ended = time.monotonic()
+    ranks[0].join(limit + 30)
+    assert time.monotonic() - ended < limit
+    return [process.exitcode for process in ranks], [path.read_text() for path in said]
+
+
+@pytest.fixture
+def run(base_args: list[str], deep_model: Path) -> list[Any]:
+    more = {"--model": deep_model, "--steps": 4, "--save-every": 1, "--eval-fraction": 0}
+    return [*base_args, *(word for pair in more.items() for word in pair)]
+
+
+WHOLE, SHARDED = "--no-shard-base", "--shard-base"
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "base"),
+    [
+        ("killed", KILLED, WHOLE),
+        ("raises", 1, WHOLE),
+        ("killed", KILLED, SHARDED),
+        ("hangs", KILLED, SHARDED),
+    ],
+    ids=["killed", "raises", "killed, sharded", "hangs, sharded"],
+)
+def test_a_rank_that_ends_in_the_middle_ends_all(
+    end: str, code: int, base: str, run: list[Any], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    codes, said = end_of(end, [[*run, base, "--output", output]] * 2, tmp_path)
+    assert codes == [1, code], said
+    assert "error: rank 0 lost contact with the others" in said[0]
+    assert "Traceback" not in said[0] and "--resume" in said[0]
+    checkpoints = Checkpoints(output / "checkpoints", 2)
+    newest = checkpoints.load_newest(pytest.fail, torch.device("cpu"))
+    assert newest is not None and newest.step == 2
+
+
+def cut(model: Path) -> str:
+    """Cut the file of the weights short; the header tells that."""
+    path = model / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    return f"{path} is truncated or corrupted"
+
+
+def spoil(model: Path) -> str:
+    """A value that is not finite, which only reading finds."""
+    from safetensors.torch import load_file, save_file
+
+    path, name = model / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(path)
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    return f"{name}: weight must be finite"
+
+
+@pytest.mark.parametrize(
+    ("damage", "base"),
+    [(cut, SHARDED), (spoil, WHOLE), (spoil, SHARDED)],
+    ids=["cut, sharded", "spoilt", "spoilt, sharded"],
+)
+def test_a_rank_that_cannot_read_the_model_ends_all_with_its_message(
+    damage: Callable[[Path], str], base: str, run: list[Any], deep_model: Path, tmp_path: Path
+) -> None:
+    """The other rank has a whole copy."""
+    copy = Path(shutil.copytree(deep_model, tmp_path / "copy"))
+    message = damage(copy)
+    args = [*run, base, "--output", tmp_path / "out"]
+    codes, said = end_of("", [args, [*args, "--model", copy]], tmp_path)
+    assert codes == [1, 1], said
+    named = [bool(re.search("rank 1(| stopped): ", text)) for text in said]
+    assert named == [True, False], said
+    assert all(message in text for text in said), said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("end", ["killed", "raises"])
+@pytest.mark.parametrize("base", [WHOLE, SHARDED])
+def test_a_rank_that_ends_in_the_middle_ends_both_gpus(
+    base: str, end: str, gpu_run: list[Any], tmp_path: Path
+) -> None:
+    """NCCL waits for `STEP`, and some seconds more until its watchdog ends the process."""
+    args = [*gpu_run, base, "--steps", 4, "--save-every", 1, "--output", tmp_path / "out"]
+    codes, said = end_of(end, [args, args], tmp_path, limit=2 * LIMIT)
+    assert 0 not in codes and None not in codes, said
+    checkpoints = Checkpoints(tmp_path / "out" / "checkpoints", 2)
+    newest = checkpoints.load_newest(pytest.fail, torch.device("cpu"))
+    assert newest is not None and newest.step == 2
