@@ -30,7 +30,8 @@ def exact_lora(
 
     x and dy pass through FP8 with the layer's own scales where the base (and dA) read them. `size` is the
     same formula with the magnitudes of everything that was rounded before, plus the value: rounding s by
-    half an eps moves y by at most eps/2 · |s||B|, however much of y cancels.
+    half an eps moves y by at most eps/2 · |s||B|, however much of y cancels. A sum of n terms in fp32 errs by up to
+    n 2^-24 of their magnitudes, which `size` holds in units of the least eps that a test takes, EPS + 1e-5.
     """
     x, dy = x.detach().flatten(0, -2), dy.detach().flatten(0, -2)
     w = layer.dequantized_weight().double()
@@ -44,14 +45,20 @@ def exact_lora(
         dy8 = through_fp8(dy, state.recipe.backward_dtype, state.backward[-1, column])
     xd, xd8 = (torch.where(mask, t, 0.0) * factor for t in (x.double(), x8))
     s, ds = xd @ a.t(), layer.scaling * dy @ b
+    unit = 2.0**-24 / (EPS[x.dtype] + 1e-5)
+    over_k, over_n = unit * x.shape[1], unit * dy.shape[1]
     branch = torch.where(mask, ds @ a, 0.0) * factor
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
     scaling = abs(layer.scaling)
+    size_s = s.abs() + over_k * (xd.abs() @ a.abs().t())
+    size_ds = ds.abs() + over_n * (scaling * dy.abs() @ b.abs())
+    size_y = scaling * size_s @ b.abs().t() + over_k * (x8.abs() @ w.abs().t())
+    size_dx = torch.where(mask, size_ds @ a.abs(), 0.0) * factor + over_n * (dy8.abs() @ w.abs())
     values = {
-        "y": (x8 @ w.t() + layer.scaling * s @ b.t() + bias, scaling * s.abs() @ b.abs().t()),
-        "dx": (dy8 @ w + branch, torch.where(mask, ds.abs() @ a.abs(), 0.0) * factor),
-        "dA": (ds.t() @ xd8, ds.abs().t() @ xd8.abs()),
-        "dB": (layer.scaling * dy.t() @ s, scaling * dy.abs().t() @ s.abs()),
+        "y": (x8 @ w.t() + layer.scaling * s @ b.t() + bias, size_y),
+        "dx": (dy8 @ w + branch, size_dx),
+        "dA": (ds.t() @ xd8, size_ds.t() @ xd8.abs()),
+        "dB": (layer.scaling * dy.t() @ s, scaling * dy.abs().t() @ size_s),
         "dbias": (dy.sum(0), dy.abs().sum(0)),
     }
     return {name: (value, value.abs() + rounded) for name, (value, rounded) in values.items()}
