@@ -28,6 +28,7 @@ from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.holder import is_held
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.ops.quantize_lora_down import MAX_RANK
@@ -326,11 +327,11 @@ class FusedGroup:
                 bias.data = part
 
     def separate(self) -> None:
-        """Give every member memory of its own again."""
+        """Give every member memory of its own again. A weight of a sharded base stays in its slot."""
         if len(self.members) > 1:
             for member in self.members:
                 own = [
-                    member._parameters["weight"],
+                    None if is_held(member) else member._parameters["weight"],
                     getattr(member, "lora_A", None),
                     member._parameters.get("bias"),
                 ]

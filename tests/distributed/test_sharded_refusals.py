@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse
+from lorakernels.fusion import rewire
 from lorakernels.parallel import comm, shard_base
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
@@ -156,6 +157,22 @@ def fused_later(rank: int, mesh: Any) -> bool:
     return in_slot and all(map(torch.equal, *losses))
 
 
+def fuse_that_fails(rank: int, mesh: Any) -> bool:
+    """The weights stay in their slots, and the layers compute what they did before."""
+    torch.manual_seed(0)
+    model = adapted(targets=LINEARS, fp8=FP8, model={"num_hidden_layers": 4}).eval()
+    ids = next(batches(CPU))
+    expected = loss_of(model, ids)
+    base = shard_base(model, mesh["dp_shard"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewire, "fuse_norm", lambda norm: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            fuse(model, attention="math")
+    found = loss_of(model, ids)
+    base.unshard()
+    return torch.equal(found, expected) and torch.equal(loss_of(model, ids), expected)
+
+
 def chosen(mesh: Any) -> dict[str, bool]:
     """Two ranks on one GPU cannot read each other's memory by peer copies."""
     group, gpu = mesh["dp_shard"].get_group(), torch.device("cuda", 0)
@@ -169,6 +186,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp_replicate", "dp_shard"))
     texts = {name: refused(rank, mesh, case) for name, case in REFUSED.items()}
     texts["chosen"] = chosen(mesh)
+    texts["fuse that fails"] = fuse_that_fails(rank, mesh)
     return {**texts, "held": held(rank, mesh), "fused later": fused_later(rank, mesh)}
 
 
@@ -194,3 +212,7 @@ def test_ranks_without_peer_access(ranks: list[dict[str, Any]]) -> None:
 
 def test_fused_after_it_was_sharded(ranks: list[dict[str, Any]]) -> None:
     assert all(found["fused later"] for found in ranks)
+
+
+def test_a_fuse_that_fails_leaves_the_sharded_base(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["fuse that fails"] for found in ranks)
