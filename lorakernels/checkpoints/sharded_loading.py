@@ -42,9 +42,14 @@ class ShardedWeights:
         wanted = set(quantized)
         find = lambda: _layout(model, wanted, mesh.size())  # noqa: E731
         self._layers, blocks = agreed_layout(mesh, find, ())
-        name, reason = comm.choose("auto", mesh.get_group(), device)
-        transport = comm.make(name, mesh.get_group(), device)
-        memory = transport.allocate(Shards.bytes_of(blocks, mesh.size()))
+        group = mesh.get_group()
+        name, reason = comm.choose("auto", group, device)
+        transport = comm.make(name, group, device)
+        sizes = [shape[0] * shape[1] for block in blocks for _, shape, _ in block.entries]
+        with comm.together(group):  # one rank's GPU may be full
+            memory = transport.allocate(Shards.bytes_of(blocks, mesh.size()))
+            self._stand_in = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        self._group = group
         self._shards = Shards(blocks, mesh.get_local_rank(), mesh.size(), memory)
         self._chosen = transport, reason
         self._entries = {
@@ -52,8 +57,6 @@ class ShardedWeights:
             for index, (path, block) in enumerate(zip(self._layers, blocks, strict=True))
             for entry in block.entries
         }
-        largest = max(e.shape[0] * e.shape[1] for _, e in self._entries.values())
-        self._stand_in = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def __contains__(self, path: str) -> bool:
         return path in self._entries
@@ -66,7 +69,7 @@ class ShardedWeights:
 
     def finish(self) -> ShardedBase:
         """Collective: give the layers their weights, after all were kept."""
-        return finish(self._layers, self._shards, self._chosen, SLOTS, PREFETCH)
+        return finish(self._group, self._layers, self._shards, self._chosen, SLOTS, PREFETCH)
 
 
 def _layout(

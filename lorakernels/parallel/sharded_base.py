@@ -249,22 +249,24 @@ def shard_base(
         linears = frozen_linears(layer)
         for entry in blocks[index].entries:
             shards.write(index, entry, stored(linears[entry.name]))
-    return finish(layers, shards, (chosen, reason), slots, prefetch)
+    return finish(group, layers, shards, (chosen, reason), slots, prefetch)
 
 
 def finish(
+    group: Any,
     layers: Mapping[str, nn.Module],
     shards: Shards,
     chosen: tuple[comm.Transport, str],
     slots: int,
     prefetch: int,
 ) -> ShardedBase:
-    """Collective: the base over shards that are written, attached to the layers."""
+    """Collective over `group`: the base over shards that are written, attached to the layers."""
     transport, sizes = chosen[0], [block.size for block in shards.blocks]
     transport.publish(shards)
     count = min(slots, len(sizes))
     ahead = min(prefetch, count - 1)
-    memory = Slots(sizes, count, ahead, transport, shards.memory.device)
+    with comm.together(group):  # one rank's GPU may be full
+        memory = Slots(sizes, count, ahead, transport, shards.memory.device)
     memory.poison = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
     base = ShardedBase(layers, shards, memory, chosen)
     base.attach()

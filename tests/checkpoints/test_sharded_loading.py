@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import apply_lora, fuse, load_quantized
 from lorakernels.modules.holder import is_held
-from lorakernels.parallel import shard_base
+from lorakernels.parallel import comm, shard_base, sharded_base
 from lorakernels.train.model import reproducible
 from tests.checkpoints.test_loading_memory import Counting, Live
 from tests.checkpoints.test_loading_refusals import damage
@@ -170,6 +170,31 @@ def test_all_ranks_say_which_file_one_cannot_read(how: str, tmp_path: Path) -> N
     expected = damage(folders[1], how)
     said = on_ranks(refusal, 3, "gloo", folders, {})
     assert expected in said[1] and said[0] == said[2] == f"rank 1: {said[1]}"
+
+
+def full(rank: int, device: torch.device, folder: Path, where: str) -> str:
+    """What the first allocation for shards, or for slots, says where one rank's GPU is full."""
+
+    def allocate(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            owner, name = {
+                "shards": (comm.Collective, "allocate"),
+                "slots": (sharded_base, "Slots"),
+            }[where]
+            patch.setattr(owner, name, allocate)
+        with pytest.raises((ValueError, torch.OutOfMemoryError)) as caught:
+            load(folder, mesh=mesh())
+    dist.barrier()  # nobody waits for a rank that has raised
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["shards", "slots"])
+def test_a_rank_whose_gpu_is_full_ends_the_loading_on_all_ranks(where: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config())
+    assert on_ranks(full, 2, "gloo", tmp_path, where) == ["rank 1: out of memory", "out of memory"]
 
 
 def test_ranks_with_other_models_are_refused(tmp_path: Path) -> None:
