@@ -53,28 +53,28 @@ class HostLane:
 
 
 class StreamLane:
-    """On a GPU: one stream."""
+    """On a GPU: one stream. The layers run on that GPU's current stream, whichever GPU is the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
         self._used: torch.cuda.Stream | None = None  # by the layers; a capture's does not count
 
     def enter(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        now = torch.cuda.current_stream()
+        now = torch.cuda.current_stream(self._device)
         if self._used is not None and self._used != now:
             now.wait_stream(self._used)
         self._used = now
 
     def run(self, gather: Callable[[], Any]) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             gather()
         return self._stream.record_event()
 
     def wait(self, pending: Any) -> None:
-        torch.cuda.current_stream().wait_event(pending)
+        torch.cuda.current_stream(self._device).wait_event(pending)
 
 
 @dataclass(eq=False)
