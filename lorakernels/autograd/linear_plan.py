@@ -129,10 +129,10 @@ class Known(Generic[P]):
         return True
 
     def _move(self, tensors: LinearTensors, addresses: list[int | None]) -> None:
-        self._addresses = addresses
         self.fixed = [address for address in addresses[:-2] if address is not None]
         states = [t for t in tensors[-2:] if t is not None]
         self.columns = tuple([column_address(state, self._column) for state in states])
+        self._addresses = addresses  # last, so that a thread that comes meanwhile sees no mixture
 
     def plan(self, plans: Plans[P], record: Callable[..., P], *key: Hashable) -> P | None:
         """`plans`' plan of this kind for `key`, which `record(kind, *key)` makes. None if the ops have to run."""

@@ -205,6 +205,32 @@ def test_parameters_at_other_addresses_are_not_asked_for_again(
         assert len(asked) == 1 and recorded.runs == 3
 
 
+def test_a_thread_that_comes_while_another_notes_new_addresses_has_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, x = layer(lora_dropout=0.0), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        module(x)
+        (spec,) = module._specs.values()
+        known, of_column = spec.memo["linear"], linear_plan.column_address
+        module.lora_A.data = module.lora_A.data.clone()
+        seen: list[tuple[bool, bool]] = []
+
+        def meanwhile(state: Tensor, column: int) -> int:
+            if (
+                not seen
+            ):  # a call of the layer's by another thread, which finds what is there by now
+                seen.append((False, False))
+                module(x)
+                seen[0] = (known.fixed[0] == module.lora_A.data_ptr(), len(known.columns) == 2)
+            return of_column(state, column)
+
+        known.columns = ()  # stale
+        monkeypatch.setattr(linear_plan, "column_address", meanwhile)
+        module(x)
+    assert seen == [(True, True)]
+
+
 @pytest.mark.parametrize("name", ["lora_A", "lora_B", "bias"])
 def test_a_parameter_that_does_not_fit_is_refused(name: str) -> None:
     """A kernel would read beyond its end."""
