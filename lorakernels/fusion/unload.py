@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lorakernels.fusion.fuse import unfuse
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.pretrained import describe_tying, plain_dtype, release_saving
 from lorakernels.modules.trained_parts import forget_originals, swap_originals
@@ -31,7 +32,7 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
             `disable_lora`, is fused from a module above it, or has layers of a PeftModel; or a weight is not finite.
             Nothing is changed then.
         TypeError: `dtype` is no floating-point type of two bytes or more.
-        RuntimeError: parameters are sharded (FSDP2).
+        RuntimeError: parameters are sharded (FSDP2), or the weights are those of a sharded base.
     """
     states = {m.merged for m in model.modules() if isinstance(m, LoRALinear)}
     if len(states) > 1:
@@ -98,6 +99,7 @@ def _check(model: nn.Module, layers: dict[str, FrozenFP8Linear]) -> None:
             raise ValueError("the adapter is disabled: leave disable_lora first")
         if any(is_sharded(p) for p in layer.parameters(recurse=False)):
             raise RuntimeError(f"{name or 'model'}: cannot unload sharded parameters")
+        refuse_held(layer, "unload")
 
 
 def _plain_linear(name: str, layer: FrozenFP8Linear, dtype: torch.dtype, merge: bool) -> nn.Linear:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 _HOLDER = "weight_holder"  # plain attribute of the linear
@@ -49,6 +50,8 @@ def refuse_held(linear: Any, what: str) -> None:
 
 
 def refuse_move(linear: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """RuntimeError if `fn`, as for `nn.Module._apply`, would move a weight that is held to another device."""
-    if is_held(linear) and fn(linear.weight_scale_inv).device != linear.weight_scale_inv.device:
-        refuse_held(linear, "move")
+    """RuntimeError if `fn`, as for `nn.Module._apply`, would give a weight that is held other memory."""
+    if is_held(linear):
+        byte = torch.zeros(1, dtype=torch.uint8, device=linear.weight_scale_inv.device)
+        if fn(byte).data_ptr() != byte.data_ptr():
+            refuse_held(linear, "move")

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse
+from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse, unload
 from lorakernels.fusion import rewire
+from lorakernels.modules.holder import is_held
 from lorakernels.parallel import comm, shard_base
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
@@ -109,7 +110,8 @@ def held(rank: int, mesh: Any) -> dict[str, bool]:
     saved, expected = model.state_dict(), whole.state_dict()
     with base.gathered("model.layers.3") as weights:
         gathered = {name: weight.clone() for name, weight in weights.items()}
-    layer = whole.model.layers[3]
+    layer, up_proj = whole.model.layers[3], model.model.layers[3].mlp.up_proj
+    address = up_proj.weight.data_ptr()
     found = {
         "state_dict": saved.keys() == expected.keys()
         and all(torch.equal(saved[k].float(), v.float()) for k, v in expected.items()),
@@ -124,6 +126,8 @@ def held(rank: int, mesh: Any) -> dict[str, bool]:
         "unfuse": raises(RuntimeError, "unfuse a weight", lambda: unfuse(model)),
         "copy": raises(RuntimeError, "cannot be copied", lambda: copy.deepcopy(model)),
         "move": raises(RuntimeError, "move a weight", lambda: model.model.layers[3].to("meta")),
+        "new memory": raises(RuntimeError, "move a weight", lambda: up_proj.to_empty(device="cpu")),
+        "float keeps the bytes": is_held(up_proj.float()) and up_proj.weight.data_ptr() == address,
         "no such layer": raises(
             ValueError, "layer must be one of", lambda: base.gathered(9).__enter__()
         ),
@@ -136,6 +140,20 @@ def held(rank: int, mesh: Any) -> dict[str, bool]:
     found["unsharded, then merged"] = torch.equal(loss_of(model, ids), loss_of(whole, ids))
     found["no hooks left"] = state_of(model)[1] == state_of(whole)[1]
     return found
+
+
+def unload_refused(rank: int, mesh: Any) -> bool:
+    """A model that is not fused stays as it is, and can be unsharded and unloaded after."""
+    model = fp8_model()
+    base = shard_base(model, mesh["dp_shard"])
+    before = state_of(model)
+    refused = raises(RuntimeError, "unload a weight", lambda: unload(model))
+    unchanged = state_of(model) == before
+    base.unshard()
+    unload(model)
+    return (
+        refused and unchanged and not any(isinstance(m, FrozenFP8Linear) for m in model.modules())
+    )
 
 
 def fused_later(rank: int, mesh: Any) -> bool:
@@ -186,6 +204,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp_replicate", "dp_shard"))
     texts = {name: refused(rank, mesh, case) for name, case in REFUSED.items()}
     texts["chosen"] = chosen(mesh)
+    texts["unload"] = unload_refused(rank, mesh)
     texts["fuse that fails"] = fuse_that_fails(rank, mesh)
     return {**texts, "held": held(rank, mesh), "fused later": fused_later(rank, mesh)}
 
@@ -216,3 +235,7 @@ def test_fused_after_it_was_sharded(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_fuse_that_fails_leaves_the_sharded_base(ranks: list[dict[str, Any]]) -> None:
     assert all(found["fuse that fails"] for found in ranks)
+
+
+def test_unload_of_a_sharded_base(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["unload"] for found in ranks)
