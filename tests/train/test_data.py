@@ -50,7 +50,7 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
         (
             "a.jsonl",
             b'{"txt": "a"}\n',
-            'a.jsonl line 1: found only the fields [\'txt\'], expected one of: "text"; "messages"; ',
+            "a.jsonl line 1: found only the fields ['txt'], expected one of: \"messages\"; ",
         ),
         ("a.jsonl", b'{"text": 3}\n', 'a.jsonl line 1: expected a string under "text", found int'),
         (

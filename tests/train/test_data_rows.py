@@ -73,6 +73,12 @@ def test_labels_of_prompts_are_ignored_and_shapes_stay(tmp_path: Path, load: Loa
     ]
 
 
+def test_a_rendered_text_beside_its_fields_is_not_read(tmp_path: Path, load: Load) -> None:
+    row = {"instruction": "q", "output": "an answer", "text": "### Instruction: q ### Response: "}
+    data, _ = load(jsonl(tmp_path / "alpaca.jsonl", [row]))
+    assert learned(data.train) == ["an answer"]
+
+
 def test_chats_are_truncated_and_texts_are_split(tmp_path: Path, load: Load) -> None:
     """What is cut off of a chat would lack its question. A chat whose answer begins after the cut is dropped."""
     path = chats(tmp_path / "a.jsonl", "x" * 100, "yes")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a row means: a text, a prompt with its completion, or a chat.
 
-    {"text": …}                                      plain text
     {"messages": [{"role", "content"}, …], "tools"}  a chat, as OpenAI and TRL write it
     {"conversations": [{"from", "value"}, …]}        a chat, as ShareGPT writes it
     {"prompt": …, "completion": …}                   two texts, or two lists of messages
     {"instruction", "input", "output"}               one question and its answer, as Alpaca writes it
+    {"text": …}                                      plain text
 
-The first of these that fits the first row of a file is the format of the whole file.
+The first of these that fits the first row of a file is the format of the whole file. Text comes last: data sets often
+keep a rendered text beside the fields that it was made of.
 """
 
 from __future__ import annotations
@@ -298,15 +299,15 @@ def _turns(question: str, answer: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
 
 
+PLAIN = "plain text"
 FORMATS = (
-    Format("plain text", ("text",), _text),
     Format("messages", ("messages",), _messages("messages")),
     Format("conversations", ("conversations",), _messages("conversations")),
     Format("conversations", ("conversation",), _messages("conversation")),
     Format("prompt and completion", ("prompt", "completion"), _completion),
     Format("instruction and output", ("instruction", "output"), _instruction),
+    Format(PLAIN, ("text",), _text),
 )
-PLAIN = FORMATS[0].name
 
 
 def check_template(template: bool, example: Example) -> None:
