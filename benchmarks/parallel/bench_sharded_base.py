@@ -26,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         for number in range(self.training.warmup_steps + 1):
             self.step(number)
-        samples = self._timed()
+        samples = step_seconds(self.step, self.often, self.device)
         synchronize(self.device)
         total = torch.tensor(sum(samples), device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
@@ -126,24 +127,6 @@ class Bench:
             print(f"{self.spec.name}, {what}: {check}, {rate} tokens/s a GPU", flush=True)
         return found
 
-    def _timed(self) -> list[float]:
-        """Seconds of each step, between events on the stream; the steps follow each other."""
-        if self.device.type != "cuda":
-            times = [time.perf_counter()]
-            for number in range(self.often):
-                self.step(number)
-                times.append(time.perf_counter())
-            return [b - a for a, b in pairwise(times)]
-        synchronize(self.device)
-        dist.barrier()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.often + 1)]
-        events[0].record()
-        for number, event in enumerate(events[1:]):
-            self.step(number)
-            event.record()
-        synchronize(self.device)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-
     def _peak(self, base: ShardedBase | None) -> object:
         if self.device.type != "cuda":
             return ""
@@ -151,6 +134,25 @@ class Bench:
         if base is not None and base.transport == "peer":  # not of torch's allocator
             found += base.shards.memory.numel()
         return round(found / 2**30, 2)
+
+
+def step_seconds(step: Callable[[int], object], often: int, device: torch.device) -> list[float]:
+    """Seconds of each of `often` calls of `step`, between events on the stream; the steps follow each other."""
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for number in range(often):
+            step(number)
+            times.append(time.perf_counter())
+        return [b - a for a, b in pairwise(times)]
+    synchronize(device)
+    dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(often + 1)]
+    events[0].record()
+    for number, event in enumerate(events[1:]):
+        step(number)
+        event.record()
+    synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 def gather_columns(base: ShardedBase, device: torch.device) -> Row:

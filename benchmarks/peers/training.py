@@ -105,7 +105,7 @@ class HfPeft(Training):
             r=RANK, lora_alpha=ALPHA, lora_dropout=P, target_modules=list(self.targets)
         )
         model = inject_adapter_in_model(config, model).train()
-        _set_adapters(model)
+        set_adapters(model)
         if self.checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.compiled:
@@ -122,12 +122,12 @@ def _liger_or_unavailable() -> Callable[..., None]:
     return apply_liger_kernel_to_llama
 
 
-def _set_adapters(model: nn.Module) -> None:
-    """A of the same values for every provider, B = 0."""
+def set_adapters(model: nn.Module, prefix: str = "") -> None:
+    """A of the same values for every provider, B = 0. `prefix` is that of the names inside `model`."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
-                parameter.copy_(_a(name, parameter))
+                parameter.copy_(_a(prefix + name, parameter))
             elif "lora_B" in name:
                 parameter.zero_()
 
@@ -266,7 +266,7 @@ class Ours(Training):
         model, self.state = loaded.model.train(), loaded.fp8_state
         if self.save is not None:
             self._fuse(model)
-        _set_adapters(model)
+        set_adapters(model)
         self.state.reduce_and_update()
         return model
 
