@@ -2,6 +2,7 @@
 """Graphs that follow the order in which layers run. Knows callables; knows nothing of LoRA."""
 
 from .device.backend import CudaBackend
+from .device.pool import Pool, pool_in_use
 from .errors import CaptureError, GraphError, ReplayError
 from .layers.manager import GraphManager
 from .options import GraphOptions
@@ -38,4 +39,7 @@ __all__ = [
     # for what keeps a record, on the host, of what a step does on the device
     "Follower",
     "follow",
+    # for memory on the host that captured graphs use
+    "Pool",
+    "pool_in_use",
 ]

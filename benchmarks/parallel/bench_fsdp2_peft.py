@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser
-from benchmarks.parallel.bench_sharded_base import ROWS, start_ranks, step_seconds
 from benchmarks.peers.models import ALPHA, RANK, SPECS, P, Spec, plain_model, sizes, token_rows
 from benchmarks.peers.training import Training, set_adapters
 

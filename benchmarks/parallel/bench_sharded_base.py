@@ -22,12 +22,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, token_rows
@@ -51,7 +49,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "1b": {"graphs": "iteration", "save": "full"},
     "tiny": {},
 }
-ROWS = 16  # of text, for all ranks
 NO_GATHER: Row = {"gather ms": "", "GB/s": "", "why": ""}
 
 
@@ -136,25 +133,6 @@ class Bench:
         return round(found / 2**30, 2)
 
 
-def step_seconds(step: Callable[[int], object], often: int, device: torch.device) -> list[float]:
-    """Seconds of each of `often` calls of `step`, between events on the stream; the steps follow each other."""
-    if device.type != "cuda":
-        times = [time.perf_counter()]
-        for number in range(often):
-            step(number)
-            times.append(time.perf_counter())
-        return [b - a for a, b in pairwise(times)]
-    synchronize(device)
-    dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(often + 1)]
-    events[0].record()
-    for number, event in enumerate(events[1:]):
-        step(number)
-        event.record()
-    synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-
-
 def gather_columns(base: ShardedBase, device: torch.device) -> Row:
     """Of gathers one after the other, with nothing beside them."""
     slots, blocks, n = base.slots, base.shards.blocks, base.shards.ranks
@@ -213,23 +191,6 @@ def _time_left(end: float, device: torch.device) -> bool:
     left = torch.tensor(end - time.perf_counter(), device=device)
     dist.all_reduce(left, dist.ReduceOp.MIN)
     return bool(left > 0)
-
-
-def start_ranks(device: torch.device) -> torch.device:
-    """This rank's device, after torchrun or alone."""
-    if "RANK" not in os.environ:
-        store = dist.HashStore()
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        return torch.device("cuda", 0) if device.type == "cuda" else device
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device.type == "cuda":
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    return device
 
 
 def main() -> int:

@@ -33,6 +33,16 @@ def check_torch() -> None:
         )
 
 
+_in_use: list[
+    Pool
+] = []  # a plain global, as the backward of a captured step runs in autograd's threads
+
+
+def pool_in_use() -> Pool | None:
+    """The pool of the graph that is being captured now, or None."""
+    return _in_use[-1] if _in_use else None
+
+
 class Pool:
     """A private pool of the caching allocator on one device; released when it goes, if not before."""
 
@@ -52,9 +62,11 @@ class Pool:
         """Allocations on the stream that is current now come from the pool."""
         torch._C._cuda_beginAllocateCurrentStreamToPool(self.device, self.id)
         self._references += 1
+        _in_use.append(self)
         try:
             yield
         finally:
+            _in_use.remove(self)
             torch._C._cuda_endAllocateToPool(self.device, self.id)
 
     def release(self) -> None:

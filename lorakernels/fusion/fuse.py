@@ -137,7 +137,8 @@ def fuse(
 
     Args:
         model: holds decoder layers, all on one device, with adapters on some of their projections.
-        save: what a layer keeps for backward: "full", "recompute", "fp8" or "checkpoint" (fusion/memory.py).
+        save: what a layer keeps for backward: "full", "recompute", "fp8", "checkpoint" or "offload"
+            (fusion/memory.py). "offload" pins host memory for a layer's input, for each layer and microbatch.
         memory_budget: bytes that all layers together may keep. It replaces `save` by a choice per layer, and needs
             `tokens`.
         tokens: number of tokens in a microbatch, for the budget and the report.

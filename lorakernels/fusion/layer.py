@@ -17,7 +17,10 @@ from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
 from lorakernels.fusion.families.spec import Heads, LayerSpec
 from lorakernels.fusion.group import FusedGroup
+from lorakernels.fusion.memory import OFFLOAD
+from lorakernels.fusion.offload import Inputs
 
+Attended = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → out
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -33,8 +36,9 @@ class Parts:
         places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
         heads: H, Hk and the factor of q kᵀ.
         eps: ε of all norms in the layer.
-        save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
+        save: what is kept for backward: one of memory.SAVE.
         attention: the backend asked for.
+        inputs: of all layers of the model, for "offload".
         chosen: the backend that is used, by shapes, dtype and kind of mask.
     """
 
@@ -50,6 +54,7 @@ class Parts:
     eps: float
     save: str
     attention: str
+    inputs: Inputs
     chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     @property
@@ -126,18 +131,11 @@ class FusedDecoderLayer(nn.Module):
         _check_window(self, parts.spec, hidden_states, kwargs)
         call = _call(parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(hidden_states, attention_mask, kwargs))
-        if parts.save != "checkpoint" or not torch.is_grad_enabled():
+        if parts.save not in ("checkpoint", OFFLOAD) or not torch.is_grad_enabled():
             return _run(parts, attended, hidden_states, call)
-        again = replace(call, mlp=replace(call.mlp, output=False))
-        first = [call]
-
-        def body(h: Tensor) -> Tensor:  # nobody reads a recomputation's output
-            return _run(parts, attended, h, first.pop() if first else again)
-
-        found: Tensor = checkpoint(
-            body, hidden_states, use_reentrant=False, preserve_rng_state=False
-        )
-        return found
+        if parts.save == OFFLOAD:
+            return _offloaded(parts, attended, hidden_states, call)
+        return _checkpointed(parts, attended, hidden_states, call)
 
 
 def _weight(norm: Any) -> Tensor:
@@ -195,14 +193,42 @@ def _visible(h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible
     return _Visible(mask, causal, None, tokens)
 
 
-def _run(
-    parts: Parts, attended: Callable[[Tensor, Tensor, Tensor], Tensor], h: Tensor, call: _Call
-) -> Tensor:
+def _run(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
     first, second = map(_weight, parts.norms)
     of_q, of_k = (None if norm is None else _weight(norm) for norm in parts.head_norms)
     q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
     h = output(attended(q, k, v), residual, call.o, call.params[1])
     return mlp(h, second, call.mlp, call.params[2])
+
+
+def _checkpointed(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
+    again, first = _without_output(call), [call]
+
+    def body(x: Tensor) -> Tensor:
+        return _run(parts, attended, x, first.pop() if first else again)
+
+    found: Tensor = checkpoint(body, h, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
+    """As `_checkpointed`. Nothing here holds h on the device until backward."""
+    kept, again = parts.inputs.keep(h), _without_output(call)
+    first = [(kept.joined(h), call)]
+
+    def body(_: Tensor) -> Tensor:
+        return _run(parts, attended, *(first.pop() if first else (kept.bring(), again)))
+
+    # an empty tensor tells `checkpoint` the kind of device
+    device = h.new_empty(0)
+    found: Tensor = checkpoint(body, device, use_reentrant=False, preserve_rng_state=False)
+    kept.settle()
+    return found
+
+
+def _without_output(call: _Call) -> _Call:
+    """For a recomputation, whose output nobody reads."""
+    return replace(call, mlp=replace(call.mlp, output=False))
 
 
 def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,8 +9,9 @@
     recompute  + gate, up: 2 M F e
     fp8        + gate, up: 2 M F       + their scales: 4 M ⌈F / 256⌉
     checkpoint   h alone: M K e
+    offload      h alone, in host memory: M K e. On the device are the inputs of two layers at most
 
-Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
+In the first three forms, the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
 Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.
 A layer without adapters keeps only what attention, the norms and SwiGLU need.
 """
@@ -28,7 +29,9 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.numerics.gate_up import packed_scales
 
-SAVE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
+ON_DEVICE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
+OFFLOAD = "offload"
+SAVE = (*ON_DEVICE, OFFLOAD)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class LayerSize:
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
-        """Bytes kept between forward and backward of `tokens` tokens, with `element` bytes per number."""
+        """Bytes kept on the device from forward to backward of `tokens` tokens, with `element` bytes per number."""
+        if save == OFFLOAD:
+            return 0
         k, f, d, h, hk = self.hidden, self.ffn, self.head_dim, self.heads, self.kv_heads
         if save == "checkpoint":
             return tokens * k * element
@@ -94,7 +99,7 @@ def _stacked(members: Sequence[Any]) -> int:
 
 
 def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> list[str]:
-    """One of `SAVE` for each layer: the fastest mix whose bytes sum to at most `budget`.
+    """One of `ON_DEVICE` for each layer: the fastest mix whose bytes sum to at most `budget`.
 
     Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
 
@@ -107,9 +112,9 @@ def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> l
     Raises:
         ValueError: the layers do not fit even if each keeps only its input.
     """
-    found = [SAVE[0]] * len(sizes)
+    found = [ON_DEVICE[0]] * len(sizes)
     costs = [s.saved_bytes(found[0], tokens, element) for s in sizes]
-    for slower in SAVE[1:]:
+    for slower in ON_DEVICE[1:]:
         for i, size in enumerate(sizes):
             if sum(costs) <= budget:
                 return found

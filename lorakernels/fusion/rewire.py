@@ -19,6 +19,7 @@ from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts, fused_class, original_class
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
+from lorakernels.fusion.offload import Inputs
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import bring, refuse_held
@@ -35,11 +36,12 @@ _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `fuse` that hold for all layers."""
+    """What holds for all layers: options of `fuse`, and the inputs of those that have save="offload"."""
 
     attention: str
     shared_dropout: bool
     keep_linears: bool
+    inputs: Inputs = field(default_factory=Inputs)
 
 
 @dataclass(eq=False)
@@ -214,6 +216,7 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
         eps=epsilon(first),
         save=save,
         attention=options.attention,
+        inputs=options.inputs,
     )
 
 

@@ -77,7 +77,10 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ({"weight_layout": "dual"}, "weight_layout must be one of single, both, got 'dual'"),
         ({"graphs": "all"}, "graphs must be one of auto, step, layer, got 'all'"),
-        ({"save": "none"}, "save must be one of full, recompute, fp8, checkpoint, got 'none'"),
+        (
+            {"save": "none"},
+            "save must be one of full, recompute, fp8, checkpoint, offload, got 'none'",
+        ),
         (
             {"attention": "flahs"},
             "attention must be one of auto, cudnn, flash, efficient, math, got",

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the benchmarks of several ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib.timing import synchronize
+
+ROWS = 16  # of text, for all ranks
+
+
+def step_seconds(step: Callable[[int], object], often: int, device: torch.device) -> list[float]:
+    """Seconds of each of `often` calls of `step`, between events on the stream; the steps follow each other."""
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for number in range(often):
+            step(number)
+            times.append(time.perf_counter())
+        return [b - a for a, b in pairwise(times)]
+    synchronize(device)
+    dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(often + 1)]
+    events[0].record()
+    for number, event in enumerate(events[1:]):
+        step(number)
+        event.record()
+    synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def start_ranks(device: torch.device) -> torch.device:
+    """This rank's device, after torchrun or alone."""
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        return torch.device("cuda", 0) if device.type == "cuda" else device
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device.type == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return device
