@@ -170,9 +170,10 @@ def trained(save: str, device: torch.device, graphs: str) -> tuple[list[list[Ten
         found.append([loss.clone(), *(p.grad.clone() for p in parameters)])
         if layers is not None:
             layers.end_iteration()
-    for owner in (layers, run if graphs == "step" else None):
-        if owner is not None:
-            owner.close()
+    if layers is not None:
+        layers.close()
+    if isinstance(run, StepGraph):
+        run.reset()
     return found, peak
 
 
