@@ -26,7 +26,7 @@ each adapted input, and two matrices of stacked B's: q, k, v have one, gate and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,16 @@ from lorakernels.autograd.linear import (
 from lorakernels.values import Scaled
 
 
+class Away(Protocol):
+    def bring(self) -> Tensor:
+        """The tensor that was kept, on its device."""
+
+
+class Keeper(Protocol):
+    def keep(self, x: Tensor) -> Away:
+        """Keep `x` for backward."""
+
+
 @dataclass(frozen=True)
 class QKVCall:
     """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens."""
@@ -80,13 +90,17 @@ class OutputCall:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed."""
+    """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed.
+
+    `away`, if given, keeps gate and up for backward.
+    """
 
     gate_up: Projections
     down: Projections
     eps: float
     save: str
     output: bool = True
+    away: Keeper | None = None
 
 
 class NormQKVNode(torch.autograd.Function):
@@ -278,6 +292,9 @@ class MLPNode(torch.autograd.Function):
         needed = bool(mine) or (last.needs.A and not full)
         y, a, s_down, kept_g_u = _down(g_u, rows, call, theirs, needed)
         ctx.call, ctx.wanted, ctx.shape = call, (mine, last), h.shape
+        ctx.away = None
+        if call.away is not None and kept_g_u[0] is not None:
+            ctx.away, kept_g_u = call.away.keep(kept_g_u[0]), (None, kept_g_u[1])
         keep(
             ctx,
             h=rows if any(flags[:2]) or again else None,
@@ -298,7 +315,8 @@ class MLPNode(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
         gate_up, (mine, last) = call.gate_up, ctx.wanted
-        g_u, dy = Scaled(saved["gate_up"], saved["gate_up_scale_inv"]), flat(dout)
+        bytes_ = saved["gate_up"] if ctx.away is None else ctx.away.bring()
+        g_u, dy = Scaled(bytes_, saved["gate_up_scale_inv"]), flat(dout)
 
         def act() -> Scaled:
             if call.save == "full":

@@ -233,9 +233,12 @@ def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor 
 
 
 def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
-    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down."""
+    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down.
+
+    Where gate and up are kept away from the node, it runs by the ops.
+    """
     y: Tensor | None = None
-    if h.is_cuda:
+    if h.is_cuda and call.away is None:
         h = h.contiguous()
         tos = {"gate_up": call.gate_up, "down": call.down}
         made = _Call(MLPNode, (h, norm), call, params, tos, {})

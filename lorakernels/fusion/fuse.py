@@ -14,7 +14,7 @@ from lorakernels.autograd.decoder_plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import Parts, original_class
-from lorakernels.fusion.memory import SAVE, LayerSize, fit
+from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
@@ -122,6 +122,7 @@ def fuse(
     shared_dropout: bool = True,
     attention: str = "auto",
     keep_linears: bool = False,
+    offload_activations: bool = False,
 ) -> FuseReport:
     """Rewire the decoder layers of `model` in place, after `apply_lora`.
 
@@ -137,14 +138,15 @@ def fuse(
 
     Args:
         model: holds decoder layers, all on one device, with adapters on some of their projections.
-        save: what a layer keeps for backward: "full", "recompute", "fp8", "checkpoint" or "offload"
-            (fusion/memory.py). "offload" pins host memory for a layer's input, for each layer and microbatch.
+        save: what a layer keeps for backward: "full", "recompute", "fp8" or "checkpoint" (fusion/memory.py).
         memory_budget: bytes that all layers together may keep. It replaces `save` by a choice per layer, and needs
             `tokens`.
         tokens: number of tokens in a microbatch, for the budget and the report.
         shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
             adapter, as PEFT does, and runs a few more kernels. A packed projection has one adapter.
         attention: "auto", "cudnn", "flash", "efficient" or "math".
+        offload_activations: with "fp8", gate and up wait for backward in pinned host memory, and with "checkpoint" the
+            layer's input does. They are copied beside the kernels. A budget may then choose both forms as well.
         keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
 
     Load the state_dict of a fused model into a fused model, or with `strict=True`. With `strict=False`, torch copies
@@ -161,6 +163,14 @@ def fuse(
     """
     if save not in SAVE:
         raise ValueError(f"save must be one of {list(SAVE)}, found {save!r}")
+    forms = OFFLOADED if offload_activations else SAVE
+    if memory_budget is None and offload_activations:
+        save += AWAY
+        if save not in forms:
+            raise ValueError(
+                'offload_activations needs save="fp8" or "checkpoint", or a memory_budget, found '
+                f'save="{save.removesuffix(AWAY)}"'
+            )
     attention_backends.check(attention)
     if memory_budget is not None and tokens is None:
         raise ValueError(
@@ -177,17 +187,19 @@ def fuse(
         sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
         modes = [save] * len(sizes)
         if memory_budget is not None:
-            modes = fit(sizes, memory_budget, tokens or 1, element)
+            modes = fit(sizes, memory_budget, tokens or 1, element, forms)
         parts, frozen = rewire(model, layers, adapter, modes, options)
     rows = [
         LayerReport(
             path,
             original_class(layer).__name__,
-            p.save,
-            size.saved_bytes(p.save, tokens or 1, element),
+            mode,
+            size.saved_bytes(mode, tokens or 1, element),
             names,
         )
-        for (path, layer), p, size, names in zip(layers.items(), parts, sizes, frozen, strict=True)
+        for (path, layer), mode, size, names in zip(
+            layers.items(), modes, sizes, frozen, strict=True
+        )
     ]
     off = bool(changed(model).use_cache)
     notes = ("model.config.use_cache is False from now on",) if off else ()

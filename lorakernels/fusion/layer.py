@@ -17,8 +17,7 @@ from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
 from lorakernels.fusion.families.spec import Heads, LayerSpec
 from lorakernels.fusion.group import FusedGroup
-from lorakernels.fusion.memory import OFFLOAD
-from lorakernels.fusion.offload import Inputs
+from lorakernels.fusion.offload import Offload
 
 Attended = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → out
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -36,9 +35,9 @@ class Parts:
         places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
         heads: H, Hk and the factor of q kᵀ.
         eps: ε of all norms in the layer.
-        save: what is kept for backward: one of memory.SAVE.
+        save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
+        offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
         attention: the backend asked for.
-        inputs: of all layers of the model, for "offload".
         chosen: the backend that is used, by shapes, dtype and kind of mask.
     """
 
@@ -54,7 +53,7 @@ class Parts:
     eps: float
     save: str
     attention: str
-    inputs: Inputs
+    offload: Offload | None
     chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     @property
@@ -131,11 +130,13 @@ class FusedDecoderLayer(nn.Module):
         _check_window(self, parts.spec, hidden_states, kwargs)
         call = _call(parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(hidden_states, attention_mask, kwargs))
-        if parts.save not in ("checkpoint", OFFLOAD) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return _run(parts, attended, hidden_states, call)
-        if parts.save == OFFLOAD:
+        if parts.offload is not None:
             return _offloaded(parts, attended, hidden_states, call)
-        return _checkpointed(parts, attended, hidden_states, call)
+        if parts.save == "checkpoint":
+            return _checkpointed(parts, attended, hidden_states, call)
+        return _run(parts, attended, hidden_states, call)
 
 
 def _weight(norm: Any) -> Tensor:
@@ -212,17 +213,24 @@ def _checkpointed(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> T
 
 
 def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
-    """As `_checkpointed`. Nothing here holds h on the device until backward."""
-    kept, again = parts.inputs.keep(h), _without_output(call)
-    first = [(kept.joined(h), call)]
+    """As `_checkpointed`, or as "fp8". Nothing here holds h on the device until backward."""
+    assert parts.offload is not None
+    visit = parts.offload.visit(h)
+    if parts.save == "checkpoint":
+        kept, again, grad = visit.keep(h), _without_output(call), h.requires_grad
+        first = [(visit.joined(h), call)]
 
-    def body(_: Tensor) -> Tensor:
-        return _run(parts, attended, *(first.pop() if first else (kept.bring(), again)))
+        def body(_: Tensor) -> Tensor:
+            h, now = first.pop() if first else (kept.bring().detach().requires_grad_(grad), again)
+            return _run(parts, attended, h, now)
 
-    # an empty tensor tells `checkpoint` the kind of device
-    device = h.new_empty(0)
-    found: Tensor = checkpoint(body, device, use_reentrant=False, preserve_rng_state=False)
-    kept.settle()
+        # an empty tensor tells `checkpoint` the kind of device
+        device = h.new_empty(0)
+        found: Tensor = checkpoint(body, device, use_reentrant=False, preserve_rng_state=False)
+    else:
+        call = replace(call, mlp=replace(call.mlp, away=visit))
+        found = _run(parts, attended, visit.joined(h), call)
+    visit.end()
     return found
 
 

@@ -9,9 +9,11 @@
     recompute  + gate, up: 2 M F e
     fp8        + gate, up: 2 M F       + their scales: 4 M ⌈F / 256⌉
     checkpoint   h alone: M K e
-    offload      h alone, in host memory: M K e. On the device are the inputs of two layers at most
 
-In the first three forms, the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
+With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
+"fp8-offload" and "checkpoint-offload" count what stays on the device.
+
+Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
 Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.
 A layer without adapters keeps only what attention, the norms and SwiGLU need.
 """
@@ -29,9 +31,9 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.numerics.gate_up import packed_scales
 
-ON_DEVICE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
-OFFLOAD = "offload"
-SAVE = (*ON_DEVICE, OFFLOAD)
+SAVE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
+AWAY = "-offload"  # the end of a form's name in which a part of it lies in host memory
+OFFLOADED = ("full", "recompute", "fp8", "fp8-offload", "checkpoint", "checkpoint-offload")
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ class LayerSize:
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
         """Bytes kept on the device from forward to backward of `tokens` tokens, with `element` bytes per number."""
-        if save == OFFLOAD:
+        if save == "checkpoint-offload":
             return 0
+        if save == "fp8-offload":
+            return self.saved_bytes("fp8", tokens, element) - tokens * 2 * self.ffn
         k, f, d, h, hk = self.hidden, self.ffn, self.head_dim, self.heads, self.kv_heads
         if save == "checkpoint":
             return tokens * k * element
@@ -98,8 +102,10 @@ def _stacked(members: Sequence[Any]) -> int:
     return rows * sum(b.shape[1] * b.element_size() for b in factors)
 
 
-def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> list[str]:
-    """One of `ON_DEVICE` for each layer: the fastest mix whose bytes sum to at most `budget`.
+def fit(
+    sizes: Sequence[LayerSize], budget: int, tokens: int, element: int, forms: Sequence[str] = SAVE
+) -> list[str]:
+    """One of `forms` for each layer: the fastest mix whose bytes sum to at most `budget`.
 
     Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
 
@@ -108,13 +114,14 @@ def fit(sizes: Sequence[LayerSize], budget: int, tokens: int, element: int) -> l
         budget: bytes that all layers together may keep.
         tokens: number of tokens in a microbatch.
         element: bytes per number.
+        forms: SAVE or OFFLOADED, from the fastest to the slowest.
 
     Raises:
         ValueError: the layers do not fit even if each keeps only its input.
     """
-    found = [ON_DEVICE[0]] * len(sizes)
+    found = [forms[0]] * len(sizes)
     costs = [s.saved_bytes(found[0], tokens, element) for s in sizes]
-    for slower in ON_DEVICE[1:]:
+    for slower in forms[1:]:
         for i, size in enumerate(sizes):
             if sum(costs) <= budget:
                 return found

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save="offload"`: the input of a layer waits for the layer's backward in host memory.
+"""What a layer keeps for backward waits in host memory: its input, or gate and up.
 
-    forward of layer i     its input is copied to the host, beside its kernels
-    backward of layer i    the input of layer i - 1 is copied to the device, beside its kernels
+    forward of layer i     what layer i - 1 keeps is copied to the host, beside the kernels
+    backward of layer i    what layer i - 1 keeps is copied to the device, beside the kernels
 
-The copies run on a stream of their own. When a layer ends, the layers' stream waits for the copy that ran beside it.
-So memory is reused in the order of one stream, and a layer can be captured alone. The newest input also stays on the
-device until another is kept, since its backward comes first.
+The copies run on a stream of their own. When a layer ends, the layers' stream waits for the copies that ran beside it.
+So memory is reused in the order of one stream, and a layer can be captured alone. What the newest layer keeps stays on
+the device until another layer runs, since its backward comes first.
 """
 
 from __future__ import annotations
@@ -18,128 +18,168 @@ import torch
 from torch import Tensor
 
 from lorakernels.fusion.pinned import HostBuffers
-from lorakernels.graphs import pool_in_use
+from lorakernels.graphs import Pool, pool_in_use
 
 
-class Inputs:
-    """The inputs of a model's layers, in the order of their forwards."""
+class Offload:
+    """Of one model: what its layers keep, in the order of their forwards, and where it is copied to."""
 
     def __init__(self) -> None:
-        self._waiting: list[weakref.ref[Input]] = []
-        self._buffers = HostBuffers()
-        self._beside: dict[torch.device, torch.cuda.Stream] = {}
+        self._visits: list[weakref.ref[Visit]] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.buffers = HostBuffers()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model, or a loaded one, begins without inputs."""
-        return Inputs, ()
+        """A copy of the model, or a loaded one, keeps nothing yet."""
+        return Offload, ()
 
-    def keep(self, x: Tensor) -> Input:
-        """Start to copy `x`, the input of a layer whose forward is about to run.
+    def visit(self, h: Tensor) -> Visit:
+        """A layer's forward begins, with input `h`. The copies of what the layer before keeps start.
 
         Raises:
             RuntimeError: the host has no memory to pin, or a graph is captured by another library.
         """
-        if x.is_cuda and torch.cuda.is_current_stream_capturing() and pool_in_use() is None:
+        pool = pool_in_use()
+        if h.is_cuda and pool is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                'save="offload" in a graph of torch.cuda: capture it with lorakernels.graphs, which keeps the host '
-                "memory of its graphs apart"
+                "offload_activations in a graph of torch.cuda: capture it with lorakernels.graphs, which keeps the "
+                "host memory of its graphs apart"
             )
-        made = Input(self, x.detach().contiguous(), x.requires_grad)
-        live = self._live()
-        if live:
-            live[-1].leave_device()
-        self._waiting = [weakref.ref(other) for other in (*live, made)]
+        live = self._live(pool)
+        made = Visit(self, h, pool, live[-1] if live else None)
+        self._visits = [ref for ref in self._visits if ref() is not None] + [weakref.ref(made)]
         return made
 
-    def leave(self, arrived: Input) -> Input | None:
-        """`arrived` waits no longer. Returns the input that was kept before it and waits still."""
-        live = self._live()
-        at = live.index(arrived) if arrived in live else 0
-        self._waiting = [weakref.ref(other) for other in live if other is not arrived]
+    def before(self, visit: Visit) -> Visit | None:
+        """The visit before, whose backward comes next."""
+        live = self._live(visit.pool)
+        at = live.index(visit) if visit in live else 0
         return live[at - 1] if at else None
-
-    def take(self, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Host memory for `like`, and the list that it is to be given back to."""
-        return self._buffers.take(like)
 
     def copy(self, to: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event | None:
         """Copy beside the layers, after what their stream was given so far. The event is the copy's end."""
         if device.type != "cuda":
             to.copy_(source)
             return None
-        if device not in self._beside:
-            self._beside[device] = torch.cuda.Stream(device)
-        stream = self._beside[device]
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
         return stream.record_event()
 
-    def _live(self) -> list[Input]:
-        return [found for found in (ref() for ref in self._waiting) if found is not None]
+    def _live(self, pool: Pool | None) -> list[Visit]:
+        """Those whose backward has not begun. Graphs that were captured into a pool see their own only."""
+        found = [visit for visit in (ref() for ref in self._visits) if visit is not None]
+        return [visit for visit in found if visit.pool is pool and not visit.is_back]
 
 
-class Input:
-    """One layer's input. It lives as long as the autograd graph of the layer's forward."""
+class Visit:
+    """One forward of one layer, until its backward. It lives as long as the autograd graph."""
 
-    def __init__(self, inputs: Inputs, x: Tensor, requires_grad: bool) -> None:
-        self._inputs, self._device, self._requires_grad = inputs, x.device, requires_grad
-        self._host, self._free = inputs.take(x)
-        self._here: Tensor | None = x  # on the device
-        self._earlier: Input | None = None  # whose copy runs beside this one's layer
-        self._end = inputs.copy(self._host, x, self._device)
+    def __init__(
+        self, offload: Offload, h: Tensor, pool: Pool | None, before: Visit | None
+    ) -> None:
+        self.offload, self.device, self.pool = offload, h.device, pool
+        self.is_back = self._is_joined = False
+        self._kept: list[weakref.ref[Kept]] = []
+        self._beside = [] if before is None else before.kept()
+        for kept in self._beside:
+            kept.send()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_host"):
-            self._free.append(self._host)
+    def keep(self, x: Tensor) -> Kept:
+        """`x` for the layer's backward."""
+        made = Kept(self, x)
+        self._kept.append(weakref.ref(made))
+        return made
 
-    def joined(self, x: Tensor) -> Tensor:
-        """`x`, the layer's input. When its gradient is there, the copy beside the layer's backward is waited for."""
-        joined: Tensor = _Joined.apply(x, self) if self._requires_grad else x
+    def kept(self) -> list[Kept]:
+        """What is still needed."""
+        return [kept for kept in (ref() for ref in self._kept) if kept is not None]
+
+    def joined(self, h: Tensor) -> Tensor:
+        """`h`, the layer's input. When its gradient is there, the copies beside the layer's backward are waited for."""
+        self._is_joined = h.requires_grad
+        joined: Tensor = _Joined.apply(h, self) if h.requires_grad else h
         return joined
 
-    def settle(self) -> None:
-        """The layers' stream waits for the copy that was started last."""
-        if self._end is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._end)
-            self._end = None
+    def end(self) -> None:
+        """At the end of the layer, in forward and in backward: wait for the copies that ran beside it."""
+        for kept in self._beside:
+            kept.settle()
+        self._beside = []
 
-    def leave_device(self) -> None:
-        self._here = None
+    def begin_backward(self) -> None:
+        """Start to bring what the layer before keeps, if the end of this backward waits for it."""
+        if self.is_back:
+            return
+        before = self.offload.before(self) if self._is_joined else None
+        self.is_back = True
+        self._beside = [] if before is None else before.kept()
+        for kept in self._beside:
+            kept.fetch()
+
+
+class Kept:
+    """One tensor: on the device, on the host, or on both while it is copied."""
+
+    def __init__(self, visit: Visit, x: Tensor) -> None:
+        self._visit = visit
+        self._here: Tensor | None = x.detach().contiguous()
+        self._host: Tensor | None = None
+        self._free: list[Tensor] = []
+        self._is_leaving = False
+        self._end: torch.cuda.Event | None = None
+
+    def __del__(self) -> None:
+        host: Tensor | None = self.__dict__.get("_host")
+        if host is not None:
+            self._free.append(host)
+
+    def send(self) -> None:
+        """Start to copy it to the host."""
+        if self._host is None and self._here is not None:
+            offload, device = self._visit.offload, self._visit.device
+            self._host, self._free = offload.buffers.take(self._here)
+            self._end, self._is_leaving = offload.copy(self._host, self._here, device), True
+
+    def fetch(self) -> None:
+        """Start to copy it to the device."""
+        if self._here is None:
+            assert self._host is not None
+            self._here = torch.empty_like(self._host, device=self._visit.device, pin_memory=False)
+            self._end = self._visit.offload.copy(self._here, self._host, self._visit.device)
+
+    def settle(self) -> None:
+        """The layers' stream waits for the copy. Device memory that was copied to the host is free then."""
+        if self._end is not None:
+            torch.cuda.current_stream(self._visit.device).wait_event(self._end)
+            self._end = None
+        if self._is_leaving:
+            self._here, self._is_leaving = None, False
 
     def bring(self) -> Tensor:
-        """The input on the device, for the recomputation of its layer. The one before it begins to come as well."""
-        earlier = self._inputs.leave(self)
-        self._fetch()
+        """The tensor on the device, in its layer's backward. What the layer before keeps begins to come."""
+        self.fetch()
+        found = self._here
         self.settle()
-        x, self._here = self._here, None
-        assert x is not None
-        if earlier is not None and self._requires_grad:
-            earlier._fetch()
-            self._earlier = earlier
-        return x.detach().requires_grad_(self._requires_grad)
-
-    def settle_earlier(self) -> None:
-        """At the end of the layer's backward."""
-        if self._earlier is not None:
-            self._earlier.settle()
-            self._earlier = None
-
-    def _fetch(self) -> None:
-        if self._here is None:
-            self._here = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            self._end = self._inputs.copy(self._here, self._host, self._device)
+        assert found is not None
+        if self._host is not None:
+            self._here = None
+        self._visit.begin_backward()
+        return found
 
 
 class _Joined(torch.autograd.Function):
     """The identity. Of the nodes of a layer, its backward runs last."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Input) -> Tensor:
-        ctx.kept = kept
-        return x.view_as(x)
+    def forward(ctx: Any, h: Tensor, visit: Visit) -> Tensor:
+        ctx.visit = visit
+        return h.view_as(h)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.kept.settle_earlier()
-        return dx, None
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        ctx.visit.end()
+        return dh, None

@@ -26,7 +26,7 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._free: Lists = defaultdict(list)
+        self.free: Lists = defaultdict(list)
         self._of_pools: weakref.WeakKeyDictionary[Pool, Lists] = weakref.WeakKeyDictionary()
 
     def take(self, like: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -36,7 +36,7 @@ class HostBuffers:
             RuntimeError: the host has no memory to pin.
         """
         key = (like.device, like.dtype, like.shape)
-        free, pool = self._free[key], pool_in_use()
+        free, pool = self.free[key], pool_in_use()
         own = free if pool is None else self._of(pool, key)
         for there in (own, free):
             if there:
@@ -47,7 +47,7 @@ class HostBuffers:
         lists = self._of_pools.setdefault(pool, {})
         if key not in lists:
             lists[key] = []
-            weakref.finalize(pool, self._free[key].extend, lists[key]).atexit = False
+            weakref.finalize(pool, self.free[key].extend, lists[key]).atexit = False
         return lists[key]
 
 
@@ -58,8 +58,8 @@ def _host_like(like: Tensor) -> Tensor:
         code = runtime.cudaHostRegister(found.data_ptr(), found.nbytes, 0)
         if int(code):
             raise RuntimeError(
-                f"{found.nbytes:,} bytes of host memory cannot be pinned: CUDA error {int(code)}. Keep fewer layers' "
-                'inputs on the host, or fuse with another `save` than "offload"'
+                f"{found.nbytes:,} bytes of host memory cannot be pinned: CUDA error {int(code)}. Fuse without "
+                "offload_activations, or with smaller microbatches"
             )
         weakref.finalize(found, runtime.cudaHostUnregister, found.data_ptr()).atexit = False
     return found

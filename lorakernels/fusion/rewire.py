@@ -18,8 +18,9 @@ from lorakernels.fusion.families.spec import epsilon
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts, fused_class, original_class
+from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
-from lorakernels.fusion.offload import Inputs
+from lorakernels.fusion.offload import Offload
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import bring, refuse_held
@@ -36,12 +37,12 @@ _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all layers: options of `fuse`, and the inputs of those that have save="offload"."""
+    """What holds for all layers: options of `fuse`, and where they keep what is not to stay on the device."""
 
     attention: str
     shared_dropout: bool
     keep_linears: bool
-    inputs: Inputs = field(default_factory=Inputs)
+    offload: Offload = field(default_factory=Offload)
 
 
 @dataclass(eq=False)
@@ -214,9 +215,9 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
         places=places,
         heads=spec.heads(layer),
         eps=epsilon(first),
-        save=save,
+        save=save.removesuffix(AWAY),
         attention=options.attention,
-        inputs=options.inputs,
+        offload=options.offload if save.endswith(AWAY) else None,
     )
 
 

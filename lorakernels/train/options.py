@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 LAYOUTS = ("single", "both")
 FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
-SAVE = ("full", "recompute", "fp8", "checkpoint", "offload")
+SAVE = ("full", "recompute", "fp8", "checkpoint")
 ATTENTION = ("auto", "cudnn", "flash", "efficient", "math")
 ALL_LINEAR = "all-linear"
 

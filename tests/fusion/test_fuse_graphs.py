@@ -48,7 +48,6 @@ def iteration(model: nn.Module, batches: torch.Tensor, nested: bool, optimizer) 
         ("Llama", "full", LINEARS, True),
         ("Llama", "fp8", LINEARS, True),
         ("Llama", "checkpoint", LINEARS, True),
-        ("Llama", "offload", LINEARS, True),
         ("Phi3", "recompute", ATTENTION, True),
         ("Phi3", "fp8", LINEARS, True),
         ("Phi3", "checkpoint", LINEARS, False),

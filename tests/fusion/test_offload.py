@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""save="offload": layers' inputs wait in host memory. Bits are those of "checkpoint", and nothing else stays."""
+"""offload_activations: what layers keep waits in host memory. Bits are those without, and nothing else stays."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from lorakernels import DelayedScaling, PhiloxState, fuse
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, an_adapter, tokens
 
 LAYERS = 4
+SAVES = ("fp8", "checkpoint")
 
 
-def model_with(save: str, device: torch.device | str = "cpu", **shape: int) -> nn.Module:
-    """Equal models for equal arguments but `save`."""
+def model_with(
+    save: str, offload: bool, device: torch.device | str = "cpu", **shape: int
+) -> nn.Module:
+    """Equal models for equal arguments but `offload`."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"dtype": torch.bfloat16} if str(device) != "cpu" else {}
     model = adapted(
@@ -34,7 +37,7 @@ def model_with(save: str, device: torch.device | str = "cpu", **shape: int) -> n
         rng_state=PhiloxState(3, device),
         **options,
     )
-    fuse(model, save=save, attention="math")
+    fuse(model, save=save, attention="math", offload_activations=offload)
     return model.train()
 
 
@@ -54,14 +57,19 @@ def end(model: nn.Module) -> list[Tensor]:
     return grads
 
 
-def inputs_of(model: nn.Module) -> Any:
-    (found,) = {layer._fused.inputs for layer in model.model.layers}
+def offload_of(model: nn.Module) -> Any:
+    (found,) = {layer._fused.offload for layer in model.model.layers}
     return found
 
 
+def free_buffers(model: nn.Module) -> int:
+    return sum(map(len, offload_of(model).buffers.free.values()))
+
+
 @pytest.mark.parametrize("order", ["one by one", "first in, last out", "first in, first out"])
-def test_bits_are_those_of_a_checkpoint(device: torch.device, order: str) -> None:
-    ours, theirs = model_with("offload", device), model_with("checkpoint", device)
+@pytest.mark.parametrize("save", SAVES)
+def test_bits_are_those_without(device: torch.device, save: str, order: str) -> None:
+    ours, theirs = model_with(save, True, device), model_with(save, False, device)
     for step in range(3):
         found = []
         for model in (ours, theirs):
@@ -79,10 +87,11 @@ def test_bits_are_those_of_a_checkpoint(device: torch.device, order: str) -> Non
         assert all(map(torch.equal, *found)), step
 
 
-def test_a_graph_that_is_kept_for_a_second_backward(device: torch.device) -> None:
+@pytest.mark.parametrize("save", SAVES)
+def test_a_graph_that_is_kept_for_a_second_backward(device: torch.device, save: str) -> None:
     found = []
-    for save in ("offload", "checkpoint"):
-        model = model_with(save, device)
+    for offload in (True, False):
+        model = model_with(save, offload, device)
         loss = loss_of(model, tokens(device=device))
         loss.backward(retain_graph=True)
         loss.backward()
@@ -90,8 +99,8 @@ def test_a_graph_that_is_kept_for_a_second_backward(device: torch.device) -> Non
     assert all(map(torch.equal, *found))
 
 
-def test_only_the_newest_input_stays_on_the_device() -> None:
-    model, seen = model_with("offload"), []
+def test_inputs_leave_the_device_when_the_next_layer_ends() -> None:
+    model, seen = model_with("checkpoint", True), []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(
             lambda _, args: seen.append(weakref.ref(args[0].untyped_storage()))
@@ -104,47 +113,81 @@ def test_only_the_newest_input_stays_on_the_device() -> None:
     assert [ref() is not None for ref in seen] == [False] * LAYERS
 
 
-def test_host_memory_is_used_again() -> None:
-    model = model_with("offload")
-    places = set()
+@pytest.mark.parametrize("save", SAVES)
+def test_saved_bytes_are_what_autograd_keeps(save: str) -> None:
+    """Of two layers of bf16, without the copies: what autograd saves, by hooks of its own."""
+    model = adapted("Llama", LINEARS, fp8=DelayedScaling(), dtype=torch.bfloat16)
+    x = tokens(2, 32)
+    report = fuse(model, save=save, offload_activations=True, tokens=x.numel())
+    assert {layer.save for layer in report.layers} == {f"{save}-offload"}
+    whole = fuse_report_of(save, x.numel())
+    (size,) = {layer.bytes for layer in whole.layers}
+    away = x.numel() * (64 if save == "checkpoint" else 2 * report.sizes[0].ffn)
+    assert {layer.bytes for layer in report.layers} == {size - away}
+
+
+def fuse_report_of(save: str, count: int) -> Any:
+    model = adapted("Llama", LINEARS, fp8=DelayedScaling(), dtype=torch.bfloat16)
+    return fuse(model, save=save, tokens=count)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_host_memory_is_used_again(save: str) -> None:
+    model = model_with(save, True)
     for _ in range(3):
-        loss = loss_of(model, tokens(2, 8))
-        kept = [ref() for ref in inputs_of(model)._waiting]
-        places |= {x._host.data_ptr() for x in kept}
-        del kept
-        loss.backward()
-        del loss
+        loss_of(model, tokens(2, 8)).backward()
         end(model)
-    assert len(places) == LAYERS
+    assert free_buffers(model) == LAYERS - 1  # what the last layer keeps never leaves
     abandoned = loss_of(model, tokens(2, 8))  # no backward
+    assert free_buffers(model) == 0
     del abandoned
     gc.collect()
-    loss_of(model, tokens(2, 8)).backward()
-    free = inputs_of(model)._buffers._free
-    assert sum(map(len, free.values())) == LAYERS
+    assert free_buffers(model) == LAYERS - 1
 
 
-def test_evaluation_copies_nothing() -> None:
-    model = model_with("offload").eval()
+def test_evaluation_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with("checkpoint", True).eval()
+    monkeypatch.setattr(type(offload_of(model)), "visit", lambda *_: 1 / 0)
     with torch.no_grad():
         loss_of(model, tokens())
-    assert inputs_of(model)._waiting == []
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, tokens())
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copied_model_has_inputs_of_its_own(way: Any) -> None:
-    model, x = model_with("offload"), tokens()
+def test_a_copied_model_keeps_its_own(way: Any) -> None:
+    model, x = model_with("fp8", True), tokens()
     loss = loss_of(model, x)
     twin = way(model)
-    assert inputs_of(twin) is not inputs_of(model)
+    assert offload_of(twin) is not offload_of(model)
     loss_of(twin, x).backward()
     loss.backward()
     assert all(map(torch.equal, end(model), end(twin)))
 
 
-def trained(save: str, device: torch.device, graphs: str) -> tuple[list[list[Tensor]], int]:
+def test_a_budget_may_choose_what_is_offloaded() -> None:
+    model = adapted("Llama", LINEARS, model={"num_hidden_layers": 4}, fp8=DelayedScaling())
+    x = tokens()
+    fp8 = fuse_report_of("fp8", x.numel()).layers[0].bytes
+    report = fuse(model, memory_budget=0, tokens=x.numel(), offload_activations=True)
+    assert {layer.save for layer in report.layers} == {"checkpoint-offload"}
+    assert report.saved_bytes == 0 < fp8
+    loss_of(model, x).backward()
+
+
+def test_forms_that_stay_on_the_device_are_refused() -> None:
+    model = adapted("Llama", LINEARS, fp8=DelayedScaling())
+    with pytest.raises(ValueError, match=r'needs save="fp8" or "checkpoint".*found save="full"'):
+        fuse(model, save="full", offload_activations=True)
+
+
+def trained(
+    save: str, offload: bool, device: torch.device, graphs: str
+) -> tuple[list[list[Tensor]], int]:
     """(losses and gradients of six steps, bytes that the last step needed at most)."""
-    model = model_with(save, device, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    model = model_with(
+        save, offload, device, hidden_size=256, intermediate_size=512, num_hidden_layers=8
+    )
     adapter = an_adapter(model)
     states = {"fp8_state": adapter.fp8_state, "rng_states": [adapter.rng_state]}
     x = torch.randint(VOCABULARY, (8, 1024), device=device)
@@ -179,20 +222,21 @@ def trained(save: str, device: torch.device, graphs: str) -> tuple[list[list[Ten
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", ["eager", "layer", "step"])
-def test_graphs_replay_the_copies(graphs: str) -> None:
+@pytest.mark.parametrize("save", SAVES)
+def test_graphs_replay_the_copies(save: str, graphs: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    ours, theirs = (trained(save, device, graphs) for save in ("offload", "checkpoint"))
+    ours, theirs = (trained(save, offload, device, graphs) for offload in (True, False))
     for step, (a, b) in enumerate(zip(ours[0], theirs[0], strict=True)):
         assert all(map(torch.equal, a, b)), step
-    if graphs == "eager":  # two of eight inputs, and what comes and goes
-        one = 8 * 1024 * 256 * 2
+    if graphs == "eager":  # what two of eight layers keep stays
+        one = 8 * 1024 * (256 * 2 if save == "checkpoint" else 2 * 512)
         assert theirs[1] - ours[1] >= 4 * one
 
 
 @pytest.mark.gpu
 def test_another_librarys_graph_is_refused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    model = model_with("offload", device)
+    model = model_with("fp8", True, device)
     x = tokens(device=device)
     loss_of(model, x).backward()
     with (

@@ -79,7 +79,7 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"graphs": "all"}, "graphs must be one of auto, step, layer, got 'all'"),
         (
             {"save": "none"},
-            "save must be one of full, recompute, fp8, checkpoint, offload, got 'none'",
+            "save must be one of full, recompute, fp8, checkpoint, got 'none'",
         ),
         (
             {"attention": "flahs"},
