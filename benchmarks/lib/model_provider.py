@@ -36,6 +36,7 @@ PROVIDERS: dict[str, Callable[..., Training]] = {
     "ours, fast, FP8 head, one graph": partial(Ours, graphs="iteration", fp8_head=True, **FAST),
     "ours, fit, eager": partial(Ours, save="fit"),
     "ours, fit, graphs by layer": partial(Ours, graphs="layer", save="fit"),
+    "ours, fit, offload, graphs by layer": partial(Ours, graphs="layer", save="fit, offload"),
     "ours, checkpoint, graphs by layer": partial(Ours, graphs="layer", save="checkpoint"),
 }
 SECONDS = 3.0  # of measured steps

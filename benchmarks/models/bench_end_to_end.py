@@ -77,6 +77,7 @@ DEFAULT: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("70b", "qkvo"): (
         "ours, fit, graphs by layer",
+        "ours, fit, offload, graphs by layer",
         "ours, fit, eager",
         "ours, checkpoint, graphs by layer",
         "hf + peft bf16, liger, checkpointed",

@@ -36,6 +36,7 @@ from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
 LR = 2e-4
 SPARE = 6 << 30  # bytes; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
 IGNORE = -100
+FITS = {"fit": False, "fit, offload": True}  # whether something may be offloaded
 
 
 class Training:
@@ -211,7 +212,8 @@ class HfTe(Training):
 class Ours(Training):
     """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" by GraphManager or "iteration" by StepGraph.
 
-    `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device. `weight_layout` is LoRAConfig's,
+    `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device, and "fit, offload" with what is
+    offloaded as well. `weight_layout` is LoRAConfig's,
     `fp8_head` linear_cross_entropy's `fp8`.
     """
 
@@ -273,8 +275,9 @@ class Ours(Training):
     def _fuse(self, model: Any) -> None:
         tokens = self.spec.batch * self.spec.length
         options: dict[str, Any] = {"save": self.save, "tokens": tokens}
-        if self.save == "fit":
+        if self.save in FITS:
             options = {"memory_budget": self._budget(model, tokens), "tokens": tokens}
+            options["offload_activations"] = FITS[self.save]
         report = lorakernels.fuse(model, **options)
         saves = [layer.save for layer in report.layers]
         counts = {save: saves.count(save) for save in dict.fromkeys(saves)}
@@ -288,6 +291,8 @@ class Ours(Training):
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
         layer = 2 * tokens * (6 * shape["intermediate_size"] + 10 * shape["hidden_size"])
+        if self.save is not None and FITS[self.save]:  # gate and up of layers that are copied
+            layer += 3 * 2 * tokens * shape["intermediate_size"]
         head = 2 * shape["vocab_size"] * tokens + 8 * tokens * shape["hidden_size"]
         optimizer = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
         return max(0, free - layer - head - optimizer - SPARE)
