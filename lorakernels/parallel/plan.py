@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ShardPlan: how to train a model on the GPUs of a host, and what that takes, before a weight is read.
+
+`ShardPlan.of` looks at every placement of the base: whole or sharded, and a tail of it on the host in steps of 1/32.
+For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
+shortest. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorakernels.config import LoRAConfig
+from lorakernels.fusion.memory import fit
+from lorakernels.parallel.plan_machine import MACHINES, Machine
+from lorakernels.parallel.plan_memory import Bytes, Placement, bytes_of
+from lorakernels.parallel.plan_report import describe
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
+from lorakernels.parallel.plan_time import (
+    REPLAY,
+    Batch,
+    Parts,
+    around,
+    backward,
+    forward,
+    stretched,
+)
+
+STEPS = 32  # parts of the base that may be offloaded
+EXPOSED = 0.01  # of a step: what counts as hidden
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of the slowest layer in a step: its own, and of what comes for it meanwhile."""
+
+    forward: float
+    backward: float
+    gather: float
+    copy: float
+
+    @property
+    def exposed(self) -> float:
+        """What gathers and copies of both directions take beyond the layer."""
+        arrives = max(self.gather, self.copy)
+        return max(0.0, arrives - self.forward) + max(0.0, arrives - self.backward)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How a model is trained, and what it takes. `print(plan)` shows all of it.
+
+    Attributes:
+        machine: whose rates were taken.
+        gpus: how many train, each on `batch` tokens of its own.
+        placement: over how many GPUs the base is sharded, and the fraction of it in host memory.
+        saves: what each layer keeps for backward.
+        bytes: of one GPU, part by part.
+        layer: times of the slowest layer.
+        step: seconds of one optimizer step.
+        exposed: seconds of it that gathers and copies add.
+    """
+
+    model: ModelSize
+    batch: Batch
+    machine: Machine
+    gpus: int
+    placement: Placement
+    saves: tuple[str, ...]
+    bytes: Bytes
+    layer: LayerTime
+    step: float
+    exposed: float
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        memory: int | None,
+        tokens: int | tuple[int, int],
+        gpus: int = 1,
+        *,
+        lora: LoRAConfig | None = None,
+        machine: str | Machine = "H200",
+        host_memory: int | None = None,
+        allow_exposed: bool = False,
+    ) -> ShardPlan:
+        """The fastest plan that fits.
+
+        Args:
+            model: a transformers config, or a model, whose adapters count if it has any. No weights are needed.
+            memory: bytes of one GPU; None for the machine's.
+            tokens: of one GPU and microbatch: one sequence, or (sequences, tokens of each).
+            gpus: how many, of one host.
+            lora: adapters of a model that has none. None is r = 16 on all linear layers.
+            machine: a name of `MACHINES`, or rates, such as `probe` measures.
+            host_memory: bytes that may be pinned on the host, for all GPUs; None to offload nothing.
+            allow_exposed: accept gathers and copies that take longer than the layers beside them.
+
+        Raises:
+            TypeError: the model is no transformers model or config, or of a family that `fuse` does not know.
+            ValueError: a number is not positive, the machine is unknown, nothing fits, or what fits is not hidden.
+        """
+        found = MACHINES.get(machine) if isinstance(machine, str) else machine
+        if found is None:
+            raise ValueError(f"machine must be one of {', '.join(MACHINES)}, found {machine!r}")
+        if memory is not None:
+            found = found.with_memory(_positive("memory", memory))
+        batch = Batch(*map(_count("tokens"), tokens if isinstance(tokens, tuple) else (1, tokens)))
+        _positive("gpus", gpus)
+        if host_memory is not None and host_memory < 0:
+            raise ValueError(f"host_memory must not be negative, found {host_memory}")
+        plans = candidates(ModelSize.of(model, lora), batch, found, gpus, host_memory or 0)
+        if not plans:
+            raise ValueError(
+                _nothing_fits(ModelSize.of(model, lora), batch, found, gpus, host_memory)
+            )
+        hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
+        if not hidden and not allow_exposed:
+            raise ValueError(_not_hidden(min(plans, key=_order)))
+        return min(hidden or plans, key=_order)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all GPUs together."""
+        return self.gpus * self.batch.tokens / self.step
+
+    @property
+    def memory_budget(self) -> int:
+        """What `fuse(memory_budget=…)` takes to choose `saves`."""
+        return self.bytes.kept
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def predict(
+    model: ModelSize,
+    batch: Batch,
+    machine: Machine,
+    gpus: int,
+    placement: Placement,
+    saves: Sequence[str],
+) -> ShardPlan:
+    """What a choice takes, whether it fits or not.
+
+    A whole base on one GPU is one graph a step, all else graphs by layer.
+    """
+    parts = around(model, batch, machine)
+    for size, save in zip(model.layers, saves, strict=True):
+        parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
+    block, n = max(map(weights, model.layers)), placement.ranks
+    gather = block * (n - 1) / n / machine.peer
+    copy = block * placement.offload / n / machine.host
+    arrivals = max(0, 2 * (len(model.layers) - 2))
+    if (
+        n > 1 or placement.offload
+    ):  # a gathered byte is written once, and each byte of a shard is read by n GPUs
+        read = 2.0 if n > 1 else placement.offload
+        parts += Parts(memory=arrivals * read * block / machine.bandwidth)
+    factor = stretched(parts, machine)
+    slowest = max(model.layers, key=weights)
+    layer = LayerTime(
+        forward(slowest, batch, machine, saves[-1]).seconds * factor,
+        backward(slowest, batch, machine, saves[-1]).seconds * factor,
+        gather,
+        copy,
+    )
+    one_graph = gpus == 1 and not placement.offload
+    replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
+    exposed = layer.exposed * arrivals / 2
+    exchange = 0.0 if gpus == 1 else 2 * 4 * model.trained * (gpus - 1) / gpus / machine.peer
+    step = parts.seconds * factor + replays + exposed + exchange
+    used = bytes_of(model, batch, machine, placement, saves)
+    return ShardPlan(
+        model, batch, machine, gpus, placement, tuple(saves), used, layer, step, exposed
+    )
+
+
+def candidates(
+    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int
+) -> list[ShardPlan]:
+    """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's."""
+    found = []
+    least = ["checkpoint"] * len(model.layers)
+    for ranks in {1, gpus}:
+        for part in range(STEPS):
+            placement = Placement(ranks, part / STEPS)
+            # each process pins a copy of its own where the base is not sharded
+            copies = 1 if ranks > 1 else gpus
+            if copies * model.base * placement.offload > host:
+                break
+            saves = _saves(model, batch, machine, placement, least)
+            if saves is not None:
+                found.append(predict(model, batch, machine, gpus, placement, saves))
+    return found
+
+
+def _saves(
+    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, least: list[str]
+) -> list[str] | None:
+    """The fastest `save` of each layer that fits, None if nothing does.
+
+    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks.
+    """
+    used = bytes_of(model, batch, machine, placement, least)
+    budget = machine.memory - (used.total - used.kept)
+    for _ in range(4):
+        try:
+            saves = fit(model.layers, budget, batch.tokens, ELEMENT)
+        except ValueError:
+            return None
+        over = bytes_of(model, batch, machine, placement, saves).total - machine.memory
+        if over <= 0:
+            return saves
+        budget -= over
+    return None
+
+
+def _order(plan: ShardPlan) -> tuple[float, float, int]:
+    return plan.step, plan.placement.offload, plan.placement.ranks
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive whole number, found {value!r}")
+    return value
+
+
+def _count(name: str) -> Any:
+    return lambda value: _positive(name, value)
+
+
+def _nothing_fits(
+    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int | None
+) -> str:
+    saves = ["checkpoint"] * len(model.layers)
+    used = bytes_of(model, batch, machine, Placement(gpus), saves)
+    host_says = "no host memory was given" if not host else f"{host / 1e9:.0f} GB of host memory"
+    return (
+        f"memory: nothing fits {machine.memory / 1e9:.1f} GB. With the base over {gpus} GPU{'s'[: gpus > 1]} and "
+        f"every layer checkpointed, {batch.tokens} tokens need {used.total / 1e9:.1f} GB, {used.base / 1e9:.1f} of "
+        f"them the base, of which {host_says} to take a part"
+    )
+
+
+def _not_hidden(plan: ShardPlan) -> str:
+    layer = plan.layer
+    return (
+        f"a layer runs {layer.forward * 1e3:.2f} ms forward and {layer.backward * 1e3:.2f} ms backward, while its "
+        f"weights need {layer.gather * 1e3:.2f} ms from the other GPUs and {layer.copy * 1e3:.2f} ms from the host: "
+        f"{plan.exposed * 1e3:.0f} ms of {plan.step * 1e3:.0f} a step are not hidden. Take more tokens, or "
+        "allow_exposed (--allow-exposed)"
+    )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of one GPU in training, part by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorakernels.fusion.memory import LayerSize
+from lorakernels.parallel.plan_machine import Machine
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
+from lorakernels.parallel.plan_time import Batch
+
+SLOTS = 2  # whole layers of a sharded base
+STAGES = 3  # layers' offloaded tails on the device: one in use, two on their way
+TRAINED = 16  # bytes of a trained parameter: fp32 value, gradient and two moments
+CHUNK = 2048  # tokens whose logits exist at a time, linear_cross_entropy's default
+CONTEXT = 700_000_000  # bytes of a CUDA context with its modules; no recorded row has it
+FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/training.py leaves
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host."""
+
+    ranks: int = 1
+    offload: float = 0.0
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one GPU; `host` is of the whole host, for all GPUs. `peak` is what torch's allocator and the shards hold."""
+
+    base: int
+    slots: int
+    outside: int
+    adapters: int
+    optimizer: int
+    kept: int
+    workspace: int
+    context: int
+    fragments: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        parts = (self.base, self.slots, self.outside, self.adapters, self.optimizer)
+        return sum(parts) + self.kept + self.workspace
+
+    @property
+    def total(self) -> int:
+        return self.peak + self.context + self.fragments
+
+
+def bytes_of(
+    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, saves: Sequence[str]
+) -> Bytes:
+    """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names."""
+    n, rho = placement.ranks, placement.offload
+    largest = max(map(weights, model.layers))
+    staged = math.ceil(STAGES * rho * largest / n) if rho else 0
+    kept = sum(
+        size.saved_bytes(save, batch.tokens) for size, save in zip(model.layers, saves, strict=True)
+    )
+    return Bytes(
+        base=math.ceil(model.base * (1 - rho) / n),
+        slots=staged + (SLOTS * largest if n > 1 else 0),
+        outside=model.outside,
+        adapters=model.trained * TRAINED // 2,
+        optimizer=model.trained * TRAINED // 2,
+        kept=kept,
+        workspace=_workspace(model, batch, saves),
+        context=CONTEXT,
+        fragments=int(FRAGMENTS * machine.memory),
+        host=math.ceil(model.base * rho),
+    )
+
+
+def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
+    """At the turn, where all layers keep what they keep: the loss, or the last layer's backward."""
+    hidden = ELEMENT * batch.tokens * model.layers[-1].hidden
+    logits = ELEMENT * min(batch.tokens, CHUNK) * model.vocabulary
+    return 3 * hidden + max(logits, _layer(model.layers[-1], batch.tokens, saves[-1]))
+
+
+def _layer(size: LayerSize, tokens: int, save: str) -> int:
+    """Of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps."""
+    row = 4 * size.hidden + 4 * size.ffn
+    if size.ranks[2]:
+        row += 4 * size.ffn
+    if save == "fp8":
+        row += size.ffn
+    again = 0
+    if save == "checkpoint":
+        again = size.saved_bytes("recompute", tokens) - size.saved_bytes("checkpoint", tokens)
+    return tokens * row + again

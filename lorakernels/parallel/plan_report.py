@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in words and numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lorakernels.parallel.plan import ShardPlan
+
+NAMES = {
+    "base": "base, FP8",
+    "slots": "slots",
+    "outside": "embedding, head, norms",
+    "adapters": "adapters, gradients",
+    "optimizer": "optimizer",
+    "kept": "kept activations",
+    "workspace": "workspace",
+    "context": "CUDA context",
+    "fragments": "left to the allocator",
+}
+
+
+def describe(plan: ShardPlan) -> str:
+    """All of a plan, some 25 lines."""
+    return "\n".join([*_choice(plan), *_memory(plan), *_times(plan)])
+
+
+def _choice(plan: ShardPlan) -> list[str]:
+    where = "whole on each GPU" if plan.gpus > 1 else "whole"
+    if plan.placement.ranks > 1:
+        where = f"sharded over {plan.placement.ranks} GPUs"
+    if plan.placement.offload:
+        where += f", {plan.placement.offload:.1%} of it in host memory ({plan.bytes.host / 1e9:.1f} GB pinned)"
+    mix = ", ".join(f"{count} x {save}" for save, count in Counter(plan.saves).items())
+    tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens a GPU"
+    return [
+        f"{plan.gpus} x {plan.machine.name}, {plan.machine.memory / 1e9:.1f} GB each, {tokens}",
+        f"base      {where}",
+        f"save      {mix}",
+    ]
+
+
+def _memory(plan: ShardPlan) -> list[str]:
+    rows = [(text, getattr(plan.bytes, name)) for name, text in NAMES.items()]
+    lines = [f"  {text:<24}{size / 1e9:8.2f} GB" for text, size in rows if size]
+    total = f"  {'in all':<24}{plan.bytes.total / 1e9:8.2f} GB"
+    return ["bytes of one GPU", *lines, f"{total}, of tensors {plan.bytes.peak / 1e9:.2f}"]
+
+
+def _times(plan: ShardPlan) -> list[str]:
+    layer = plan.layer
+    shown = (
+        ("forward", layer.forward),
+        ("backward", layer.backward),
+        ("gather, each way", layer.gather),
+        ("host copy, each way", layer.copy),
+    )
+    return [
+        "times of one layer",
+        *(f"  {text:<24}{seconds * 1e3:8.3f} ms" for text, seconds in shown if seconds),
+        "times of one step",
+        f"  {'step':<24}{plan.step * 1e3:8.1f} ms",
+        f"  {'of it not hidden':<24}{plan.exposed * 1e3:8.1f} ms",
+        f"  {'tokens a second':<24}{plan.rate:8,.0f}, all GPUs together",
+    ]

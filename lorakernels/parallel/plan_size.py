@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a model that a plan needs, from its config alone: it is built on the meta device, without memory."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakernels.config import LoRAConfig
+from lorakernels.fusion.memory import LayerSize
+from lorakernels.modules import LoRALinear, apply_lora
+from lorakernels.parallel.layers import decoder_layers
+
+ELEMENT = 2  # bytes of a number that is not FP8: bf16
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """`layers` of a decoder; `vocabulary` rows of its head; `outside` bytes of embedding, head and norms in bf16;
+    `trained` parameters of the adapters."""
+
+    layers: tuple[LayerSize, ...]
+    vocabulary: int
+    outside: int
+    trained: int
+
+    @property
+    def base(self) -> int:
+        """Bytes of the layers' frozen FP8 weights."""
+        return sum(map(weights, self.layers))
+
+    @classmethod
+    def of(cls, model: Any, lora: LoRAConfig | None) -> ModelSize:
+        """Sizes of a transformers model, or of what a transformers config describes. The given one stays as it is.
+
+        Args:
+            model: a config or a model. A model that has adapters keeps its own.
+            lora: adapters of a config or of a model without any; None is r = 16 on all linear layers.
+
+        Raises:
+            TypeError: `model` is neither, or of a family that `fuse` does not know.
+            ValueError: `lora` does not fit the model.
+        """
+        if not isinstance(model, nn.Module):
+            model = _on_meta(model)
+        if not any(isinstance(m, LoRALinear) for m in model.modules()):
+            model = _on_meta(model.config)
+            chosen = lora or LoRAConfig(target_modules="all-linear")
+            apply_lora(model, replace(chosen, fp8=None))
+        layers = decoder_layers(model)
+        inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+        others = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        head = model.get_output_embeddings()
+        return cls(
+            tuple(LayerSize.of(layer, fp8=True) for layer in layers.values()),
+            head.weight.shape[0],
+            ELEMENT * sum(others.values()),
+            trained,
+        )
+
+
+def projections(size: LayerSize) -> tuple[tuple[int, int, int], ...]:
+    """(N, K, ΣR) of the joined products q k v, o, gate up, down."""
+    wide = size.heads * size.head_dim
+    narrow = size.kv_heads * size.head_dim
+    shapes = (
+        (wide + 2 * narrow, size.hidden),
+        (size.hidden, wide),
+        (2 * size.ffn, size.hidden),
+        (size.hidden, size.ffn),
+    )
+    return tuple((n, k, r) for (n, k), r in zip(shapes, size.ranks, strict=True))
+
+
+def weights(size: LayerSize) -> int:
+    """Bytes of a layer's frozen FP8 weights."""
+    return sum(n * k for n, k, _ in projections(size))
+
+
+def _on_meta(config: Any) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise TypeError(f"a plan needs transformers, which cannot be imported: {error}") from error
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise TypeError(
+            f"model must be a transformers model or config, found {type(config).__name__}"
+        )
+    config = copy.deepcopy(config.get_text_config())
+    config.__dict__.pop("quantization_config", None)
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:  # no causal LM of that kind
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise TypeError(f"model: {kind} has no causal LM in transformers: {error}") from error

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a fused layer, the head and a step take on a machine.
+
+    products    rounds of tiles over the multiprocessors, at the machine's rate
+    attention   operations below the diagonal; a sequence of T tokens has the full rate times T / (T + T0)
+    the rest    bytes over the bandwidth, and a fixed time for each kernel
+
+A step that would draw more than the machine's power takes its energy over that power.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lorakernels.fusion.memory import LayerSize
+from lorakernels.parallel.plan_machine import Machine
+from lorakernels.parallel.plan_size import ModelSize, projections, weights
+
+# Fitted to benchmarks/results/h200/decoder_layer_kernels.csv, as docs/plan.md says
+KERNEL = 1.5e-6  # seconds that a kernel takes beside its bytes
+GEMM = 3.5e-6  # seconds that a product takes beside its rounds
+TILES = ((128, 256), (128, 128))
+ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
+ATTENTION_GRAD = (712e12, 2507)
+LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
+LORA_GRAD_A = (1.1e-12, 0.0135e-12)
+LORA_GRAD_B = 0.85e-12  # seconds per element of dy
+REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer less its one graph
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`sequences` of `length` tokens, each causal by itself."""
+
+    sequences: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of kernels at the highest clock, by kind."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(
+            self.gemm + other.gemm,
+            self.attention + other.attention,
+            self.memory + other.memory,
+        )
+
+    def __mul__(self, times: float) -> Parts:
+        return Parts(self.gemm * times, self.attention * times, self.memory * times)
+
+    @property
+    def seconds(self) -> float:
+        return self.gemm + self.attention + self.memory
+
+    def joules(self, machine: Machine) -> float:
+        return (
+            self.gemm * machine.gemm_watts
+            + self.attention * machine.attention_watts
+            + self.memory * machine.memory_watts
+        )
+
+
+def gemm_seconds(shape: tuple[int, int, int], rate: float, processors: int) -> float:
+    """Of a product [M, K] [K, N], `shape` (M, N, K), at `rate` operations a second where all tiles are busy."""
+    m, n, k = shape
+    best = min(
+        math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / processors) * rows * columns
+        for rows, columns in TILES
+    )
+    return 2 * best * processors * k / rate + GEMM
+
+
+def moved(machine: Machine, size: float, kernels: int) -> Parts:
+    """Kernels that read and write `size` bytes together."""
+    return Parts(memory=size / machine.bandwidth + kernels * KERNEL)
+
+
+@lru_cache(maxsize=1024)
+def forward(size: LayerSize, batch: Batch, machine: Machine, save: str) -> Parts:
+    """A layer's forward; `save` is one of `fuse`'s."""
+    m, k, f = batch.tokens, size.hidden, size.ffn
+    wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    row = 2 * 3 * k + 4 * (wide + narrow) + 3 * wide + 5 * f  # norms, RoPE, o's input, SwiGLU
+    if size.normed_heads:
+        row += 4 * (wide + narrow)
+    if save == "fp8":
+        row += 2 * f
+    if size.ranks[3]:
+        row += 4 * f  # SwiGLU's result in bf16, written and read
+    total = moved(machine, m * row, 6)
+    for n, inner, rank in projections(size):
+        seconds = gemm_seconds((m, n, inner), machine.fp8_forward, machine.processors)
+        total += Parts(seconds) + _lora_forward(m * inner, rank)
+    return total + _attention(size, batch, 1.0, ATTENTION)
+
+
+@lru_cache(maxsize=1024)
+def backward(size: LayerSize, batch: Batch, machine: Machine, save: str) -> Parts:
+    """A layer's backward, with the forward that "checkpoint" runs again in it."""
+    m, k, f = batch.tokens, size.hidden, size.ffn
+    wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    adapted = [n for n, rank in zip((k, wide, k, f), size.ranks, strict=True) if rank]
+    row = 2 * 3 * k + 8 * f + 2 * 8 * k + 4 * (wide + narrow) + 3 * (wide + 2 * narrow)
+    if save == "fp8":
+        row -= 2 * f
+    if save != "full":
+        row += 3 * sum(adapted[:-1] if size.ranks[3] else adapted)  # inputs are quantized again
+    if size.ranks[2]:
+        row += 6 * f  # dgate, dup in bf16, and quantized in a pass of their own
+    if size.ranks[3]:
+        row += f
+    total = moved(machine, m * row + 2 * weights(size), 9 + 3 * (save != "full"))
+    for n, inner, rank in projections(size):
+        seconds = gemm_seconds((m, inner, n), machine.fp8_backward, machine.processors)
+        total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
+    total += _attention(size, batch, 2.5, ATTENTION_GRAD)
+    return total + _again(size, batch, machine) if save == "checkpoint" else total
+
+
+def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+    """The forward that "checkpoint" runs in backward: all of it but the last product."""
+    shape = (batch.tokens, size.hidden, size.ffn)
+    last = gemm_seconds(shape, machine.fp8_forward, machine.processors)
+    return forward(size, batch, machine, "full") + Parts(-last)
+
+
+def _attention(
+    size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]
+) -> Parts:  # fmt: skip
+    length, (fastest, start) = batch.length, rate
+    operations = 2 * batch.tokens * length * size.heads * size.head_dim * times
+    return Parts(attention=operations / fastest * (1 + start / length) + 3 * KERNEL)
+
+
+def _lora_forward(inputs: int, rank: int) -> Parts:
+    fixed, each = LORA_DOWN
+    return Parts(memory=inputs * (fixed + each * rank) + 2 * KERNEL if rank else 0.0)
+
+
+def _lora_backward(inputs: int, outputs: int, rank: int) -> Parts:
+    fixed, each = LORA_GRAD_A
+    seconds = inputs * (fixed + each * rank) + outputs * LORA_GRAD_B + 4 * KERNEL
+    return Parts(memory=seconds if rank else 0.0)
+
+
+def around(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
+    """What a step does outside of the layers: head and loss in bf16, AdamW over fp32 adapters, last norm, scales."""
+    hidden, m = model.layers[0].hidden, batch.tokens
+    products = 2 * 2 * m * hidden * model.vocabulary / machine.bf16
+    logits = moved(machine, 4 * 2 * m * model.vocabulary, 4)
+    optimizer = moved(machine, 40 * model.trained, 2 * len(model.layers))
+    return Parts(products) + logits + optimizer + moved(machine, 12 * m * hidden, 20)
+
+
+def stretched(parts: Parts, machine: Machine) -> float:
+    """How many times longer the kernels take than at the highest clock, which the power allows or does not."""
+    return max(1.0, parts.joules(machine) / machine.power / parts.seconds)
