@@ -21,6 +21,7 @@ from lorakernels.modules import (
     training_state_dict,
     unmerge_lora,
 )
+from lorakernels.parallel import ShardPlan
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
 
@@ -41,6 +42,7 @@ __all__ = [
     "MMParams",
     "PhiloxState",
     "PhiloxStates",
+    "ShardPlan",
     "apply_lora",
     "attach",
     "bias_dropout_add",

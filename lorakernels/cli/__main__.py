@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "what is installed, what was built, and which implementation each op takes",
     "bench": "time the layer and the ops against their peers on this machine",
     "finetune": "fine-tune a model with LoRA adapters over its frozen FP8 base",
+    "plan": "what a training takes before it is loaded: bytes, times, and what to shard, offload and recompute",
     "export": "merge an adapter into its base: a directory that transformers and vLLM load, in bf16 or FP8",
 }
 

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lorakernels.config import LoRAConfig
 from lorakernels.fusion.memory import fit
 from lorakernels.parallel.plan_machine import MACHINES, Machine
 from lorakernels.parallel.plan_memory import Bytes, Placement, bytes_of
+from lorakernels.parallel.plan_probe import probe
 from lorakernels.parallel.plan_report import describe
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
 from lorakernels.parallel.plan_time import (
@@ -95,32 +98,31 @@ class ShardPlan:
             tokens: of one GPU and microbatch: one sequence, or (sequences, tokens of each).
             gpus: how many, of one host.
             lora: adapters of a model that has none. None is r = 16 on all linear layers.
-            machine: a name of `MACHINES`, or rates, such as `probe` measures.
+            machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
             host_memory: bytes that may be pinned on the host, for all GPUs; None to offload nothing.
             allow_exposed: accept gathers and copies that take longer than the layers beside them.
 
         Raises:
-            TypeError: the model is no transformers model or config, or of a family that `fuse` does not know.
-            ValueError: a number is not positive, the machine is unknown, nothing fits, or what fits is not hidden.
+            TypeError: the model is no transformers model or config.
+            ValueError: a number is not positive, the machine or the model's family is unknown, nothing fits, or what
+                fits is not hidden.
         """
-        found = MACHINES.get(machine) if isinstance(machine, str) else machine
-        if found is None:
-            raise ValueError(f"machine must be one of {', '.join(MACHINES)}, found {machine!r}")
+        found = _machine(machine)
         if memory is not None:
             found = found.with_memory(_positive("memory", memory))
-        batch = Batch(*map(_count("tokens"), tokens if isinstance(tokens, tuple) else (1, tokens)))
+        many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
+        batch = Batch(_positive("tokens", many), _positive("tokens", length))
         _positive("gpus", gpus)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
-        plans = candidates(ModelSize.of(model, lora), batch, found, gpus, host_memory or 0)
+        size = ModelSize.of(model, lora)
+        plans = candidates(size, batch, found, gpus, host_memory or 0)
         if not plans:
-            raise ValueError(
-                _nothing_fits(ModelSize.of(model, lora), batch, found, gpus, host_memory)
-            )
+            raise ValueError(_nothing_fits(size, batch, found, gpus, host_memory or 0))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
             raise ValueError(_not_hidden(min(plans, key=_order)))
-        return min(hidden or plans, key=_order)
+        return min(plans if allow_exposed else hidden, key=_order)
 
     @property
     def rate(self) -> float:
@@ -229,20 +231,26 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _count(name: str) -> Any:
-    return lambda value: _positive(name, value)
+def _machine(given: str | Machine) -> Machine:
+    if given == "probe":
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return probe(device)
+    found = MACHINES.get(given) if isinstance(given, str) else given
+    if found is None:
+        names = ", ".join(MACHINES)
+        raise ValueError(f"machine must be probe or one of {names}, found {given!r}")
+    return found
 
 
-def _nothing_fits(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int | None
-) -> str:
+def _nothing_fits(model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int) -> str:
     saves = ["checkpoint"] * len(model.layers)
     used = bytes_of(model, batch, machine, Placement(gpus), saves)
-    host_says = "no host memory was given" if not host else f"{host / 1e9:.0f} GB of host memory"
+    offered = f"{host / 1e9:.0f} GB of" if host else "no"
+    over = f"over {gpus} GPUs" if gpus > 1 else "whole"
     return (
-        f"memory: nothing fits {machine.memory / 1e9:.1f} GB. With the base over {gpus} GPU{'s'[: gpus > 1]} and "
-        f"every layer checkpointed, {batch.tokens} tokens need {used.total / 1e9:.1f} GB, {used.base / 1e9:.1f} of "
-        f"them the base, of which {host_says} to take a part"
+        f"memory: nothing fits {machine.memory / 1e9:.1f} GB. With the base {over} and every layer checkpointed, "
+        f"{batch.tokens} tokens need {used.total / 1e9:.1f} GB, {used.base / 1e9:.1f} of them the base, with {offered} "
+        "host memory (host_memory, --host-memory) to take a part of it"
     )
 
 

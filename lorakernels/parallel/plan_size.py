@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lorakernels.config import LoRAConfig
+from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.modules import LoRALinear, apply_lora
 from lorakernels.parallel.layers import decoder_layers
@@ -42,13 +43,14 @@ class ModelSize:
             lora: adapters of a config or of a model without any; None is r = 16 on all linear layers.
 
         Raises:
-            TypeError: `model` is neither, or of a family that `fuse` does not know.
-            ValueError: `lora` does not fit the model.
+            TypeError: `model` is neither.
+            ValueError: `lora` does not fit the model, or `fuse` does not know or take its layers.
         """
         if not isinstance(model, nn.Module):
             model = _on_meta(model)
         if not any(isinstance(m, LoRALinear) for m in model.modules()):
             model = _on_meta(model.config)
+            _check(model)
             chosen = lora or LoRAConfig(target_modules="all-linear")
             apply_lora(model, replace(chosen, fp8=None))
         layers = decoder_layers(model)
@@ -80,6 +82,12 @@ def projections(size: LayerSize) -> tuple[tuple[int, int, int], ...]:
 def weights(size: LayerSize) -> int:
     """Bytes of a layer's frozen FP8 weights."""
     return sum(n * k for n, k, _ in projections(size))
+
+
+def _check(model: nn.Module) -> None:
+    for path, layer in decoder_layers(model).items():
+        if found := next(spec_of(layer).objections(layer), None):
+            raise ValueError(f"a plan is of fused layers, and {path} cannot be fused: {found}")
 
 
 def _on_meta(config: Any) -> Any:

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lorakernels plan``: read a model's config.json, and print what `ShardPlan` chooses and predicts for it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
+EPILOG = """\
+exit codes: 0 planned, 1 nothing fits, or gathers and copies cannot be hidden, or the model is unknown (the message
+says which), 2 an option is wrong. docs/plan.md says how far predictions are from what was measured."""
+
+
+def size(text: str) -> int:
+    """Bytes of "80GB", "74.5GiB" or "80000000000"."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(found[2].upper()) if found else None
+    try:
+        value = int(float(found[1]) * unit) if found and unit else 0
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 74.5GiB, found {text!r}")
+    return value
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a folder with config.json; weights need not be there",
+    )
+    add("--gpus", type=count, default=1, metavar="N", help="of one host (default: 1)")
+    add("--seq", type=count, required=True, metavar="S", help="tokens of a sequence")
+    add("--batch-size", type=count, default=1, metavar="B", help="sequences of a GPU (default: 1)")
+    add(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="of one GPU, such as 80GB (default: the machine's)",
+    )
+    add(
+        "--machine",
+        default="H200",
+        help="H200 or H100-80GB, by constants of docs/plan.md (default: H200)",
+    )
+    add("--probe", action="store_true", help="measure this machine's GPU for a second instead")
+    add(
+        "--host-memory",
+        type=size,
+        metavar="SIZE",
+        help="that may be pinned on the host (default: none)",
+    )
+    add("--r", type=count, default=16, help="rank of the adapters (default: 16)")
+    add(
+        "--target-modules", nargs="+", default=["all-linear"], metavar="NAME",
+        help="modules that get an adapter (default: all-linear)",
+    )  # fmt: skip
+    add(
+        "--allow-exposed", action="store_true",
+        help="accept gathers and copies that take longer than the layers beside them",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Every expected failure becomes one line on stderr and an exit code."""
+    from lorakernels.train.errors import FinetuneError, OptionError
+    from lorakernels.train.preflight import check_length, read_config
+
+    try:
+        file = Path(args.model) / "config.json"
+        if not file.is_file():
+            return _fail(f"model: {file} is not there", 1)
+        config = read_config(Path(args.model))
+        check_length(config.get_text_config(), args.seq)
+        print(_plan(config, args))
+    except OptionError as error:
+        return _fail(str(error).replace("seq_len", "seq"), 2)
+    except (FinetuneError, ValueError, TypeError) as error:
+        return _fail(str(error), 1)
+    return 0
+
+
+def _plan(config: object, args: argparse.Namespace) -> object:
+    from lorakernels import LoRAConfig, ShardPlan
+
+    targets = args.target_modules
+    lora = LoRAConfig(r=args.r, target_modules=targets[0] if targets == ["all-linear"] else targets)
+    return ShardPlan.of(
+        config,
+        args.memory,
+        (args.batch_size, args.seq),
+        args.gpus,
+        lora=lora,
+        machine="probe" if args.probe else args.machine,
+        host_memory=args.host_memory,
+        allow_exposed=args.allow_exposed,
+    )
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"lorakernels plan: error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lorakernels plan`: a config.json is all it needs; what it cannot do is one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lorakernels.cli.__main__ import main
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def plan(model: Path, *options: str) -> int:
+    return main(["plan", f"--model={model}", *options])
+
+
+def test_a_config_alone_is_planned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offered = ("--seq=8192", "--memory=80GB", "--machine=H100-80GB", "--host-memory=200GiB")
+    assert plan(model, *offered) == 0
+    shown = capsys.readouterr().out
+    assert "1 x H100-80GB, 80.0 GB each, 1 x 8192 tokens a GPU" in shown
+    for part in ("of it in host memory", "optimizer", "host copy, each way", "tokens a second"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq=8192", "--memory=80GB"], "nothing fits 80.0 GB"),
+        (
+            ["--seq=64", "--memory=40GB", "--host-memory=100GB"],
+            "ms of .* a step are not hidden. Take more tokens, or allow_exposed",
+        ),
+        (["--seq=64", "--machine=B200"], "machine must be probe or one of H200, H100-80GB, found 'B200'"),
+        (["--seq=64", "--probe"], "a probe needs a GPU with FP8 tensor cores, found cpu"),
+        (["--seq=64", "--target-modules=nothing"], "nothing"),
+    ],
+    ids=["memory", "exposed", "machine", "probe", "targets"],
+)  # fmt: skip
+def test_what_cannot_be_planned(
+    model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert plan(model, *options) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("lorakernels plan: error: ") and shown.count("\n") == 1
+    import re
+
+    assert re.search(message, shown)
+
+
+def test_what_is_not_hidden_can_be_asked_for(model: Path, capsys) -> None:
+    options = ["--seq=64", "--memory=40GB", "--host-memory=100GB", "--allow-exposed"]
+    assert plan(model, *options) == 0
+    line = next(t for t in capsys.readouterr().out.splitlines() if "of it not hidden" in t)
+    assert float(line.split()[-2]) > 100
+
+
+def test_there_must_be_a_config_of_a_known_family(model: Path, capsys) -> None:
+    assert plan(model / "other", "--seq=64") == 1
+    assert f"model: {model / 'other' / 'config.json'} is not there" in capsys.readouterr().err
+    (model / "config.json").write_text('{"model_type": "gpt2", "n_positions": 1024}')
+    assert plan(model, "--seq=64") == 1
+    assert "LlamaDecoderLayer" in capsys.readouterr().err
+    (model / "config.json").write_text('{"model_type": "bird"}')
+    assert plan(model, "--seq=64") == 1
+    assert "config.json is not one that transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq=0"], "argument --seq: expected a positive whole number, found '0'"),
+        (["--seq=64", "--gpus=-1"], "argument --gpus: expected a positive whole number, found '-1'"),
+        (["--seq=64", "--memory=80XB"], "argument --memory: expected a size such as 80GB"),
+        (["--seq=64", "--memory=1.2.3GB"], "argument --memory: expected a size such as 80GB"),
+        ([], "the following arguments are required: --seq"),
+    ],
+    ids=["seq", "gpus", "unit", "number", "missing"],
+)  # fmt: skip
+def test_options_are_checked_first(model: Path, options, message, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        plan(model, *options)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_sequence_is_no_longer_than_the_model_s(model: Path, capsys) -> None:
+    assert plan(model, "--seq=8193") == 2
+    assert "seq must be at most 8192" in capsys.readouterr().err

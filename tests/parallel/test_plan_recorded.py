@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of a plan beside recorded steps and peaks. docs/plan.md has the same numbers as a table.
+
+Its constants were made from decoder_layer_kernels.csv, one row of end_to_end.csv (FITTED), and the gathers' time.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS
+from lorakernels import LoRAConfig
+from lorakernels.parallel.plan import predict
+from lorakernels.parallel.plan_machine import MACHINES
+from lorakernels.parallel.plan_memory import Placement
+from lorakernels.parallel.plan_size import ModelSize
+from lorakernels.parallel.plan_time import REPLAY, Batch
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+WITHIN = 0.05
+
+
+class Case(NamedTuple):
+    """A recorded row, and the form it ran in."""
+
+    file: str
+    model: str  # of SPECS
+    adapted: str
+    row: str  # provider, or base
+    saves: tuple[tuple[str, int], ...]
+    ranks: int = 1
+    sharded: bool = False
+    cut: tuple[int, int] | None = None  # layers and sequences, where they are not those of SPECS
+
+    def __str__(self) -> str:
+        return f"{self.file}-{self.model}-{self.adapted}-{self.row}".replace(" ", "_").replace(
+            ",", ""
+        )
+
+
+def end_to_end(model: str, adapted: str, provider: str, *saves: tuple[str, int]) -> Case:
+    return Case("end_to_end", model, adapted, provider, saves)
+
+
+FITTED = end_to_end("8b", "qkvo", "ours, one graph", ("recompute", 32))
+FIT = "ours, fit, graphs by layer"
+CASES = (
+    end_to_end("1b", "qkvo", "ours, one graph", ("recompute", 16)),
+    end_to_end("1b", "qkvo", "ours, graphs by layer", ("recompute", 16)),
+    end_to_end("8b", "qkvo", "ours, graphs by layer", ("recompute", 32)),
+    end_to_end("8b", "all", "ours, graphs by layer", ("recompute", 32)),
+    end_to_end("70b", "qkvo", FIT, ("checkpoint", 19), ("fp8", 61)),
+    end_to_end("70b", "qkvo", "ours, checkpoint, graphs by layer", ("checkpoint", 80)),
+    end_to_end("70b", "all", FIT, ("checkpoint", 22), ("fp8", 58)),
+    Case("sharded_base", "70b", "qkvo", "whole", (("checkpoint", 20), ("fp8", 60)), 2),
+    Case("sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 20), ("fp8", 60)), 2, True),
+    Case("finetune", "8b", "all", "ours, one graph", (("recompute", 8),), cut=(8, 2)),
+)  # fmt: skip
+
+
+def recorded(case: Case) -> tuple[float, float]:
+    """(ms of a step, GiB at most)."""
+    with (RESULTS / f"{case.file}.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    name = SPECS[case.model].name
+    if case.file == "sharded_base":
+        (row,) = (r for r in rows if (r["model"], r["base"]) == (name, case.row))
+        return float(row["p50 ms"]), float(row["peak GiB"])
+    if case.cut:
+        wanted = (f"{case.cut[0]} layers of {name}", case.row)
+        (row,) = (r for r in rows if (r["model"], r["provider"]) == wanted)
+        return float(row["ms/step"]), float(row["peak GiB"])
+    wanted = (name, case.adapted, case.row)
+    (row,) = (r for r in rows if (r["model"], r["LoRA on"], r["provider"]) == wanted)
+    return float(row["ms/step"]), float(row["peak GiB"])
+
+
+@lru_cache
+def size_of(model: str, adapted: str) -> ModelSize:
+    lora = LoRAConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ADAPTED[adapted]))
+    return ModelSize.of(SPECS[model].config(), lora)
+
+
+def predicted(case: Case) -> tuple[float, float]:
+    """(ms of a step, GiB at most)."""
+    size, spec = size_of(case.model, case.adapted), SPECS[case.model]
+    sequences = spec.batch
+    if case.cut:
+        count, sequences = case.cut
+        trained = size.trained * count // len(size.layers)
+        size = replace(size, layers=size.layers[:count], trained=trained)
+    saves = [save for save, count in case.saves for _ in range(count)]
+    batch = Batch(sequences, spec.length)
+    placement = Placement(case.ranks if case.sharded else 1)
+    plan = predict(size, batch, MACHINES["H200"], case.ranks, placement, saves)
+    by_layer = case.ranks == 1 and "layer" in case.row  # on several GPUs a plan has layers' graphs
+    replays = 2 * len(saves) * REPLAY if by_layer else 0.0
+    return (plan.step + replays) * 1e3, plan.bytes.peak / 2**30
+
+
+@pytest.mark.parametrize("case", [FITTED, *CASES], ids=str)
+def test_a_prediction_is_within_five_percent(case: Case) -> None:
+    for what, found, measured in zip(("ms", "GiB"), predicted(case), recorded(case), strict=True):
+        assert abs(found / measured - 1) < WITHIN, (what, found, measured)
+
+
+def test_the_table_of_errors_is_that_of_the_recorded_rows() -> None:
+    """docs/plan.md, line by line."""
+    text = (RESULTS.parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    for case in (FITTED, *CASES):
+        (ms, gib), (took, held) = predicted(case), recorded(case)
+        line = f"| {ms:,.1f} | {took:,.1f} | {ms / took - 1:+.1%} | {gib:.1f} | {held:.1f} | {gib / held - 1:+.1%} |"
+        assert line in text, (str(case), line)
