@@ -46,6 +46,7 @@ from lorakernels.train.errors import (
 )
 from lorakernels.train.files import replace_dir, replace_file
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
+from lorakernels.train.layout import Gpus, planned
 from lorakernels.train.loop import Trainer
 from lorakernels.train.metrics import plot_losses
 from lorakernels.train.model import (
@@ -66,7 +67,7 @@ from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
 from lorakernels.train.session import Session, check_same_options
-from lorakernels.train.sharding import shard_mesh
+from lorakernels.train.sharding import ranks_per_machine, shard_mesh
 
 
 @dataclass
@@ -130,6 +131,8 @@ def adapt(
         raise FinetuneError(
             f"{output} already holds checkpoints: go on with --resume or take another directory"
         )
+    if options.layout == "auto":
+        options = ranks.together(lambda: plan_job(directory, options, reporter, ranks))
     if options.resume:
         check_same_options(checkpoints, options)
     check_scope(options, ranks)
@@ -184,6 +187,16 @@ def adapt(
 
     ranks.on_first(finish)
     return Result(model, report, session, adapter, bool(fused))
+
+
+def plan_job(
+    directory: Path, options: FinetuneOptions, reporter: Reporter, ranks: Ranks
+) -> FinetuneOptions:
+    """The options with what a plan chose for them."""
+    check_directory(directory)
+    device = pick_device(options.device, ranks)
+    gpus = Gpus.of(device, ranks_per_machine(ranks))
+    return planned(options, lora_config(options, targets(options)), gpus, reporter.say)
 
 
 def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> Any:

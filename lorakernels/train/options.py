@@ -222,6 +222,13 @@ class FinetuneOptions:
         "runtime",
         "GiB that fused layers may keep for backward together; chooses save layer by layer",
     )
+    layout: str = option(
+        "given",
+        "runtime",
+        "auto: shard_base and memory_budget are those of the fastest plan for this model, batch and GPUs, as "
+        "`lorakernels plan` prints it; given: as the options say",
+        choices=("given", "auto"),
+    )
     attention: str = option(
         "auto",
         "runtime",
@@ -333,6 +340,8 @@ class FinetuneOptions:
             raise OptionError(
                 f"shard_base needs weight_layout single, got {self.weight_layout}: drop one of them"
             )
+        if self.layout == "auto":
+            self._check_planned()
         if self.merge and self.model and _is_within(self.output, self.model):
             raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
 
@@ -344,6 +353,30 @@ class FinetuneOptions:
             )
         if wrong := [weight for weight in weights if not 0 < weight < float("inf")]:
             raise OptionError(f"data_weights must be positive and finite, got {wrong[0]}")
+
+    def _check_planned(self) -> None:
+        """Options that a plan chooses, or does not know, must be as they are by default."""
+        if self.demo:
+            raise OptionError("layout auto is for --model: the demo's base is small")
+        names = (
+            "shard_base",
+            "memory_budget",
+            "save",
+            "weight_layout",
+            "fp8",
+            "fp8_head",
+            "gradient_checkpointing",
+        )
+        default = FinetuneOptions()
+        for name in names:
+            if getattr(self, name) != getattr(default, name):
+                raise OptionError(
+                    f"layout auto plans with {name} {getattr(default, name)} or chooses it, got {getattr(self, name)}: "
+                    "drop one of them"
+                )
+        if self.fuse is False or self.dtype == "float32":
+            what = "--no-fuse" if self.fuse is False else "dtype float32"
+            raise OptionError(f"layout auto plans fused layers in bfloat16: drop it or {what}")
 
     def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
         value = getattr(self, name)

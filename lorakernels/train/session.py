@@ -25,7 +25,7 @@ from lorakernels.train.reporter import Reporter
 FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
     "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
-    "graphs", "shard_base", "merge",
+    "graphs", "shard_base", "layout", "merge",
     "eval_data", "chat_template", "train_on_inputs", "skip_bad_rows",  # the keys of the token files tell
     "batch_size", "grad_accum",  # batch_size · grad_accum · ranks is part of the identity
 }  # fmt: skip

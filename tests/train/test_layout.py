@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""finetune --layout auto: the options that a plan chooses, and what it does not go with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorakernels import LoRAConfig, ShardPlan
+from lorakernels.train.errors import OptionError
+from lorakernels.train.layout import Gpus, planned
+from lorakernels.train.options import FinetuneOptions, resolve
+
+LORA = LoRAConfig(target_modules="all-linear")
+WIDTHS = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20}
+HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> FinetuneOptions:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **WIDTHS, **HEADS}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return FinetuneOptions(model=str(tmp_path), layout="auto", seq_len=2048, batch_size=4)
+
+
+def test_the_plan_s_choice_becomes_the_options(options: FinetuneOptions) -> None:
+    said: list[str] = []
+    gpus = Gpus("H200", 30_000_000_000, 2)
+    found = planned(options, LORA, gpus, said.append)
+    from lorakernels.train.preflight import read_config
+
+    config = read_config(Path(str(options.model)))
+    plan = ShardPlan.of(config, gpus.memory, (4, 2048), 2, lora=LORA)
+    assert found.shard_base and plan.placement.ranks == 2
+    assert found.memory_budget is not None
+    assert int(found.memory_budget * 2**30) == plan.bytes.kept
+    assert replace(found, memory_budget=None, shard_base=False) == options
+    assert "sharded over 2 GPUs" in said[1] and "tokens/s predicted" in said[3]
+    alone = planned(options, LORA, Gpus("H200", 80_000_000_000, 1), said.append)
+    assert not alone.shard_base
+
+
+def test_what_fits_nowhere_is_an_option_s_error(options: FinetuneOptions) -> None:
+    with pytest.raises(OptionError, match=r"layout auto: memory: nothing fits 9\.0 GB"):
+        planned(options, LORA, Gpus("H200", 9_000_000_000, 2), print)
+
+
+def test_a_cpu_has_no_plan() -> None:
+    with pytest.raises(OptionError, match="layout auto plans for GPUs, found device cpu"):
+        Gpus.of(torch.device("cpu"), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shard_base": True}, "layout auto plans with shard_base False or chooses it, got True"),
+        ({"memory_budget": 3.0}, "memory_budget None or chooses it, got 3.0: drop one of them"),
+        ({"save": "full"}, "save recompute or chooses it, got full"),
+        ({"fp8": False}, "fp8 True or chooses it, got False"),
+        ({"fuse": False}, "plans fused layers in bfloat16: drop it or --no-fuse"),
+        ({"dtype": "float32"}, "plans fused layers in bfloat16: drop it or dtype float32"),
+        ({"demo": True, "model": None, "data": []}, "layout auto is for --model"),
+        ({"layout": "best"}, "layout must be one of given, auto, got 'best'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_it_does_not_go_with(given: dict[str, object], message: str) -> None:
+    base = {"model": "m", "data": ["d"], "output": "o", "layout": "auto"}
+    with pytest.raises(OptionError) as error:
+        resolve(base | given, {})
+    assert message in str(error.value)
