@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-COPY = 4.21e12  # bytes a second of an H200's plain copy, read and written: "copy GB/s" of the recorded tables
+# What the probe's own product and copy reach on the H200 that the constants are of (docs/plan.md)
+PRODUCT = 1635e12  # operations a second of torch's FP8 products, with all tiles busy
+COPY = 4.12e12  # bytes a second, read and written
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,6 @@ class Machine:
 
 
 MACHINES = {
-    "H200": Machine("H200", 150_754_000_000),
+    "H200": Machine("H200", 150_109_880_320),
     "H100-80GB": Machine("H100-80GB", 85_000_000_000, bandwidth=3.5e12 * 3.35 / 4.8),
 }

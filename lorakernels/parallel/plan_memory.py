@@ -16,7 +16,7 @@ SLOTS = 2  # whole layers of a sharded base
 STAGES = 3  # layers' offloaded tails on the device: one in use, two on their way
 TRAINED = 16  # bytes of a trained parameter: fp32 value, gradient and two moments
 CHUNK = 2048  # tokens whose logits exist at a time, linear_cross_entropy's default
-CONTEXT = 700_000_000  # bytes of a CUDA context with its modules; no recorded row has it
+CONTEXT = 720_000_000  # bytes of a CUDA context with the modules of a probe, on an H200
 FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/training.py leaves
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a plan's rates on this machine's GPU, in about a second.
 
-Products are timed by torch's, whose FP8 kernels were as fast as ours at these shapes. What a machine's own constants
-were fitted to keeps its ratio: a kernel between the products moves bytes at a constant share of a plain copy's rate.
-What needs a longer run, power and watts, stays the H200's.
+A product and a copy of torch's are timed, and compared with the same on the H200 that the constants are of. The
+constants change by these ratios. What needs a longer run, power and watts, stays the H200's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lorakernels.parallel.plan_machine import COPY, MACHINES, Machine
+from lorakernels.parallel.plan_machine import COPY, MACHINES, PRODUCT, Machine
 from lorakernels.parallel.plan_time import gemm_seconds
 
 SHAPES = ((4096, 4096, 4096), (2048, 8192, 8192))  # M, N, K: too short to reach the power limit
@@ -32,7 +31,7 @@ def probe(device: torch.device) -> Machine:
     like, properties = MACHINES["H200"], torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):
         processors = properties.multi_processor_count
-        fp8 = max(_fp8_rate(shape, processors, device) for shape in SHAPES)
+        fp8 = max(_fp8_rate(shape, processors, device) for shape in SHAPES) / PRODUCT
         source = torch.empty(BYTES, dtype=torch.uint8, device=device)
         copied = 2 * BYTES / _seconds(copying(torch.empty_like(source), source))
         host = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True)
@@ -41,9 +40,9 @@ def probe(device: torch.device) -> Machine:
             like,
             name=properties.name,
             memory=torch.cuda.mem_get_info(device)[1],
-            fp8_forward=fp8,
-            fp8_backward=fp8 * like.fp8_backward / like.fp8_forward,
-            bf16=fp8 * like.bf16 / like.fp8_forward,
+            fp8_forward=like.fp8_forward * fp8,
+            fp8_backward=like.fp8_backward * fp8,
+            bf16=like.bf16 * fp8,
             bandwidth=like.bandwidth * copied / COPY,
             host=hosted,
             peer=_peer_rate(source, like.peer),
@@ -58,8 +57,7 @@ def copying(target: Tensor, source: Tensor) -> Callable[[], object]:
 
 def _fp8_rate(shape: tuple[int, int, int], processors: int, device: torch.device) -> float:
     m, n, k = shape
-    a = torch.zeros(m, k, dtype=torch.float8_e4m3fn, device=device)
-    a.copy_(torch.randn(m, k, device=device))
+    a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     seconds = _seconds(

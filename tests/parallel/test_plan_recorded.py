@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.parallel import bench_plan
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS
 from lorakernels import LoRAConfig
 from lorakernels.parallel.plan import predict
@@ -108,6 +109,19 @@ def predicted(case: Case) -> tuple[float, float]:
 def test_a_prediction_is_within_five_percent(case: Case) -> None:
     for what, found, measured in zip(("ms", "GiB"), predicted(case), recorded(case), strict=True):
         assert abs(found / measured - 1) < WITHIN, (what, found, measured)
+
+
+@pytest.mark.parametrize("name", [name for name in bench_plan.CASES if name != "tiny"])
+def test_unseen_shapes_were_predicted_within_five_percent(name: str) -> None:
+    """plan.csv: the predictions were made before the runs, and are still made now."""
+    case = bench_plan.CASES[name]
+    with (RESULTS / "plan.csv").open(encoding="utf-8") as file:
+        (row,) = (r for r in csv.DictReader(file) if r["model"] == case.spec.name)
+    seconds, held = bench_plan.predicted(case)
+    found = (round(seconds * 1e3, 2), round(held / 2**30, 2))
+    assert found == (float(row["predicted ms"]), float(row["predicted GiB"]))
+    assert abs(found[0] / float(row["measured ms"]) - 1) < WITHIN
+    assert abs(found[1] / float(row["measured GiB"]) - 1) < WITHIN
 
 
 def test_the_table_of_errors_is_that_of_the_recorded_rows() -> None:
