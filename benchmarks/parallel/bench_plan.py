@@ -58,13 +58,20 @@ def _llama(widths: tuple[int, int, int, int], layers: int, vocabulary: int) -> d
     }
 
 
-W8, W13, W3 = (4096, 14336, 32, 8), (5120, 13824, 40, 40), (3072, 8192, 24, 8)
+W1, W3, W8 = (2048, 8192, 32, 8), (3072, 8192, 24, 8), (4096, 14336, 32, 8)
+W13, W70 = (5120, 13824, 40, 40), (8192, 28672, 64, 8)
 CASES = {
     "8b-6144": Case(Spec("8 layers of Llama-3.1-8B", _llama(W8, 8, 128256), 6144), "qkvo", "full"),
     "13b-4096": Case(
         Spec("8 layers of Llama-2-13B", _llama(W13, 8, 32000), 4096), "all", "checkpoint", "layer"
     ),
     "3b-2048": Case(Spec("Llama-3.2-3B", _llama(W3, 28, 128256), 2048, 2), "qkvo", "fp8"),
+    "70b-2048": Case(
+        Spec("8 layers of Llama-2-70B", _llama(W70, 8, 32000), 2048), "qkvo", "recompute", "layer"
+    ),
+    "1b-2048": Case(
+        Spec("16 layers of Llama-3.2-1B", _llama(W1, 16, 128256), 2048, 4), "all", "full"
+    ),
     "tiny": Case(Spec("tiny", _llama((64, 128, 4, 2), 2, 320), 32), "qkvo", "full"),
 }
 

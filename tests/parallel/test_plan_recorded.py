@@ -111,7 +111,7 @@ def test_a_prediction_is_within_five_percent(case: Case) -> None:
         assert abs(found / measured - 1) < WITHIN, (what, found, measured)
 
 
-@pytest.mark.parametrize("name", [name for name in bench_plan.CASES if name != "tiny"])
+@pytest.mark.parametrize("name", ["8b-6144", "13b-4096", "3b-2048"])
 def test_unseen_shapes_were_predicted_within_five_percent(name: str) -> None:
     """plan.csv: the predictions were made before the runs, and are still made now."""
     case = bench_plan.CASES[name]

@@ -73,3 +73,31 @@ def test_what_it_does_not_go_with(given: dict[str, object], message: str) -> Non
     with pytest.raises(OptionError) as error:
         resolve(base | given, {})
     assert message in str(error.value)
+
+
+def run_planned(cli, base_args, output: Path) -> dict[str, object]:
+    """A run that stops after two steps and goes on; its options."""
+    run = [*base_args, "--layout", "auto", "--output", output, "--save-every", 2]
+    assert cli(*run, "--steps", 2) == 0
+    assert cli(*run, "--steps", 3, "--resume") == 0
+    found: dict[str, object] = json.loads((output / "options.json").read_text())
+    return found
+
+
+def test_a_planned_run_goes_on(cli, base_args, tmp_path, monkeypatch, capsys) -> None:
+    gpus = classmethod(lambda *_: Gpus("H200", 150_000_000_000, 1))
+    monkeypatch.setattr(Gpus, "of", gpus)
+    found = run_planned(cli, [*base_args, "--fuse"], tmp_path)
+    assert found["layout"] == "auto" and found["memory_budget"] and not found["shard_base"]
+    assert "layout: save      2 x full" in capsys.readouterr().out
+    given = [*base_args, "--fuse", "--memory-budget", found["memory_budget"]]
+    again = [*given, "--output", tmp_path, "--steps", 4, "--resume"]
+    assert cli(*again) == 0, "the plan's own budget, given by hand, is the same run"
+
+
+@pytest.mark.gpu
+def test_a_planned_run_on_this_gpu(cli, base_args, gpu_model, tmp_path, capsys) -> None:
+    run = [*base_args, "--device", "cuda", "--model", gpu_model]
+    found = run_planned(cli, run, tmp_path / "out")
+    assert found["layout"] == "auto" and found["memory_budget"]
+    assert "save full" in capsys.readouterr().out
