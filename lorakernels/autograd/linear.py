@@ -7,9 +7,10 @@
     backward   dy8, ds, dB = quantize_grad(dy, B, s)
                dA = lora_grad_a(ds, x8)                            │  dx = fp8_grad_input(dy8, W8, ds, A)      │
 
-The bars are the places for communication between ranks, before and after each GEMM; there is none yet. Of the nodes
-with a linear layer, `project` alone multiplies by W in forward, and `_grad_x` in backward. Their arguments are what is
-sent before the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled_plan.py.
+The bars are the places for communication between ranks, before and after each GEMM. The nodes of layers that are split
+over ranks communicate there (parallel/tensor_nodes.py). Of the nodes with a linear layer, `project` alone multiplies by
+W in forward, and `grad_x` in backward. Their arguments are what is sent before the GEMM, and their results what is sent
+after it. The forward of a compiled layer is in compiled_plan.py.
 
 `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two ops, if all
 three can (`hands_mask_over`). Otherwise each of those two draws it. dy B is computed first: it is rank-sized, so no
@@ -261,7 +262,7 @@ def gradients(
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
         dA = [*_grad_A(to, ds, operand(), dtype_A, dropped, run)]
-    dx = _grad_x(to, dy8, ds, dropped, dtype or dy.dtype, run) if needs.x else None
+    dx = grad_x(to, dy8, ds, dtype or dy.dtype, run, dropped) if needs.x else None
     unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
     return Gradients(dx, dA, unstacked or [None] * len(lora_B))
 
@@ -316,14 +317,15 @@ def _handed_over(mask: Dropout | None, dropped: Tensor | None) -> Dropout | None
     return mask if mask is None or dropped is None else mask._replace(dropped=dropped)
 
 
-def _grad_x(
+def grad_x(
     to: Projections,
     dy8: Scaled,
     ds: Tensor | None,
-    dropped: Tensor | None,
     dtype: torch.dtype,
-    run: Run,
+    run: Run = through_dispatcher,
+    dropped: Tensor | None = None,
 ) -> Tensor:
+    """dx [M, K] in `dtype` = dy' W + mask ⊙ (ds A) / (1 − p), ds [M, ΣR]. `dropped`: the mask's bits, if drawn."""
     several = len(to.masks) > 1
     mask = _handed_over(to.masks[0], dropped) if to.masks else None
     lora_A = to.lora_A

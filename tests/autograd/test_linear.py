@@ -29,7 +29,7 @@ def functions_that_use(name: str) -> set[tuple[str, str]]:
     ("op", "expected"),
     [
         ("fp8_linear_lora", {("linear.py", "project"), ("compiled_plan.py", "run_forward")}),
-        ("fp8_grad_input", {("linear.py", "_grad_x")}),
+        ("fp8_grad_input", {("linear.py", "grad_x")}),
     ],
     ids=["forward", "backward"],
 )
