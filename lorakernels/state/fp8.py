@@ -60,10 +60,16 @@ class FP8State:
     Attributes:
         forward, backward: fp32 [amax_history_len + 1, n], for x and for dy.
         in_charge: "auto" while layers start the updates, "explicit" after a call of `reduce_and_update`.
+        shared_over: a group whose ranks hold parts of the same tensors (tensor parallelism), or None. Every update
+            first takes the largest amaxes of its ranks, the automatic one too. A copy has None.
+        updates, rewrites: how often scales were updated, and how often values were put in place from elsewhere.
 
     Raises:
         ValueError: two of `names` are equal.
     """
+
+    shared_over: Any = None
+    updates = rewrites = 0
 
     def __init__(
         self,
@@ -113,6 +119,7 @@ class FP8State:
         """
         if self.forward.is_meta and not values.is_meta:
             self.to(values.device)
+        self.rewrites += 1
         self.forward[:, column] = values[:, 0]
         self.backward[:, column] = values[:, 1]
 
@@ -171,12 +178,8 @@ class FP8State:
         self._before_update()
         if self.in_charge == "auto":
             self.in_charge = "explicit"
-        current = None
-        if size > 1:
-            current = torch.cat((self.forward[0], self.backward[0]))
-            # int32 orders non-negative floats the same way, with NaN on top. A backend's float MAX may lose NaN.
-            dist.all_reduce(current.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-        self._update(current, gated=False)
+        groups = [self.shared_over] * (self.shared_over is not None) + [group] * (size > 1)
+        self._update(self._reduced(groups), gated=False)
 
     def begin(self, device: torch.device, column: int, training: bool) -> None:
         """Called before a layer's forward on `device`. In training it calls `on_training_forward`.
@@ -197,8 +200,8 @@ class FP8State:
         twice without the leader in between becomes the leader.
 
         The update waits, on the device, for a backward to have run since the last update. Microbatches whose forwards
-        precede the first backward therefore keep one scale. A recomputation updates nothing. Ranks do not
-        communicate.
+        precede the first backward therefore keep one scale. A recomputation updates nothing. Only the ranks of
+        `shared_over` communicate.
         """
         if self._capturing():
             self.pin(_CAPTURE)
@@ -212,10 +215,12 @@ class FP8State:
         if self._leader == column:
             self._seen.clear()
             self._before_update()
-            self._update(None, gated=True)
+            groups = [] if self.shared_over is None else [self.shared_over]
+            self._update(self._reduced(groups), gated=True)
 
     def reset(self) -> None:
         """Back to "no amax seen", in place. `in_charge` does not change."""
+        self.rewrites += 1
         self.forward.zero_()
         self.backward.zero_()
 
@@ -237,6 +242,7 @@ class FP8State:
             ValueError: the snapshot has other tensors or another history length; nothing is changed then.
         """
         self._refuse_others("snapshot", snapshot.names, snapshot.forward, snapshot.backward)
+        self.rewrites += 1
         self.forward.copy_(snapshot.forward)
         self.backward.copy_(snapshot.backward)
         self.in_charge = snapshot.in_charge
@@ -301,6 +307,7 @@ class FP8State:
         if not isinstance(state["in_charge"], str):
             raise ValueError(f"in_charge of the state must be a name, found {state['in_charge']!r}")
         self._refuse_others("state", tuple(state["names"]), state["forward"], state["backward"])
+        self.rewrites += 1
         self.forward.copy_(state["forward"])
         self.backward.copy_(state["backward"])
         joint = {self.column(name) for name in state.get("joint", ()) if name in self.names}
@@ -309,8 +316,8 @@ class FP8State:
         self.in_charge = state["in_charge"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickle and deepcopy. A copy has its own addresses, so it starts without pins."""
-        return {**self.__dict__, "_pins": []}
+        """The state for pickle and deepcopy. A copy has its own addresses, so it starts without pins and group."""
+        return {**self.__dict__, "_pins": [], "shared_over": None}
 
     def __repr__(self) -> str:
         return (
@@ -365,7 +372,18 @@ class FP8State:
                         f"amax of {what} of {name!r} is NaN", RuntimeWarning, stacklevel=4
                     )
 
+    def _reduced(self, groups: Sequence[Any]) -> Tensor | None:
+        """fp32 [2n]: row 0 of both directions, at its largest over the ranks of all `groups`; None without groups."""
+        if not groups:
+            return None
+        current = torch.cat((self.forward[0], self.backward[0]))
+        for group in groups:
+            # int32 orders non-negative floats the same way, with NaN on top. A backend's float MAX may lose NaN.
+            dist.all_reduce(current.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+        return current
+
     def _update(self, current: Tensor | None, gated: bool) -> None:
+        self.updates += 1
         recipe = self.recipe
         ops.amax_and_scale_update(
             self.forward,
