@@ -259,3 +259,25 @@ def _would_multicast(device: torch.device) -> bool:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0))
+
+
+def largest(group: Any, amax: Tensor) -> None:
+    """Collective: `amax` fp32, not negative, becomes its largest over the ranks. NaN is larger than any number."""
+    # int32 orders such numbers the same way; a backend's float MAX may lose NaN
+    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+
+
+def gather_rows(group: Any, part: Tensor) -> Tensor:
+    """Collective: [ranks · M, N], every rank's `part` [M, N] of any dtype below each other, by rank."""
+    part = part.contiguous()
+    whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
+    _all_gather(whole, part, group=group)
+    return whole
+
+
+def sum_rows(group: Any, whole: Tensor) -> Tensor:
+    """Collective: this rank's rows [M, N] of `whole` [ranks · M, N], summed over the ranks."""
+    whole = whole.contiguous()
+    part = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
+    _reduce_scatter(part, whole, group=group)
+    return part

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and sequence parallelism: the ranks of a group hold each linear layer together, and train it as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.modules.apply import replace_module
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.spec import FrozenSpec
+from lorakernels.parallel import comm
+from lorakernels.parallel.tensor_check import (
+    Found,
+    check,
+    check_equal,
+    fingerprint,
+    found_by,
+    found_in,
+)
+from lorakernels.parallel.tensor_layers import KINDS, Part, cut
+from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.tensor_rows import Rows
+from lorakernels.values import Weight
+
+
+class Cut(NamedTuple):
+    """One linear layer that was split.
+
+    Attributes:
+        by: "column" (its outputs) or "row" (its inputs).
+        whole, own: [N, K] of the whole layer, and of this rank's part.
+        adapted: whether it has an adapter.
+    """
+
+    by: str
+    whole: tuple[int, int]
+    own: tuple[int, int]
+    adapted: bool
+
+
+class TensorParallel:
+    """What `parallelize` returns. `print` it to see what was split.
+
+    Attributes:
+        model: the model, of which this rank has its part.
+        ranks: the group, this rank's place in it, and whether rows are split.
+        cuts: {path: Cut} of the split layers.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut]) -> None:
+        self.model, self.ranks, self.cuts = model, ranks, cuts
+
+    def whole_adapters(self) -> dict[str, Tensor]:
+        """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
+        return {name: self._whole(p.detach(), self._dimension(name)) for name, p in self._trained()}
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Collective: {name: whole gradient} of the trained parameters that have one."""
+        found = ((name, p.grad) for name, p in self._trained())
+        return {n: self._whole(g, self._dimension(n)) for n, g in found if g is not None}
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Collective: scale the gradients down to a norm of `max_norm`, and return the norm before, fp32 [].
+
+        It is the norm on one GPU: parts are summed over the ranks, and what all ranks hold counts once.
+        `torch.nn.utils.clip_grad_norm_` sees this rank's parts only, and would scale each rank otherwise.
+        """
+        grads = [(self._dimension(n) is not None, p.grad) for n, p in self._trained()]
+        there = [(is_part, g) for is_part, g in grads if g is not None]
+        device = next(self.model.parameters()).device
+        parts, whole = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        for is_part, g in there:
+            (parts if is_part else whole).add_(g.float().square().sum())
+        comm.all_reduce(self.ranks.group, parts)
+        norm = (parts + whole).sqrt()[0]
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, g in there:
+            g.mul_(factor)
+        return norm
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+    def _dimension(self, name: str) -> int | None:
+        """In which dimension a parameter is cut; None if it is whole."""
+        path, _, own = name.rpartition(".")
+        layer = self.model.get_submodule(path)
+        return layer.dimensions.get(own) if isinstance(layer, Part) else None
+
+    def _whole(self, part: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return part.clone()
+        return comm.gather_rows(self.ranks.group, part.movedim(dim, 0)).movedim(0, dim).contiguous()
+
+    def __str__(self) -> str:
+        ranks = self.ranks
+        rows = "rows split between them" if ranks.sequence else "rows whole"
+        lines = [f"{len(self.cuts)} linear layers over {ranks.size} ranks, {rows}"]
+        for path, (by, whole, own, adapted) in self.cuts.items():
+            kind = "LoRA" if adapted else "frozen"
+            lines.append(f"  {path}: {kind}, by {by}, [N, K] {list(whole)} → {list(own)}")
+        return "\n".join(lines)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Any,
+    plan: Mapping[str, str] | None = None,
+    *,
+    sequence_parallel: bool = True,
+) -> TensorParallel:
+    """Collective: split a model's linear layers over the ranks of `mesh`, in place.
+
+    Every rank gives the same whole model, adapters included. Each keeps its part of it. Weights keep the bytes and the
+    scale of the whole layer, and masks are those of one GPU.
+
+    Args:
+        model: a model of transformers of a family that `fuse` knows, unfused, after `apply_lora`; or any, with `plan`.
+        mesh: one dimension of a DeviceMesh, such as `mesh["tp"]`.
+        plan: {pattern of paths: "column" or "row"}. None splits q, k, v, gate and up by column, o and down by row.
+        sequence_parallel: whether what lies between the split layers is split by rows: norms, residuals, activations.
+            With a `plan` the model's own code has to split them, by the first dimension.
+
+    Raises:
+        TypeError: the model has no config of transformers.
+        ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
+            ranks' models or random states differ, a layer is fused, grouped, merged or sharded, or a parameter
+            outside of the split layers trains. All ranks raise, and nothing is changed.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, such as mesh['tp'], found {mesh}")
+    ranks = Ranks(mesh.get_group(), sequence_parallel)
+    with comm.together(ranks.group):
+        found = found_in(model) if plan is None else found_by(model, plan)
+        check(model, found, ranks)
+        _refuse_other_groups(model, found, ranks)
+        mine = fingerprint(model, found, sequence_parallel)
+    check_equal(comm.agree(ranks.group, mine))
+    flat = found.spec is not None
+    cuts = {path: _split(model, path, by, ranks, flat) for path, by in found.cuts.items()}
+    if found.spec is not None and ranks.sequence:
+        first = next(iter(found.layers))
+        base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])
+        norm = base.get_submodule(found.spec.last_norm)
+        Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
+    return TensorParallel(model, ranks, cuts)
+
+
+def _refuse_other_groups(model: nn.Module, found: Found, ranks: Ranks) -> None:
+    for path in found.cuts:
+        state = getattr(model.get_submodule(path), "fp8_state", None)
+        if state is not None and state.shared_over not in (None, ranks.group):
+            raise ValueError(f"{path}: its FP8State is shared by another tensor-parallel group")
+
+
+def _split(model: nn.Module, path: str, by: str, ranks: Ranks, flat: bool) -> Cut:
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.Linear):
+        frozen = FrozenFP8Linear.from_weight(
+            Weight(layer.weight.detach()), layer.bias, FrozenSpec(None, name=path)
+        )
+        if frozen.bias is not None:
+            frozen.bias.requires_grad_(layer.bias.requires_grad)
+        replace_module(model, layer, frozen.train(layer.training))
+        layer = frozen
+    assert isinstance(layer, FrozenFP8Linear)
+    whole, adapted = (layer.out_features, layer.in_features), isinstance(layer, LoRALinear)
+    cut(layer, KINDS[by, adapted], ranks, flat)
+    return Cut(by, whole, (layer.out_features, layer.in_features), adapted)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `parallelize` finds in a model and refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lorakernels.fusion.families import KNOWN, LayerSpec, family_of
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.holder import is_held
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.parallel.tensor_ranks import Ranks
+
+CUTS = ("column", "row")
+_KNOWN_LINEARS = (nn.Linear, FrozenFP8Linear, MergeableLinear, LoRALinear)
+
+
+class Found(NamedTuple):
+    """What of a model is split.
+
+    Attributes:
+        layers: {path: decoder layer} of one family; empty with a plan of the caller's.
+        spec: their family, or None.
+        cuts: {path of a linear: "column" or "row"}.
+    """
+
+    layers: dict[str, nn.Module]
+    spec: LayerSpec | None
+    cuts: dict[str, str]
+
+
+def found_by(model: nn.Module, plan: Mapping[str, str]) -> Found:
+    """The linears that the patterns of `plan` match. A later pattern does not override an earlier one.
+
+    Raises:
+        ValueError: a pattern matches no linear, two say something else of one, or a value is not in CUTS.
+    """
+    linears = [path for path, m in model.named_modules() if isinstance(m, _KNOWN_LINEARS)]
+    cuts: dict[str, str] = {}
+    for pattern, how in plan.items():
+        if how not in CUTS:
+            raise ValueError(f"plan[{pattern!r}] must be one of {list(CUTS)}, found {how!r}")
+        matches = [path for path in linears if fnmatchcase(path, pattern)]
+        if not matches:
+            raise ValueError(f"plan[{pattern!r}] matches no linear layer of the model")
+        for path in matches:
+            if cuts.setdefault(path, how) != how:
+                raise ValueError(
+                    f"plan[{pattern!r}] is {how!r} for {path}, which is {cuts[path]!r}"
+                )
+    return Found({}, None, cuts)
+
+
+def found_in(model: nn.Module) -> Found:
+    """The decoder layers of a model of transformers, and the linears in them.
+
+    Raises:
+        ValueError: there is none, they are of several families, fused, or hold projections packed in one.
+    """
+    layers = dict(_decoder_layers(model))
+    specs = {id(s): s for layer in layers.values() if (s := family_of(type(layer)))}
+    if len(specs) != 1:
+        raise ValueError(
+            f"{type(model).__name__} must have decoder layers of one family: parallelize knows {KNOWN}; "
+            "for other models pass plan={pattern: 'column' or 'row'}"
+        )
+    (spec,) = specs.values()
+    if len(spec.qkv) != 3 or len(spec.gate_up) != 2:
+        raise ValueError(f"{spec.layer} packs projections into one: it cannot be split yet")
+    how = {place: "column" for place in (*spec.qkv, *spec.gate_up)}
+    how |= {place: "row" for place in (spec.output, spec.down)}
+    cuts = {f"{path}.{place}": by for path in layers for place, by in how.items()}
+    return Found(layers, spec, cuts)
+
+
+def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if isinstance(module, FusedDecoderLayer):
+            raise ValueError(
+                f"{path} is fused: fused layers cannot be split over ranks yet; unfuse"
+            )
+        if family_of(type(module)):
+            yield path, module
+
+
+def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
+    """Refuse what cannot be split.
+
+    Raises:
+        TypeError: a linear's class is not known.
+        ValueError: sizes or heads that the ranks do not divide, a linear that is grouped, merged or sharded, a
+            parameter that trains outside of the split linears.
+    """
+    for path, how in found.cuts.items():
+        for objection in _objections(model.get_submodule(path), how, ranks.size):
+            raise ValueError(f"{path} {objection}")
+    if found.spec is not None:
+        _check_heads(model, ranks.size)
+    whole = set(_trained_elsewhere(model, found.cuts))
+    if whole:
+        raise ValueError(
+            f"parameters outside of the split layers cannot train yet, found {sorted(whole)[:4]}"
+        )
+
+
+def _objections(module: nn.Module, how: str, size: int) -> Iterator[str]:
+    if type(module) not in _KNOWN_LINEARS:
+        yield f"is a {type(module).__name__}, which cannot be split over ranks"
+        return
+    assert isinstance(module.weight, torch.Tensor)
+    n, k = module.weight.shape
+    by, name = (n, "out_features") if how == "column" else (k, "in_features")
+    if by % size:
+        yield f"has {name} {by}, which must be a multiple of the {size} ranks"
+    if module.weight.requires_grad:
+        yield "has a weight that trains: only adapters and biases of split layers can"
+    if getattr(module, "merged", False):
+        yield "is merged: call unmerge_lora first"
+    if is_held(module):
+        yield "is in a sharded base, which cannot be split over tensor-parallel ranks yet"
+    if any(is_sharded(p) for p in module.parameters(recurse=False)):
+        yield "has parameters that are DTensors already"
+    if any(p.is_meta for p in module.parameters(recurse=False)):
+        yield "is on the meta device: give the model its weights first"
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config: Any = model.config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name)
+        if heads % size:
+            raise ValueError(f"{name} must be a multiple of the {size} ranks, found {heads}")
+
+
+def _trained_elsewhere(model: nn.Module, cuts: Iterable[str]) -> Iterator[str]:
+    inside = {id(p) for path in cuts for p in model.get_submodule(path).parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            yield name
+
+
+def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any]:
+    """What must be equal on all ranks, by what it is called in a message."""
+    values = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        values[name] = (tuple(tensor.shape), str(tensor.dtype), raw.sum(dtype=torch.int64))
+    known = {name: (shape, dtype, int(total)) for name, (shape, dtype, total) in values.items()}
+    layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
+    drawn = {}
+    if any(layer.lora_dropout > 0 for layer in layers):
+        device = layers[0].lora_A.device
+        drawn["torch's CPU generator, from which masks draw"] = torch.get_rng_state().tolist()
+        if device.type == "cuda" and any(layer.rng_state is None for layer in layers):
+            drawn["torch's CUDA generator, from which masks draw"] = torch.cuda.get_rng_state(
+                device
+            ).tolist()
+    numbers = {m.name: (m.site, m.scaling, m.lora_dropout, str(m.rng_state)) for m in layers}
+    return {
+        "sequence_parallel": sequence,
+        "plan": found.cuts,
+        **{f"the values of {name}": value for name, value in known.items()},
+        **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
+        **drawn,
+    }
+
+
+def check_equal(found: list[dict[str, Any]]) -> None:
+    """ValueError, which names the first difference, unless all ranks' fingerprints are equal."""
+    first = found[0]
+    for rank, other in enumerate(found):
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"all ranks must have the same model, but {name} differ between rank 0 and rank {rank} of the "
+                    "group: call torch.manual_seed with one value on all of them before the model is made"
+                )

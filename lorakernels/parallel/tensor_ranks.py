@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that hold one layer together, and one scale for the parts of one tensor.
+
+A part's own amax would give each rank another scale. Where the FP8 state has no scale yet, and in evaluation, the
+largest amax of all ranks comes before the cast. Once the state has a scale, no rank waits: the amaxes are reduced when
+the scales are updated (`FP8State.shared_over`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, scale_of
+from lorakernels.parallel import comm
+from lorakernels.state.fp8 import FP8State
+from lorakernels.values import Scaling
+
+_Known = tuple[int, int, list[bool]]
+
+
+@dataclass(eq=False)
+class Ranks:
+    """A tensor-parallel group, as one rank sees it.
+
+    Attributes:
+        group: torch's process group.
+        rank, size: this rank's place in it, and how many there are.
+        sequence: whether what lies between split layers is split by rows (sequence parallelism).
+    """
+
+    group: Any
+    sequence: bool = False
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def share(self, total: int) -> slice:
+        """This rank's part of `total`, which the size divides."""
+        own = total // self.size
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+
+class SharedScales:
+    """The scales of an FP8 state where the ranks of `group` hold parts of one tensor. `shared` makes them."""
+
+    def __init__(self, state: FP8State, group: Any) -> None:
+        self.state, self.group = state, group
+        self._known: dict[bool, _Known] = {}
+
+    def of(self, part: Tensor, column: int, delayed: bool, backward: bool = False) -> Scaling:
+        """The scaling of `part`, this rank's part of x (with `backward`, of dy). Collective while no scale is known.
+
+        It is the same on all ranks. Its amax goes to the state if `delayed`.
+        """
+        tensor = self.state.backward if backward else self.state.forward
+        if delayed and self._has_scale(tensor, column, backward):
+            return Scaling(tensor, column, True)
+        amax = amax_of(part)
+        comm.largest(self.group, amax)
+        fp8_dtype = self.state.recipe.backward_dtype if backward else E4M3
+        scale = scale_of(amax, FP8_MAX[fp8_dtype])
+        if delayed:
+            row0 = tensor[0, column : column + 1]
+            row0.copy_(torch.maximum(row0, amax))
+        return Scaling(torch.stack((torch.zeros_like(scale), scale)), 0, True)
+
+    def _has_scale(self, tensor: Tensor, column: int, backward: bool) -> bool:
+        """Whether an update gave the column a scale. It reads the device once after an update, until all have one."""
+        state = self.state
+        updates, rewrites, known = self._known.get(backward, (-1, -1, []))
+        same = rewrites == state.rewrites and column < len(known)
+        if same and (known[column] or updates == state.updates):
+            return known[column]
+        known = (tensor[-1] > 0).tolist()
+        self._known[backward] = (state.updates, state.rewrites, known)
+        return known[column]
+
+
+_SHARED: WeakKeyDictionary[FP8State, SharedScales] = WeakKeyDictionary()
+
+
+def shared(state: FP8State | None, ranks: Ranks) -> SharedScales | None:
+    """The shared scales of `state`, whose updates reduce over the ranks from now on; None without a state.
+
+    Raises:
+        ValueError: another group shares the state already.
+    """
+    if state is None:
+        return None
+    if state.shared_over not in (None, ranks.group):
+        raise ValueError("one FP8State cannot be shared by two tensor-parallel groups")
+    state.shared_over = ranks.group
+    return _SHARED.setdefault(state, SharedScales(state, ranks.group))

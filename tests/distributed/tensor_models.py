@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small Llama over ranks beside the whole model on each rank: losses, gradients and adapters of some steps."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lorakernels import DelayedScaling, PhiloxState
+from lorakernels.parallel import TensorParallel, comm, parallelize
+from tests.distributed.tensor_layers import relative
+from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is split and trained."""
+
+    name: str
+    sequence: bool
+    fp8: bool = True
+    targets: tuple[str, ...] = LINEARS
+    family: str = "Llama"
+    dtype: torch.dtype = torch.float32
+    dropout: float = 0.1
+    checkpoint: bool | None = None  # use_reentrant
+    bias: str = "none"
+    automatic: bool = False  # the layers start the updates of the scales
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}, rows {'split' if self.sequence else 'whole'}"
+
+
+def make(way: Way, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4}
+    if way.family == "Qwen3":
+        sizes["head_dim"] = 16
+    model = adapted(
+        way.family,
+        way.targets,
+        model=sizes | way.model,
+        device=device,
+        dtype=way.dtype,
+        fp8=DelayedScaling(amax_history_len=2) if way.fp8 else None,
+        lora_dropout=way.dropout,
+        bias=way.bias,
+        rng_state=PhiloxState(11, device),
+    )
+    if way.checkpoint is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": way.checkpoint})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def batch(step: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(30 + step)
+    return torch.randint(VOCABULARY, (2, 12), generator=generator).to(device)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    found: Tensor = model(tokens, labels=tokens, use_cache=False).loss
+    return found
+
+
+def train(model: nn.Module, way: Way, device: torch.device, split: TensorParallel | None) -> Any:
+    """[(state before, {"loss" and gradients, whole})] of each step of plain descent."""
+    torch.manual_seed(9)
+    found = []
+    rng = next(m.rng_state for m in model.modules() if getattr(m, "rng_state", None) is not None)
+    for step in range(STEPS):
+        model.zero_grad()
+        loss = loss_of(model, batch(step, device))
+        loss.backward()
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {n: p.grad.clone() for n, p in trained.items()}
+        values = {n: p.detach().clone() for n, p in trained.items()}
+        if split is not None:
+            gradients, values = split.whole_gradients(), split.whole_adapters()
+        found.append((values, {"loss": loss.detach(), **gradients}))
+        with torch.no_grad():
+            for p in trained.values():
+                p -= 0.05 * p.grad
+        if way.fp8 and not way.automatic:
+            fp8_state(model).reduce_and_update()
+        rng.advance()
+    return found
+
+
+def in_float64(model: nn.Module, values: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Loss and gradients of the model with adapters `values`, without dropout and over a plain base."""
+    model.zero_grad()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value)
+    loss = loss_of(model, tokens.cpu())
+    loss.backward()
+    return {"loss": loss.detach(), **{n: parameters[n].grad.clone() for n in values}}
+
+
+def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
+    """Differences from the whole model and, where there is no dropout and no FP8, from float64; what is not equal."""
+    whole, model = make(way, device), make(way, device)
+    double = None if way.fp8 or way.dropout else exact(copy.deepcopy(whole))
+    split = parallelize(model, mesh, sequence_parallel=way.sequence)
+    start = split.whole_adapters()
+    initial = {n: p.detach() for n, p in whole.named_parameters() if p.requires_grad}
+    unequal = [n for n in initial if not torch.equal(start[n], initial[n])]
+    expected, found = train(whole, way, device, None), train(model, way, device, split)
+    errors: dict[str, float] = {}
+    for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
+        assert theirs.keys() == ours.keys()
+        for name, value in ours.items():
+            errors[f"{name} in step {step}"] = relative(value, theirs[name])
+        if double is not None:
+            for name, value in in_float64(double, values, batch(step, device)).items():
+                errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
+    held = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
+    whole_values = {n: v.cpu() for n, v in split.whole_adapters().items()}
+    every = comm.agree(split.ranks.group, (held, whole_values))
+    for rank, (theirs_held, theirs_whole) in enumerate(every):
+        unequal += [f"{n} on rank {rank}" for n, v in theirs_whole.items() if not v.equal(every[0][1][n])]  # fmt: skip
+        replicated = (n for n, v in held.items() if v.shape == initial[n].shape)
+        unequal += [f"{n} held by rank {rank}" for n in replicated if not theirs_held[n].equal(held[n])]  # fmt: skip
+    return {"errors": errors, "unequal": unequal, "said": str(split)}
+
+
+def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, Any]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return {str(way): compare(device, way, mesh["tp"]) for way in ways}
