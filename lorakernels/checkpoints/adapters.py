@@ -32,6 +32,7 @@ from lorakernels.checkpoints.peft_format import (
 from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.holder import refuse_split
 from lorakernels.modules.merge import check_enabled, lora_modules
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
@@ -66,6 +67,8 @@ def save_adapter(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
     check_enabled(layers)
+    for name, layer in layers.items():
+        refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
     if task_type not in (None, *TASK_TYPES):
         raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
     rules = describe(model, layers)
@@ -154,6 +157,7 @@ def _check_unmerged(model: nn.Module) -> None:
     for name, layer in layers.items():
         if layer.merged:
             raise ValueError(f"{name} is merged: call unmerge_lora first")
+        refuse_split(name, layer, "loading into it (load before parallelize)")
 
 
 def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:

@@ -13,7 +13,7 @@ from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
-from lorakernels.modules.holder import is_held
+from lorakernels.modules.holder import is_held, refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.state.fp8 import FP8State
@@ -102,6 +102,7 @@ def _check_structure(path: str, layer: nn.Module) -> None:
                 f"found {sorted(children)}"
             )
     for name, _, module in projections(layer):
+        refuse_split(f"{path}.{name}", module, "fusing it")
         if not (_is_plain(module) or isinstance(module, FrozenFP8Linear)):
             raise TypeError(
                 f"{path}.{name} is a {type(module).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"

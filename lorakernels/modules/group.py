@@ -30,6 +30,7 @@ from lorakernels.autograd import (
     shared_linear,
 )
 from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.holder import refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.state.fp8 import FP8State
@@ -312,6 +313,7 @@ def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
             raise TypeError(f"a member must be a LoRALinear, found {type(member).__name__}")
         if isinstance(member, GroupedLoRALinear):
             raise ValueError(f"{member.name!r} is in a group already: {member.group}")
+        refuse_split(repr(member.name), member, "a group of such layers")
     names = [member.name for member in members]
     if len({id(member) for member in members}) < max(len(members), 2):
         raise ValueError(f"a group needs two or more different members, found {names}")

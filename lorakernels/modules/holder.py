@@ -55,3 +55,14 @@ def refuse_move(linear: Any, fn: Callable[[Tensor], Tensor]) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=linear.weight_scale_inv.device)
         if fn(byte).data_ptr() != byte.data_ptr():
             refuse_held(linear, "move")
+
+
+def is_split(linear: Any) -> bool:
+    """Whether `linear` is one rank's part of a layer (lorakernels.parallel.tensor_layers)."""
+    return "ranks" in linear.__dict__
+
+
+def refuse_split(path: str, linear: Any, what: str) -> None:
+    """ValueError if `linear` is a rank's part, with which `what` is not there yet."""
+    if is_split(linear):
+        raise ValueError(f"{path} is split over tensor-parallel ranks: {what} is not there yet")

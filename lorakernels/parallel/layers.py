@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.holder import is_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel.blocks import Block, Shape, lay_out
 
@@ -93,6 +94,8 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
     weight = stored(linear)
     if not linear.holds_fp8:
         yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
+    if is_split(linear):
+        yield "is split over tensor-parallel ranks, whose base cannot be sharded yet"
     if linear.weight_layout != "single":
         yield "has weight_layout='both': only 'single' is sharded"
     if is_sharded(weight):

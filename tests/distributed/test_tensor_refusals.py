@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be split over ranks is refused on all of them before anything moves; norms of split gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lorakernels import (
+    LoRAConfig,
+    LoRALinearGroup,
+    apply_lora,
+    fuse,
+    group_projections,
+    merge_lora,
+    save_adapter,
+)
+from lorakernels.parallel import (
+    ColumnParallelLoRALinear,
+    RowParallelLoRALinear,
+    parallelize,
+    shard_base,
+)
+from tests.distributed.tensor_models import Way, batch, loss_of, make
+from tests.fusion.fused_models import LINEARS, adapted, an_adapter
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+WHOLE, CPU = Way("", False), torch.device("cpu")
+Model = Callable[[int], nn.Module]
+
+
+def fused(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    fuse(model, attention="math")
+    return model
+
+
+def grouped(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    group_projections(model, [("q_proj", "k_proj", "v_proj")])
+    return model
+
+
+def merged(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    merge_lora(model)
+    return model
+
+
+def another_seed(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    if rank == 1:
+        an_adapter(model).reset_adapter()
+    return model
+
+
+def another_generator(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    torch.manual_seed(rank)
+    return model
+
+
+def trained_norm(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+def sized(**sizes: int) -> Model:
+    return lambda rank: make(Way("", False, model=sizes), CPU)
+
+
+def of_no_family(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    apply_lora(model, LoRAConfig(target_modules=["0"], r=2))
+    return model
+
+
+# {case: (model, plan, the beginning of what is said on every rank)}
+REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
+    "key heads": (
+        sized(num_key_value_heads=1),
+        None,
+        "num_key_value_heads must be a multiple of the 2 ranks, found 1",
+    ),
+    "a size": (
+        sized(intermediate_size=97),
+        None,
+        "model.layers.0.mlp.gate_proj has out_features 97, which must be a multiple of the 2 ranks",
+    ),
+    "fused": (fused, None, "model.layers.0 is fused"),
+    "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is a GroupedLoRALinear"),
+    "merged": (merged, None, "model.layers.0.self_attn.q_proj is merged"),
+    "packed": (lambda rank: adapted("Phi3", LINEARS), None, "Phi3DecoderLayer packs projections"),
+    "trained elsewhere": (
+        trained_norm,
+        None,
+        "parameters outside of the split layers cannot train yet, found ['model.norm.weight']",
+    ),
+    "no family": (of_no_family, None, "Sequential must have decoder layers of one family"),
+    "a pattern without a layer": (
+        sized(),
+        {"*.q_proj": "column", "*.wq": "column"},
+        "plan['*.wq'] matches no linear layer of the model",
+    ),
+    "another kind": (sized(), {"*.q_proj": "rows"}, "plan['*.q_proj'] must be one of"),
+    "two kinds": (
+        sized(),
+        {"*.q_proj": "row", "*self_attn*": "column"},
+        "plan['*self_attn*'] is 'column' for model.layers.0.self_attn.q_proj, which is 'row'",
+    ),
+    "values differ": (
+        another_seed,
+        None,
+        "all ranks must have the same model, but the values of model.layers.0.self_attn.q_proj.lora_A differ",
+    ),
+    "generators differ": (
+        another_generator,
+        None,
+        "all ranks must have the same model, but torch's CPU generator, from which masks draw differ",
+    ),
+}
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def values_of(model: nn.Module) -> list[Any]:
+    return [
+        (type(m), [(p.shape, p.data_ptr()) for p in m.parameters(False)]) for m in model.modules()
+    ]
+
+
+def afterwards(mesh: Any, folder: str) -> dict[str, str]:
+    """What a split model refuses."""
+    model = make(WHOLE, CPU)
+    parallelize(model, mesh, sequence_parallel=True)
+    attention = model.model.layers[0].self_attn
+    members = [attention.q_proj, attention.k_proj]
+    odd = torch.zeros(1, 3, dtype=torch.int64)
+    compiled = torch.compile(attention.q_proj, backend="eager", fullgraph=True)
+    half = torch.randn(4, 1, 64, dtype=torch.float16)
+    return {
+        "fuse": said_by(lambda: fuse(model, attention="math")),
+        "a group": said_by(lambda: LoRALinearGroup(members)),
+        "merge": said_by(lambda: merge_lora(model)),
+        "a file": said_by(lambda: save_adapter(model, folder)),
+        "a sharded base": said_by(lambda: shard_base(model, mesh)),
+        "once more": said_by(lambda: parallelize(model, mesh)),
+        "odd rows": said_by(lambda: loss_of(model, odd)),
+        "torch.compile": said_by(lambda: compiled(torch.randn(4, 1, 64))),
+        "float16": said_by(lambda: attention.q_proj(half)),
+    }
+
+
+def authors(group: Any) -> dict[str, str]:
+    config = LoRAConfig(r=2)
+    return {
+        "N": said_by(lambda: ColumnParallelLoRALinear(8, 9, config=config, tp_group=group)),
+        "K": said_by(lambda: RowParallelLoRALinear(9, 8, config=config, tp_group=group)),
+        "gather_output": said_by(
+            lambda: ColumnParallelLoRALinear(8, 8, tp_group=group, gather_output=True)
+        ),
+        "input_is_parallel": said_by(
+            lambda: RowParallelLoRALinear(8, 8, tp_group=group, input_is_parallel=False)
+        ),
+    }
+
+
+def biases(group: Any) -> list[bool]:
+    """Megatron's return, with and without skip_bias_add."""
+    x, found = torch.randn(4, 8), []
+    for kind, width in ((ColumnParallelLoRALinear, 8), (RowParallelLoRALinear, 4)):
+        options = {"config": LoRAConfig(r=2, fp8=None), "tp_group": group}
+        torch.manual_seed(1)
+        added = kind(8, 8, **options)
+        torch.manual_seed(1)
+        skipped = kind(8, 8, skip_bias_add=True, **options)
+        (y, none), (rest, bias) = added(x[:, :width]), skipped(x[:, :width])
+        found.append(none is None and torch.allclose(y, rest + bias, atol=1e-6))
+    return found
+
+
+def norms(mesh: Any) -> tuple[float, float, float]:
+    """(torch's norm of the whole model, the split one's, the largest difference of a gradient after clipping)."""
+    way = Way("", True, fp8=False, dropout=0.0)
+    whole, model = make(way, CPU), make(way, CPU)
+    split = parallelize(model, mesh)
+    for one in (whole, model):
+        loss_of(one, batch(0, CPU)).backward()
+    trained = {n: p for n, p in whole.named_parameters() if p.requires_grad}
+    expected = torch.nn.utils.clip_grad_norm_(trained.values(), 0.1)
+    found = split.clip_grad_norm_(0.1)
+    clipped = split.whole_gradients()
+    worst = max(float((clipped[n] - p.grad).abs().max()) for n, p in trained.items())
+    return float(expected), float(found), worst
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    before: dict[str, Any] = {}
+    for name, (model_of, plan, _) in REFUSED.items():
+        model = model_of(rank)
+        values = values_of(model)
+        said = said_by(lambda m=model, p=plan: parallelize(m, mesh, p))
+        before[name] = (said, values == values_of(model))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    before["two dimensions"] = (said_by(lambda: parallelize(make(WHOLE, CPU), square)), True)
+    group = dist.group.WORLD
+    return {
+        "before": before,
+        "afterwards": afterwards(mesh, folder),
+        "authors": authors(group),
+        "biases": biases(group),
+        "norms": norms(mesh),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return on_ranks(worker, 2, "gloo", str(tmp_path_factory.mktemp("adapter")))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_rank_refuses_and_nothing_changes(results: Any, case: str) -> None:
+    for rank, found in enumerate(results):
+        said, unchanged = found["before"][case]
+        assert said.removeprefix("rank 0: ").startswith(REFUSED[case][2]), rank
+        assert unchanged
+
+
+def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
+    assert all("one dimension" in found["before"]["two dimensions"][0] for found in results)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("fuse", "q_proj is split over tensor-parallel ranks: fusing it is not there yet"),
+        ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
+        ("merge", "cannot merge into a layer that is split over ranks yet"),
+        ("a file", "saving it to a file (whole_adapters() has the values) is not there yet"),
+        ("a sharded base", "is split over tensor-parallel ranks, whose base cannot be sharded yet"),
+        ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
+        ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
+        ("torch.compile", "is split over ranks and cannot be compiled yet"),
+        ("float16", "x must be float32 or bfloat16 over ranks, found torch.float16"),
+    ],
+)
+def test_a_split_model_refuses_what_is_not_there(results: Any, what: str, said: str) -> None:
+    for found in results:
+        assert said in found["afterwards"][what]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("N", "output_size must be a multiple of the 2 ranks, found 9"),
+        ("K", "input_size must be a multiple of the 2 ranks, found 9"),
+        ("gather_output", "gather_output must be False, found True"),
+        ("input_is_parallel", "input_is_parallel must be True, found False"),
+    ],
+)
+def test_authors_layers_refuse(results: Any, what: str, said: str) -> None:
+    for found in results:
+        assert found["authors"][what].startswith(said)
+
+
+def test_authors_layers_return_y_and_the_bias_that_was_skipped(results: Any) -> None:
+    assert [found["biases"] for found in results] == [[True, True]] * 2
+
+
+def test_clipping_uses_the_norm_of_the_whole_model(results: Any) -> None:
+    """Two orders of fp32 sums: 2^-24 for each of some thousand squares, whose root halves it."""
+    for expected, norm, worst in (found["norms"] for found in results):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert worst <= 1e-5 * 0.1
