@@ -19,6 +19,7 @@ OTHERS = {
     "_parameters": MODULE,
     "_buffers": MODULE,
     "_modules": MODULE,
+    "_forward_hooks": MODULE,
     "_forward_pre_hooks": MODULE,
     "_is_exporting_flag": TORCH,
     "_C": TORCH,

@@ -281,3 +281,8 @@ def sum_rows(group: Any, whole: Tensor) -> Tensor:
     part = whole.new_empty((whole.shape[0] // dist.get_world_size(group), *whole.shape[1:]))
     _reduce_scatter(part, whole, group=group)
     return part
+
+
+def maximum(group: Any, x: Tensor) -> None:
+    """Collective: `x` becomes its elements' largest values over the ranks. A backend may lose NaN."""
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)

@@ -18,6 +18,7 @@ from lorakernels.parallel.tensor_check import (
     Found,
     check,
     check_equal,
+    check_vocabulary,
     fingerprint,
     found_by,
     found_in,
@@ -25,6 +26,11 @@ from lorakernels.parallel.tensor_check import (
 from lorakernels.parallel.tensor_layers import KINDS, Part, cut
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
+from lorakernels.parallel.tensor_vocabulary import (
+    VocabularyEmbedding,
+    VocabularyHead,
+    vocabulary_loss,
+)
 from lorakernels.values import Weight
 
 
@@ -32,7 +38,7 @@ class Cut(NamedTuple):
     """One linear layer that was split.
 
     Attributes:
-        by: "column" (its outputs) or "row" (its inputs).
+        by: "column" (its outputs), "row" (its inputs) or "vocabulary" (its tokens).
         whole, own: [N, K] of the whole layer, and of this rank's part.
         adapted: whether it has an adapter.
     """
@@ -54,6 +60,26 @@ class TensorParallel:
 
     def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut]) -> None:
         self.model, self.ranks, self.cuts = model, ranks, cuts
+        self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
+
+    def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
+        """Collective: the mean loss of a causal language model, fp32 [], without the whole logits.
+
+        Args:
+            labels: int64 [B, S] as transformers takes them: the model's own shift follows; −100 does not count.
+            items: divide by this number instead of by the labels that count.
+            inputs: of the model, such as `input_ids`.
+
+        Raises:
+            ValueError: the model was split without `vocabulary=True`.
+        """
+        head = self.model.get_output_embeddings() if self._vocabulary else None  # type: ignore[operator]
+        if not isinstance(head, VocabularyHead):
+            raise ValueError("loss needs a split head: call parallelize with vocabulary=True")
+        base: Any = self.model.base_model
+        hidden = base(use_cache=False, **inputs).last_hidden_state
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+        return vocabulary_loss(hidden.reshape(-1, hidden.shape[-1]), head, shifted, items)
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
@@ -101,10 +127,13 @@ class TensorParallel:
     def __str__(self) -> str:
         ranks = self.ranks
         rows = "rows split between them" if ranks.sequence else "rows whole"
-        lines = [f"{len(self.cuts)} linear layers over {ranks.size} ranks, {rows}"]
+        lines = [f"{len(self.cuts)} layers over {ranks.size} ranks, {rows}"]
         for path, (by, whole, own, adapted) in self.cuts.items():
-            kind = "LoRA" if adapted else "frozen"
-            lines.append(f"  {path}: {kind}, by {by}, [N, K] {list(whole)} → {list(own)}")
+            kind, axes = (
+                "LoRA" if adapted else "frozen",
+                "[V, H]" if by == "vocabulary" else "[N, K]",
+            )
+            lines.append(f"  {path}: {kind}, by {by}, {axes} {list(whole)} → {list(own)}")
         return "\n".join(lines)
 
 
@@ -114,6 +143,7 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     *,
     sequence_parallel: bool = True,
+    vocabulary: bool = False,
 ) -> TensorParallel:
     """Collective: split a model's linear layers over the ranks of `mesh`, in place.
 
@@ -126,6 +156,8 @@ def parallelize(
         plan: {pattern of paths: "column" or "row"}. None splits q, k, v, gate and up by column, o and down by row.
         sequence_parallel: whether what lies between the split layers is split by rows: norms, residuals, activations.
             With a `plan` the model's own code has to split them, by the first dimension.
+        vocabulary: whether the embedding and the head are split, too, by tokens. Both must be frozen. Compute the loss
+            by `TensorParallel.loss` then. The model's own forward still works, but gathers the whole logits.
 
     Raises:
         TypeError: the model has no config of transformers.
@@ -139,6 +171,8 @@ def parallelize(
     with comm.together(ranks.group):
         found = found_in(model) if plan is None else found_by(model, plan)
         check(model, found, ranks)
+        if vocabulary:
+            check_vocabulary(model, found, ranks)
         _refuse_other_groups(model, found, ranks)
         mine = fingerprint(model, found, sequence_parallel)
     check_equal(comm.agree(ranks.group, mine))
@@ -149,7 +183,30 @@ def parallelize(
         base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])
         norm = base.get_submodule(found.spec.last_norm)
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
+    if vocabulary:
+        cuts |= _split_vocabulary(model, ranks)
     return TensorParallel(model, ranks, cuts)
+
+
+def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:
+    """A head that is tied to the embedding stays so."""
+    cuts, parts = {}, {}
+    for old in (model.get_input_embeddings(), model.get_output_embeddings()):
+        path = next(path for path, module in model.named_modules() if module is old)
+        whole = old.weight
+        if id(whole) not in parts:
+            own = whole.detach()[ranks.share(len(whole))].clone()
+            parts[id(whole)] = nn.Parameter(own, requires_grad=False)
+        part, bias = parts[id(whole)], getattr(old, "bias", None)
+        if bias is not None:
+            own = bias.detach()[ranks.share(len(bias))].clone()
+            bias = nn.Parameter(own, requires_grad=False)
+        head = isinstance(old, nn.Linear)
+        new = VocabularyHead(part, bias, ranks) if head else VocabularyEmbedding(part, ranks)
+        replace_module(model, old, new.train(old.training))
+        width = whole.shape[1]
+        cuts[path] = Cut("vocabulary", (len(whole), width), (len(part), width), False)
+    return cuts
 
 
 def _refuse_other_groups(model: nn.Module, found: Found, ranks: Ranks) -> None:

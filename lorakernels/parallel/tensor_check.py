@@ -139,6 +139,34 @@ def _check_heads(model: nn.Module, size: int) -> None:
             raise ValueError(f"{name} must be a multiple of the {size} ranks, found {heads}")
 
 
+def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
+    """Refuse an embedding or a head that cannot be split by tokens.
+
+    Raises:
+        ValueError: with a plan of the caller's, for other modules than nn.Embedding and nn.Linear, for hooks on them, a
+            padding index or a norm of the embedding's rows, or a vocabulary that the ranks do not divide.
+    """
+    if found.spec is None:
+        raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
+    both: Any = model
+    embedding, head = both.get_input_embeddings(), both.get_output_embeddings()
+    for module, kind in ((embedding, nn.Embedding), (head, nn.Linear)):
+        if type(module) is not kind:
+            raise ValueError(
+                f"vocabulary=True takes a plain {kind.__name__}, found {type(module).__name__}"
+            )
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"vocabulary=True replaces the {kind.__name__}, which has hooks: add them afterwards"
+            )
+        if len(module.weight) % ranks.size:
+            raise ValueError(
+                f"the vocabulary must be a multiple of the {ranks.size} ranks, found {len(module.weight)}"
+            )
+    if embedding.max_norm is not None:
+        raise ValueError("vocabulary=True takes an embedding without max_norm")
+
+
 def _trained_elsewhere(model: nn.Module, cuts: Iterable[str]) -> Iterator[str]:
     inside = {id(p) for path in cuts for p in model.get_submodule(path).parameters(recurse=False)}
     for name, parameter in model.named_parameters():

@@ -34,6 +34,7 @@ class Way:
     checkpoint: bool | None = None  # use_reentrant
     bias: str = "none"
     automatic: bool = False  # the layers start the updates of the scales
+    vocabulary: bool = False
     model: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -79,7 +80,8 @@ def train(model: nn.Module, way: Way, device: torch.device, split: TensorParalle
     rng = next(m.rng_state for m in model.modules() if getattr(m, "rng_state", None) is not None)
     for step in range(STEPS):
         model.zero_grad()
-        loss = loss_of(model, batch(step, device))
+        tokens = batch(step, device)
+        loss = split.loss(tokens, input_ids=tokens) if split and way.vocabulary else loss_of(model, tokens)  # fmt: skip
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         gradients = {n: p.grad.clone() for n, p in trained.items()}
@@ -112,12 +114,18 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     """Differences from the whole model and, where there is no dropout and no FP8, from float64; what is not equal."""
     whole, model = make(way, device), make(way, device)
     double = None if way.fp8 or way.dropout else exact(copy.deepcopy(whole))
-    split = parallelize(model, mesh, sequence_parallel=way.sequence)
+    options = {"sequence_parallel": way.sequence, "vocabulary": way.vocabulary}
+    split = parallelize(model, mesh, **options)
     start = split.whole_adapters()
     initial = {n: p.detach() for n, p in whole.named_parameters() if p.requires_grad}
     unequal = [n for n in initial if not torch.equal(start[n], initial[n])]
     expected, found = train(whole, way, device, None), train(model, way, device, split)
     errors: dict[str, float] = {}
+    if way.vocabulary:  # the values are equal again
+        tokens = batch(STEPS, device)
+        with torch.no_grad():
+            logits = [m.eval()(tokens, use_cache=False).logits for m in (model, whole)]
+        errors["logits"] = relative(*logits)
     for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
         assert theirs.keys() == ours.keys()
         for name, value in ours.items():

@@ -32,6 +32,9 @@ MORE = (
     Way("Qwen2, trained biases", False, fp8=False, dropout=0.0, family="Qwen2", bias="lora_only"),
     Way("Qwen2, trained biases", True, fp8=False, dropout=0.0, family="Qwen2", bias="lora_only"),
     Way("Qwen3", True, fp8=False, family="Qwen3"),
+    Way("vocabulary", False, fp8=False, dropout=0.0, vocabulary=True),
+    Way("vocabulary", True, fp8=False, dropout=0.0, vocabulary=True),
+    Way("tied vocabulary", True, fp8=False, vocabulary=True, model={"tie_word_embeddings": True}),
 )
 WORLDS = {2: (*SOME, *MORE), 4: SOME}
 ON_GPU = (
@@ -80,7 +83,7 @@ def test_a_model_over_ranks_trains_as_the_whole_one(world: int, way: Way) -> Non
 
 def test_the_report_names_what_was_split() -> None:
     said = results(2)[0][str(SOME[3])]["said"]
-    assert said.startswith("14 linear layers over 2 ranks, rows split between them")
+    assert said.startswith("14 layers over 2 ranks, rows split between them")
     assert "model.layers.1.mlp.down_proj: LoRA, by row, [N, K] [64, 96] → [64, 48]" in said
 
 

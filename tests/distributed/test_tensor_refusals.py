@@ -137,6 +137,23 @@ def said_by(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def vocabularies(mesh: Any) -> dict[str, str]:
+    """What is refused with vocabulary=True."""
+    odd = make(Way("", False, model={"vocab_size": 65}), CPU)
+    hooked, whole = make(WHOLE, CPU), make(WHOLE, CPU)
+    hooked.enable_input_require_grads()
+    split = parallelize(whole, mesh)
+    tokens = batch(0, CPU)
+    return {
+        "odd": said_by(lambda: parallelize(odd, mesh, vocabulary=True)),
+        "hooked": said_by(lambda: parallelize(hooked, mesh, vocabulary=True)),
+        "plan": said_by(
+            lambda: parallelize(make(WHOLE, CPU), mesh, {"*_proj": "column"}, vocabulary=True)
+        ),
+        "loss": said_by(lambda: split.loss(tokens, input_ids=tokens)),
+    }
+
+
 def values_of(model: nn.Module) -> list[Any]:
     return [
         (type(m), [(p.shape, p.data_ptr()) for p in m.parameters(False)]) for m in model.modules()
@@ -223,6 +240,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         "before": before,
         "afterwards": afterwards(mesh, folder),
         "authors": authors(group),
+        "vocabularies": vocabularies(mesh),
         "biases": biases(group),
         "norms": norms(mesh),
     }
@@ -276,6 +294,20 @@ def test_a_split_model_refuses_what_is_not_there(results: Any, what: str, said: 
 def test_authors_layers_refuse(results: Any, what: str, said: str) -> None:
     for found in results:
         assert found["authors"][what].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("odd", "the vocabulary must be a multiple of the 2 ranks, found 65"),
+        ("hooked", "vocabulary=True replaces the Embedding, which has hooks"),
+        ("plan", "vocabulary=True needs a model of transformers"),
+        ("loss", "loss needs a split head"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_split_is_refused(results: Any, what: str, said: str) -> None:
+    for found in results:
+        assert said in found["vocabularies"][what]
 
 
 def test_authors_layers_return_y_and_the_bias_that_was_skipped(results: Any) -> None:
