@@ -18,7 +18,8 @@ from lorakernels.train.errors import (
     require,
 )
 from lorakernels.train.names import unknown_argument
-from lorakernels.train.options import FinetuneOptions, default_of, kinds, resolve
+from lorakernels.train.option_sources import default_of, kinds, resolve
+from lorakernels.train.options import FinetuneOptions
 
 NEEDED = ("numpy", "rich", "matplotlib", "transformers", "tokenizers")
 EPILOG = """\

@@ -11,7 +11,8 @@ import yaml
 from lorakernels.cli.finetune import add_arguments, unknown
 from lorakernels.train.errors import OptionError
 from lorakernels.train.names import PEERS, near
-from lorakernels.train.options import FinetuneOptions, kinds, resolve
+from lorakernels.train.option_sources import kinds, resolve
+from lorakernels.train.options import FinetuneOptions
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 

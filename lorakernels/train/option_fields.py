@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of an option: a dataclass field whose metadata holds its group, its help text and its choices."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def about(
+    group: str, text: str, metavar: str | None = None, choices: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Metadata of an option. With `choices` the option takes one of them, and --help shows them."""
+    shown = "{" + ",".join(choices) + "}" if choices else metavar
+    return {"group": group, "help": text, "metavar": shown, "choices": choices}
+
+
+def option(
+    default: Any,
+    group: str,
+    text: str,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    return field(default=default, metadata=about(group, text, metavar, choices))
