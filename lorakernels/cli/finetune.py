@@ -22,6 +22,9 @@ from lorakernels.train.option_sources import default_of, kinds, resolve
 from lorakernels.train.options import FinetuneOptions
 
 NEEDED = ("numpy", "rich", "matplotlib", "transformers", "tokenizers")
+GROUPS = (
+    "input and output", "data", "adapter", "optimisation", "evaluation", "checkpoints and logs", "runtime", "machine",
+)  # fmt: skip
 EPILOG = """\
 exit codes: 0 done, 1 the run failed (the message says why), 2 an option is wrong,
 130 / 143 saved and stopped after SIGINT / SIGTERM: run again with --resume"""
@@ -31,11 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field of FinetuneOptions. A flag that is not given sets nothing in the namespace."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    groups: dict[str, Any] = {}
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
     types = kinds()
     for item in fields(FinetuneOptions):
-        name = item.metadata["group"]
-        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        group = groups[item.metadata["group"]]
         scalar, is_list, _ = types[item.name]
         flag = "--" + item.name.replace("_", "-")
         keywords: dict[str, Any] = {

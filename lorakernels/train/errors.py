@@ -44,6 +44,8 @@ class Interrupted(FinetuneError):
         self.signal_name = signal.Signals(signum).name
 
 
+# Packages that no extra brings
+OWN = ("bitsandbytes", "tensorboard", "trackio", "wandb")
 EXTRAS = {
     "rich": "train",
     "matplotlib": "train",
@@ -62,6 +64,10 @@ def require(module: str) -> ModuleType:
     except ImportError as error:
         package = module.split(".")[0]
         where = f' ({package} is in the extra "{EXTRAS[package]}")' if package in EXTRAS else ""
+        if package in OWN:
+            raise FinetuneError(
+                f"this option needs {package}, which cannot be imported ({error}): pip install {package}"
+            ) from error
         extras = "train,data" if EXTRAS.get(package) == "data" else "hf,train"
         raise FinetuneError(
             f"finetune needs {package}, which cannot be imported ({error}): "

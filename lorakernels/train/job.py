@@ -60,12 +60,14 @@ from lorakernels.train.model import (
     save_activations,
 )
 from lorakernels.train.model_checks import check_model
+from lorakernels.train.optimizers import check_package
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
+from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session, check_same_options
 from lorakernels.train.sharding import ranks_per_machine, shard_mesh
 
@@ -136,6 +138,8 @@ def adapt(
     if options.resume:
         check_same_options(checkpoints, options)
     check_scope(options, ranks)
+    check_package(options)
+    make_schedule(options, options.steps or 1000)  # its arguments must stop the run now
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
     config = ranks.together(lambda: check_job(directory, options, reporter))
@@ -143,6 +147,8 @@ def adapt(
     set_chat_template(tokenizer, options.chat_template)
     data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
     check_vocabulary(config, data.max_token)
+    if (names := options.needs_held_out()) and not len(data.held):
+        raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
     random = make_random_state(options.seed, ranks.rank, device)
     torch.manual_seed(options.seed)
     mesh = shard_mesh(options, ranks, device, reporter.say)

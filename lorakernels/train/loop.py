@@ -4,12 +4,13 @@
     1 data        the step's rows, prepared by a thread during the step before; each rank takes its own rows
     2–4           per microbatch: forward, loss in fp32, backward of (sum of token losses) / (tokens of the whole step)
     5 clipping    after one all-reduce of gradients and loss
-    6 optimizer   fused AdamW on all trained parameters, then FP8State.reduce_and_update();
-                  AdamW skips the step, on the device, if loss or norm is not finite
+    6 optimizer   fused AdamW, or another by name, then FP8State.reduce_and_update();
+                  it skips the step, AdamW on the device, if loss or norm is not finite
     7 schedule    the learning rate, a function of the step number
 
-Stages 2 to 6 launch kernels and wait for none. The values that change from step to step (tokens, learning rate) are on
-the device. The stages are therefore one function, which a runtime may capture.
+Stages 2 to 6 launch kernels and wait for none, unless the optimizer is one that no graph can hold. The values that
+change from step to step (tokens, learning rate) are on the device. The stages are therefore one function, which a
+runtime may capture.
 
 The loss is divided by the trained tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four,
 are the same step, however the padding falls.
@@ -37,11 +38,12 @@ from lorakernels.train.checkpoint import (
 )
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.model import mean_loss, summed_loss
+from lorakernels.train.optimizers import Updater
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime
-from lorakernels.train.schedule import learning_rate, warmup_steps
+from lorakernels.train.schedule import make_schedule
 
 
 @dataclass
@@ -76,28 +78,6 @@ class StepResult:
     stop: bool = False  # whether any rank was asked to stop
 
 
-def make_optimizer(parameters: list[nn.Parameter], options: FinetuneOptions) -> torch.optim.AdamW:
-    """AdamW, fused where PyTorch has a fused kernel. Weight decay applies to matrices only.
-
-    The learning rate is a tensor on the parameters' device, because a graph would freeze a number.
-    """
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
-    groups = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((matrices, options.weight_decay), (vectors, 0.0))
-        if group
-    ]
-    device = parameters[0].device
-    return torch.optim.AdamW(
-        groups,
-        lr=torch.tensor(options.lr, device=device),
-        betas=(options.beta1, options.beta2),
-        fused=device.type in ("cpu", "cuda"),
-        capturable=True,
-    )
-
-
 class Trainer:
     """Model, optimizer, data order and counters of one run; ``step()`` does the work.
 
@@ -117,15 +97,15 @@ class Trainer:
         self.runtime, self.ranks = runtime, ranks
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.trainable.values())).device
-        self.optimizer = make_optimizer(list(self.trainable.values()), options)
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.updater = Updater(self.trainable, options)
+        self.optimizer = self.updater.optimizer
         self.items = torch.ones((), device=self.device)  # trained labels of a step, over all ranks
         self.order = RowOrder(len(rows), options.seed)
         self.rows_per_step = options.batch_size * options.grad_accum * ranks.size
         self.steps = options.steps or max(
             1, math.ceil(options.epochs * len(rows) / self.rows_per_step)
         )
-        self.warmup = warmup_steps(options.warmup, self.steps)
+        self.schedule = make_schedule(options, self.steps)
         self.counters = Counters()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._next: tuple[int, Future[_Rows]] | None = None
@@ -145,14 +125,8 @@ class Trainer:
         rows = self._take_rows()
         tokens = rows.inputs
         self.model.train()
-        lr = learning_rate(
-            self.counters.step,
-            peak=self.options.lr,
-            steps=self.steps,
-            warmup=self.warmup,
-            floor=self.options.min_lr_ratio,
-        )
-        self.lr.fill_(lr)
+        lr = self.schedule(self.counters.step)
+        self.updater.set_rate(lr)
         self.items.fill_(rows.targets)
         asked = torch.full((), float(stop), device=self.device)
         loss, norm = self._run(rows.batches, asked)
@@ -182,10 +156,7 @@ class Trainer:
         loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
         gradients = self.ranks.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
-        # The fused kernel skips the step itself if loss or norm is not finite, so the host need not wait.
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
+        self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))
         if self.fp8_state is not None:
             self.fp8_state.reduce_and_update()
         return loss, norm
@@ -282,9 +253,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.trainable.items():
                 parameter.copy_(checkpoint.tensors[name])
-        self.optimizer.load_state_dict(checkpoint.state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group |= {"lr": self.lr, "capturable": True}
+        self.updater.load_state_dict(checkpoint.state["optimizer"])
         set_rng_state(checkpoint.state["rng"], self.device)
         if self.runtime is not None:
             self.runtime.load_state_dict(checkpoint.state["runtime"])

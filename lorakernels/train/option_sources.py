@@ -85,7 +85,11 @@ def read_yaml(path: str) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in known:
             found = near(name, known)
-            hint = f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(known)}"
+            hint = (
+                f"did you mean {' or '.join(found)}?"
+                if found
+                else f"known: {', '.join(sorted(known))}"
+            )
             raise OptionError(f"{path}: unknown option {key!r}; {hint}")
         values[name] = _typed(name, value, known[name], path)
     return values

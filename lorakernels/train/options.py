@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lorakernels.train.errors import OptionError
 from lorakernels.train.option_fields import about, option
+from lorakernels.train.running_options import RunningOptions
 
 DTYPES = ("auto", "float32", "bfloat16")
 LAYOUTS = ("single", "both")
@@ -23,7 +24,7 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass
-class FinetuneOptions:
+class FinetuneOptions(RunningOptions):
     """Options of one run. ``check()`` raises for the first value that cannot work."""
 
     model: str | None = option(
@@ -137,8 +138,12 @@ class FinetuneOptions:
     warmup: float = option(
         0.03, "optimisation", "warm-up: a share of all steps if below 1, else a number of steps"
     )
-    weight_decay: float = option(0.0, "optimisation", "decoupled weight decay, on matrices only")
-    beta1: float = option(0.9, "optimisation", "AdamW's decay of the first moment")
+    weight_decay: float = option(
+        0.0, "optimisation", "weight decay on matrices only, decoupled but for sgd"
+    )
+    beta1: float = option(
+        0.9, "optimisation", "AdamW's decay of the first moment, and sgd's momentum"
+    )
     beta2: float = option(0.95, "optimisation", "AdamW's decay of the second moment")
     max_grad_norm: float = option(
         1.0, "optimisation", "clip the gradient norm here; 0 turns clipping off"
@@ -308,8 +313,16 @@ class FinetuneOptions:
             )
         for item in fields(self):
             allowed, value = item.metadata["choices"], getattr(self, item.name)
-            if allowed and value is not None and value not in allowed:
-                raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
+            for given in value if isinstance(value, list) else [value]:
+                if allowed and given is not None and given not in allowed:
+                    raise OptionError(
+                        f"{item.name} must be one of {', '.join(allowed)}, got {given!r}"
+                    )
+        self.check_running(self.graphs)
+        if (names := self.needs_held_out()) and not (self.eval_fraction or self.eval_data):
+            raise OptionError(
+                f"{names[0]} reads a held-out loss: eval_fraction is 0 and there is no eval_data"
+            )
         if self.shard_base and self.demo:
             raise OptionError("shard_base is for --model: the demo's base is small")
         if self.shard_base and not self.fp8:

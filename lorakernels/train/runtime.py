@@ -40,6 +40,7 @@ from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
+from lorakernels.train.running_options import CAPTURED_OPTIMS
 
 Say = Callable[[str], None]
 WARMUP = 3  # steps on real data before the capture
@@ -170,7 +171,8 @@ class Runtime:
         self.device = next(model.parameters()).device
         self.why_not = _why_not(model, options, self.device, random, backend)
         self.scope: str | None = None
-        if self.why_not is None and ranks.size == 1 and options.graphs != "layer":
+        whole = options.graphs != "layer" and options.optim in CAPTURED_OPTIMS
+        if self.why_not is None and ranks.size == 1 and whole:
             self.scope = "step"
         elif self.why_not is None:
             self._capture_layers()

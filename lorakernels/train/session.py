@@ -28,17 +28,24 @@ FREE_ON_RESUME = {
     "graphs", "shard_base", "layout", "merge",
     "eval_data", "chat_template", "train_on_inputs", "skip_bad_rows",  # the keys of the token files tell
     "batch_size", "grad_accum",  # batch_size · grad_accum · ranks is part of the identity
+    "eval_every_sequences", "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold",
+    "target_loss", "on_divergence", "logger", "run_name",
 }  # fmt: skip
 
 
 def check_same_options(checkpoints: Checkpoints, options: FinetuneOptions) -> None:
     """Raise CheckpointError if the newest checkpoint has other options. This needs no model."""
     if found := checkpoints.peek():
-        _check_equal(found[0], found[1]["options"], _kept_options(options))
+        _check_equal(found[0], _with_defaults(found[1]["options"]), _kept_options(options))
 
 
 def _kept_options(options: FinetuneOptions) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in FREE_ON_RESUME}
+
+
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a checkpoint. An option that is newer than the checkpoint had its default."""
+    return {**_kept_options(FinetuneOptions()), **options}
 
 
 def _check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -144,8 +151,9 @@ class Session:
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         now = self._description()
-        for kind in ("identity", "options"):
-            _check_equal(checkpoint.step, checkpoint.trainer[kind], now[kind])
+        before = checkpoint.trainer
+        _check_equal(checkpoint.step, before["identity"], now["identity"])
+        _check_equal(checkpoint.step, _with_defaults(before["options"]), now["options"])
 
     def _description(self) -> dict[str, Any]:
         options = _kept_options(self.options)

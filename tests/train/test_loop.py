@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, disable_lora
 from lorakernels.train.checkpoint import Checkpoint
@@ -270,8 +269,8 @@ def test_a_step_takes_the_rate_of_its_number(trainer: MakeTrainer) -> None:
     made = trainer(batch_size=2, warmup=8.0)
     rates = [made.step().lr for _ in range(3)]
     assert rates == pytest.approx([1e-2 / 8, 2e-2 / 8, 3e-2 / 8])
-    assert all(group["lr"] is made.lr for group in made.optimizer.param_groups)
-    assert float(made.lr) == pytest.approx(rates[-1])
+    groups = made.optimizer.param_groups
+    assert all(float(group["lr"]) == pytest.approx(rates[-1]) for group in groups)
     made.close()
 
 
@@ -363,9 +362,11 @@ def test_a_checkpoint_with_a_number_for_a_learning_rate_goes_on(trainer: MakeTra
     checkpoint = copy.deepcopy(one.checkpoint({}))
     for group in checkpoint.state["optimizer"]["param_groups"]:
         group.update(lr=1e-3, capturable=False)
-    other.restore(checkpoint)
     groups = other.optimizer.param_groups
-    assert all(group["lr"] is other.lr and group["capturable"] for group in groups)
+    rates = [group["lr"] for group in groups]
+    other.restore(checkpoint)
+    assert all(group["capturable"] for group in groups)
+    assert all(group["lr"] is rate for group, rate in zip(groups, rates, strict=True))
     assert one.step().loss == other.step().loss
     assert all(torch.equal(p, one.trainable[n]) for n, p in other.trainable.items())
     one.close(), other.close()
@@ -381,13 +382,3 @@ def test_epochs_are_whole_rows(
     other = Trainer(made.model, options, rows, None)
     assert other.steps == steps and made.steps == 20
     made.close(), other.close()
-
-
-def test_optimizer_decays_matrices_only() -> None:
-    from lorakernels.train.loop import make_optimizer
-
-    layer = nn.Linear(2, 2)
-    options = FinetuneOptions(weight_decay=0.5, beta1=0.8, beta2=0.7)
-    optimizer = make_optimizer(list(layer.parameters()), options)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
-    assert optimizer.defaults["fused"] is True and optimizer.defaults["betas"] == (0.8, 0.7)

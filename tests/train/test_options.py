@@ -49,7 +49,7 @@ def test_precedence_is_defaults_demo_file_command_line(tmp_path: Path) -> None:
         ("lora_alfa: 3", "unknown option 'lora_alfa'; did you mean lora_alpha?"),
         ("learning-rate: 3", "unknown option 'learning-rate'; did you mean lr?"),
         ("micro_batch_sise: 3", "unknown option 'micro_batch_sise'; did you mean batch_size"),
-        ("zzz: 3", "unknown option 'zzz'; known: model, "),
+        ("zzz: 3", "unknown option 'zzz'; known: attention, "),
         ("r: true", "r must be of type int, got True"),
         ("lr: fast", "lr must be of type float, got 'fast'"),
         ("data: [1]", "data must be of type str, got 1"),
