@@ -85,11 +85,12 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 class Checkpoints:
     """The checkpoints of one output directory.
 
-    Only the last ``keep`` stay. ``adapter`` writes the files that PEFT opens.
+    Only the last ``keep`` stay, and that of the step ``best``. ``adapter`` writes the files that PEFT opens.
     """
 
     def __init__(self, directory: Path, keep: int, adapter: AdapterFiles | None = None) -> None:
         self.directory, self.keep, self.adapter = directory, keep, adapter
+        self.best: int | None = None
 
     def steps(self) -> list[int]:
         """The steps that have a directory, oldest first. The directories' contents are not checked."""
@@ -121,7 +122,7 @@ class Checkpoints:
                 f"checkpoint of step {checkpoint.step} not saved: {describe_os_error(error, target)}; {last}, "
                 "make room and run again with --resume"
             ) from error
-        older = [step for step in self.steps() if step < checkpoint.step]
+        older = [step for step in self.steps() if step < checkpoint.step and step != self.best]
         for step in older[: max(0, len(older) - self.keep + 1)]:
             shutil.rmtree(self.path(step))
         return target
@@ -144,8 +145,17 @@ class Checkpoints:
         write_bytes(folder / TRAINER, json.dumps(checkpoint.trainer, indent=1).encode())
         write_bytes(folder / MANIFEST, make_manifest(folder, checkpoint.step))
 
-    def load_newest(self, say: Callable[[str], None], device: torch.device) -> Checkpoint | None:
-        """The newest checkpoint that is whole. Broken ones are reported, skipped and renamed to broken-….
+    def remove_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, the newest first, so that a kill leaves a run that can go on."""
+        for later in reversed([found for found in self.steps() if found > step]):
+            shutil.rmtree(self.path(later))
+
+    def load_newest(
+        self, say: Callable[[str], None], device: torch.device, until: int | None = None
+    ) -> Checkpoint | None:
+        """The newest checkpoint that is whole, of step `until` at most if that is given.
+
+        Broken ones are reported, skipped and renamed to broken-….
 
         Raises:
             OtherFormat: it was written by a version whose checkpoints this version does not read.
@@ -155,7 +165,7 @@ class Checkpoints:
         for leftover in self.directory.glob(".*-step-*") if self.directory.is_dir() else ():
             say(f"{leftover} was not finished: ignored and removed")
             shutil.rmtree(leftover, ignore_errors=True)
-        for step in reversed(self.steps()):
+        for step in reversed([s for s in self.steps() if until is None or s <= until]):
             try:
                 return self.load(step, device)
             except OtherFormat:

@@ -195,12 +195,13 @@ def show_losses(
     from lorakernels.train.loop import evaluate
 
     session = result.session
-    assert session.first_eval is not None and session.last_eval is not None
+    first, last = session.evaluations.first_eval, session.evaluations.last_eval
+    assert first is not None and last is not None
     with disable_lora(result.model):
         fp8 = evaluate(result.model, sources_held, session.options)
     after = evaluate(result.model, sources_held, session.options)
     found = {
-        "topics": ("pydoc topics (adapted to)", session.first_eval, session.last_eval),
+        "topics": ("pydoc topics (adapted to)", first, last),
         "sources": ("standard library (base text)", fp8, after),
     }
     table = [
@@ -234,7 +235,7 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
     )
     report = load_adapter(fresh, result.adapter, fp8=DelayedScaling() if options.fp8 else None)
     if report.fp8_state is not None:
-        saved = session.checkpoints.load(session.checkpoints.steps()[-1], device)
+        saved = session.checkpoints.load(session.adapter_step, device)
         report.fp8_state.load_state_dict(saved.state["fp8"])
     if result.fused:
         fuse_layers(fresh, options, device)

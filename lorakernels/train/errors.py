@@ -44,8 +44,8 @@ class Interrupted(FinetuneError):
         self.signal_name = signal.Signals(signum).name
 
 
-# Packages that no extra brings
-OWN = ("bitsandbytes", "tensorboard", "trackio", "wandb")
+# Packages that no extra brings, each for one value of an option
+ON_DEMAND = ("bitsandbytes", "tensorboard", "trackio", "wandb")
 EXTRAS = {
     "rich": "train",
     "matplotlib": "train",
@@ -58,13 +58,13 @@ EXTRAS = {
 
 
 def require(module: str) -> ModuleType:
-    """Import an optional dependency. Raises FinetuneError, which names the extra that installs it."""
+    """Import an optional dependency. Raises FinetuneError, which names the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
         where = f' ({package} is in the extra "{EXTRAS[package]}")' if package in EXTRAS else ""
-        if package in OWN:
+        if package in ON_DEMAND:
             raise FinetuneError(
                 f"this option needs {package}, which cannot be imported ({error}): pip install {package}"
             ) from error

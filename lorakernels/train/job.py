@@ -5,6 +5,7 @@
 <output>/checkpoints/      the same files after some of the steps, and the state that --resume needs
 <output>/merged/           with `merge`, the merged model
 <output>/metrics.jsonl     one line per step and per evaluation
+<output>/tensorboard/      with `logger`, and wandb/ for wandb; run.json names the run for them
 <output>/loss.png          the loss curve
 <output>/options.json      the options of the run
 <output>/tokens/           the token files
@@ -16,7 +17,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ from lorakernels import (
     export_model,
     load_quantized,
 )
-from lorakernels.train.adapter_files import AdapterFiles, model_card, tokenizer_files
+from lorakernels.train.adapter_files import AdapterFiles, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
-from lorakernels.train.data.prepare import load_data, set_chat_template
+from lorakernels.train.data.prepare import RunData, load_data, set_chat_template
 from lorakernels.train.errors import (
     FinetuneError,
     ModelError,
@@ -47,6 +48,7 @@ from lorakernels.train.errors import (
 from lorakernels.train.files import replace_dir, replace_file
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
 from lorakernels.train.layout import Gpus, planned
+from lorakernels.train.loggers import check_packages
 from lorakernels.train.loop import Trainer
 from lorakernels.train.metrics import plot_losses
 from lorakernels.train.model import (
@@ -59,16 +61,20 @@ from lorakernels.train.model import (
     reproducible,
     save_activations,
 )
+from lorakernels.train.model_card import model_card
 from lorakernels.train.model_checks import check_model
 from lorakernels.train.optimizers import check_package
+from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
+from lorakernels.train.running_options import RunningOptions
 from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
+from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
-from lorakernels.train.session import Session, check_same_options
+from lorakernels.train.session import Session
 from lorakernels.train.sharding import ranks_per_machine, shard_mesh
 
 
@@ -83,7 +89,8 @@ class Result:
     fused: bool = False
 
     def last_line(self) -> str:
-        first, last = self.session.first_eval, self.session.last_eval
+        found = self.session.evaluations
+        first, last = found.first_eval, found.last_eval
         if first is None or last is None:
             return f"validation loss not measured (nothing held out), adapter in {self.adapter}"
         return f"validation loss {first:.4f} → {last:.4f}, adapter in {self.adapter}"
@@ -139,6 +146,7 @@ def adapt(
         check_same_options(checkpoints, options)
     check_scope(options, ranks)
     check_package(options)
+    ranks.on_first(lambda: check_packages(options))
     make_schedule(options, options.steps or 1000)  # its arguments must stop the run now
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
@@ -170,8 +178,9 @@ def adapt(
     metrics = output / "metrics.jsonl"
     trainer = Trainer(model, options, data.train, report.fp8_state, runtime, ranks)
     session = make_session(trainer, data.held, reporter, metrics)
-    beside = {**tokenizer_files(tokenizer), "README.md": model_card(directory, options)}
-    files = AdapterFiles(model, directory, beside)
+    files = AdapterFiles(
+        model, directory, tokenizer_files(tokenizer), lambda: card(directory, data, session)
+    )
     checkpoints.adapter = files
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
@@ -180,7 +189,10 @@ def adapt(
         reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()
     ranks.on_first(lambda: replace_file(output / "options.json", written))
+    step = trainer.counters.step
+    ranks.on_first(lambda: session.open_loggers(step))
     session.run()
+    reporter.say(session.take_best())
     adapter = output / "adapter"
 
     def finish() -> None:
@@ -203,6 +215,18 @@ def plan_job(
     device = pick_device(options.device, ranks)
     gpus = Gpus.of(device, ranks_per_machine(ranks))
     return planned(options, lora_config(options, targets(options)), gpus, reporter.say)
+
+
+def card(base: Path, data: RunData, session: Session) -> bytes:
+    """The model card of the adapter as it is now."""
+    options, trainer = session.options, session.trainer
+    files = ", ".join(f"`{Path(name).name}`" for name in options.data)
+    trained_on = (
+        f"{files}: {data.train.inputs:,} tokens in {len(data.train):,} packed sequences. Held out: "
+        f"{data.held.inputs:,} tokens."
+    )
+    sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}
+    return model_card(base, options, trained_on, session.described(), sizes)
 
 
 def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> Any:
@@ -374,5 +398,6 @@ def write_merged(base: Path, adapter: Path, format: str) -> Path:
 
 
 def without_lora(options: FinetuneOptions, **changes: Any) -> FinetuneOptions:
-    """Options of the same machine and logging, for training a whole model without FP8."""
-    return replace(options, fp8=False, **changes)
+    """Options of the same machine, for training a whole model without FP8 by the ordinary way of running."""
+    running = {item.name: default_of(item) for item in fields(RunningOptions)}
+    return replace(options, fp8=False, **running, **changes)

@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,22 +48,34 @@ from lorakernels.train.schedule import make_schedule
 
 @dataclass
 class Counters:
-    """The position of a run. ``step`` counts optimizer steps tried, ``rows`` the rows they took."""
+    """The position of a run.
+
+    ``step`` counts optimizer steps tried, and ``rows`` is the place in the order of rows. ``bad_rows`` are those of the
+    last steps in a row that were not finite. ``left_out`` are those that rollbacks have left out.
+    """
 
     step: int = 0
     rows: int = 0
     tokens: int = 0
     skipped: int = 0
     bad_in_a_row: int = 0
+    bad_rows: list[int] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's microbatches of a step, and the tokens and the trained labels of all ranks together."""
+    """This rank's microbatches of a step.
+
+    The rest is of all ranks together: numbers of the rows, tokens, trained labels, and where the next step begins.
+    """
 
     batches: list[Batch]
+    numbers: list[int]
     inputs: int
     targets: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,6 @@ class Trainer:
         """
         began = time.perf_counter()
         rows = self._take_rows()
-        tokens = rows.inputs
         self.model.train()
         lr = self.schedule(self.counters.step)
         self.updater.set_rate(lr)
@@ -133,13 +144,13 @@ class Trainer:
         replayed = self.runtime is not None and self.runtime.replayed
         if self.runtime is not None:
             self.runtime.end_step(self.counters.step + 1)
-        self._fetch(self.counters.rows + self.rows_per_step)
+        self._fetch(rows.stop)
         # This is the only wait of a step. By now everything is launched and the next rows are on their way.
         value, norm_value, stops = torch.stack([loss, norm, asked]).tolist()
         skipped = not (math.isfinite(value) and math.isfinite(norm_value))
-        self._count(tokens, skipped)
+        self._count(rows, skipped)
         seconds = time.perf_counter() - began
-        return StepResult(value, norm_value, lr, tokens, seconds, skipped, replayed, stops > 0)
+        return StepResult(value, norm_value, lr, rows.inputs, seconds, skipped, replayed, stops > 0)
 
     def _run(self, batches: list[Batch], asked: Tensor) -> tuple[Tensor, Tensor]:
         """Run `_compute`, eagerly or through the runtime. Returns (loss, norm), two fp32 scalars."""
@@ -182,13 +193,14 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
         return norm.float()
 
-    def _count(self, tokens: int, skipped: bool) -> None:
+    def _count(self, rows: _Rows, skipped: bool) -> None:
         counters = self.counters
         counters.step += 1
-        counters.rows += self.rows_per_step
-        counters.tokens += tokens
+        counters.rows = rows.stop
+        counters.tokens += rows.inputs
         counters.skipped += skipped
         counters.bad_in_a_row = counters.bad_in_a_row + 1 if skipped else 0
+        counters.bad_rows = [*counters.bad_rows, *rows.numbers] if skipped else []
         if counters.bad_in_a_row >= self.options.max_bad_steps:
             raise Diverged(
                 f"loss or gradient was not finite in {counters.bad_in_a_row} steps in a row (up to step "
@@ -210,21 +222,20 @@ class Trainer:
         rows = self._next[1].result()
         moved = [batch.to(self.device) for batch in rows.batches]
         self._ready = (position, replace(rows, batches=moved))
-        following = position + self.rows_per_step
-        self._next = (following, self._thread.submit(self._prepare, following))
+        self._next = (rows.stop, self._thread.submit(self._prepare, rows.stop))
 
     def _prepare(self, position: int) -> _Rows:
         size, ranks = self.options.batch_size, self.ranks
+        everywhere, stop = self.order.take_to(position, self.rows_per_step)
         batches = []
         for micro in range(self.options.grad_accum):
-            first = position + (micro * ranks.size + ranks.rank) * size
-            batch = self.rows.batch(self.order.take(first, size))
+            first = (micro * ranks.size + ranks.rank) * size
+            batch = self.rows.batch(everywhere[first : first + size])
             batches.append(batch.pin() if self.device.type == "cuda" else batch)
-        everywhere = self.order.take(position, self.rows_per_step)
         inputs, targets = (
             sum(map(count, everywhere)) for count in (self.rows.inputs_of, self.rows.targets_of)
         )
-        return _Rows(batches, inputs, targets)
+        return _Rows(batches, everywhere, inputs, targets, stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -245,6 +256,16 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore all state. Raises CheckpointError, which names the misfit, before anything is changed."""
         self._check_fits(checkpoint)
+        self.take_weights(checkpoint)
+        self.updater.load_state_dict(checkpoint.state["optimizer"])
+        set_rng_state(checkpoint.state["rng"], self.device)
+        if self.runtime is not None:
+            self.runtime.load_state_dict(checkpoint.state["runtime"])
+        self.counters = Counters(**checkpoint.trainer["counters"])
+        self.order.left_out = frozenset(self.counters.left_out)
+
+    def take_weights(self, checkpoint: Checkpoint) -> None:
+        """Take the trained tensors and the FP8 scales of a checkpoint of this run, and nothing else."""
         if self.fp8_state is not None:
             try:
                 self.fp8_state.load_state_dict(checkpoint.state["fp8"])
@@ -253,11 +274,17 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.trainable.items():
                 parameter.copy_(checkpoint.tensors[name])
-        self.updater.load_state_dict(checkpoint.state["optimizer"])
-        set_rng_state(checkpoint.state["rng"], self.device)
+
+    def go_back(self, checkpoint: Checkpoint, left_out: list[int], rollbacks: int) -> None:
+        """Restore all state in the middle of a run, and pass over the rows `left_out` from there on."""
+        if self._next is not None:
+            self._next[1].result()  # the thread reads the order
+        self._next = self._ready = None
         if self.runtime is not None:
-            self.runtime.load_state_dict(checkpoint.state["runtime"])
-        self.counters = Counters(**checkpoint.trainer["counters"])
+            self.runtime.start_anew()
+        self.restore(checkpoint)
+        self.counters.left_out, self.counters.rollbacks = left_out, rollbacks
+        self.order.left_out = frozenset(left_out)
 
     def _check_fits(self, checkpoint: Checkpoint) -> None:
         state, tensors = checkpoint.state, checkpoint.tensors

@@ -37,7 +37,12 @@ class MetricsLog:
     def __init__(self, path: Path | None, from_step: int) -> None:
         self.path = path
         self._file: TextIO | None = None
-        if path is None:
+        self.go_back(from_step)
+
+    def go_back(self, from_step: int) -> None:
+        """Drop the lines after `from_step`, all of them if it is 0."""
+        self.close()
+        if (path := self.path) is None:
             return
         kept = (
             [record for record in read_metrics(path) if record["step"] <= from_step]

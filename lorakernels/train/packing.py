@@ -198,14 +198,28 @@ class PackedRows:
 
 
 class RowOrder:
-    """The endless order in which rows are trained: one permutation per epoch, which depends on (seed, epoch) alone."""
+    """The endless order in which rows are trained: one permutation per epoch, which depends on (seed, epoch) alone.
+
+    The rows of ``left_out`` are passed over. They are never all rows.
+    """
 
     def __init__(self, rows: int, seed: int) -> None:
         self.rows, self.seed = rows, seed
+        self.left_out: frozenset[int] = frozenset()
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def take(self, position: int, count: int) -> list[int]:
-        return [self._at(place) for place in range(position, position + count)]
+        return self.take_to(position, count)[0]
+
+    def take_to(self, position: int, count: int) -> tuple[list[int], int]:
+        """`count` rows from `position` on, and the position after them."""
+        found: list[int] = []
+        while len(found) < count:
+            row = self._at(position)
+            position += 1
+            if row not in self.left_out:
+                found.append(row)
+        return found, position
 
     def _at(self, place: int) -> int:
         epoch, index = divmod(place, self.rows)

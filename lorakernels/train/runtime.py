@@ -271,6 +271,14 @@ class Runtime:
             self._say(f"{what} replayed as CUDA graphs from step {self.replay_from} on")
             self._say(str(self.manager.report()).split("\n")[0])
 
+    def start_anew(self) -> None:
+        """Drop what was captured. Graphs are captured again after as many warm-up steps as at the start."""
+        scope = self.scope
+        self.close()
+        self.replayed, self.replay_from = False, None
+        if scope == "layer":
+            self._capture_layers()
+
     def _give_up(self, reason: str) -> None:
         """Fall back from whole steps to layers, or from layers to eager execution."""
         whole = self.scope == "step"

@@ -4,86 +4,27 @@
 from __future__ import annotations
 
 import signal
-import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from lorakernels.train.checkpoint import Checkpoint, Checkpoints
-from lorakernels.train.errors import CheckpointError, Interrupted
+from lorakernels.train.errors import CheckpointError, Diverged, Interrupted
+from lorakernels.train.evaluations import Evaluations
 from lorakernels.train.flops import Peak
+from lorakernels.train.loggers import Loggers, open_loggers
 from lorakernels.train.loop import StepResult, Trainer, evaluate
 from lorakernels.train.metrics import MetricsLog
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.reporter import Reporter
+from lorakernels.train.same_run import check_equal, kept_options, with_defaults
+from lorakernels.train.stop_signal import StopSignal
 
-# These options may change when a run is resumed. Any other change would make it another run.
-FREE_ON_RESUME = {
-    "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
-    "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
-    "graphs", "shard_base", "layout", "merge",
-    "eval_data", "chat_template", "train_on_inputs", "skip_bad_rows",  # the keys of the token files tell
-    "batch_size", "grad_accum",  # batch_size · grad_accum · ranks is part of the identity
-    "eval_every_sequences", "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold",
-    "target_loss", "on_divergence", "logger", "run_name",
-}  # fmt: skip
-
-
-def check_same_options(checkpoints: Checkpoints, options: FinetuneOptions) -> None:
-    """Raise CheckpointError if the newest checkpoint has other options. This needs no model."""
-    if found := checkpoints.peek():
-        _check_equal(found[0], _with_defaults(found[1]["options"]), _kept_options(options))
-
-
-def _kept_options(options: FinetuneOptions) -> dict[str, Any]:
-    return {name: value for name, value in vars(options).items() if name not in FREE_ON_RESUME}
-
-
-def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a checkpoint. An option that is newer than the checkpoint had its default."""
-    return {**_kept_options(FinetuneOptions()), **options}
-
-
-def _check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in sorted(set(before) | set(now)):
-        if before.get(name) != now.get(name):
-            hint = "restore it"
-            if name == "rows_per_step":
-                hint = "it is batch_size · grad_accum · ranks: restore it by one of them"
-            raise CheckpointError(
-                f"cannot resume step {step}: {name} was {before.get(name)!r}, now it is {now.get(name)!r}; {hint} or "
-                "start in another output directory"
-            )
-
-
-class StopSignal:
-    """Inside the context, the first SIGINT or SIGTERM is only noted. A second one acts as it did before."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, handler)
-
-    def __exit__(self, *exc: object) -> None:
-        self._restore()
+ROLLBACKS = 2
 
 
 @dataclass
@@ -91,7 +32,8 @@ class Session:
     """One run in one output directory.
 
     ``identity`` describes data and model; a checkpoint with another identity is refused. With ``checkpoints=None`` the
-    run saves none.
+    run saves none. ``seconds`` is the time of earlier processes up to the checkpoint that this one began with.
+    ``adapter_step`` is the step whose weights `take_best` left in the model.
     """
 
     trainer: Trainer
@@ -103,9 +45,12 @@ class Session:
     peak: Peak | str
     checkpoints: Checkpoints | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    first_eval: float | None = None
-    last_eval: float | None = None
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    loggers: Loggers = field(default_factory=Loggers)
     saved_step: int | None = None
+    adapter_step: int = 0
+    seconds: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
 
     def resume(self) -> None:
         """Resume from the newest good checkpoint, if there is one.
@@ -123,9 +68,8 @@ class Session:
             return
         self._check_same_run(checkpoint)
         self.trainer.restore(checkpoint)
-        self.saved_step = checkpoint.step
-        self.first_eval = checkpoint.trainer["first_eval"]
-        self.last_eval = checkpoint.trainer["last_eval"]
+        self._restore(checkpoint)
+        self.seconds = checkpoint.trainer.get("seconds", 0.0)
         self.reporter.say(
             f"going on from step {checkpoint.step} ({self.checkpoints.path(checkpoint.step)})"
         )
@@ -135,13 +79,20 @@ class Session:
                 "the learning rate follows the new length from here on"
             )
 
-    def _load_newest(self, checkpoints: Checkpoints) -> Checkpoint | None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """The session's own part of `checkpoint`, which the trainer has restored."""
+        assert self.checkpoints is not None
+        self.saved_step = checkpoint.step
+        self.evaluations = Evaluations.of(checkpoint.trainer)
+        self.checkpoints.best = self.evaluations.best_step
+
+    def _load_newest(self, checkpoints: Checkpoints, until: int | None = None) -> Checkpoint | None:
         """Rank 0 finds the newest good checkpoint, and the others load the same one."""
         ranks, device = self.trainer.ranks, self.trainer.device
         found: list[Checkpoint | None] = [None]
 
         def look() -> None:
-            found[0] = checkpoints.load_newest(self.reporter.say, device)
+            found[0] = checkpoints.load_newest(self.reporter.say, device, until)
 
         ranks.on_first(look)
         step = ranks.from_first(-1 if found[0] is None else found[0].step)
@@ -150,13 +101,12 @@ class Session:
         return found[0]
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
-        now = self._description()
-        before = checkpoint.trainer
-        _check_equal(checkpoint.step, before["identity"], now["identity"])
-        _check_equal(checkpoint.step, _with_defaults(before["options"]), now["options"])
+        now, before = self._description(), checkpoint.trainer
+        check_equal(checkpoint.step, before["identity"], now["identity"])
+        check_equal(checkpoint.step, with_defaults(before["options"]), now["options"])
 
     def _description(self) -> dict[str, Any]:
-        options = _kept_options(self.options)
+        options = kept_options(self.options)
         identity = {**self.identity, "rows_per_step": self.trainer.rows_per_step}
         return {"identity": identity, "options": options}
 
@@ -165,11 +115,12 @@ class Session:
             return
         extra = {
             "steps": self.trainer.steps,
-            "first_eval": self.first_eval,
-            "last_eval": self.last_eval,
+            "seconds": self.elapsed(),
+            **self.evaluations.state(),
             **self._description(),
         }
         checkpoints, checkpoint = self.checkpoints, self.trainer.checkpoint(extra)
+        checkpoints.best = self.evaluations.best_step
 
         def write() -> None:
             checkpoints.save(checkpoint)
@@ -177,41 +128,117 @@ class Session:
         self.trainer.ranks.on_first(write)
         self.saved_step = self.trainer.counters.step
 
+    def elapsed(self) -> float:
+        """Seconds since the run began, of all processes that led to this state, with evaluations and checkpoints."""
+        return self.seconds + time.perf_counter() - self.began
+
+    def open_loggers(self, step: int) -> None:
+        """Open what the option `logger` names, for a run that begins or goes on at `step`. For the first rank alone."""
+        self.loggers = open_loggers(self.options, step, self.reporter.say)
+
     def run(self) -> None:
-        """Train to the last step.
+        """Train to the last step, or until the held-out loss ends the run.
 
         Raises:
             Interrupted: a signal arrived; the state is saved if the run keeps checkpoints.
+            Diverged: too many steps in a row were not finite, and the run does not go back.
         """
-        trainer, total = self.trainer, self.trainer.steps
+        trainer = self.trainer
+        self.began = time.perf_counter()
         log = MetricsLog(self.metrics if trainer.ranks.first else None, trainer.counters.step)
-        alone = trainer.ranks.size == 1
-        self.reporter.start(trainer.counters.step, total)
+        self.reporter.start(trainer.counters.step, trainer.steps)
         try:
             with StopSignal() as stop:
-                if self.first_eval is None:
-                    self.first_eval = self._evaluate(log)
-                asked = stop.signum is not None and alone
-                while trainer.counters.step < total and not asked:
-                    result = trainer.step(stop.signum is not None)
-                    self._log(log, result)
-                    self._every(log, total)
-                    # Several ranks stop after the same step: the all-reduce of the loss tells each of them.
-                    asked = stop.signum is not None if alone else result.stop
-                if asked:
-                    self._stop(stop.signum or signal.SIGTERM)
+                if self.evaluations.first_eval is None:
+                    self.evaluations.first_eval = self._evaluate(log)
+                self._train(log, stop)
         finally:
             self.reporter.stop()
             log.close()
+            self.loggers.close()
             trainer.close()
 
-    def _every(self, log: MetricsLog, total: int) -> None:
+    def _train(self, log: MetricsLog, stop: StopSignal) -> None:
+        trainer, alone = self.trainer, self.trainer.ranks.size == 1
+        asked = stop.signum is not None and alone
+        while trainer.counters.step < trainer.steps and not asked and not self._is_over():
+            try:
+                result = trainer.step(stop.signum is not None)
+            except Diverged as error:
+                self._roll_back(log, error)
+                continue
+            self._log(log, result)
+            self._every(log)
+            # Several ranks stop after the same step: the all-reduce of the loss tells each of them.
+            asked = stop.signum is not None if alone else result.stop
+        if asked:
+            self._stop(stop.signum or signal.SIGTERM)
+        if why := self.evaluations.why_over(self.options):
+            self.reporter.say(f"stopped after step {trainer.counters.step}: {why}")
+
+    def _is_over(self) -> bool:
+        return self.evaluations.why_over(self.options) is not None
+
+    def _every(self, log: MetricsLog) -> None:
+        """Evaluate and save if that is due after the step that was done last."""
         step, options = self.trainer.counters.step, self.options
-        last = step == total
-        if last or (options.eval_every and step % options.eval_every == 0):
-            self.last_eval = self._evaluate(log)
-        if last or (options.save_every and step % options.save_every == 0):
+        last, best = step == self.trainer.steps, False
+        if last or self._evaluation_is_due():
+            reached = self.evaluations.reached_target(options)
+            best = self.evaluations.note(self._evaluate(log), step, options)
+            if self.evaluations.reached_target(options) and not reached:
+                self._log_target(log)
+        due = bool(options.save_every) and step % options.save_every == 0
+        if last or best or due or self._is_over():
             self.save()
+
+    def _evaluation_is_due(self) -> bool:
+        step, rows = self.trainer.counters.step, self.trainer.rows_per_step
+        if every := self.options.eval_every_sequences:
+            return step * rows // every > (step - 1) * rows // every
+        return bool(self.options.eval_every) and step % self.options.eval_every == 0
+
+    def _log_target(self, log: MetricsLog) -> None:
+        """Record what it took to reach the target: time, packed sequences and tokens, as MLPerf counts."""
+        counters, target = self.trainer.counters, self.options.target_loss
+        sequences, seconds = counters.step * self.trainer.rows_per_step, self.elapsed()
+        took = {"seconds": seconds, "sequences": sequences, "tokens": counters.tokens}
+        log.write(step=counters.step, target_loss=target, **took)
+        self.reporter.say(
+            f"target_loss {target:g} reached after {seconds:.1f} s, {sequences:,} sequences, {counters.tokens:,} tokens"
+        )
+
+    def _roll_back(self, log: MetricsLog, error: Diverged) -> None:
+        """Go back to the newest good checkpoint from before the steps that were not finite, and leave out their rows.
+
+        Raises:
+            Diverged: the options or the state of the run do not allow it.
+        """
+        trainer, checkpoints = self.trainer, self.checkpoints
+        if self.options.on_divergence != "rollback" or checkpoints is None:
+            raise error
+        step, counters = trainer.counters.step, trainer.counters
+        if counters.rollbacks == ROLLBACKS:
+            raise Diverged(f"{error}. The run has gone back {ROLLBACKS} times already") from error
+        left_out = sorted({*counters.left_out, *counters.bad_rows})
+        if len(left_out) == len(trainer.rows):
+            raise Diverged(f"{error}. Without these rows none is left to go on with") from error
+        checkpoint = self._load_newest(checkpoints, until=step - counters.bad_in_a_row)
+        if checkpoint is None:
+            raise Diverged(
+                f"{error}. There is no good checkpoint from before to go back to"
+            ) from error
+        trainer.go_back(checkpoint, left_out, counters.rollbacks + 1)
+        self._restore(checkpoint)
+        trainer.ranks.on_first(lambda: checkpoints.remove_after(checkpoint.step))
+        self.save()  # what is left out must outlive this process
+        log.go_back(checkpoint.step)
+        log.write(step=checkpoint.step, diverged_at=step, left_out=len(left_out))
+        self.reporter.say(
+            f"loss or gradient was not finite up to step {step}: back to step {checkpoint.step} "
+            f"({checkpoints.path(checkpoint.step)}), {len(left_out)} rows are left out from now on; rollback "
+            f"{trainer.counters.rollbacks} of {ROLLBACKS}"
+        )
 
     def _stop(self, signum: int) -> None:
         step = self.trainer.counters.step
@@ -223,14 +250,46 @@ class Session:
             self.save()
         raise Interrupted(signum, f"saved {self.checkpoints.path(step)}; go on with --resume")
 
+    def described(self) -> str:
+        """Steps and held-out losses of the weights that the model holds, for the model card."""
+        found, counters = self.evaluations, self.trainer.counters
+        step = self.adapter_step or counters.step
+        text = f"Trained for {step:,} of {self.trainer.steps:,} steps."
+        if found.last_eval is None or found.first_eval is None or not found.last_eval_step:
+            return text
+        return (
+            f"{text} Held-out loss in nats per token: {found.first_eval:.4f} before, {found.last_eval:.4f} after "
+            f"{found.last_eval_step:,} steps."
+        )
+
+    def take_best(self) -> str:
+        """Collective: with load_best_model_at_end, give the model the weights of the best checkpoint.
+
+        Returns what the model now holds, as a sentence.
+        """
+        found, step = self.evaluations, self.trainer.counters.step
+        self.adapter_step = step
+        if not self.options.load_best_model_at_end or found.best_step is None:
+            return f"the adapter is that of the last step, {step}"
+        assert self.checkpoints is not None
+        if found.best_step != step:
+            try:
+                best = self.checkpoints.load(found.best_step, self.trainer.device)
+            except CheckpointError as error:
+                return f"the adapter is that of the last step, {step}, as the best one is lost: {error}"
+            self.trainer.take_weights(best)
+            self.adapter_step = best.step
+            found.last_eval, found.last_eval_step = found.best_eval, best.step
+        return f"the adapter is that of step {found.best_step}, whose held-out loss {found.best_eval:.4f} is the lowest"
+
     def _evaluate(self, log: MetricsLog) -> float | None:
         if self.held is None or not len(self.held):
             return None
         loss = evaluate(self.trainer.model, self.held, self.options, self.trainer.ranks)
-        log.write(step=self.trainer.counters.step, eval_loss=loss)
-        self.reporter.say(
-            f"{self.reporter.label} step {self.trainer.counters.step}  validation loss {loss:.4f}"
-        )
+        step = self.trainer.counters.step
+        log.write(step=step, eval_loss=loss)
+        self.loggers.write(step, {"eval/loss": loss})
+        self.reporter.say(f"{self.reporter.label} step {step}  validation loss {loss:.4f}")
         return loss
 
     def _log(self, log: MetricsLog, result: StepResult) -> None:
@@ -241,17 +300,19 @@ class Session:
             rates["mfu"] = rates["tflops"] / (self.peak.tflops * self.trainer.ranks.size)
         if self.trainer.device.type == "cuda":
             rates["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**30
-        log.write(
-            step=counters.step,
-            loss=result.loss,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            skipped=result.skipped,
-            skipped_total=counters.skipped,
-            tokens=counters.tokens,
-            epoch=counters.rows / len(self.trainer.rows),
-            step_s=result.seconds,
-            replayed=result.replayed,
+        values = {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "skipped_total": counters.skipped,
+            "tokens": counters.tokens,
+            "epoch": counters.rows / len(self.trainer.rows),
+            "step_s": result.seconds,
+            "replayed": result.replayed,
             **rates,
-        )
+        }
+        log.write(step=counters.step, **values)
+        if counters.step % self.options.log_every == 0 or counters.step == self.trainer.steps:
+            self.loggers.write(counters.step, {f"train/{k}": v for k, v in values.items()})
         self.reporter.step(counters.step, self.trainer.steps, result, rates)
