@@ -12,6 +12,7 @@ from lorakernels import LoRAReport
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head, takes_starts
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.running_options import CAPTURED_OPTIMS
 from lorakernels.train.runtime import Fused, Runtime
 
 NAMES = {
@@ -95,7 +96,9 @@ def _graphs(runtime: Runtime) -> str:
     if runtime.scope is None:
         return f"none, every kernel is launched anew: {runtime.why_not}"
     what = "whole steps" if runtime.scope == "step" else "layers"
-    return f"{what}, captured after {runtime.warmup} steps and replayed from then on"
+    optim = runtime.options.optim
+    why = "" if optim in CAPTURED_OPTIMS else f"; no graph of a whole step can hold {optim}"
+    return f"{what}, captured after {runtime.warmup} steps and replayed from then on{why}"
 
 
 def _kernels(device: torch.device) -> str:

@@ -188,9 +188,16 @@ class Session:
             best = self.evaluations.note(self._evaluate(log), step, options)
             if self.evaluations.reached_target(options) and not reached:
                 self._log_target(log)
-        due = bool(options.save_every) and step % options.save_every == 0
-        if last or best or due or self._is_over():
+        if last or best or self._checkpoint_is_due() or self._is_over():
             self.save()
+
+    def _checkpoint_is_due(self) -> bool:
+        options, counters = self.options, self.trainer.counters
+        if counters.bad_in_a_row and options.on_divergence == "rollback":
+            return (
+                False  # it would push out those from before, to which the run may have to go back
+            )
+        return bool(options.save_every) and counters.step % options.save_every == 0
 
     def _evaluation_is_due(self) -> bool:
         step, rows = self.trainer.counters.step, self.trainer.rows_per_step

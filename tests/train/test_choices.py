@@ -100,8 +100,11 @@ def test_graphs_and_kernels_of_a_gpu(model_dir: Path, monkeypatch: pytest.Monkey
     assert lines[4] == "kernels: the fastest; not bit-exact: --deterministic"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     lines = lines_of(model_dir, monkeypatch, graphs="layer")
-    assert lines[3].startswith("graphs: layers, captured after 3 steps")
+    assert lines[3] == "graphs: layers, captured after 3 steps and replayed from then on"
     assert lines[4].startswith("kernels: deterministic: equal runs and --resume are exact")
+    lines = lines_of(model_dir, monkeypatch, optim="adafactor")
+    assert lines[3].startswith("graphs: layers, ")
+    assert lines[3].endswith("; no graph of a whole step can hold adafactor")
 
 
 def test_an_attention_that_takes_no_rows_is_refused_before_the_run(

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lorakernels.train import session as sessions
 from lorakernels.train.evaluations import Evaluations
 from lorakernels.train.running_options import RunningOptions
 from tests.train.conftest import Cli
+from tests.train.replays import assert_same
+from tests.train.test_ranks import on_ranks
 from tests.train.test_resume import adapter, start, steps_logged, stop_after, wait_for_step
 
 Says = pytest.CaptureFixture[str]
@@ -139,6 +142,19 @@ def test_the_target_ends_the_run_and_is_recorded(
     assert cli(*run, "--target-loss", 1.5, "--resume") == 0
     after = json.loads((folder_of(tmp_path, 9) / "state" / "trainer.json").read_text())["seconds"]
     assert before > seconds and after > before, "the time of both processes"
+
+
+def test_ranks_agree_on_the_end_and_on_the_best(base_args: list[str], tmp_path: Path) -> None:
+    """A learning rate of 1 makes the second step's loss the higher one, and no gain of less than 10 nats counts."""
+    output = tmp_path / "out"
+    run = [*base_args, "--lr", 1, "--warmup", 0, "--steps", 9, "--eval-every", 1, "--keep", 1]
+    run += ["--early-stopping-patience", 1, "--early-stopping-threshold", 10]
+    run += ["--load-best-model-at-end", "--output", output]
+    on_ranks([run], tmp_path)
+    held = {line["step"]: line["eval_loss"] for line in lines(output) if "eval_loss" in line}
+    assert list(held) == [0, 1, 2] and held[1] < held[2] and kept(output) == [1, 2]
+    assert adapter(output) == (folder_of(output, 1) / "adapter_model.safetensors").read_bytes()
+    assert_same(*(torch.load(output / f"rank{rank}.pt") for rank in range(2)))
 
 
 def test_losses_that_are_not_finite_are_no_gain() -> None:
