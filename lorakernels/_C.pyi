@@ -54,6 +54,7 @@ def dropout_mask_host(
     first_row: int = 0,
     first_col: int = 0,
 ) -> None: ...
+def torch_slots_host(out: int, count: int, seed: int, offset: int) -> None: ...
 def dropped_bits(
     dropped: int,
     rows: int,

@@ -87,6 +87,19 @@ def dry_cuda() -> Iterator[Recorded]:
             raise RuntimeError(f"registered inside dry_cuda(): {sorted(late)}; import them before")
 
 
+class Generator:
+    """Stands in for torch's generator of the GPU. Each draw has a new seed, which the CPU's generator gives."""
+
+    def initial_seed(self) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_())
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """A draw at another offset would have another seed."""
+
+
 def _ops() -> set[str]:
     names = torch._C._dispatch_get_all_op_names()
     return {name for name in names if name.startswith("lorakernels::")}
@@ -180,6 +193,7 @@ def _of_torch(recorded: Recorded) -> Iterator[tuple[Any, str, Any]]:
         "device_of": nullcontext(),
     }.items():
         yield torch.cuda, name, _constant(value)
+    yield torch.cuda, "default_generators", (Generator(),)
     for name in ("flash", "efficient", "cudnn"):
         yield torch.backends.cuda, f"can_use_{name}_attention", _constant(True)
     yield torch.cuda.amp.common, "amp_definitely_not_available", _constant(False)

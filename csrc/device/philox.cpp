@@ -51,6 +51,22 @@ void dropout_mask_host(uintptr_t out, int64_t rows, int64_t cols, uint64_t seed,
   }
 }
 
+// torch's kernel gives each of the two numbers a thread of its own, and a draw of 64 bits. It takes them modulo the
+// number of values, 2^64 - 2, and adds the lowest.
+void torch_slots_host(uintptr_t out, int64_t count, uint64_t seed, uint64_t offset) {
+  check_sizes("torch_slots_host", {{"count", count}});
+  constexpr uint64_t kMost = (uint64_t{1} << 63) - 1;
+  auto* slots = reinterpret_cast<uint64_t*>(out);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t group = offset / 4 + static_cast<uint64_t>(i);
+    for (uint32_t thread = 0; thread < 2; ++thread) {
+      const auto word = philox({static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), thread, 0},
+                               {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+      slots[2 * i + thread] = (uint64_t{word[0]} << 32 | word[1]) % (2 * kMost) - kMost;
+    }
+  }
+}
+
 }  // namespace
 
 void register_philox(py::module_& m) {
@@ -69,6 +85,9 @@ void register_philox(py::module_& m) {
         py::arg("offset"), py::arg("site"), py::arg("threshold"), py::arg("first_row") = 0, py::arg("first_col") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Writes the row-major uint8 keep mask [rows, cols] at the host address out");
+  m.def("torch_slots_host", &torch_slots_host, py::arg("out"), py::arg("count"), py::arg("seed"), py::arg("offset"),
+        "Writes int64 [count, 2] at the host address out: in row i what torch.randint(-(2**63 - 1), 2**63 - 1, (2,)) "
+        "draws from a CUDA generator with this seed at offset + 4 i, offset being a multiple of 4");
 }
 
 }  // namespace lorakernels

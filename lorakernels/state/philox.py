@@ -25,13 +25,27 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import extension
+from lorakernels.state.ahead import slot_ahead
 
 _INT63 = (1 << 63) - 1
 _MASK32 = (1 << 32) - 1
 
 
+def _is_watched() -> bool:
+    """Whether the draw has to be an op of torch: it is captured, traced, or seen by a mode or a transform."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.cuda.is_current_stream_capturing()
+    )
+
+
 def default_slot(device: torch.device) -> Tensor:
-    """int64 [2], drawn from torch's generator of `device`."""
+    """int64 [2], drawn from torch's generator of `device`. The tensor is not to be written to."""
+    if device.type == "cuda" and not _is_watched():
+        return slot_ahead(torch.cuda.current_device() if device.index is None else device.index)
     return torch.randint(-_INT63, _INT63, (2,), dtype=torch.int64, device=device)
 
 
