@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# Addresses are integers (`Tensor.data_ptr()`), sizes count elements, a stream is `torch.cuda.Stream.cuda_stream`.
+# Of a tensor its address is taken, and values are taken by position (csrc/values.h). Sizes count elements.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+from lorakernels.kernels.arguments import (
+    Address,
+    ProductSizes,
+    RankSizes,
+    Scale,
+    Sizes,
+    Tiles,
+    Where,
+)
+from lorakernels.values import Dropout, Scaled, Up, Weight
 
 # How many int32 elements `partials` of quantize_grad has; they need not be initialized (csrc/ops/amax/params.h).
 AMAX_PARTIALS: int
@@ -43,76 +54,34 @@ def philox4x32_10(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
 def dropout_threshold(p: float) -> int: ...
 def dropout_survivor_scale(threshold: int) -> float: ...
 def dropout_keep(row: int, col: int, seed: int, offset: int, site: int, threshold: int) -> bool: ...
-def dropout_mask_host(
-    out: int,
-    rows: int,
-    cols: int,
-    seed: int,
-    offset: int,
-    site: int,
-    threshold: int,
-    first_row: int = 0,
-    first_col: int = 0,
-) -> None: ...
+def dropout_mask_host(out: Address, sizes: Sizes, dropout: Dropout) -> None: ...
 def torch_slots_host(out: int, count: int, seed: int, offset: int) -> None: ...
-def dropped_bits(
-    dropped: int,
-    rows: int,
-    cols: int,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    stream: int,
-    device: int,
-) -> None: ...
-def dropout_mask(
-    out: int,
-    rows: int,
-    cols: int,
-    slot: int,
-    site: int,
-    threshold: int,
-    stream: int = 0,
-    device: int = -1,
-    first_row: int = 0,
-    first_col: int = 0,
-) -> None: ...
+def dropped_bits(dropped: Address, sizes: Sizes, dropout: Dropout, where: Where) -> None: ...
+def dropout_mask(out: Address, sizes: Sizes, dropout: Dropout, where: Where) -> None: ...
 def bias_grad_chunks(rows: int, cols: int, multiprocessors: int, first_col: int = 0) -> int: ...
+
+# dtypes: of x, residual and out, and of the bias; out may be x or residual
 def bias_dropout_add(
-    out: int,
-    x: int,
-    bias: int,
-    residual: int,
-    rows: int,
-    cols: int,
-    dtype: str,
-    bias_dtype: str,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    stream: int,
-    device: int,
+    out: Address,
+    x: Address,
+    bias: Address,
+    residual: Address,
+    sizes: Sizes,
+    dtypes: tuple[str, str],
+    dropout: Dropout | None,
+    where: Where,
 ) -> None: ...
+
+# dtypes: of dout and dx, and of dbias; partial: fp32 [bias_grad_chunks, cols] where there is a dbias
 def bias_dropout_add_backward(
-    dx: int,
-    dbias: int,
-    partial: int,
-    dout: int,
-    rows: int,
-    cols: int,
-    dtype: str,
-    bias_dtype: str,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    stream: int,
-    device: int,
+    dx: Address,
+    dbias: Address,
+    partial: Address,
+    dout: Address,
+    sizes: Sizes,
+    dtypes: tuple[str, str],
+    dropout: Dropout | None,
+    where: Where,
 ) -> None: ...
 def quantize_lora_down_workspace(rows: int, cols: int, rank: int, device: int) -> int: ...
 
@@ -125,165 +94,85 @@ def quantize_grad_workspace(
     multiprocessors: int,
     projections: Sequence[tuple[int, int]] = (),
 ) -> int: ...
+
+# out: dy8, scale_inv, ds, dB, workspace; sizes: rows, cols, rank and the projections; types: of dy, s and ds, of B and
+# dB, of dy8, and the largest value of the latter; mask: drawn into dropout.dropped, with so many columns
 def quantize_grad(
-    dy8: int,
-    scale_inv: int,
-    amax: int,
-    ds: int,
-    dB: int,
-    workspace: int,
-    dy: int,
-    B: int,
-    s: int,
-    kept: int,
-    partials: int,
-    rows: int,
-    cols: int,
-    rank: int,
-    scaling: float,
-    dtype: str,
-    b_dtype: str,
-    format: Literal["e4m3fn", "e5m2"],
-    fp8_max: float,
-    dropped: int,
-    dropped_cols: int,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    stream: int,
-    device: int,
-    projections: Sequence[tuple[int, int]] = (),
+    out: tuple[Address, Address, Address, Address, Address],
+    dy: Address,
+    up: Up | None,
+    scale: Scale,
+    sizes: tuple[int, int, int, Sequence[tuple[int, int]]],
+    types: tuple[str, str, Literal["e4m3fn", "e5m2"], float],
+    mask: tuple[Dropout, int] | None,
+    where: Where,
 ) -> None: ...
+
+# out: x8, scale_inv, s, workspace; dtypes: of x and s, and of A
 def quantize_lora_down(
-    x8: int,
-    scale_inv: int,
-    amax: int,
-    s: int,
-    workspace: int,
-    x: int,
-    lora_A: int,
-    kept: int,
-    rows: int,
-    cols: int,
-    rank: int,
-    dtype: str,
-    a_dtype: str,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    stream: int,
-    device: int,
+    out: tuple[Address, Address, Address, Address],
+    x: Address,
+    lora_A: Address,
+    scale: Scale,
+    sizes: RankSizes,
+    dtypes: tuple[str, str],
+    dropout: Dropout | None,
+    where: Where,
 ) -> None: ...
+
+# out: y, bias, residual; types: of y, residual and s, of B, of the bias, and whether each row of the weight has a scale
+# of its own. Rows of s and B are as long as the rank, rounded up to a multiple of 8. weight.t is not read.
 def fp8_linear_lora(
-    y: int,
-    x8: int,
-    weight: int,
-    x_scale_inv: int,
-    weight_scale_inv: int,
-    by_column: bool,
-    s: int,
-    B: int,
-    bias: int,
-    residual: int,
-    rows: int,
-    cols: int,
-    depth: int,
-    rank: int,
-    stride: int,
-    scaling: float,
-    dtype: str,
-    b_dtype: str,
-    bias_dtype: str,
-    splits: bool,
-    tile: tuple[int, int],
-    multiprocessors: int,
-    stream: int,
-    device: int,
+    out: tuple[Address, Address, Address],
+    x: Scaled,
+    weight: Weight,
+    up: Up | None,
+    sizes: ProductSizes,
+    types: tuple[str, str, str, bool],
+    tiles: Tiles,
+    where: Where,
 ) -> None: ...
+
+# out: dx, and what is added to it, ds and A; types: of dx and ds, of A, of dy. Rows of ds are as long as the rank,
+# rounded up to a multiple of 8. weight.t is multiplied where there is one, or else weight.data as it lies.
 def fp8_grad_input(
-    dx: int,
-    dy8: int,
-    weight: int,
-    transposed: bool,
-    dy_scale_inv: int,
-    weight_scale_inv: int,
-    ds: int,
-    A: int,
-    rows: int,
-    cols: int,
-    depth: int,
-    rank: int,
-    stride: int,
-    factor: float,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    dropped: int,
-    dtype: str,
-    a_dtype: str,
-    format: Literal["e4m3fn", "e5m2"],
-    splits: bool,
-    tile: tuple[int, int],
-    multiprocessors: int,
-    stream: int,
-    device: int,
+    out: tuple[Address, Address, Address],
+    dy: Scaled,
+    weight: Weight,
+    dropout: Dropout | None,
+    sizes: ProductSizes,
+    types: tuple[str, str, Literal["e4m3fn", "e5m2"]],
+    tiles: Tiles,
+    where: Where,
 ) -> None: ...
 def lora_grad_a_partial(rows: int, cols: int, rank: int, multiprocessors: int) -> int: ...
+
+# out: dA, and fp32 scratch of lora_grad_a_partial elements; ds: with the elements between two rows; dtypes: of ds (and
+# of x without a scale_inv), and of dA
 def lora_grad_a(
-    dA: int,
-    partial: int,
-    ds: int,
-    x: int,
-    scale_inv: int,
-    rows: int,
-    cols: int,
-    rank: int,
-    ds_pitch: int,
-    dtype: str,
-    out_dtype: str,
-    slot: int,
-    site: int,
-    threshold: int,
-    first_row: int,
-    first_col: int,
-    dropped: int,
-    stream: int,
-    device: int,
+    out: tuple[Address, Address],
+    ds: tuple[Address, int],
+    x: Scaled,
+    sizes: RankSizes,
+    dtypes: tuple[str, str],
+    dropout: Dropout | None,
+    where: Where,
 ) -> None: ...
-def transpose_fp8(out: int, in_: int, rows: int, cols: int, stream: int, device: int) -> None: ...
+def transpose_fp8(out: Address, in_: Address, sizes: Sizes, where: Where) -> None: ...
 def fp8_encode(src: int, out: int, n: int, format: Literal["e4m3fn", "e5m2"]) -> None: ...
 def fp8_decode(src: int, out: int, n: int, format: Literal["e4m3fn", "e5m2"]) -> None: ...
+
+# states: forward, backward, current, n, history_len; recipe: the largest values forward and backward, margin, algorithm
 def amax_and_scale_update_host(
-    forward: int,
-    backward: int,
-    current: int,
-    n: int,
-    history_len: int,
-    fp8_max_forward: float,
-    fp8_max_backward: float,
-    margin: int,
-    amax_compute_algo: Literal["max", "most_recent"],
-    gated: bool = False,
+    states: tuple[Address, Address, Address, int, int],
+    recipe: tuple[float, float, int, Literal["max", "most_recent"]],
+    gated: bool,
 ) -> None: ...
 def amax_and_scale_update(
-    forward: int,
-    backward: int,
-    current: int,
-    n: int,
-    history_len: int,
-    fp8_max_forward: float,
-    fp8_max_backward: float,
-    margin: int,
-    amax_compute_algo: Literal["max", "most_recent"],
-    gated: bool = False,
-    stream: int = 0,
-    device: int = -1,
+    states: tuple[Address, Address, Address, int, int],
+    recipe: tuple[float, float, int, Literal["max", "most_recent"]],
+    gated: bool,
+    where: Where,
 ) -> None: ...
 
 class LaunchList:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.kernels.bindings import flat
+
 INDEX_BITS = 48  # of a stand-in's address: what is above is its index, from 1
 LEAST_ADDRESS = 1 << 40  # above every size and dropout site
 BACKENDS = ("flash", "mem_efficient", "cudnn", "math")  # of scaled_dot_product_attention
@@ -135,15 +137,15 @@ class Recorded:
     def extension(
         self, name: str, signature: inspect.Signature, launch: Callable[..., None]
     ) -> Callable[..., None]:
-        """What stands in for `launch`, a function of the extension."""
+        """What stands in for `launch`, a function of the extension, whose values are recorded by flat names."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
+            given = {k: _address(v) for k, v in flat(name, bound.arguments).items()}
             if self.list is not None:
-                self.list.recorded.append(("extension", name, bound.arguments))
+                self.list.recorded.append(("extension", name, given))
             else:
-                self.add("extension", name, bound.arguments)
+                self.add("extension", name, given)
             launch(*args, **kwargs)
 
         return run
@@ -223,6 +225,11 @@ class Recorded:
         self.add("torch", "scaled_dot_product_attention", {"by": allowed, **heads, **options})
         with sdpa_kernel(SDPBackend.MATH):
             return attention(q, k, v, **options)
+
+
+def _address(value: Any) -> Any:
+    """Of a tensor, or of a stand-in, which must not be held: its memory lives as long as it does."""
+    return value.data_ptr() if hasattr(value, "data_ptr") else value
 
 
 def _shapes(descriptor: Any) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lorakernels import _C, DelayedScaling, FP8State, LoRAConfig, LoRALinear, device
+from lorakernels.kernels.arguments import RankSizes, Scale, Sizes, Where
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import CAPABILITY, STREAM, dry_cuda
 from tests.fusion.fused_models import LINEARS, adapted, fused_copy, run, tokens
+from tests.kernels.bindings import composed, flat
 from tests.recorded_calls import Call, Recorded, differences
 
 OPS = torch.ops.lorakernels
@@ -95,7 +97,9 @@ def with_swap(name: str, pair: tuple[str, str]) -> mock._patch:
         def run(*args):
             given = signature.bind(*args).arguments
             if launched == name:
-                given |= {pair[0]: given[pair[1]], pair[1]: given[pair[0]]}
+                values = flat(name, given)
+                values |= {pair[0]: values[pair[1]], pair[1]: values[pair[0]]}
+                given = composed(name, values)
             launch(**given)
 
         return run
@@ -140,7 +144,7 @@ def transposed_twice(count: int, swapped: bool = False, rows: int = 16) -> list[
             (b, w.data_ptr()),
             (w.data_ptr(), b if swapped else a),
         ):
-            _C.transpose_fp8(out, source, rows, 16, 0, 0)
+            _C.transpose_fp8(out, source, Sizes(rows, 16), Where(0, 0))
     return recorded.calls
 
 
@@ -179,19 +183,19 @@ def test_memory_that_nobody_saw_is_refused() -> None:
     with dry_cuda() as recorded:
         assert recorded.plain(x.data_ptr() + 2 * x.numel() - 1).startswith("m0+1023 =")
         with pytest.raises(ValueError, match="out = 0x10000000000 lies in no memory"):
-            _C.transpose_fp8(1 << 40, x.data_ptr(), 8, 64, 0, 0)
-        with pytest.raises(TypeError, match="missing a required argument: 'stream'"):
-            _C.transpose_fp8(0, x.data_ptr(), 8, 64)
+            _C.transpose_fp8(1 << 40, x.data_ptr(), Sizes(8, 64), Where(0, 0))
+        with pytest.raises(TypeError, match="missing a required argument: 'where'"):
+            _C.transpose_fp8(0, x.data_ptr(), Sizes(8, 64))
 
 
 @pytest.mark.skipif(bool(_C.cuda_runtime_info()["devices"]), reason="a GPU would run the kernel")
 def test_the_extension_checks_what_it_is_given() -> None:
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
-    where = (8, 64, 0, "bfloat16", "bfloat16", 0, 0, 0, 0, 0, 0, 0)
+    rest = (None, Scale(0, 0), RankSizes(8, 64, 0), ("bfloat16",) * 2, None, Where(0, 0))
     with dry_cuda() as recorded:
-        _C.quantize_lora_down(0, 0, 0, 0, 0, x.data_ptr(), 0, 0, *where)
+        _C.quantize_lora_down((None,) * 4, x, *rest)
         with pytest.raises(ValueError, match="16-byte aligned"):
-            _C.quantize_lora_down(0, 0, 0, 0, 0, x.data_ptr() + 2, 0, 0, *where)
+            _C.quantize_lora_down((None,) * 4, x.data_ptr() + 2, *rest)
     assert names(recorded.calls) == ["quantize_lora_down"] * 2
 
 

@@ -25,8 +25,11 @@ MORE = {
     ("lorakernels/modules/frozen.py", "__init__"): "nn.Linear's five, and what makes it FP8",
     ("lorakernels/modules/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
 }
-SOURCES = sorted(
-    path for folder in ("lorakernels", "graphs") for path in (ROOT / folder).rglob("*.py")
+SOURCES = sorted(  # with the extension's functions, in _C.pyi
+    path
+    for folder in ("lorakernels", "graphs")
+    for path in (ROOT / folder).rglob("*.py*")
+    if path.suffix in (".py", ".pyi")
 )
 
 

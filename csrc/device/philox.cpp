@@ -1,26 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/philox.h"
 
-#include <pybind11/stl.h>
-
-#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
 
 #include "device/dropout.h"
 #include "register.h"
+#include "values.h"
 
 namespace lorakernels {
 namespace {
-
-// The same double arithmetic as reference.dropout_threshold, so that no p is rounded to another integer.
-uint32_t dropout_threshold(double p) {
-  if (!(p >= 0.0 && p < 1.0)) {
-    throw std::invalid_argument("p must be in [0, 1), got " + std::to_string(p));
-  }
-  return std::min(static_cast<uint32_t>(kDropoutLaneRange * p + 0.5), kDropoutLaneRange - 1);
-}
 
 std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
   PhiloxDraw draw[1] = {{{counter[0], counter[1], counter[2], counter[3]}}};
@@ -33,11 +23,13 @@ bool dropout_keep(uint32_t row, uint32_t col, uint64_t seed, uint64_t offset, ui
   return dropout_keeps(dropout_draw(row, col / kDropoutLanesPerDraw, seed, offset, site), col, threshold);
 }
 
-void dropout_mask_host(uintptr_t out, int64_t rows, int64_t cols, uint64_t seed, uint64_t offset, uint32_t site,
-                       uint32_t threshold, uint32_t first_row, uint32_t first_col) {
-  check_threshold(threshold);
+void dropout_mask_host(Address out, const Sizes& sizes, const Dropout& dropout) {
+  const auto [rows, cols] = sizes;
   check_sizes("dropout_mask_host", {{"rows", rows}, {"cols", cols}});
-  auto* mask = reinterpret_cast<uint8_t*>(out);
+  const auto [slot, site, threshold, first_row, first_col] = params_of(dropout);
+  const uint64_t seed = slot == nullptr ? 0 : static_cast<uint64_t>(slot[0]);
+  const uint64_t offset = slot == nullptr ? 0 : static_cast<uint64_t>(slot[1]);
+  auto* mask = out.as<uint8_t>();
   for (int64_t r = 0; r < rows; ++r) {
     const uint32_t row = first_row + static_cast<uint32_t>(r);
     for (int64_t c = 0; c < cols;) {
@@ -81,10 +73,9 @@ void register_philox(py::module_& m) {
       py::arg("threshold"));
   m.def("dropout_keep", &dropout_keep, py::arg("row"), py::arg("col"), py::arg("seed"), py::arg("offset"),
         py::arg("site"), py::arg("threshold"));
-  m.def("dropout_mask_host", &dropout_mask_host, py::arg("out"), py::arg("rows"), py::arg("cols"), py::arg("seed"),
-        py::arg("offset"), py::arg("site"), py::arg("threshold"), py::arg("first_row") = 0, py::arg("first_col") = 0,
+  m.def("dropout_mask_host", &dropout_mask_host, py::arg("out"), py::arg("sizes"), py::arg("dropout"),
         py::call_guard<py::gil_scoped_release>(),
-        "Writes the row-major uint8 keep mask [rows, cols] at the host address out");
+        "Writes the row-major uint8 keep mask [rows, cols] in host memory, in which the slot is, too");
   m.def("torch_slots_host", &torch_slots_host, py::arg("out"), py::arg("count"), py::arg("seed"), py::arg("offset"),
         "Writes int64 [count, 2] at the host address out: in row i what torch.randint(-(2**63 - 1), 2**63 - 1, (2,)) "
         "draws from a CUDA generator with this seed at offset + 4 i, offset being a multiple of 4");

@@ -1,34 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What csrc takes instead of tensors and values: addresses, dtype names and a stream, as integers and strings."""
+"""What csrc takes besides tensors and the values of values.py: sizes, dtype names, a stream, parts of an FP8 state.
+
+csrc/values.h has a struct for each. A tuple's entries are taken by position, and of a tensor its address.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lorakernels.numerics.dropout import dropout_threshold
-from lorakernels.values import Dropout, Scaling
+from lorakernels.values import Scaling
+
+Address = Tensor | int | None  # 0 and None stand for a tensor that is not there
 
 
-def address(tensor: Tensor | None) -> int:
-    """0 for a tensor that is not there or has no elements."""
-    return 0 if tensor is None else tensor.data_ptr()
+class Where(NamedTuple):
+    """A stream (`torch.cuda.Stream.cuda_stream`) and the index of its GPU; -1 is the current one."""
+
+    stream: int
+    device: int
 
 
-def state_address(scaling: Scaling | None, row: int) -> int:
-    """Address of this tensor's element in a row of its FP8 state; 0 where the state is neither read nor written."""
+class Sizes(NamedTuple):
+    """Elements of a matrix."""
+
+    rows: int
+    cols: int
+
+
+class RankSizes(NamedTuple):
+    """Elements of a matrix, and an adapter's rank; 0 without one."""
+
+    rows: int
+    cols: int
+    rank: int
+
+
+class ProductSizes(NamedTuple):
+    """[rows, depth] times [depth, cols], with an adapter of this rank; 0 without one."""
+
+    rows: int
+    cols: int
+    depth: int
+    rank: int
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: whether sums along depth are split, a tile's sides, and the GPU's multiprocessors."""
+
+    splits: bool
+    tile_rows: int
+    tile_cols: int
+    multiprocessors: int
+
+
+class Scale(NamedTuple):
+    """Addresses in an FP8 state, 0 for what is not used, and scratch memory.
+
+    Attributes:
+        amax: where a tensor's amax goes.
+        kept: its scale, taken if it is above 0.
+        partials: 4-byte words, as many as csrc's AMAX_PARTIALS, where the op needs them.
+    """
+
+    amax: int
+    kept: int
+    partials: Tensor | None = None
+
+
+def scale_of(scaling: Scaling | None, partials: Tensor | None = None) -> Scale:
+    """A tensor's own elements of its FP8 state; none where the state is neither read nor written."""
     if scaling is None or not scaling.delayed:
-        return 0
-    state = scaling.state
-    return state.data_ptr() + 4 * (row % state.shape[0] * state.stride(0) + scaling.column)
-
-
-def draw(dropout: Dropout | None) -> tuple[int, int, int, int, int]:
-    """(slot's address, site, threshold, row0, col0): what a kernel draws a mask from."""
-    if dropout is None:
-        return 0, 0, 0, 0, 0
-    slot, p, site, row0, col0, _ = dropout
-    return slot.data_ptr(), site, dropout_threshold(p), row0, col0
+        return Scale(0, 0, partials)
+    state, column, _ = scaling
+    first = state.data_ptr() + 4 * column
+    return Scale(first, first + 4 * (state.shape[0] - 1) * state.stride(0), partials)
 
 
 def name(dtype: torch.dtype) -> str:
@@ -36,6 +84,12 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def stream(device: torch.device) -> int:
-    """The current stream of `device`, which has an index; as Triton asks for it, without a torch.cuda.Stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+def format_of(fp8_dtype: torch.dtype) -> str:
+    """ "e4m3fn" or "e5m2"."""
+    return name(fp8_dtype).removeprefix("float8_")
+
+
+def where(tensor: Tensor) -> Where:
+    """The current stream of its GPU; as Triton asks for it, without a torch.cuda.Stream."""
+    index = tensor.get_device()
+    return Where(torch._C._cuda_getCurrentRawStream(index), index)

@@ -68,31 +68,16 @@ def dropout_keep(dropout: Dropout, rows: int, cols: int) -> Tensor:
 
 def drawn_mask(dropout: Dropout, rows: int, cols: int) -> Tensor:
     """`dropout_keep`, drawn by csrc where it can: the same bits, on one CPU core in an eighth of the time."""
-    slot, p, site, row0, col0, _ = dropout
+    slot = dropout.slot
     if torch.compiler.is_compiling() or (slot.is_cuda and why_not_csrc(capability_of(slot.device))):
         return dropout_keep(dropout, rows, cols)
     keep = torch.empty(rows, cols, dtype=torch.bool, device=slot.device)
-    threshold = dropout_threshold(p)
     if slot.is_cuda:
         stream = torch.cuda.current_stream(slot.device).cuda_stream
-        device = slot.get_device()
-        extension().dropout_mask(
-            keep.data_ptr(),
-            rows,
-            cols,
-            slot.data_ptr(),
-            site,
-            threshold,
-            stream,
-            device,
-            row0,
-            col0,
-        )
+        where = (stream, slot.get_device())
+        extension().dropout_mask(keep, (rows, cols), dropout, where)
     else:
-        key, offset = (int(word) & (2**64 - 1) for word in slot.tolist())
-        extension().dropout_mask_host(
-            keep.data_ptr(), rows, cols, key, offset, site, threshold, row0, col0
-        )
+        extension().dropout_mask_host(keep, (rows, cols), dropout)
     return keep
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.arguments import stream
+from lorakernels.kernels.arguments import where
 from lorakernels.numerics.fp8 import FLT_MAX, divide
 from lorakernels.ops.hardware import Place, chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define
@@ -115,19 +115,13 @@ def by_csrc(
         return
     if gated and current is None:  # every block asks the whole row 0, which others already roll
         current = torch.cat((forward[0], backward[0]))
+    length, n = forward.shape
+    algo = "most_recent" if most_recent else "max"
     extension().amax_and_scale_update(
-        forward.data_ptr(),
-        backward.data_ptr(),
-        0 if current is None else current.data_ptr(),
-        forward.shape[1],
-        forward.shape[0] - 1,
-        fp8_max_forward,
-        fp8_max_backward,
-        margin,
-        "most_recent" if most_recent else "max",
+        (forward, backward, current, n, length - 1),
+        (fp8_max_forward, fp8_max_backward, margin, algo),
         gated,
-        stream(forward.device),
-        forward.get_device(),
+        where(forward),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
-from lorakernels.kernels.arguments import address, draw, name, stream
+from lorakernels.kernels.arguments import Sizes, name, where
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, Place, chosen_csrc
@@ -146,16 +146,14 @@ def _launch(
     if bias is not None:
         bias = bias.to(_bias_dtype(bias.dtype, x.dtype)).contiguous()
     extension().bias_dropout_add(
-        address(out),
-        address(x),
-        address(bias),
-        address(residual),
-        *x.shape,
-        name(x.dtype),
-        name(x.dtype if bias is None else bias.dtype),
-        *draw(dropout),
-        stream(x.device),
-        x.get_device(),
+        out,
+        x,
+        bias,
+        residual,
+        Sizes(*x.shape),
+        (name(x.dtype), name(x.dtype if bias is None else bias.dtype)),
+        dropout,
+        where(x),
     )
 
 
@@ -177,17 +175,14 @@ def by_csrc_backward(
         partial = torch.empty(chunks, cols, device=dout.device)
     if some_drop or bias_dtype is not None:
         extension().bias_dropout_add_backward(
-            address(dx),
-            address(dbias),
-            address(partial),
-            address(dout),
-            rows,
-            cols,
-            name(dout.dtype),
-            name(dbias.dtype),
-            *draw(dropout),
-            stream(dout.device),
-            dout.get_device(),
+            dx,
+            dbias,
+            partial,
+            dout,
+            Sizes(rows, cols),
+            (name(dout.dtype), name(dbias.dtype)),
+            dropout,
+            where(dout),
         )
     return dx, dbias if bias_dtype is None else dbias.to(bias_dtype)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
-from lorakernels.kernels.arguments import address, draw, name, stream
+from lorakernels.kernels.arguments import ProductSizes, Tiles, format_of, name, where
 from lorakernels.numerics.dropout import drawn_mask, drops, keep_scale, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import dequantized_grad_input, product
@@ -178,46 +178,26 @@ def by_csrc(
     split: bool = True,
 ) -> Tensor:
     """One kernel of csrc, for any rank, after one that transposes W where that takes less time."""
-    assert dy.scale_inv is not None and weight.scale_inv is not None
     (rows, depth), cols = dy.data.shape, weight.data.shape[1]
     ds, lora_A = _factors(ds, lora_A, out_dtype)
-    rank = 0 if ds is None or lora_A is None else lora_A.shape[0]
+    rank = 0 if lora_A is None else lora_A.shape[0]
+    if rank == 0:
+        ds = lora_A = None
     mask = dropout if lora_A is not None and drops(dropout) else None
-    slot, site, threshold, row0, col0 = draw(dropout)
-    if mask is None:
-        slot = threshold = 0
     multiprocessors = multiprocessors_of(dy.data.get_device())
     weight_t, how = _layout(weight, rows, rank, split, multiprocessors)
+    tile = tune.csrc_tile(rows, cols, rank, how, multiprocessors)[0]
+    a_dtype = name(out_dtype if lora_A is None else lora_A.dtype)
     dx = dy.data.new_empty((rows, cols), dtype=out_dtype)
     extension().fp8_grad_input(
-        address(dx),
-        address(dy.data),
-        address(weight.data if weight_t is None else weight_t),
-        weight_t is not None,
-        address(dy.scale_inv),
-        address(weight.scale_inv),
-        address(ds) if rank else 0,
-        address(lora_A) if rank else 0,
-        rows,
-        cols,
-        depth,
-        rank,
-        rank + -rank % 8,
-        1.0 if mask is None else keep_scale(mask.p),
-        slot,
-        site,
-        threshold,
-        row0,
-        col0,
-        address(None if mask is None else mask.dropped),
-        name(out_dtype),
-        name(out_dtype if lora_A is None else lora_A.dtype),
-        name(fp8_dtype).removeprefix("float8_"),
-        split,
-        tune.csrc_tile(rows, cols, rank, how, multiprocessors)[0],
-        multiprocessors,
-        stream(dy.data.device),
-        dy.data.get_device(),
+        (dx, ds, lora_A),
+        dy,
+        weight._replace(t=weight_t),
+        mask,
+        ProductSizes(rows, cols, depth, rank),
+        (name(out_dtype), a_dtype, format_of(fp8_dtype)),
+        Tiles(split, *tile, multiprocessors),
+        where(dy.data),
     )
     return dx
 

@@ -15,11 +15,12 @@ is rounded up to four times.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lorakernels.device import capability_of, multiprocessors_of
+from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
-from lorakernels.kernels.csrc import fp8_linear_lora as csrc
+from lorakernels.kernels.arguments import ProductSizes, Tiles, name, where
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import dequantized_linear
 from lorakernels.ops.hardware import (
@@ -223,8 +224,56 @@ def by_csrc(
 ) -> Tensor:
     """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
     y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
-    csrc.launch(y, x, weight, bias, up, split, residual)
+    launch_csrc(y, x, weight, bias, up, split, residual)
     return y
+
+
+def launch_csrc(
+    y: Tensor,
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    split: bool,
+    residual: Tensor | None,
+) -> None:
+    """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands."""
+    assert weight.scale_inv is not None
+    (rows, cols), depth = y.shape, x.data.shape[1]
+    factors = _padded_factors(up, y.dtype)
+    rank = 0 if up is None or factors is None else up.lora_B.shape[1]
+    b_dtype = y.dtype if factors is None else factors.lora_B.dtype
+    dtypes = map(name, (y.dtype, b_dtype, y.dtype if bias is None else bias.dtype))
+    multiprocessors = multiprocessors_of(y.get_device())
+    tile = tune.csrc_tile(rows, cols, 0, "split" if split else "fast", multiprocessors)[0]
+    extension().fp8_linear_lora(
+        (y, bias, residual),
+        x,
+        weight,
+        factors,
+        ProductSizes(rows, cols, depth, rank),
+        (*dtypes, weight.scale_inv.numel() > 1),
+        Tiles(split, *tile, multiprocessors),
+        where(y),
+    )
+
+
+def _padded_factors(up: Up | None, dtype: torch.dtype) -> Up | None:
+    """s and B as csrc reads them, B in `dtype` or fp32; None without a term to add."""
+    if up is None or up.s is None or up.lora_B.shape[1] == 0:
+        return None
+    lora_B = up.lora_B
+    if lora_B.dtype not in (dtype, torch.float32):
+        lora_B = lora_B.to(dtype)
+    return Up(_padded(lora_B), _padded(up.s), up.scaling)
+
+
+def _padded(factor: Tensor) -> Tensor:
+    """With rows of a multiple of 16 bytes, zeros behind the rank, 16-byte aligned."""
+    rank = factor.shape[1]
+    if rank % 8:
+        return F.pad(factor, (0, -rank % 8))
+    return factor.clone() if factor.data_ptr() % 16 else factor
 
 
 def by_triton(

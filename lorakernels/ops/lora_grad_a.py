@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
-from lorakernels.kernels.arguments import address, draw, name, stream
+from lorakernels.kernels.arguments import RankSizes, name, where
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import product
@@ -86,29 +86,20 @@ def why_not_sizes(capability: tuple[int, int], k: int, fp8: bool) -> str | None:
 
 def by_csrc(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
     """One read of x, by csrc's kernel; the mask is `dropout.dropped`, if that is there."""
-    data, scale_inv = x
+    data = x.data
     (rows, cols), rank, ext = data.shape, ds.shape[1], extension()
     dA = data.new_empty((rank, cols), dtype=out_dtype)
     floats = ext.lora_grad_a_partial(rows, cols, rank, multiprocessors_of(data.get_device()))
     partial = data.new_empty(floats, dtype=torch.float32)
     ds = _in_whole_groups(ds)
-    dropped = dropout.dropped if dropout is not None and drops(dropout) else None
     ext.lora_grad_a(
-        address(dA),
-        address(partial),
-        address(ds),
-        address(data),
-        address(scale_inv),
-        rows,
-        cols,
-        rank,
-        ds.stride(0),
-        name(ds.dtype),
-        name(out_dtype),
-        *draw(dropout),
-        address(dropped),
-        stream(data.device),
-        data.get_device(),
+        (dA, partial),
+        (ds, ds.stride(0)),
+        x,
+        RankSizes(rows, cols, rank),
+        (name(ds.dtype), name(out_dtype)),
+        dropout if drops(dropout) else None,
+        where(data),
     )
     return dA
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
-from lorakernels.kernels.arguments import address, draw, name, state_address, stream
+from lorakernels.kernels.arguments import Sizes, format_of, name, scale_of, where
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits, dropped_words, drops
 from lorakernels.numerics.fp8 import FP8_MAX, quantize, scale_that_tells
 from lorakernels.numerics.products import adapter_places, product
@@ -268,7 +268,7 @@ def by_csrc(
     """One read of dy, by csrc's kernel. It draws a `mask` of `cols` columns into `mask.dropped`."""
     rows, n = dy.shape
     ext, quantizes = extension(), scaling is not None
-    lora_B, s, factor = (None, None, 1.0) if up is None else up
+    lora_B, s, _ = (None, None, 1.0) if up is None else up
     rank = 0 if lora_B is None else lora_B.shape[1]
     projections = [] if up is None or side is None else [*zip(*side, strict=True)]
     dy8 = dy.new_empty((rows, n) if quantizes else 0, dtype=torch.uint8)
@@ -281,31 +281,19 @@ def by_csrc(
     )
     scratch = dy.new_empty(ext.AMAX_PARTIALS + floats, dtype=torch.float32)
     ext.quantize_grad(
-        address(dy8),
-        address(scale_inv),
-        state_address(scaling, 0),
-        address(ds),
-        address(dB),
-        scratch.data_ptr() + 4 * ext.AMAX_PARTIALS,
-        address(dy),
-        address(lora_B),
-        address(s),
-        state_address(scaling, -1),
-        address(scratch),
-        rows,
-        n,
-        rank,
-        factor,
-        name(dy.dtype),
-        name(dy.dtype if lora_B is None else lora_B.dtype),
-        name(fp8_dtype).removeprefix("float8_"),
-        FP8_MAX[fp8_dtype],
-        address(None if mask is None else mask.dropped),
-        cols,
-        *draw(mask),
-        stream(dy.device),
-        dy.get_device(),
-        projections,
+        (dy8, scale_inv, ds, dB, scratch.data_ptr() + 4 * ext.AMAX_PARTIALS),
+        dy,
+        up,
+        scale_of(scaling, scratch),
+        (rows, n, rank, projections),
+        (
+            name(dy.dtype),
+            name(dy.dtype if lora_B is None else lora_B.dtype),
+            format_of(fp8_dtype),
+            FP8_MAX[fp8_dtype],
+        ),
+        None if mask is None else (mask, cols),
+        where(dy),
     )
     return dy8, scale_that_tells(dy, scale_inv), ds, dB
 
@@ -347,8 +335,7 @@ def _drawn_bits(dy: Tensor, dropout: Dropout, cols: int) -> Tensor:
     if not _drawn_by_csrc(dropout) or why_not_csrc(capability_of(dy.device)):
         return dropped_bits(drawn_mask(dropout, len(dy), cols))
     dropped = _empty_mask(dy, cols)
-    where = (stream(dy.device), dy.get_device())
-    extension().dropped_bits(address(dropped), len(dy), cols, *draw(dropout), *where)
+    extension().dropped_bits(dropped, Sizes(len(dy), cols), dropout, where(dy))
     return dropped
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.arguments import address, draw, name, state_address, stream
+from lorakernels.kernels.arguments import RankSizes, name, scale_of, where
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3, quantize
 from lorakernels.numerics.products import product
@@ -109,22 +109,14 @@ def by_csrc(
     floats = ext.quantize_lora_down_workspace(rows, cols, rank, x.get_device())
     workspace = x.new_empty(floats, dtype=torch.float32)
     ext.quantize_lora_down(
-        address(x8),
-        address(scale_inv),
-        state_address(scaling, 0),
-        address(s),
-        address(workspace),
-        address(x),
-        address(lora_A),
-        state_address(scaling, -1),
-        rows,
-        cols,
-        rank,
-        name(x.dtype),
-        name(x.dtype if lora_A is None else lora_A.dtype),
-        *draw(dropout),
-        stream(x.device),
-        x.get_device(),
+        (x8, scale_inv, s, workspace),
+        x,
+        lora_A,
+        scale_of(scaling),
+        RankSizes(rows, cols, rank),
+        (name(x.dtype), name(x.dtype if lora_A is None else lora_A.dtype)),
+        dropout,
+        where(x),
     )
     return x8, scale_inv, s
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.arguments import address, stream
+from lorakernels.kernels.arguments import Sizes, where
 from lorakernels.ops.hardware import chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define, empty
 
@@ -52,16 +52,8 @@ def why_not_csrc_kernel(weight: Tensor) -> str | None:
 
 def by_csrc(weight: Tensor) -> Tensor:
     """One pass."""
-    rows, cols = weight.shape
-    out = weight.new_empty((cols, rows))
-    extension().transpose_fp8(
-        address(out),
-        address(weight),
-        rows,
-        cols,
-        stream(weight.device),
-        weight.get_device(),
-    )
+    out = weight.new_empty(weight.shape[::-1])
+    extension().transpose_fp8(out, weight, Sizes(*weight.shape), where(weight))
     return out
 
 

@@ -61,11 +61,8 @@ def update_host(
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out = forward.clone(), backward.clone()
-    row = 0 if current is None else current.data_ptr()
-    sizes = forward.shape[1], forward.shape[0] - 1
-    _C.amax_and_scale_update_host(
-        out[0].data_ptr(), out[1].data_ptr(), row, *sizes, *MAXIMA, margin, algo, gated
-    )
+    states = (*out, current, forward.shape[1], forward.shape[0] - 1)
+    _C.amax_and_scale_update_host(states, (*MAXIMA, margin, algo), gated)
     return out
 
 
@@ -166,22 +163,24 @@ def test_backward_gates_both_directions(amaxes: list[float], opens: bool, given:
 def test_errors_name_the_argument_and_change_nothing() -> None:
     forward, backward, current = torch.ones(3, 4), torch.ones(3, 4), torch.ones(8)
     f, b, c = (t.data_ptr() for t in (forward, backward, current))
-    sizes = (4, 2, *MAXIMA, 0)
-    update = _C.amax_and_scale_update_host
+
+    def update(*states: int, algo: str = "max") -> None:
+        _C.amax_and_scale_update_host(states, (*MAXIMA, 0, algo), False)
+
     with pytest.raises(
         ValueError, match="amax_compute_algo must be 'max' or 'most_recent', got 'mean'"
     ):
-        update(f, b, c, *sizes, "mean")
+        update(f, b, c, 4, 2, algo="mean")
     with pytest.raises(ValueError, match="current must not overlap forward"):
-        update(f, b, f + 4, *sizes, "max")
+        update(f, b, f + 4, 4, 2)
     with pytest.raises(ValueError, match="current must not overlap backward"):
-        update(f, b, b - 4, *sizes, "max")
+        update(f, b, b - 4, 4, 2)
     with pytest.raises(ValueError, match="forward must not overlap backward"):
-        update(f, f + 4, c, *sizes, "max")
+        update(f, f + 4, c, 4, 2)
     with pytest.raises(ValueError, match="history_len - 1 must not be negative, got -1"):
-        update(f, b, c, 4, 0, *MAXIMA, 0, "max")
+        update(f, b, c, 4, 0)
     with pytest.raises(ValueError, match="gated needs current"):
-        _C.amax_and_scale_update(f, b, 0, *sizes, "max", True)
+        _C.amax_and_scale_update((f, b, None, 4, 2), (*MAXIMA, 0, "max"), True, (0, -1))
     for tensor in (forward, backward, current):
         assert torch.equal(tensor, torch.ones_like(tensor))
 
@@ -217,7 +216,7 @@ def test_without_a_device_the_launch_says_which_call_failed() -> None:
         pytest.skip("there is a device")
     expected = "cuda" if _C.build_info()["cuda"] else "amax_and_scale_update: .* built without CUDA"
     with pytest.raises(RuntimeError, match=expected):
-        _C.amax_and_scale_update(0, 1 << 12, 0, 4, 2, *MAXIMA, 0, "max")
+        _C.amax_and_scale_update((0, 1 << 12, 0, 4, 2), (*MAXIMA, 0, "max"), False, (0, -1))
 
 
 @pytest.mark.gpu
@@ -237,16 +236,7 @@ def test_kernel_equals_the_host(length: int, n: int, algo: str) -> None:
         row = None if current is None else current.cuda()
         stream.wait_stream(torch.cuda.current_stream())
         _C.amax_and_scale_update(
-            *(state.data_ptr() for state in found),
-            0 if row is None else row.data_ptr(),
-            n,
-            length,
-            *MAXIMA,
-            1,
-            algo,
-            gated,
-            stream=stream.cuda_stream,
-            device=0,
+            (*found, row, n, length), (*MAXIMA, 1, algo), gated, (stream.cuda_stream, 0)
         )
         stream.synchronize()
         expected = update_host(*before, algo, 1, current, gated)

@@ -15,24 +15,26 @@ from torch import Tensor
 
 from lorakernels import _C
 from lorakernels.device import why_not_csrc
+from tests.kernels.bindings import call, names_of
 from tests.kernels.recording import recording, symbolic
 
 STUBS = Path(_C.__file__).with_name("_C.pyi")
-DROPOUT = {"site": 0, "threshold": 6554, "first_row": 3, "first_col": 8}
+DROPOUT = {"site": 0, "p": 0.1, "row0": 3, "col0": 8}
 GEMM = {
     "rows": 64,
     "cols": 256,
     "depth": 128,
     "rank": 8,
-    "stride": 8,
     "splits": True,
-    "tile": (128, 128),
+    "tile_rows": 128,
+    "tile_cols": 128,
     "multiprocessors": 132,
 }
-GRAD_INPUT = GEMM | DROPOUT | {"factor": 2.0, "a_dtype": "bfloat16", "format": "e5m2"}
+GRAD_INPUT = GEMM | DROPOUT | {"a_dtype": "bfloat16", "format": "e5m2"}
 SHAPE = {"rows": 64, "cols": 256}
 RANK = SHAPE | {"rank": 8}
-BIAS = SHAPE | DROPOUT | {"bias_dtype": "float32"}
+DRAWN = DROPOUT | {"dropped": None}  # there is no mask to read
+BIAS = SHAPE | DRAWN | {"bias_dtype": "float32"}
 UPDATE = {"n": 3, "history_len": 4, "fp8_max_forward": 448.0, "fp8_max_backward": 57344.0}
 # case: (function, all of its arguments but addresses, dtype, stream and device)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,13 +44,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bias_dropout_add": ("bias_dropout_add", BIAS),
     "bias_dropout_add_backward": ("bias_dropout_add_backward", BIAS),
-    "dropout_mask": ("dropout_mask", SHAPE | DROPOUT),
-    "dropped_bits": ("dropped_bits", SHAPE | DROPOUT),
-    "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"transposed": True}),
-    "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"transposed": False}),
+    "dropout_mask": ("dropout_mask", SHAPE | DRAWN),
+    "dropped_bits": ("dropped_bits", SHAPE | DRAWN),
+    "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"weight": 0}),
+    "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"weight_t": None}),
     "fp8_linear_lora": (
         "fp8_linear_lora",
-        GEMM | {"by_column": True, "scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16"},
+        GEMM
+        | {"by_column": True, "scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16"}
+        | {"weight_t": None},
     ),
     "lora_grad_a": ("lora_grad_a", RANK | DROPOUT | {"ds_pitch": 8, "out_dtype": "bfloat16"}),
     "quantize_grad": (
@@ -58,38 +62,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"scaling": 2.0, "b_dtype": "bfloat16", "format": "e5m2", "fp8_max": 57344.0}
         | {"dropped_cols": 128, "projections": ((128, 8), (128, 0))},
     ),
-    "quantize_lora_down": ("quantize_lora_down", RANK | DROPOUT | {"a_dtype": "bfloat16"}),
+    "quantize_lora_down": (
+        "quantize_lora_down",
+        RANK | DRAWN | {"a_dtype": "bfloat16", "partials": None},
+    ),
     "transpose_fp8": ("transpose_fp8", SHAPE),
 }
 FIRST = 4  # the index of the first address in these tests
 
 
-def launching() -> dict[str, list[str]]:
-    """Each function of the stubs that launches, and its arguments."""
+def launching() -> set[str]:
+    """Each function of the stubs that launches."""
     functions = [f for f in ast.parse(STUBS.read_text()).body if isinstance(f, ast.FunctionDef)]
-    arguments = {f.name: [a.arg for a in f.args.args] for f in functions}
-    return {name: names for name, names in arguments.items() if {"stream", "device"} <= {*names}}
+    return {f.name for f in functions if "where" in [a.arg for a in f.args.args]}
+
+
+def pointers(case: str) -> list[str]:
+    """The names of a case's addresses."""
+    name, given = CASES[case]
+    return [n for n in names_of(name) if n not in {*given, "dtype", "stream", "device"}]
 
 
 def submit(case: str, address: Callable[[int], int], **changes: int) -> list[int]:
     """Calls a case with `address` of 0, 1, … for its pointers; returns these addresses."""
     name, given = CASES[case]
-    values = dict(given) | {"stream": 12345, "device": 7} | changes
-    names = launching()[name]
-    if "dtype" in names:
-        values["dtype"] = "bfloat16"
-    pointers = [argument for argument in names if argument not in values]
-    addresses = {argument: address(i) for i, argument in enumerate(pointers)}
-    getattr(_C, name)(**values, **addresses)
+    values = given | {"dtype": "bfloat16", "stream": 12345, "device": 7} | changes
+    addresses = {pointer: address(i) for i, pointer in enumerate(pointers(case))}
+    call(name, values | addresses)
     return list(addresses.values())
 
 
 def one_transpose(out: int, in_: int) -> None:
-    _C.transpose_fp8(out, in_, 16, 16, 0, -1)
+    _C.transpose_fp8(out, in_, (16, 16), (0, -1))
+
+
+def bits(out: int, slot: int, site: int) -> None:
+    _C.dropped_bits(out, (8, 8), (slot, 1e-3, site, 0, 0, None), (0, -1))
 
 
 def test_every_function_that_launches_has_a_case() -> None:
-    assert {name for name, _ in CASES.values()} == {*launching()}
+    assert {name for name, _ in CASES.values()} == launching()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -113,7 +125,7 @@ def test_every_address_is_relocated(case: str) -> None:
 def test_null_stays_null(case: str) -> None:
     """Except what the bindings themselves ask for."""
     needed = {"slot", "partial", "current", "backward"}
-    names = [n for n in launching()[CASES[case][0]] if n not in {*CASES[case][1], "dtype"}]
+    names = pointers(case)
     with recording() as launches:
         recorded = submit(case, lambda i: symbolic(0, 4096 * i) if names[i] in needed else 0)
     launches.place([(0, 0)], [True])
@@ -124,9 +136,9 @@ def test_null_stays_null(case: str) -> None:
 
 def test_launches_keep_their_order_and_their_sites() -> None:
     with recording() as launches:
-        _C.dropped_bits(symbolic(0), 8, 8, symbolic(1), 1, 9, 0, 0, 0, -1)
+        bits(symbolic(0), symbolic(1), 1)
         one_transpose(symbolic(2), symbolic(0))
-        _C.dropout_mask(symbolic(0), 8, 8, symbolic(1), 0, 9)
+        _C.dropout_mask(symbolic(0), (8, 8), (symbolic(1), 0.5, 0, 0, 0, None), (0, -1))
     launches.place([(0, 0), (1, 64), (0, 1024)], [True, False])
     assert len(launches) == 3
     for base, sites in ((1 << 30, (5, 2**32 - 1)), (1 << 31, (0, 1))):
@@ -139,9 +151,8 @@ def test_launches_keep_their_order_and_their_sites() -> None:
 
 def test_what_draws_nothing_needs_no_site() -> None:
     with recording() as launches:
-        _C.bias_dropout_add(
-            symbolic(0), symbolic(0), 0, 0, 8, 8, "bfloat16", "bfloat16", 0, 0, 0, 0, 0, 0, -1
-        )
+        both, dtypes = (symbolic(0), symbolic(0), None, None), ("bfloat16", "bfloat16")
+        _C.bias_dropout_add(*both, (8, 8), dtypes, None, (0, -1))
     launches.place([(0, 0)], [True])
     assert launches.calls((16,), ()) == [("bias_dropout_add", [16, 16, 0, 0, 0])]
 
@@ -176,11 +187,11 @@ def test_checks_are_made_while_recording_and_leave_no_recorder() -> None:
     with recording() as launches:
         one_transpose(symbolic(0), symbolic(1))
         with pytest.raises(ValueError, match="rows must not be negative, got -1"):
-            _C.transpose_fp8(symbolic(0), symbolic(1), -1, 16, 0, -1)
+            _C.transpose_fp8(symbolic(0), symbolic(1), (-1, 16), (0, -1))
         with pytest.raises(ValueError, match="must be symbolic, got 4096"):
             one_transpose(symbolic(0), 4096)
         with pytest.raises(ValueError, match="index below 64, got 64"):
-            _C.dropped_bits(symbolic(0), 8, 8, symbolic(1), 64, 9, 0, 0, 0, -1)
+            bits(symbolic(0), symbolic(1), 64)
     assert len(launches) == 1
     with pytest.raises(RuntimeError, match="does not record"):
         launches.end()
@@ -248,7 +259,7 @@ def test_places_that_are_refused_change_nothing(
 def placed() -> _C.LaunchList:
     """Two bases that are used, of which the first is aligned, and one that is not."""
     with recording() as launches:
-        _C.dropped_bits(symbolic(0), 8, 8, symbolic(1), 2, 9, 0, 0, 0, -1)
+        bits(symbolic(0), symbolic(1), 2)
     launches.place([(0, 0), (1, 0)], [True, False, True])
     return launches
 

@@ -30,9 +30,9 @@ def test_known_answers(name: str) -> None:
     assert _C.philox4x32_10(counter, key) == expected
 
 
-def mask(rows: int, cols: int, *args: int, **window: int) -> torch.Tensor:
+def mask(rows: int, cols: int, dropout: Dropout) -> torch.Tensor:
     out = torch.full((rows, cols), 7, dtype=torch.uint8)
-    _C.dropout_mask_host(out.data_ptr(), rows, cols, *args, **window)
+    _C.dropout_mask_host(out, (rows, cols), dropout)
     return out
 
 
@@ -68,15 +68,16 @@ def test_mask_equals_the_reference(seed: int) -> None:
     slot = torch.tensor([signed, offset], dtype=torch.int64)
     expected = dropout_keep(Dropout(slot, p, site), 13, 27)
     threshold = _C.dropout_threshold(p)
-    assert torch.equal(mask(13, 27, seed, offset, site, threshold).bool(), expected)
-    assert torch.equal(mask(13, 27, seed, offset & 0xFFFFFFFF, site, threshold).bool(), expected)
+    assert torch.equal(mask(13, 27, Dropout(slot, p, site)).bool(), expected)
+    low = torch.tensor([signed, offset & 0xFFFFFFFF], dtype=torch.int64)
+    assert torch.equal(mask(13, 27, Dropout(low, p, site)).bool(), expected)
     assert bool(expected[5, 19]) == _C.dropout_keep(5, 19, seed, offset, site, threshold)
 
 
 def test_a_window_is_a_cut_of_the_whole_mask() -> None:
-    args = (42, 9, 1, _C.dropout_threshold(0.5))
-    whole = mask(20, 50, *args)
-    window = mask(7, 22, *args, first_row=11, first_col=13)
+    dropout = Dropout(torch.tensor([42, 9]), 0.5, 1)
+    whole = mask(20, 50, dropout)
+    window = mask(7, 22, dropout._replace(row0=11, col0=13))
     assert torch.equal(window, whole[11:18, 13:35])
 
 
@@ -84,16 +85,20 @@ def test_a_lane_equal_to_the_threshold_is_kept() -> None:
     lane = int(KNOWN_ANSWERS["zeros"][2][4:8], 16)  # element (0, 0) of seed, offset and site 0
     slot = torch.zeros(2, dtype=torch.int64)
     for threshold, kept in ((lane, True), (lane + 1, False)):
-        assert bool(mask(1, 1, 0, 0, 0, threshold)) == kept
-        assert bool(dropout_keep(Dropout(slot, threshold / 65536, 0), 1, 1)) == kept
+        dropout = Dropout(slot, threshold / 65536, 0)
+        assert bool(mask(1, 1, dropout)) == kept
+        assert bool(dropout_keep(dropout, 1, 1)) == kept
 
 
 def test_mask_of_nothing_writes_nothing() -> None:
-    _C.dropout_mask_host(0, 0, 5, 1, 2, 3, 100)
+    dropout = Dropout(torch.tensor([1, 2]), 0.1, 3)
+    _C.dropout_mask_host(None, (0, 5), dropout)
     with pytest.raises(ValueError, match="rows must not be negative, got -1"):
-        _C.dropout_mask_host(0, -1, 5, 1, 2, 3, 100)
-    with pytest.raises(ValueError, match="threshold must be in"):
-        _C.dropout_mask_host(0, 0, 5, 1, 2, 3, 65536)
+        _C.dropout_mask_host(None, (-1, 5), dropout)
+    with pytest.raises(ValueError, match=r"p must be in \[0, 1\)"):
+        _C.dropout_mask_host(None, (0, 5), dropout._replace(p=1.0))
+    with pytest.raises(ValueError, match="slot must be given where p > 0"):
+        _C.dropout_mask_host(None, (0, 5), (None, *dropout[1:]))
 
 
 @pytest.mark.gpu
@@ -103,9 +108,8 @@ def test_mask_of_nothing_writes_nothing() -> None:
 def test_the_gpu_draws_the_same_mask_and_writes_nothing_else(rows: int, cols: int) -> None:
     slot = torch.tensor([-5, 0x1_2345_6789], device="cuda")
     guarded = torch.full((rows * cols + 64,), 7, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
-    threshold = _C.dropout_threshold(0.3)
-    _C.dropout_mask(guarded.data_ptr(), rows, cols, slot.data_ptr(), 3, threshold, stream)
+    where = (torch.cuda.current_stream().cuda_stream, -1)
+    _C.dropout_mask(guarded, (rows, cols), Dropout(slot, 0.3, 3), where)
     expected = dropout_keep(Dropout(slot.cpu(), 0.3, 3), rows, cols)
     assert torch.equal(guarded[: rows * cols].view(rows, cols).cpu().bool(), expected)
     assert bool((guarded[rows * cols :] == 7).all())

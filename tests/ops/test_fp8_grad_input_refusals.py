@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lorakernels.device import extension
 from lorakernels.ops.fp8_grad_input import by_csrc
 from lorakernels.values import Dropout, Scaled, Weight
+from tests.kernels.bindings import call
 
 E5M2 = torch.float8_e5m2
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -22,23 +22,23 @@ MODULE = sys.modules[by_csrc.__module__]  # the package has the op under this na
 def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
     ran = mock.Mock()
     monkeypatch.setattr(MODULE, "extension", lambda: ran)
-    monkeypatch.setattr(MODULE, "stream", lambda _: 0)
+    monkeypatch.setattr(MODULE, "where", lambda _: (0, 0))
     monkeypatch.setattr(MODULE, "multiprocessors_of", lambda _: 132)
     dy, w, one = torch.zeros(4, 16).to(E5M2), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(1)
     lora_A, slot = torch.zeros(4, 32, dtype=FP16), torch.tensor([1, 2])
     weight = Weight(w, one, w.t().contiguous())
     by_csrc(Scaled(dy, one), E5M2, weight, None, lora_A, Dropout(slot, 0.1, SITE), BF16)
-    call = dict(zip(VALID, ran.fp8_grad_input.call_args.args, strict=True))
-    assert (call["A"], call["rank"], call["threshold"], call["a_dtype"]) == (0, 0, 0, "bfloat16")
+    (_, *factors), _, _, mask, sizes, (_, a_dtype, _), *_ = ran.fp8_grad_input.call_args.args
+    assert (factors, mask, sizes.rank, a_dtype) == ([None, None], None, 0, "bfloat16")
 
 
 VALID = {
-    **{"dx": 0, "dy8": 0, "weight": 0, "transposed": True},
+    **{"dx": 0, "dy8": 0, "weight": 0, "weight_t": 0},
     **dict.fromkeys(("dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
-    **{"rows": 1, "cols": 8, "depth": 16, "rank": 3, "stride": 8, "factor": 1.0},
-    **{"slot": 0, "site": 0, "threshold": 0, "first_row": 0, "first_col": 0, "dropped": 0},
+    **{"rows": 1, "cols": 8, "depth": 16, "rank": 3},
+    **{"slot": 0, "site": 0, "p": 0.0, "row0": 0, "col0": 0, "dropped": 0},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
-    **{"tile": (128, 128), "multiprocessors": 132, "stream": 0, "device": -1},
+    **{"tile_rows": 128, "tile_cols": 128, "multiprocessors": 132, "stream": 0, "device": -1},
 }
 
 
@@ -49,22 +49,22 @@ VALID = {
         ({"depth": 24}, "depth a positive one of 16"),
         ({"depth": 0}, "depth a positive one of 16"),
         ({"rows": -1}, "rows must not be negative"),
-        ({"stride": 2}, "stride must be a multiple of 8 and at least rank 3, got 2"),
+        ({"rank": -1}, "rank must not be negative"),
         ({"dy8": 8}, "must be 16-byte aligned"),
-        ({"first_col": 4}, "first_col must be a multiple of 8, got 4"),
+        ({"col0": 4}, "col0 must be a multiple of 8, got 4"),
         ({"dtype": "float32"}, "dtype must be 'bfloat16' or 'float16'"),
         ({"a_dtype": "float16"}, "a_dtype must be dtype or 'float32'"),
         ({"format": "e3m4"}, "format must be 'e5m2' or 'e4m3fn', got 'e3m4'"),
-        ({"threshold": 9}, "slot must be given where threshold > 0"),
+        ({"p": 0.1}, "slot must be given where p > 0"),
         ({"rows": 2**30, "cols": 2**30}, "tiles of 128 × 128"),
-        ({"tile": (128, 256)}, "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting"),
-        ({"tile": (192, 128), "splits": False}, "128 × 256 otherwise; got 192 × 128"),
-        ({"tile": (256, 128), "transposed": False, "cols": 16}, "a tile is .* got 256 × 128"),
-        ({"transposed": False}, "takes splits and cols a multiple of 16, got cols 8"),
-        ({"transposed": False, "cols": 16, "splits": False}, "got cols 16 without splits"),
+        ({"tile_cols": 256}, "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting"),
+        ({"tile_rows": 192, "splits": False}, "128 × 256 otherwise; got 192 × 128"),
+        ({"tile_rows": 256, "weight_t": None, "cols": 16}, "a tile is .* got 256 × 128"),
+        ({"weight_t": None}, "takes splits and cols a multiple of 16, got cols 8"),
+        ({"weight_t": None, "cols": 16, "splits": False}, "got cols 16 without splits"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_refusals(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        extension().fp8_grad_input(**{**VALID, **change})
+        call("fp8_grad_input", {**VALID, **change})

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.kernels import tune
-from lorakernels.kernels.csrc import fp8_linear_lora as csrc
 from lorakernels.kernels.triton import fp8_linear_lora as kernel
 from lorakernels.ops.fp8_linear_lora import (
     by_cublaslt,
+    launch_csrc,
     why_not_csrc_kernel,
     why_not_triton_kernel,
 )
@@ -189,7 +189,7 @@ def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: dict[st
             buffer, y = guarded(call)
             again = torch.empty_like(y)
             for out in (y, again):
-                csrc.launch(out, x, weight, bias, up, split, residual)
+                launch_csrc(out, x, weight, bias, up, split, residual)
         assert torch.equal(y, again) and (shape is not None or torch.equal(y, found))
         # a rounding to the output's dtype (2⁻⁹ for bf16), and fast accumulation's 14 bits
         assert error(buffer, expected) < 4e-3

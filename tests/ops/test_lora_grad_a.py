@@ -18,6 +18,7 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
 from lorakernels.values import Dropout, Scaled
+from tests.kernels.bindings import call
 from tests.ops.cases.lora_grad_a import bound, bytes_of
 from tests.ops.contract import BF16, FP16, FP32, Call, Made, fault
 
@@ -201,9 +202,9 @@ CALL = {
     "out_dtype": "float32",
     "slot": 8,
     "site": 0,
-    "threshold": 100,
-    "first_row": 0,
-    "first_col": 0,
+    "p": 0.1,
+    "row0": 0,
+    "col0": 0,
     "dropped": 0,
     "stream": 0,
     "device": -1,
@@ -222,17 +223,17 @@ CALL = {
         ({"ds_pitch": 12}, "ds_pitch must be a multiple of 8, got 12"),
         ({"x": 24}, "16-byte aligned"),
         ({"dA": 4}, "16-byte aligned"),
-        ({"first_col": 4}, "first_col must be a multiple of 8, got 4"),
+        ({"col0": 4}, "col0 must be a multiple of 8, got 4"),
         ({"dtype": "float32"}, "got 'float32'"),
         ({"out_dtype": "float8"}, "got 'float8'"),
         ({"slot": 0}, "slot must be given"),
-        ({"threshold": 65536}, "threshold must be in"),
+        ({"p": 1.0}, "p must be in"),
     ],
     ids=lambda v: "-".join(f"{k}={n}" for k, n in v.items()) if isinstance(v, dict) else "",
 )
 def test_the_binding_refuses(changed, message):
     with pytest.raises(ValueError, match=message):
-        _C.lora_grad_a(**{**CALL, **changed})
+        call("lora_grad_a", {**CALL, **changed})
 
 
 def test_the_choice_names_what_it_needs(monkeypatch):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lorakernels import _C, ops
+from lorakernels import ops
 from lorakernels.ops import hardware
 from lorakernels.ops.quantize_grad import hands_mask_over
 from lorakernels.values import Dropout, SideBySide, Up, Weight
 from tests.dry_cuda import dry_cuda
+from tests.kernels.bindings import call, names_of
 from tests.ops.cases import CONTRACTS
 
 MODULE = sys.modules["lorakernels.ops.quantize_grad"]  # the package has the op under this name
@@ -87,29 +88,17 @@ def test_a_mask_is_handed_over_only_to_kernels_that_read_it(
     ("change", "message"),
     [
         ({"rank": 65}, "a rank of 1 to 64"),
-        ({"threshold": 0}, "a threshold above 0"),
-        ({"first_col": 4}, "first_col a multiple of 8"),
+        ({"p": 0.0}, "a p above 0"),
+        ({"col0": 4}, "col0 a multiple of 8"),
         ({"dropped": 8}, "16-byte aligned"),
     ],
-    ids=["rank", "threshold", "first_col", "address"],
+    ids=["rank", "p", "col0", "address"],
 )
 def test_the_binding_refuses(change: dict[str, int], message: str) -> None:
-    names = (
-        "dy8",
-        "scale_inv",
-        "amax",
-        "ds",
-        "dB",
-        "workspace",
-        "dy",
-        "B",
-        "s",
-        "kept",
-        "partials",
-    )
-    arguments = dict.fromkeys(names, 16) | {"rows": 4, "cols": 8, "rank": 16, "scaling": 1.0}
+    arguments = dict.fromkeys(names_of("quantize_grad"), 16)
+    arguments |= {"rows": 4, "cols": 8, "rank": 16, "scaling": 1.0, "projections": ()}
     arguments |= {"dtype": "bfloat16", "b_dtype": "bfloat16", "format": "e5m2", "fp8_max": 57344.0}
-    arguments |= {"dropped": 16, "dropped_cols": 8, "slot": 16, "site": 0, "threshold": 5}
-    arguments |= {"first_row": 0, "first_col": 0, "stream": 0, "device": 0} | change
+    arguments |= {"dropped": 16, "dropped_cols": 8, "slot": 16, "site": 0, "p": 0.1}
+    arguments |= {"row0": 0, "col0": 0, "stream": 0, "device": 0} | change
     with pytest.raises(ValueError, match=message):
-        _C.quantize_grad(**arguments)
+        call("quantize_grad", arguments)

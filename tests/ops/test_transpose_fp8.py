@@ -19,9 +19,9 @@ def test_fp8_dtypes_keep_theirs(device):
 def test_the_binding_refuses_a_negative_size(size):
     sizes = {"rows": 16, "cols": 16, size: -1}
     with pytest.raises(ValueError, match=f"{size} must not be negative, got -1"):
-        _C.transpose_fp8(0, 0, **sizes, stream=0, device=-1)
+        _C.transpose_fp8(0, 0, tuple(sizes.values()), (0, -1))
 
 
 def test_the_binding_refuses_what_no_grid_holds():
     with pytest.raises(ValueError, match="got rows 2147480000, cols 2147480000"):
-        _C.transpose_fp8(0, 0, 2147480000, 2147480000, 0, -1)
+        _C.transpose_fp8(0, 0, (2147480000, 2147480000), (0, -1))

@@ -1,13 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 #include <string>
+#include <tuple>
 
 #include "host/launch_list.h"
 #include "ops/amax_and_scale_update/params.h"
 #include "register.h"
+#include "values.h"
 
 namespace lorakernels {
 namespace {
+
+// forward and backward fp32 [history_len + 1, n], current fp32 [2 n] or none.
+struct States {
+  Address forward, backward, current;
+  int64_t n, history_len;
+
+  static constexpr auto members() {
+    return in_order(&States::forward, &States::backward, &States::current, &States::n, &States::history_len);
+  }
+};
+
+struct Recipe {
+  float fp8_max_forward, fp8_max_backward;
+  int margin;
+  std::string algo;
+
+  static constexpr auto members() {
+    return in_order(&Recipe::fp8_max_forward, &Recipe::fp8_max_backward, &Recipe::margin, &Recipe::algo);
+  }
+};
 
 float current_of(const AmaxAndScaleUpdateParams& params, int direction, int64_t column) {
   return params.current != nullptr ? params.current[direction * params.n + column] : params.state[direction][column];
@@ -47,25 +69,26 @@ void refuse_overlap(const char* a_name, uintptr_t a, uintptr_t a_count, const ch
   }
 }
 
-AmaxAndScaleUpdateParams make_params(uintptr_t forward, uintptr_t backward, uintptr_t current, int64_t n,
-                                     int64_t history_len, float fp8_max_forward, float fp8_max_backward, int margin,
-                                     const std::string& algo, bool gated) {
-  check_sizes("amax_and_scale_update", {{"n", n}, {"history_len - 1", history_len - 1}});
-  if (algo != "max" && algo != "most_recent") {
-    throw std::invalid_argument("amax_compute_algo must be 'max' or 'most_recent', got '" + algo + "'");
+AmaxAndScaleUpdateParams make_params(const States& states, const Recipe& recipe, bool gated) {
+  const auto [forward, backward, current] =
+      std::tuple{states.forward.value, states.backward.value, states.current.value};
+  check_sizes("amax_and_scale_update", {{"n", states.n}, {"history_len - 1", states.history_len - 1}});
+  if (recipe.algo != "max" && recipe.algo != "most_recent") {
+    throw std::invalid_argument("amax_compute_algo must be 'max' or 'most_recent', got '" + recipe.algo + "'");
   }
-  const auto count = static_cast<uintptr_t>((history_len + 1) * n);
+  const auto count = static_cast<uintptr_t>((states.history_len + 1) * states.n);
+  const auto row = static_cast<uintptr_t>(2 * states.n);
   refuse_overlap("forward", forward, count, "backward", backward, count);
   if (current != 0) {
-    refuse_overlap("current", current, static_cast<uintptr_t>(2 * n), "forward", forward, count);
-    refuse_overlap("current", current, static_cast<uintptr_t>(2 * n), "backward", backward, count);
+    refuse_overlap("current", current, row, "forward", forward, count);
+    refuse_overlap("current", current, row, "backward", backward, count);
   }
-  return {{reinterpret_cast<float*>(forward), reinterpret_cast<float*>(backward)},
-          reinterpret_cast<const float*>(current),
-          n,
-          history_len,
-          {std::ldexp(fp8_max_forward, -margin), std::ldexp(fp8_max_backward, -margin)},
-          algo == "most_recent",
+  return {{states.forward.as<float>(), states.backward.as<float>()},
+          states.current.as<const float>(),
+          states.n,
+          states.history_len,
+          {std::ldexp(recipe.fp8_max_forward, -recipe.margin), std::ldexp(recipe.fp8_max_backward, -recipe.margin)},
+          recipe.algo == "most_recent",
           gated};
 }
 
@@ -81,30 +104,20 @@ void amax_and_scale_update_host(const AmaxAndScaleUpdateParams& params) {
 void register_amax_and_scale_update(py::module_& m) {
   m.def(
       "amax_and_scale_update_host",
-      [](uintptr_t forward, uintptr_t backward, uintptr_t current, int64_t n, int64_t history_len,
-         float fp8_max_forward, float fp8_max_backward, int margin, const std::string& algo, bool gated) {
-        amax_and_scale_update_host(make_params(forward, backward, current, n, history_len, fp8_max_forward,
-                                               fp8_max_backward, margin, algo, gated));
+      [](const States& states, const Recipe& recipe, bool gated) {
+        amax_and_scale_update_host(make_params(states, recipe, gated));
       },
-      py::arg("forward"), py::arg("backward"), py::arg("current"), py::arg("n"), py::arg("history_len"),
-      py::arg("fp8_max_forward"), py::arg("fp8_max_backward"), py::arg("margin"), py::arg("amax_compute_algo"),
-      py::arg("gated") = false, "In place on host memory: forward and backward fp32 [history_len + 1, n]");
+      py::arg("states"), py::arg("recipe"), py::arg("gated"), "In place in host memory");
   m.def(
       "amax_and_scale_update",
-      [](uintptr_t forward, uintptr_t backward, uintptr_t current, int64_t n, int64_t history_len,
-         float fp8_max_forward, float fp8_max_backward, int margin, const std::string& algo, bool gated,
-         uintptr_t stream, int device) {
-        const auto params = make_params(forward, backward, current, n, history_len, fp8_max_forward, fp8_max_backward,
-                                        margin, algo, gated);
-        if (gated && current == 0) {
+      [](const States& states, const Recipe& recipe, bool gated, const Where& where) {
+        const auto params = make_params(states, recipe, gated);
+        if (gated && params.current == nullptr) {
           throw std::invalid_argument("amax_and_scale_update: gated needs current on a device, got none");
         }
-        submit("amax_and_scale_update", params, &launch_amax_and_scale_update, stream, device);
+        submit("amax_and_scale_update", params, &launch_amax_and_scale_update, where.stream, where.device);
       },
-      py::arg("forward"), py::arg("backward"), py::arg("current"), py::arg("n"), py::arg("history_len"),
-      py::arg("fp8_max_forward"), py::arg("fp8_max_backward"), py::arg("margin"), py::arg("amax_compute_algo"),
-      py::arg("gated") = false, py::arg("stream") = 0, py::arg("device") = -1,
-      "In place on device memory, on the given stream and device (-1: the current one)");
+      py::arg("states"), py::arg("recipe"), py::arg("gated"), py::arg("where"), "In place in device memory");
 }
 
 }  // namespace lorakernels

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <optional>
 #include <string>
 
 #include "host/launch_list.h"
 #include "ops/bias_dropout_add/params.h"
 #include "register.h"
+#include "values.h"
 
 namespace lorakernels {
 namespace {
@@ -22,37 +24,37 @@ void check_shape(const char* op, int64_t rows, int64_t cols) {
   }
 }
 
-void forward(uintptr_t out, uintptr_t x, uintptr_t bias, uintptr_t residual, int64_t rows, int64_t cols,
-             const std::string& dtype, const std::string& bias_dtype, uintptr_t slot, uint32_t site, uint32_t threshold,
-             uint32_t first_row, uint32_t first_col, uintptr_t stream, int device) {
+void forward(Address out, Address x, Address bias, Address residual, const Sizes& sizes, const Dtypes& dtypes,
+             const std::optional<Dropout>& dropout, const Where& where) {
+  const auto [rows, cols] = sizes;
   check_shape("bias_dropout_add", rows, cols);
-  const BiasDropoutAddParams params{reinterpret_cast<void*>(out),
-                                    reinterpret_cast<const void*>(x),
-                                    reinterpret_cast<const void*>(bias),
-                                    reinterpret_cast<const void*>(residual),
+  const BiasDropoutAddParams params{out.as<void>(),
+                                    x.as<const void>(),
+                                    bias.as<const void>(),
+                                    residual.as<const void>(),
                                     rows,
                                     cols,
-                                    float_type("dtype", dtype),
-                                    bias_type(bias_dtype, dtype),
-                                    dropout_params(slot, site, threshold, first_row, first_col)};
-  submit("bias_dropout_add", params, &launch_bias_dropout_add, stream, device);
+                                    float_type("dtype", dtypes.first),
+                                    bias_type(dtypes.second, dtypes.first),
+                                    params_of(dropout)};
+  submit("bias_dropout_add", params, &launch_bias_dropout_add, where.stream, where.device);
 }
 
-void backward(uintptr_t dx, uintptr_t dbias, uintptr_t partial, uintptr_t dout, int64_t rows, int64_t cols,
-              const std::string& dtype, const std::string& bias_dtype, uintptr_t slot, uint32_t site,
-              uint32_t threshold, uint32_t first_row, uint32_t first_col, uintptr_t stream, int device) {
+void backward(Address dx, Address dbias, Address partial, Address dout, const Sizes& sizes, const Dtypes& dtypes,
+              const std::optional<Dropout>& dropout, const Where& where) {
+  const auto [rows, cols] = sizes;
   check_shape("bias_dropout_add_backward", rows, cols);
-  if (dbias != 0 && partial == 0) throw std::invalid_argument("partial must be given where dbias is");
-  const BiasDropoutAddBackwardParams params{reinterpret_cast<void*>(dx),
-                                            reinterpret_cast<void*>(dbias),
-                                            reinterpret_cast<float*>(partial),
-                                            reinterpret_cast<const void*>(dout),
+  if (dbias.value != 0 && partial.value == 0) throw std::invalid_argument("partial must be given where dbias is");
+  const BiasDropoutAddBackwardParams params{dx.as<void>(),
+                                            dbias.as<void>(),
+                                            partial.as<float>(),
+                                            dout.as<const void>(),
                                             rows,
                                             cols,
-                                            float_type("dtype", dtype),
-                                            bias_type(bias_dtype, dtype),
-                                            dropout_params(slot, site, threshold, first_row, first_col)};
-  submit("bias_dropout_add_backward", params, &launch_bias_dropout_add_backward, stream, device);
+                                            float_type("dtype", dtypes.first),
+                                            bias_type(dtypes.second, dtypes.first),
+                                            params_of(dropout)};
+  submit("bias_dropout_add_backward", params, &launch_bias_dropout_add_backward, where.stream, where.device);
 }
 
 }  // namespace
@@ -67,13 +69,9 @@ void register_bias_dropout_add(py::module_& m) {
       py::arg("rows"), py::arg("cols"), py::arg("multiprocessors"), py::arg("first_col") = 0,
       "Rows of fp32 [chunks, cols] that bias_dropout_add_backward needs for dbias");
   m.def("bias_dropout_add", &forward, py::arg("out"), py::arg("x"), py::arg("bias"), py::arg("residual"),
-        py::arg("rows"), py::arg("cols"), py::arg("dtype"), py::arg("bias_dtype"), py::arg("slot"), py::arg("site"),
-        py::arg("threshold"), py::arg("first_row"), py::arg("first_col"), py::arg("stream"), py::arg("device"),
-        "Device addresses, 0 for a tensor that is not there; out may be x or residual");
+        py::arg("sizes"), py::arg("dtypes"), py::arg("dropout"), py::arg("where"), "out may be x or residual");
   m.def("bias_dropout_add_backward", &backward, py::arg("dx"), py::arg("dbias"), py::arg("partial"), py::arg("dout"),
-        py::arg("rows"), py::arg("cols"), py::arg("dtype"), py::arg("bias_dtype"), py::arg("slot"), py::arg("site"),
-        py::arg("threshold"), py::arg("first_row"), py::arg("first_col"), py::arg("stream"), py::arg("device"),
-        "Device addresses, 0 for a tensor that is not there");
+        py::arg("sizes"), py::arg("dtypes"), py::arg("dropout"), py::arg("where"));
 }
 
 }  // namespace lorakernels

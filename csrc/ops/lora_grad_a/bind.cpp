@@ -1,14 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <optional>
 #include <string>
 
 #include "host/launch_list.h"
 #include "ops/lora_grad_a/params.h"
 #include "register.h"
+#include "values.h"
 
 namespace lorakernels {
 namespace {
 
 using Limits = LoraGradALimits;
+
+struct Out {
+  Address dA, partial;
+
+  static constexpr auto members() { return in_order(&Out::dA, &Out::partial); }
+};
+
+struct Rows {
+  Address data;
+  int64_t pitch;  // elements between two rows
+
+  static constexpr auto members() { return in_order(&Rows::data, &Rows::pitch); }
+};
 
 void check_shape(int64_t rows, int64_t cols, int64_t rank) {
   check_sizes("lora_grad_a", {{"rows", rows}, {"cols", cols}, {"rank", rank}});
@@ -33,31 +48,33 @@ void check_layout(uintptr_t addresses, int64_t cols, int64_t ds_pitch, uint32_t 
     throw std::invalid_argument("lora_grad_a: ds_pitch must be a multiple of 8, got " + std::to_string(ds_pitch));
   }
   if (first_col % Limits::kColsMultiple != 0) {
-    throw std::invalid_argument("lora_grad_a: first_col must be a multiple of " +
-                                std::to_string(Limits::kColsMultiple) + ", got " + std::to_string(first_col));
+    throw std::invalid_argument("lora_grad_a: col0 must be a multiple of " + std::to_string(Limits::kColsMultiple) +
+                                ", got " + std::to_string(first_col));
   }
 }
 
-void lora_grad_a(uintptr_t dA, uintptr_t partial, uintptr_t ds, uintptr_t x, uintptr_t scale_inv, int64_t rows,
-                 int64_t cols, int64_t rank, int64_t ds_pitch, const std::string& dtype, const std::string& out_dtype,
-                 uintptr_t slot, uint32_t site, uint32_t threshold, uint32_t first_row, uint32_t first_col,
-                 uintptr_t dropped, uintptr_t stream, int device) {
+void lora_grad_a(const Out& out, const Rows& ds, const Scaled& x, const RankSizes& sizes, const Dtypes& dtypes,
+                 const std::optional<Dropout>& dropout, const Where& where) {
+  const auto [rows, cols, rank] = sizes;
+  const Address dropped = dropout ? dropout->dropped : Address{};
+  const DropoutParams draw = params_of(dropout);
   check_shape(rows, cols, rank);
-  check_layout(dA | partial | ds | x | dropped, cols, ds_pitch, first_col, scale_inv != 0);
-  const LoraGradAParams params{reinterpret_cast<void*>(dA),
-                               reinterpret_cast<float*>(partial),
-                               reinterpret_cast<const void*>(ds),
-                               reinterpret_cast<const void*>(x),
-                               reinterpret_cast<const float*>(scale_inv),
+  check_layout(out.dA.value | out.partial.value | ds.data.value | x.data.value | dropped.value, cols, ds.pitch,
+               draw.first_col, x.scale_inv.value != 0);
+  const LoraGradAParams params{out.dA.as<void>(),
+                               out.partial.as<float>(),
+                               ds.data.as<const void>(),
+                               x.data.as<const void>(),
+                               x.scale_inv.as<const float>(),
                                rows,
                                cols,
                                rank,
-                               ds_pitch,
-                               half_type("dtype", dtype),
-                               float_type("out_dtype", out_dtype),
-                               dropout_params(slot, site, threshold, first_row, first_col),
-                               reinterpret_cast<const uint32_t*>(dropped)};
-  submit("lora_grad_a", params, &launch_lora_grad_a, stream, device);
+                               ds.pitch,
+                               half_type("dtype", dtypes.first),
+                               float_type("out_dtype", dtypes.second),
+                               draw,
+                               dropped.as<const uint32_t>()};
+  submit("lora_grad_a", params, &launch_lora_grad_a, where.stream, where.device);
 }
 
 }  // namespace
@@ -75,11 +92,8 @@ void register_lora_grad_a(py::module_& m) {
       },
       py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("multiprocessors"),
       "How many fp32 elements `partial` must have");
-  m.def("lora_grad_a", &lora_grad_a, py::arg("dA"), py::arg("partial"), py::arg("ds"), py::arg("x"),
-        py::arg("scale_inv"), py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("ds_pitch"), py::arg("dtype"),
-        py::arg("out_dtype"), py::arg("slot"), py::arg("site"), py::arg("threshold"), py::arg("first_row"),
-        py::arg("first_col"), py::arg("dropped"), py::arg("stream"), py::arg("device"),
-        "Device addresses, 0 for a tensor that is not there");
+  m.def("lora_grad_a", &lora_grad_a, py::arg("out"), py::arg("ds"), py::arg("x"), py::arg("sizes"), py::arg("dtypes"),
+        py::arg("dropout"), py::arg("where"));
 }
 
 }  // namespace lorakernels

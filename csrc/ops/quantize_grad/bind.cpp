@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "host/launch_list.h"
 #include "ops/quantize_grad/params.h"
 #include "register.h"
+#include "values.h"
 
 namespace lorakernels {
 namespace {
@@ -26,6 +28,37 @@ void check_shape(int64_t rows, int64_t cols, int64_t rank) {
 }
 
 using WidthsAndRanks = std::vector<std::pair<int64_t, int64_t>>;
+
+struct Out {
+  Address dy8, scale_inv, ds, dB, workspace;
+
+  static constexpr auto members() { return in_order(&Out::dy8, &Out::scale_inv, &Out::ds, &Out::dB, &Out::workspace); }
+};
+
+struct ProjectionSizes {
+  int64_t rows, cols, rank;
+  WidthsAndRanks projections;  // none: one of all columns
+
+  static constexpr auto members() {
+    return in_order(&ProjectionSizes::rows, &ProjectionSizes::cols, &ProjectionSizes::rank,
+                    &ProjectionSizes::projections);
+  }
+};
+
+struct Types {
+  std::string dtype, b_dtype, format;
+  float fp8_max;
+
+  static constexpr auto members() { return in_order(&Types::dtype, &Types::b_dtype, &Types::format, &Types::fp8_max); }
+};
+
+// A mask of `cols` columns, to be drawn into `dropout.dropped`.
+struct Mask {
+  Dropout dropout;
+  int64_t cols;
+
+  static constexpr auto members() { return in_order(&Mask::dropout, &Mask::cols); }
+};
 
 // Without any, there is one projection that has all columns.
 QuantizeGradProjections projections_of(const WidthsAndRanks& found, int64_t cols, int64_t rank) {
@@ -46,51 +79,51 @@ QuantizeGradProjections projections_of(const WidthsAndRanks& found, int64_t cols
   return QuantizeGradProjections(found);
 }
 
-void check_mask(int64_t rank, int64_t cols, uint32_t threshold, uint32_t first_col) {
-  check_sizes("quantize_grad", {{"dropped_cols", cols}});
-  if (rank < 1 || rank > Limits::kDrawnRank || threshold == 0 || first_col % Limits::kColsMultiple != 0 ||
-      cols >= int64_t{1} << 31) {
+void check_mask(int64_t rank, const Mask& mask, const DropoutParams& draw) {
+  check_sizes("quantize_grad", {{"dropped_cols", mask.cols}});
+  if (rank < 1 || rank > Limits::kDrawnRank || draw.threshold == 0 || draw.first_col % Limits::kColsMultiple != 0 ||
+      mask.cols >= int64_t{1} << 31) {
     throw std::invalid_argument("quantize_grad: a mask takes a rank of 1 to " + std::to_string(Limits::kDrawnRank) +
-                                ", a threshold above 0, first_col a multiple of 8, dropped_cols below 2^31; got rank " +
-                                std::to_string(rank) + ", threshold " + std::to_string(threshold) + ", first_col " +
-                                std::to_string(first_col) + ", dropped_cols " + std::to_string(cols));
+                                ", a p above 0, col0 a multiple of 8, dropped_cols below 2^31; got rank " +
+                                std::to_string(rank) + ", p " + std::to_string(mask.dropout.p) + ", col0 " +
+                                std::to_string(draw.first_col) + ", dropped_cols " + std::to_string(mask.cols));
   }
 }
 
-void quantize_grad(uintptr_t dy8, uintptr_t scale_inv, uintptr_t amax, uintptr_t ds, uintptr_t dB, uintptr_t workspace,
-                   uintptr_t dy, uintptr_t B, uintptr_t s, uintptr_t kept, uintptr_t partials, int64_t rows,
-                   int64_t cols, int64_t rank, float scaling, const std::string& dtype, const std::string& b_dtype,
-                   const std::string& format, float fp8_max, uintptr_t dropped, int64_t dropped_cols, uintptr_t slot,
-                   uint32_t site, uint32_t threshold, uint32_t first_row, uint32_t first_col, uintptr_t stream,
-                   int device, const WidthsAndRanks& projections) {
+void quantize_grad(const Out& out, Address dy, const std::optional<Up>& up, const Scale& scale,
+                   const ProjectionSizes& sizes, const Types& types, const std::optional<Mask>& mask,
+                   const Where& where) {
+  const auto& [rows, cols, rank, projections] = sizes;
   check_shape(rows, cols, rank);
-  if ((dy | dy8 | workspace | dropped) % 16 != 0) {
+  const Up factors = up.value_or(Up{});
+  const Address dropped = mask ? mask->dropout.dropped : Address{};
+  const DropoutParams draw = mask ? params_of(mask->dropout) : DropoutParams{};
+  if ((dy.value | out.dy8.value | out.workspace.value | dropped.value) % 16 != 0) {
     throw std::invalid_argument("quantize_grad: dy, dy8, workspace and dropped must be 16-byte aligned");
   }
-  if (dropped != 0) check_mask(rank, dropped_cols, threshold, first_col);
-  const QuantizeGradParams params{
-      reinterpret_cast<uint8_t*>(dy8),
-      reinterpret_cast<float*>(scale_inv),
-      reinterpret_cast<float*>(amax),
-      reinterpret_cast<void*>(ds),
-      reinterpret_cast<void*>(dB),
-      reinterpret_cast<float*>(workspace),
-      reinterpret_cast<const void*>(dy),
-      reinterpret_cast<const void*>(B),
-      reinterpret_cast<const void*>(s),
-      {reinterpret_cast<const float*>(kept), reinterpret_cast<uint32_t*>(partials), fp8_max},
-      rows,
-      cols,
-      rank,
-      scaling,
-      half_type("dtype", dtype),
-      float_type("b_dtype", b_dtype),
-      is_e5m2("format", format),
-      projections_of(projections, cols, rank),
-      reinterpret_cast<uint32_t*>(dropped),
-      dropped_cols,
-      dropout_params(slot, site, threshold, first_row, first_col)};
-  submit("quantize_grad", params, &launch_quantize_grad, stream, device);
+  if (dropped.value != 0) check_mask(rank, *mask, draw);
+  const QuantizeGradParams params{out.dy8.as<uint8_t>(),
+                                  out.scale_inv.as<float>(),
+                                  scale.amax.as<float>(),
+                                  out.ds.as<void>(),
+                                  out.dB.as<void>(),
+                                  out.workspace.as<float>(),
+                                  dy.as<const void>(),
+                                  factors.B.as<const void>(),
+                                  factors.s.as<const void>(),
+                                  {scale.kept.as<const float>(), scale.partials.as<uint32_t>(), types.fp8_max},
+                                  rows,
+                                  cols,
+                                  rank,
+                                  factors.scaling,
+                                  half_type("dtype", types.dtype),
+                                  float_type("b_dtype", types.b_dtype),
+                                  is_e5m2("format", types.format),
+                                  projections_of(projections, cols, rank),
+                                  dropped.as<uint32_t>(),
+                                  mask ? mask->cols : 0,
+                                  draw};
+  submit("quantize_grad", params, &launch_quantize_grad, where.stream, where.device);
 }
 
 }  // namespace
@@ -112,13 +145,8 @@ void register_quantize_grad(py::module_& m) {
       },
       py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("has_dB"), py::arg("multiprocessors"),
       py::arg("projections") = WidthsAndRanks{}, "fp32 numbers that quantize_grad needs");
-  m.def("quantize_grad", &quantize_grad, py::arg("dy8"), py::arg("scale_inv"), py::arg("amax"), py::arg("ds"),
-        py::arg("dB"), py::arg("workspace"), py::arg("dy"), py::arg("B"), py::arg("s"), py::arg("kept"),
-        py::arg("partials"), py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("scaling"), py::arg("dtype"),
-        py::arg("b_dtype"), py::arg("format"), py::arg("fp8_max"), py::arg("dropped"), py::arg("dropped_cols"),
-        py::arg("slot"), py::arg("site"), py::arg("threshold"), py::arg("first_row"), py::arg("first_col"),
-        py::arg("stream"), py::arg("device"), py::arg("projections") = WidthsAndRanks{},
-        "Device addresses, 0 for a tensor that is not there");
+  m.def("quantize_grad", &quantize_grad, py::arg("out"), py::arg("dy"), py::arg("up"), py::arg("scale"),
+        py::arg("sizes"), py::arg("types"), py::arg("mask"), py::arg("where"));
 }
 
 }  // namespace lorakernels

@@ -4,11 +4,13 @@
 #include "host/launch_list.h"
 #include "ops/transpose_fp8/params.h"
 #include "register.h"
+#include "values.h"
 
 namespace lorakernels {
 namespace {
 
-void transpose_fp8(uintptr_t out, uintptr_t in, int64_t rows, int64_t cols, uintptr_t stream, int device) {
+void transpose_fp8(Address out, Address in, const Sizes& sizes, const Where& where) {
+  const auto [rows, cols] = sizes;
   check_sizes("transpose_fp8", {{"rows", rows}, {"cols", cols}});
   constexpr int64_t kMost = (int64_t{1} << 31) - 1024, kMostTiles = int64_t{1} << 30;
   if (rows > kMost || cols > kMost || ((rows + 127) / 128) * ((cols + 127) / 128) > kMostTiles) {
@@ -16,16 +18,15 @@ void transpose_fp8(uintptr_t out, uintptr_t in, int64_t rows, int64_t cols, uint
                                 ", and their 128 × 128 tiles " + std::to_string(kMostTiles) + "; got rows " +
                                 std::to_string(rows) + ", cols " + std::to_string(cols));
   }
-  const TransposeFp8Params params{reinterpret_cast<uint8_t*>(out), reinterpret_cast<const uint8_t*>(in), rows, cols};
-  submit("transpose_fp8", params, &launch_transpose_fp8, stream, device);
+  const TransposeFp8Params params{out.as<uint8_t>(), in.as<const uint8_t>(), rows, cols};
+  submit("transpose_fp8", params, &launch_transpose_fp8, where.stream, where.device);
 }
 
 }  // namespace
 
 void register_transpose_fp8(py::module_& m) {
-  m.def("transpose_fp8", &transpose_fp8, py::arg("out"), py::arg("in_"), py::arg("rows"), py::arg("cols"),
-        py::arg("stream"), py::arg("device"),
-        "out [cols, rows] = in [rows, cols] transposed, bytes at device addresses");
+  m.def("transpose_fp8", &transpose_fp8, py::arg("out"), py::arg("in_"), py::arg("sizes"), py::arg("where"),
+        "out [cols, rows] = in [rows, cols] transposed, bytes on the device");
 }
 
 }  // namespace lorakernels
