@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -26,25 +27,41 @@ int attribute(cudaDeviceAttr which, int device) {
 Device current_device() {
   static std::mutex mutex;
   static std::map<int, Device> known;
+  thread_local int last = -1;  // what a thread asked last, it is told without a lock
+  thread_local Device answer{};
   const int device = current();
+  if (device == last) return answer;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = known.find(device);
-  if (found != known.end()) return found->second;
-  const Device asked{attribute(cudaDevAttrComputeCapabilityMajor, device),
-                     attribute(cudaDevAttrComputeCapabilityMinor, device),
-                     attribute(cudaDevAttrMultiProcessorCount, device)};
-  return known.emplace(device, asked).first->second;
+  auto found = known.find(device);
+  if (found == known.end()) {
+    const Device asked{attribute(cudaDevAttrComputeCapabilityMajor, device),
+                       attribute(cudaDevAttrComputeCapabilityMinor, device),
+                       attribute(cudaDevAttrMultiProcessorCount, device)};
+    found = known.emplace(device, asked).first;
+  }
+  last = device;
+  return answer = found->second;
 }
 
 void allow_shared_memory(const void* kernel, int bytes) {
+  struct Allowed {
+    const void* kernel = nullptr;
+    int device = -1, bytes = 0;
+  };
+  constexpr size_t kPlaces = 64;
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, int> allowed;
-  const std::pair<const void*, int> key{kernel, current()};
+  thread_local Allowed places[kPlaces];  // as of `current_device`, for the kernels that a thread launches
+  const int device = current();
+  Allowed& last = places[reinterpret_cast<uintptr_t>(kernel) / 16 % kPlaces];
+  if (last.kernel == kernel && last.device == device && last.bytes >= bytes) return;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = allowed.find(key);
-  if (found != allowed.end() && found->second >= bytes) return;
-  LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  allowed[key] = bytes;
+  int& most = allowed[{kernel, device}];
+  if (most < bytes) {
+    LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    most = bytes;
+  }
+  last = {kernel, device, most};
 }
 
 }  // namespace lorakernels
