@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
 
-from lorakernels.autograd import bias_dropout_add, get_bias_dropout_add, linear_cross_entropy
+from lorakernels.autograd import (
+    bias_dropout_add,
+    get_bias_dropout_add,
+    linear_cross_entropy,
+    quantize_head,
+)
 from lorakernels.checkpoints import Exported, check_export, export_model
 from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 from lorakernels.checkpoints.loading import Loaded, load_quantized
@@ -58,6 +63,7 @@ __all__ = [
     "merge_and_unload",
     "merge_lora",
     "model_parallel_states",
+    "quantize_head",
     "save_adapter",
     "training_state_dict",
     "unfuse",

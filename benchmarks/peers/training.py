@@ -213,8 +213,8 @@ class Ours(Training):
     """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" by GraphManager or "iteration" by StepGraph.
 
     `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device, and "fit, offload" with what is
-    offloaded as well. `weight_layout` is LoRAConfig's,
-    `fp8_head` linear_cross_entropy's `fp8`.
+    offloaded as well. `weight_layout` is LoRAConfig's, `fp8_head` linear_cross_entropy's `fp8`, of a weight that is
+    quantized once.
     """
 
     fp8 = True
@@ -232,7 +232,7 @@ class Ours(Training):
         if graphs is not None and device.type != "cuda":
             raise Unavailable("needs a GPU")
         self.graphs, self.save = graphs, save
-        self.weight_layout, self.fp8_head = weight_layout, fp8_head
+        self.weight_layout = weight_layout
         self.rng = PhiloxState(1, device)
         super().__init__(spec, adapted, device)
         self.labels = torch.full((spec.batch, spec.length), IGNORE, device=device)
@@ -240,6 +240,10 @@ class Ours(Training):
         like = torch.empty(1, spec.length, spec.shape["hidden_size"], device=device)
         embeddings = self.model.model.rotary_emb(like.to(self.plain_dtype), positions)
         self.embeddings = tuple(t.detach() for t in embeddings)
+        self.head: dict[str, Any] = {"weight": self.model.lm_head.weight}
+        if fp8_head:
+            w8, scale_inv = lorakernels.quantize_head(self.model.lm_head.weight)
+            self.head = {"weight": w8, "weight_scale_inv": scale_inv, "fp8": True}
         self._run = self._make_run()
 
     @property
@@ -311,8 +315,8 @@ class Ours(Training):
             hidden = layer(hidden, attention_mask=None, position_embeddings=self.embeddings)
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         self.labels[:, :-1].copy_(ids[:, 1:])
-        head = (self.model.lm_head.weight, self.labels)
-        return lorakernels.linear_cross_entropy(decoder.norm(hidden), *head, fp8=self.fp8_head)
+        normed = decoder.norm(hidden)
+        return lorakernels.linear_cross_entropy(normed, labels=self.labels, **self.head)
 
     def _eager(self, ids: Tensor) -> Tensor:
         loss = super().step(ids)

@@ -8,7 +8,7 @@ from lorakernels.autograd.compiled_linear import (
     quantize_input,
     rows_of,
 )
-from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
+from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
 from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec
 from lorakernels.autograd.lora_linear import check_input, lora_linear
 from lorakernels.autograd.shared_input import SharedInput, share_input, shared_linear
@@ -26,6 +26,7 @@ __all__ = [
     "is_compiling",
     "linear_cross_entropy",
     "lora_linear",
+    "quantize_head",
     "quantize_input",
     "rows_of",
     "share_input",

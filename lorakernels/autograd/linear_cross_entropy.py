@@ -7,8 +7,8 @@
     h [M, K]   W [V, K]   b [V]   labels [M]; a token whose label is `ignore_index` does not count
 
 Logits exist for `chunk` tokens at a time, in h's dtype. For each chunk, forward computes z. One kernel computes
-the losses and writes dz over z. Forward then computes dh, and dW and db if they are trained. Only these gradients are
-kept for backward, which multiplies them by the incoming gradient.
+the losses and writes dz over z, or in FP8 beside it as e5m2 bytes. Forward then computes dh, and dW and db if they are
+trained. Only these gradients are kept for backward, which multiplies them by the incoming gradient.
 
 Peak bytes in forward beside h and W, with b bytes per value of h:
 
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.numerics.fp8 import E4M3
+from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.values import Scaled, Scaling, Weight
 
@@ -43,14 +44,18 @@ CHUNK = 2048
 class _How:
     chunk: int
     ignore_index: int
+    late: bool  # f is multiplied in backward: in fp16 it could make dh underflow before a loss scale is applied
 
 
 class _Plain:
-    """z = h Wᵀ + b and dh = dz W in h's dtype. All chunks use one buffer for z."""
+    """z = h Wᵀ + b and dh = dz W in h's dtype. All chunks use one buffer for z, and then for dz."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        self._z = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None, how: _How
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.factor = hidden, weight, bias, factor
+        self._z = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
+        self._ignore_index = how.ignore_index
 
     def logits(self, rows: slice) -> Tensor:
         h = self.hidden[rows]
@@ -59,36 +64,62 @@ class _Plain:
             return torch.mm(h, self.weight.t(), out=z)
         return torch.addmm(self.bias, h, self.weight.t(), out=z)
 
+    def losses(self, z: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """(losses, dz), which is z without a gradient."""
+        args = (labels, self.factor, self._ignore_index, gradient)
+        return ops.cross_entropy_(z, *args), z
+
     def grad(self, dz: Tensor, out: Tensor) -> None:
         torch.mm(dz, self.weight, out=out)
 
 
 class _FP8:
-    """As _Plain, with e4m3 h and W and e5m2 dz. Each is scaled by its own amax: dz by chunk, h and W as a whole."""
+    """As _Plain, with e4m3 h and W and e5m2 dz. h and W are scaled by their amax, dz by what bounds it."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, scale_inv: Tensor | None, bias: Tensor | None
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        factor: Tensor | None,
+        how: _How,
     ) -> None:
-        self.dtype, self.bias = hidden.dtype, bias
-        self._scaling = Scaling(torch.zeros(2, 1, device=hidden.device), 0, False)
-        self.hidden, self.hidden_inv = self._quantized(hidden)
-        if scale_inv is None:
-            self.weight = Weight(*self._quantized(weight))
-        else:
-            self.weight = Weight(weight.view(torch.uint8), scale_inv)
-
-    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x8, inv, _ = ops.quantize_lora_down(x, None, self._scaling, None)
-        return x8, inv
+        self.dtype, self.weight, self.bias = hidden.dtype, weight, bias
+        self.hidden = Scaled(*_quantized(hidden))
+        self._dz_inv = torch.full((1,), GRAD_SCALE_INV, device=hidden.device)
+        if factor is not None:
+            self._dz_inv *= factor
+        self._ignore_index = how.ignore_index
 
     def logits(self, rows: slice) -> Tensor:
-        hidden = Scaled(self.hidden[rows], self.hidden_inv)
+        hidden = self.hidden._replace(data=self.hidden.data[rows])
         return ops.fp8_linear_lora(hidden, self.weight, self.bias, None, self.dtype)
 
+    def losses(self, z: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """(losses, dz's bytes), which are z without a gradient."""
+        if gradient:
+            return ops.cross_entropy_fp8(z, labels, self._ignore_index)
+        return ops.cross_entropy_(z, labels, None, self._ignore_index, False), z
+
     def grad(self, dz: Tensor, out: Tensor) -> None:
-        dz8, inv, _, _ = ops.quantize_grad(dz, None, self._scaling, _E5M2)
-        quantized = Scaled(dz8, inv)
-        out.copy_(ops.fp8_grad_input(quantized, _E5M2, self.weight, None, None, None, self.dtype))
+        scaled = Scaled(dz, self._dz_inv)
+        out.copy_(ops.fp8_grad_input(scaled, _E5M2, self.weight, None, None, None, self.dtype))
+
+
+def quantize_head(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(W in e4m3 [V, K], scale_inv fp32 [1]), which `linear_cross_entropy` takes with `fp8=True`.
+
+    A frozen head that is quantized once is not quantized at every call: at V = 128256, K = 4096 that moves 2.6 GB. The
+    result takes VK bytes, and W may be dropped if nothing else needs it. W's amax becomes e4m3's largest number.
+    """
+    w8, scale_inv = _quantized(weight.detach())
+    return w8.view(E4M3), scale_inv
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaling = Scaling(torch.zeros(2, 1, device=x.device), 0, False)
+    x8, inv, _ = ops.quantize_lora_down(x, None, scaling, None)
+    return x8, inv
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -104,8 +135,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how: _How,
     ) -> Tensor:
         needs = need_h, need_w, need_b = ctx.needs_input_grad[:3]
-        # fp16: f could make dz underflow before a loss scale is applied, so f is applied in backward
-        late = hidden.dtype == torch.float16
         d_hidden = torch.empty_like(hidden) if need_h else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if need_w else None
@@ -114,17 +143,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden), how.chunk):
             rows = slice(first, first + how.chunk)
             z = head.logits(rows)
-            losses[rows] = ops.cross_entropy_(
-                z, labels[rows], None if late else factor, how.ignore_index, any(needs)
-            )
+            losses[rows], dz = head.losses(z, labels[rows], any(needs))
             if d_hidden is not None:
-                head.grad(z, d_hidden[rows])
+                head.grad(dz, d_hidden[rows])
             if d_weight is not None:
-                _add_outer(d_weight, z, hidden[rows])
+                _add_outer(d_weight, dz, hidden[rows])
             if d_bias is not None:
-                d_bias += z.sum(0, dtype=wide)
-            del z
-        ctx.save_for_backward(d_hidden, d_weight, d_bias, factor if late else None)
+                d_bias += dz.sum(0, dtype=wide)
+            del z, dz
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, factor if how.late else None)
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         loss = losses.sum()
         return loss if factor is None else loss * factor
@@ -180,7 +207,7 @@ def linear_cross_entropy(
             but not a tensor of one value. None counts the labels that are not ignored; if there are none, the loss
             is 0.
         fp8: multiply in FP8, e4m3 × e4m3 in forward and e5m2 × e4m3 in backward. The head must be frozen. A W that is
-            not FP8 is quantized at each call, which moves 3 VK bytes.
+            not FP8 is quantized at each call, which moves 5 VK bytes of a 16-bit W. `quantize_head` does it once.
         weight_scale_inv: fp32 [1], of an e4m3 `weight`.
 
     Returns:
@@ -209,10 +236,20 @@ def linear_cross_entropy(
         tensors = tuple(None if t is None else t.detach() for t in tensors)
     with torch.autocast(hidden.device.type, enabled=False):
         h, w, b = rows.detach(), weight.detach(), None if bias is None else bias.detach()
-        head = _FP8(h, w, weight_scale_inv, b) if fp8 else _Plain(h, w, b, chunk)
-        how = _How(chunk, ignore_index)
+        how = _How(chunk, ignore_index, late=h.dtype == torch.float16)
+        early = None if how.late else factor
+        if fp8:
+            head: _Plain | _FP8 = _FP8(h, _frozen(w, weight_scale_inv), b, early, how)
+        else:
+            head = _Plain(h, w, b, early, how)
         loss: Tensor = _LinearCrossEntropy.apply(*tensors, labels, factor, head, how)
     return loss
+
+
+def _frozen(weight: Tensor, scale_inv: Tensor | None) -> Weight:
+    if scale_inv is None:
+        return Weight(*_quantized(weight))
+    return Weight(weight.view(torch.uint8), scale_inv)
 
 
 def _factor(

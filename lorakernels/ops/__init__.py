@@ -13,7 +13,7 @@ from lorakernels.ops.bias_dropout_add import (
     bias_dropout_add_backward,
 )
 from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
-from lorakernels.ops.cross_entropy import cross_entropy_
+from lorakernels.ops.cross_entropy import cross_entropy_, cross_entropy_fp8
 from lorakernels.ops.fp8_grad_input import fp8_grad_input
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
 from lorakernels.ops.lora_grad_a import lora_grad_a
@@ -43,6 +43,7 @@ __all__ = [
     "block_diagonal",
     "block_diagonal_parts",
     "cross_entropy_",
+    "cross_entropy_fp8",
     "fp8_grad_input",
     "fp8_linear_lora",
     "lora_grad_a",

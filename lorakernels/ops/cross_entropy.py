@@ -6,6 +6,10 @@
 logits z [M, V] of bf16, fp16 or fp32, labels int64 [M], losses fp32 [M]. kernels/triton/cross_entropy.py reads the
 logits twice, the second time mostly from L2, and writes dz over them: 6MV bytes in bf16. PyTorch's fp32 log-softmax,
 its exponential and the one-hot subtraction move 26MV bytes and hold 8MV.
+
+`cross_entropy_fp8` writes dz / factor beside the logits as e5m2 bytes, for a product in FP8: 5MV bytes. Their scale is
+known beforehand, since no element of softmax(z) − onehot(label) is beyond ±1. So dz is read neither for its amax nor
+to quantize it, which would move 5MV bytes more.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import Tensor
 from lorakernels.ops.hardware import FLOATS, Place
 from lorakernels.ops.register import Implementation, Op, define, empty
 
+GRAD_SCALE_INV = 1 / torch.finfo(torch.float8_e5m2).max  # of the bytes of cross_entropy_fp8
 BLOCK = 8192  # logits a program holds at a time
 WARPS = 16
 
@@ -48,13 +53,33 @@ def reference(
     return losses.masked_fill(ignored, 0.0)
 
 
+def reference_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(losses [M], dz8 [M, V]): `reference`'s losses, and e5m2 bytes as uint8.
+
+    dz8 = (softmax(z) − onehot(label)) / GRAD_SCALE_INV, 0 in ignored rows, NaN where a label is outside of [0, V). The
+    logits are left as they are.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit.
+    """
+    check(logits, labels)
+    dz = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    losses = reference(dz, labels, None, ignore_index, True)
+    return losses, (dz / GRAD_SCALE_INV).to(torch.float8_e5m2).view(torch.uint8)
+
+
 def fake(
     logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
 ) -> Tensor:
     return empty(labels, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def check(logits: Tensor, labels: Tensor, factor: Tensor | None, *others: object) -> None:
+def fake_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    losses = fake(logits, labels, None, ignore_index, True)
+    return losses, empty(logits, *logits.shape, dtype=torch.uint8)
+
+
+def check(logits: Tensor, labels: Tensor, factor: object = None, *others: object) -> None:
     """TypeError or ValueError unless logits are floating [M, V], labels int64 [M], factor one fp32 or fp64 value."""
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits must be [M, V] with V ≥ 1, found {tuple(logits.shape)}")
@@ -65,9 +90,9 @@ def check(logits: Tensor, labels: Tensor, factor: Tensor | None, *others: object
             f"labels must be int64 [{logits.shape[0]}], found {labels.dtype} {list(labels.shape)}"
         )
     for name, tensor in (("labels", labels), ("factor", factor)):
-        if tensor is not None and tensor.device != logits.device:
+        if isinstance(tensor, Tensor) and tensor.device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
-    if factor is not None and (factor.numel() != 1 or factor.dtype.itemsize < 4):
+    if isinstance(factor, Tensor) and (factor.numel() != 1 or factor.dtype.itemsize < 4):
         raise ValueError(
             f"factor must be one fp32 value, found {factor.dtype} {list(factor.shape)}"
         )
@@ -86,6 +111,26 @@ def by_triton(
     Raises:
         ValueError: logits are not contiguous.
     """
+    return _launched(logits, labels, factor, ignore_index, logits if gradient else None)
+
+
+def by_triton_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Losses and the gradient's bytes by one kernel.
+
+    Raises:
+        ValueError: logits are not contiguous.
+    """
+    dz8 = torch.empty_like(logits, dtype=torch.uint8)
+    return _launched(logits, labels, None, ignore_index, dz8), dz8
+
+
+def _launched(
+    logits: Tensor,
+    labels: Tensor,
+    factor: Tensor | None,
+    ignore_index: int,
+    gradient: Tensor | None,
+) -> Tensor:
     if not logits.is_contiguous():
         raise ValueError(f"logits must be contiguous, found strides {logits.stride()}")
     losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
@@ -102,6 +147,10 @@ def chosen(place: Place) -> tuple[str, str]:
     return "triton", "two reads of a chunk's logits, gradient in their place; float64: PyTorch's"
 
 
+def chosen_fp8(place: Place) -> tuple[str, str]:
+    return "triton", "two reads of a chunk's logits, e5m2 gradient beside them; float64: PyTorch's"
+
+
 cross_entropy_ = define(
     Op(
         "cross_entropy_",
@@ -115,4 +164,18 @@ cross_entropy_ = define(
         chosen,
     ),
     "(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
+)
+cross_entropy_fp8 = define(
+    Op(
+        "cross_entropy_fp8",
+        reference_fp8,
+        fake_fp8,
+        check,
+        (
+            Implementation("triton", by_triton_fp8, why_not_triton),
+            Implementation("torch", reference_fp8),
+        ),
+        chosen_fp8,
+    ),
+    "(Tensor logits, Tensor labels, SymInt ignore_index) -> (Tensor, Tensor)",
 )

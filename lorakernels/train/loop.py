@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels import FP8State
+from lorakernels import FP8State, quantize_head
 from lorakernels.train.checkpoint import (
     Checkpoint,
     check_rng_state,
@@ -37,7 +37,7 @@ from lorakernels.train.checkpoint import (
     set_rng_state,
 )
 from lorakernels.train.errors import CheckpointError, Diverged
-from lorakernels.train.model import mean_loss, summed_loss
+from lorakernels.train.model import decoder_and_head, mean_loss, summed_loss
 from lorakernels.train.optimizers import Updater
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
@@ -107,6 +107,8 @@ class Trainer:
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
         self.runtime, self.ranks = runtime, ranks
+        head = decoder_and_head(model)[1] if options.fp8_head else None
+        self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.trainable.values())).device
         self.updater = Updater(self.trainable, options)
@@ -178,7 +180,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             if self.runtime is not None:
                 self.runtime.begin_microbatch()
-            micro = mean_loss(self.model, batch, self.options, self.items)
+            micro = mean_loss(self.model, batch, self.options, self.items, self.head8)
             micro.backward()
             if self.runtime is not None:
                 self.runtime.end_microbatch(last=number == len(batches) - 1)

@@ -22,7 +22,7 @@ def chunked_cross_entropy(
     labels: Tensor,
     chunk: int,
     items: Tensor | None = None,
-    fp8: bool = False,
+    fp8: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sum of the token losses, an fp32 scalar, divided by `items` if given.
 
@@ -32,7 +32,7 @@ def chunked_cross_entropy(
         labels: [n], with IGNORE where no token is predicted.
         chunk: number of tokens whose logits exist at the same time.
         items: scalar tensor, the divisor.
-        fp8: multiply by the head in FP8, which takes a plain frozen head.
+        fp8: what `quantize_head` made of a plain frozen head's weight, to multiply by in FP8.
 
     Raises:
         ValueError: the shapes of `hidden` and `labels` do not fit.
@@ -42,16 +42,18 @@ def chunked_cross_entropy(
             f"expected hidden [n, H] and labels [n], got {tuple(hidden.shape)}, {tuple(labels.shape)}"
         )
     if type(head) is nn.Linear:
+        weight, scale_inv = (head.weight, None) if fp8 is None else fp8
         return linear_cross_entropy(
             hidden,
-            head.weight,
+            weight,
             labels,
             bias=head.bias,
             ignore_index=IGNORE,
             chunk=chunk,
             reduction="sum" if items is None else "mean",
             num_items=items,
-            fp8=fp8,
+            fp8=fp8 is not None,
+            weight_scale_inv=scale_inv,
         )
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for part in range(0, len(hidden), chunk):

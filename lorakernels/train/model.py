@@ -289,15 +289,19 @@ def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> T
     return chunked_cross_entropy(hidden, head, batch.labels.flatten(), chunk)
 
 
-def mean_loss(model: Any, batch: Batch, options: FinetuneOptions, items: Tensor) -> Tensor:
+def mean_loss(
+    model: Any,
+    batch: Batch,
+    options: FinetuneOptions,
+    items: Tensor,
+    head8: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The loss of a microbatch: the sum of its token losses divided by ``items``, the number of tokens in the whole
-    step.
+    step. ``head8`` is what `quantize_head` made of the output head's weight, where FP8 multiplies.
 
     Returns an fp32 scalar on the batch's device.
     """
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, options.isolate_documents).flatten(0, 1)
     labels = batch.labels.flatten()
-    return chunked_cross_entropy(
-        hidden, head, labels, options.loss_chunk, items, fp8=options.fp8_head
-    )
+    return chunked_cross_entropy(hidden, head, labels, options.loss_chunk, items, head8)

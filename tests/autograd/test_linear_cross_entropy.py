@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorakernels import linear_cross_entropy
-from lorakernels.modules.frozen import quantize_weight
-from lorakernels.numerics.fp8 import E4M3
+from lorakernels import linear_cross_entropy, quantize_head
 
 IGNORE = -100
 
@@ -132,14 +130,39 @@ def test_fp8_head(device, given_as):
     hidden.requires_grad_()
     given = {"weight": weight}
     if given_as == "e4m3":
-        raw, scale_inv = quantize_weight(weight)
-        given = {"weight": raw.view(E4M3), "weight_scale_inv": scale_inv}
+        w8, scale_inv = quantize_head(weight)
+        given = {"weight": w8, "weight_scale_inv": scale_inv}
     loss = linear_cross_entropy(hidden, labels=labels, chunk=100, fp8=True, **given)
     (d_hidden,) = torch.autograd.grad(loss, hidden)
     assert abs(loss.item() - float(expected[0])) < 3 * 0.15 / items**0.5 + 0.15**2
     error = (d_hidden.double() - expected[1].to(device)).norm() / expected[1].norm()
     # of |dz| ≈ √(1 + Σ p²), dominated by the one-hot, which has no error of its own
     assert error < (0.15**2 / 4 + 0.052**2 + 0.026**2) ** 0.5
+
+
+def test_a_head_that_is_quantized_once_gives_the_same_bits(device):
+    hidden, weight, bias, labels = problem(64, 256, 128, 9, torch.bfloat16, device, True)
+    hidden.requires_grad_()
+    w8, scale_inv = quantize_head(weight)
+    assert w8.dtype == torch.float8_e4m3fn and w8.shape == weight.shape and scale_inv.shape == (1,)
+
+    def run(**head: Tensor) -> tuple[Tensor, Tensor]:
+        loss = linear_cross_entropy(hidden, labels=labels, bias=bias, chunk=40, fp8=True, **head)
+        return loss.detach(), *torch.autograd.grad(loss, hidden)
+
+    once, each_time = run(weight=w8, weight_scale_inv=scale_inv), run(weight=weight)
+    assert all(torch.equal(a, b) for a, b in zip(once, each_time, strict=True))
+
+
+def test_fp8_gradients_of_many_items_keep_their_bits(device):
+    """dz's bytes are those of softmax − onehot; 1 / items is in their scale alone, so that nothing underflows."""
+    hidden, weight, _, labels = problem(32, 512, 128, 0, torch.bfloat16, device, False)
+    hidden.requires_grad_()
+    found = []
+    for items in (1, 2**40):
+        loss = linear_cross_entropy(hidden, weight, labels, num_items=items, fp8=True)
+        found += torch.autograd.grad(loss * items, hidden)
+    assert torch.equal(*found) and found[0].any()
 
 
 def test_what_is_ignored_may_be_nan(device):

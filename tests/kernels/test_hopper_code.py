@@ -175,11 +175,15 @@ def test_swiglu_s_gradient(as_bytes: bool, config: tune.TileConfig, tmp_path: Pa
     assert count(found, "REDG") == 1
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_cross_entropy(gradient: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gradient", ["none", "bf16", "e5m2"])
+def test_cross_entropy(gradient: str, tmp_path: Path) -> None:
     """Rows whose length is a multiple of 8: what a vocabulary padded for tensor cores has."""
-    constants = {"GRADIENT": gradient, "HAS_FACTOR": True, "BLOCK": losses.BLOCK}
+    e5m2 = gradient == "e5m2"
+    constants = {"GRADIENT": gradient != "none", "HAS_FACTOR": not e5m2, "E5M2": e5m2}
+    constants |= {"NATIVE": True, "BLOCK": losses.BLOCK}
     types = typed(p_fp32="losses factor", p_bf16="logits", p_i64="labels", i32="ignore_index V")
+    types |= typed(**{"p_u8" if e5m2 else "p_bf16": "gradient"})
     kernel = cross_entropy._cross_entropy_kernel
     found = Counter(sm90_code(kernel, types, constants, losses.WARPS, tmp_path))
-    assert not spills(found) and found[LOAD] and bool(found[STORE]) == gradient
+    assert not spills(found) and found[LOAD] and bool(found[STORE]) == (gradient != "none")
+    assert bool(found[TO_E5M2]) == e5m2

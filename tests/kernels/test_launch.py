@@ -92,6 +92,7 @@ def others(device: torch.device) -> dict[str, Case]:
     gradients = [randn(2, count, ROWS, DIM) for count in heads]
     labels = torch.arange(ROWS, device=device)
     losses, factor = torch.zeros(ROWS, device=device), torch.rand(1, device=device)
+    logits = randn(ROWS, 100)
     side, blocks = SideBySide([ROWS, 16], [8, 8]), [randn(ROWS, 8), randn(16, 8)]
     whole, second = randn(ROWS + 16, 16), randn(ROWS + 16, 16)
     factors = torch.rand(2, 2, device=device)
@@ -106,7 +107,11 @@ def others(device: torch.device) -> dict[str, Case]:
         ),
         "cross_entropy": (
             cross_entropy.launch,
-            (losses, randn(ROWS, 100), labels, factor, 3, True, 1024, 4),
+            (losses, logits, labels, factor, 3, logits, 1024, 4),
+        ),
+        "cross_entropy_fp8": (
+            cross_entropy.launch,
+            (losses, logits, labels, None, 3, torch.zeros_like(logits, dtype=torch.uint8), 1024, 4),
         ),
         "block_diagonal": (assemble, (whole, second, blocks, side, factors)),
     }
@@ -239,7 +244,7 @@ def test_every_launcher_takes_stand_ins(
     given = {symbolic(i) for i, _ in enumerate(tensors_of(arguments))}
     used = set()
     for call in recorded:
-        starts_early = early and name not in ("cross_entropy", "rope_backward")
+        starts_early = early and name not in ("cross_entropy", "cross_entropy_fp8", "rope_backward")
         assert call["early"] == starts_early
         assert len(call["grid"]) == 3 and min(call["grid"]) > 0
         *parameters, scratch, more = call["parameters"]

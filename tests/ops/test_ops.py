@@ -30,6 +30,7 @@ SCHEMAS = (
     "block_diagonal_parts(Tensor matrix, SymInt[] rows, SymInt[] ranks, Tensor factors, bool compact=False)"
     " -> Tensor[]",
     "cross_entropy_(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
+    "cross_entropy_fp8(Tensor logits, Tensor labels, SymInt ignore_index) -> (Tensor, Tensor)",
     "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
     " Tensor? weight_t, Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",

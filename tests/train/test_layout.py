@@ -13,7 +13,8 @@ import torch
 from lorakernels import LoRAConfig, ShardPlan
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layout import Gpus, planned
-from lorakernels.train.options import FinetuneOptions, resolve
+from lorakernels.train.option_sources import resolve
+from lorakernels.train.options import FinetuneOptions
 
 LORA = LoRAConfig(target_modules="all-linear")
 WIDTHS = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20}

@@ -4,42 +4,47 @@
     m = max_v z_v       l = Σ_v exp(z_v − m)       loss = m + log l − z_label       dz_v = factor · (exp(z_v − m) / l −
     [v = label])
 
-First pass: online maximum and sum, so z is read once for both. Second pass: dz over z, in z's dtype. An ignored row is
-not read: its loss and gradient are 0 whatever it holds. A label outside of [0, V) gives NaN: a capture cannot raise.
-fp32 arithmetic in an order that depends on V alone, one rounding at the store.
+First pass: online maximum and sum, so z is read once for both. Second pass: dz over z in z's dtype, or beside it in
+e5m2. An ignored row is not read: its loss and gradient are 0 whatever it holds. A label outside of [0, V) gives NaN:
+a capture cannot raise. fp32 arithmetic in an order that depends on V alone, one rounding at the store.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton.launch import launch as launch_kernel
+from lorakernels.kernels.triton.quantize import encode, is_native
 
 
 @triton.jit
 def _cross_entropy_kernel(
     losses: tl.tensor,
     logits: tl.tensor,
+    gradient: tl.tensor,
     labels: tl.tensor,
     factor: tl.tensor,
     ignore_index: tl.tensor,
     V: tl.tensor,
     GRADIENT: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    z = logits + row * V
+    z, to = logits + row * V, gradient + row * V
     label = tl.load(labels + row)
     column = tl.arange(0, BLOCK)
     if label == ignore_index:
         tl.store(losses + row, 0.0)
         if GRADIENT:
             for start in range(0, V, BLOCK):
-                zero = tl.zeros((BLOCK,), tl.float32).to(logits.dtype.element_ty)
-                tl.store(z + start + column, zero, start + column < V)
+                zero = tl.zeros((BLOCK,), tl.float32).to(gradient.dtype.element_ty)
+                tl.store(to + start + column, zero, start + column < V)
     else:
         largest = -float("inf")
         total = 0.0
@@ -54,7 +59,7 @@ def _cross_entropy_kernel(
         nan = float("nan")
         tl.store(losses + row, tl.where(known, largest - asked + tl.log(total), nan))
         if GRADIENT:
-            share = 1.0
+            share = 57344.0 if E5M2 else 1.0  # the largest number of e5m2
             if HAS_FACTOR:
                 share = tl.load(factor)
             share = tl.where(known, share, nan)
@@ -63,7 +68,10 @@ def _cross_entropy_kernel(
                 part = tl.load(z + at, at < V, 0.0).to(tl.float32)
                 p = tl.exp(part - largest) / total
                 dz = share * tl.where(at == label, p - 1.0, p)
-                tl.store(z + at, dz.to(logits.dtype.element_ty), at < V)
+                if E5M2:
+                    tl.store(to + at, encode(dz, True, NATIVE), at < V)
+                else:
+                    tl.store(to + at, dz.to(gradient.dtype.element_ty), at < V)
 
 
 def launch(
@@ -72,23 +80,30 @@ def launch(
     labels: Tensor,
     factor: Tensor | None,
     ignore_index: int,
-    gradient: bool,
+    gradient: Tensor | None,
     block: int,
     warps: int,
 ) -> None:
-    """Write `losses` and, with `gradient`, dz over `logits`, which are contiguous and not empty."""
+    """Write `losses` and the gradient of `logits`, which are contiguous and not empty.
+
+    gradient: where it goes, of logits' shape: the logits themselves, or uint8 for e5m2 bytes of 57344 · (softmax −
+    onehot), which take no factor. None: nowhere.
+    """
     rows, vocabulary = logits.shape
     launch_kernel(
         _cross_entropy_kernel,
         (rows,),
         losses,
         logits,
+        logits if gradient is None else gradient,
         labels,
         losses if factor is None else factor,
         ignore_index,
         vocabulary,
-        GRADIENT=gradient,
+        GRADIENT=gradient is not None,
         HAS_FACTOR=factor is not None,
+        E5M2=gradient is not None and gradient.dtype == torch.uint8,
+        NATIVE=is_native(logits.device),
         BLOCK=min(block, triton.next_power_of_2(vocabulary)),
         num_warps=warps,
     )
