@@ -17,6 +17,7 @@ why in its row. Columns:
                          Before each sample, graphed or not, the GPU only writes memory for 10 ms. It draws less power
                          then, and its clock is higher afterwards.
     wall ms              a step's time when steps follow each other: the longer of device and host
+    J                    the GPU's energy of a step when steps follow each other, by NVML's counter
     CPU µs               what the host needs to enqueue a step
     saved MB             what a forward leaves allocated besides y; a fresh x counts if it is kept
     predicted MB         what `fuse` says that "saved MB" would be
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.decoder_provider import GRAPHED, MAKE, NOT_GRAPHED, Provider, Samples, kind_of
+from benchmarks.lib.energy import shown
 from benchmarks.lib.rows import (
     Row,
     arguments,
@@ -77,15 +79,19 @@ AT_ONCE = {
 
 MEMORY = ("saved MB", "predicted MB", "peak MB")
 NO_TIMES: Row = dict.fromkeys(
-    ("fwd ms", "bwd ms", "ms", "p20 ms", "p80 ms", "wall ms", "CPU µs", "TFLOP/s"), ""
+    ("fwd ms", "bwd ms", "ms", "p20 ms", "p80 ms", "wall ms", "J", "CPU µs", "TFLOP/s"), ""
 )
 
 
 def columns(rounds: list[Samples], flops: int) -> Row:
     """Of the samples of all rounds together."""
     of = {key: [s for part in rounds for s in part[key]] for key in rounds[0]}
-    wall, host = (statistics.median(of[key]) for key in ("wall", "host"))
-    ends: Row = {"wall ms": round(wall * 1e3, 4), "CPU µs": round(host * 1e6, 1)}
+    wall, host, energy = (statistics.median(of[key]) for key in ("wall", "host", "joules"))
+    ends: Row = {
+        "wall ms": round(wall * 1e3, 4),
+        "J": shown(energy, 3),
+        "CPU µs": round(host * 1e6, 1),
+    }
     if not all(part["forward"] for part in rounds):
         return {**dict.fromkeys(NO_TIMES, "host-bound"), **ends, "TFLOP/s": ""}
     steps = sorted(a + b for a, b in zip(of["forward"], of["backward"], strict=True))

@@ -14,12 +14,13 @@ as read from memory even where it still lies in L2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -196,23 +197,42 @@ def _once(
         backward(y)
         if on_gpu:
             torch.cuda.synchronize(device)
-    for index, seconds, kernel in _kernels(found.events(), on_gpu):
+    for index, seconds, kernel in _kernels(found, on_gpu):
         recorder.calls[index].seconds += seconds
         recorder.calls[index].kernels.append(kernel)
     return recorder.calls, split
 
 
-def _kernels(events: Any, on_gpu: bool) -> Iterator[tuple[int, float, str]]:
+def _kernels(found: profile, on_gpu: bool) -> Iterator[tuple[int, float, str]]:
     """(number of the call, seconds, name) of every kernel; on a CPU the calls themselves."""
-    for event in events:
-        index = _mark(event)
-        if index is None:
-            continue
-        if on_gpu:
-            for kernel in event.kernels:
-                yield index, kernel.duration / 1e6, kernel.name
-        elif event.name.startswith(MARK):
-            yield index, event.cpu_time_total / 1e6, "cpu"
+    marks = {event.id: index for event in found.events() if (index := _mark(event)) is not None}
+    if not on_gpu:
+        for event in found.events():
+            if event.name.startswith(MARK):
+                yield marks[event.id], event.cpu_time_total / 1e6, "cpu"
+        return
+    on_device = sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.linked_correlation_id(), e.name())
+        for e in found.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if e.device_type() == DeviceType.CUDA
+        and e.linked_correlation_id() in marks
+        and not e.name().startswith(MARK)
+    )
+    spans = [(start, end) for start, end, *_ in on_device]
+    for nanoseconds, (*_, launched, name) in zip(own_times(spans), on_device, strict=True):
+        yield marks[launched], nanoseconds / 1e9, name
+
+
+def own_times(spans: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """What each (start, end) adds to the time in which anything runs; the spans come by their starts.
+
+    A kernel that is launched early begins beside the last blocks of the kernel before it and waits for them. That time
+    is the other kernel's.
+    """
+    until = 0
+    for start, end in spans:
+        yield max(0, end - max(start, until))
+        until = max(until, end)
 
 
 def _mark(event: Any) -> int | None:

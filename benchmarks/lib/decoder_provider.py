@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.energy import joules_of
 from benchmarks.lib.rows import Row
 from benchmarks.lib.timing import MAX_SCRUBS, SCRUB_BYTES, heat, synchronize
 from benchmarks.lib.workers import reason_of
@@ -107,7 +108,7 @@ class Provider:
         return {"check": "ok", "error": error}
 
     def measure(self, seconds: float, at_most: int) -> dict[str, Samples]:
-        """By row: seconds of "forward", "backward" and "host" by sample, and of "wall" per step."""
+        """By row: seconds of "forward", "backward" and "host" by sample, of "wall" per step, and its "joules"."""
         heat(self.device, 0.1)
         found = {row: samples(peer, seconds, at_most) for row, peer in self.peers.items()}
         _clear()  # the others' turn: what is cached here is memory that they lack
@@ -158,7 +159,9 @@ def samples(peer: LayerPeer, seconds: float, at_most: int) -> Samples:
     often = max(min(at_most, 8), min(at_most, int(seconds / wall)))
     split = _split_on_gpu(peer, device, often) if device.type == "cuda" else _split(peer, often)
     forward, backward = ([pair[i] for pair in split] for i in (0, 1))
-    return {"forward": forward, "backward": backward, "host": hosts, "wall": [wall]}
+    energy = joules_of(lambda: peer.backward(peer.forward()), device)
+    ends = {"host": hosts, "wall": [wall], "joules": [energy]}
+    return {"forward": forward, "backward": backward, **ends}
 
 
 def _host(peer: LayerPeer, device: torch.device) -> float:

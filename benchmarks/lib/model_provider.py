@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.energy import joules
 from benchmarks.lib.timing import synchronize
 from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
@@ -89,15 +90,17 @@ def _measured(
         synchronize(device)
         took, done = time.perf_counter() - enqueued, done + 1
     often = max(2, min(at_most, int(SECONDS / took)))
-    began = time.perf_counter()
+    began, energy = time.perf_counter(), joules(device)
     for _ in range(often):
         last = step(done)
         done += 1
     synchronize(device)
     seconds = (time.perf_counter() - began) / often
+    energy = (joules(device) - energy) / often
     result = {
         "check": "ok",
         "seconds": seconds,
+        "joules": energy,
         "host": statistics.median(hosts),
         "losses": [first, float(last)],
         "trained": sum(p.numel() for p in training.trained),

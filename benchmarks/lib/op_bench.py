@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.energy import joules_of, shown
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import NOT_TIMED, heat, measured_floor, time_of
 
@@ -136,16 +137,18 @@ def against_cublaslt(
     """A row for each provider of a product; `base` is cuBLASLt's, timed before and after each of them.
 
     An H200 under load lowers its clock within a second: the ratio is to the mean of those two. `digits` is of TFLOP/s.
+    "mJ" is the board's energy of one call among calls that follow each other.
     """
     rows: list[Row] = []
     heat(setting.device)
     before = setting.time(base)["ms"]
     for name, call in calls.items():
         check = call.check(call.run())
-        columns, after = NOT_TIMED, before
+        columns, after, energy = NOT_TIMED, before, math.nan
         if check["check"] == "ok":
             columns = setting.time(call.run)
             after = setting.time(base)["ms"]
+            energy = joules_of(call.run, setting.device)
         ms, beside = columns["ms"], before
         if isinstance(before, float) and isinstance(after, float):
             beside = (before + after) / 2
@@ -157,6 +160,7 @@ def against_cublaslt(
                 **columns,
                 "TFLOP/s": ratio(call.operations / 1e9, ms, digits),
                 "÷ cublaslt": ratio(ms, beside),
+                "mJ": shown(energy * 1e3, 2),
             }
         )
         before = after

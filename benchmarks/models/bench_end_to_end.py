@@ -9,6 +9,7 @@ R = 16, alpha = 32 and p = 0.1, on q, k, v, o or on all linear layers. AdamW upd
 has a process of its own, one after the other. Columns:
 
     tokens/s, ms/step    of steps in a row, with everything in them: data to the device, loss, optimizer
+    J/step               the GPU's energy in the same steps, by NVML's counter
     CPU ms               the host's time to enqueue a step on an idle device
     peak GiB             of tensors; "reserved GiB" is the allocator's, graphs included. Both are the most of a run
     TFLOP/s, MFU %       by train/flops.py, without recomputation, attention as if not causal; "of" names the peak
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks.lib.energy import shown
 from benchmarks.lib.model_provider import PROVIDERS, import_for, kind_of, measure
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, serve
@@ -123,6 +125,7 @@ def numbers(found: dict[str, Any], tokens: int, flops: float) -> Row:
         **NO_NUMBERS,
         "tokens/s": round(rate, 1),
         "ms/step": round(found["seconds"] * 1e3, 3),
+        "J/step": shown(found["joules"], 2),
         "CPU ms": round(found["host"] * 1e3, 3),
         **gib,
         "TFLOP/s": round(tflops, 2),

@@ -87,7 +87,13 @@ def test_providers_are_asked_in_order_and_back(bench: Any, load: Load) -> None:
             asked.append((request, name))
             return answer
 
-        samples = {"forward": [1.0], "backward": [1.0], "host": [1.0], "wall": [1.0]}
+        samples = {
+            "forward": [1.0],
+            "backward": [1.0],
+            "host": [1.0],
+            "wall": [1.0],
+            "joules": [1.0],
+        }
         check = {"a": "ok", "b": "ok", "c": "needs a GPU"}[name]
         handlers = {
             "build": lambda size: note("build", {name: {"check": check, "error": ""}}),
@@ -106,12 +112,18 @@ def test_providers_are_asked_in_order_and_back(bench: Any, load: Load) -> None:
 def test_te_is_best_of_its_two_and_medians_are_of_both_rounds(bench: Any) -> None:
     def part(*steps: float) -> dict[str, list[float]]:
         halves = [s / 2 for s in steps]
-        return {"forward": halves, "backward": halves, "host": [1e-3], "wall": [2e-3]}
+        return {
+            "forward": halves,
+            "backward": halves,
+            "host": [1e-3],
+            "wall": [2e-3],
+            "joules": [0.5],
+        }
 
     te = bench.TE_LAYER
     names = (te, te + bench.GRAPHED, "ours, recompute", "hf bf16, no lora")
     heads = {name: {"check": "ok", "error": ""} for name in names}
-    late = {"forward": [], "backward": [], "host": [5e-3], "wall": [6e-3]}
+    late = {"forward": [], "backward": [], "host": [5e-3], "wall": [6e-3], "joules": [0.5]}
     rounds = {
         te: [part(4e-3), part(4e-3)],
         te + bench.GRAPHED: [part(2e-3), part(2e-3)],
@@ -125,6 +137,7 @@ def test_te_is_best_of_its_two_and_medians_are_of_both_rounds(bench: Any) -> Non
     assert (ours["fwd ms"], ours["ms"], ours["p80 ms"]) == (0.5, 1.0, 5.0)
     host_bound = rows["hf bf16, no lora"]
     assert host_bound["ms"] == "host-bound" and host_bound["wall ms"] == 4.0
+    assert host_bound["J"] == 0.5
 
 
 def test_operations_of_a_layer_are_those_of_its_products() -> None:

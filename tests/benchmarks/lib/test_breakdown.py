@@ -56,6 +56,22 @@ def test_kernels_follow_the_step_and_their_sum_is_the_step() -> None:
     assert math.isclose(sum(r["floor µs"] for r in ops), total["floor µs"], rel_tol=0.05)
 
 
+def test_a_kernel_that_waits_for_another_has_only_what_it_adds() -> None:
+    """By starts: one kernel, one launched early that outlasts it, one inside of that, one after a gap."""
+    spans = [(10, 110), (90, 150), (100, 120), (160, 170)]
+    assert list(breakdown.own_times(spans)) == [100, 40, 0, 10]
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_a_step_do_not_overlap() -> None:
+    """Their sum is not above the time that the step takes on the device."""
+    x = torch.randn(4096, 4096, device="cuda")
+    calls, _ = breakdown.record(lambda: (x @ x).relu(), lambda y: y.sum(), torch.device("cuda"))
+    kernels = [kernel for call in calls for kernel in call.kernels]
+    assert len(kernels) >= 3 and all(call.seconds > 0 for call in calls if call.kernels)
+    assert not [name for name in kernels if name.startswith(breakdown.MARK)]
+
+
 @pytest.mark.parametrize(
     ("name", "short"),
     [("void lk::(anonymous namespace)::gemm_kernel<(lk::(anonymous namespace)::Product)0, f>(P)",

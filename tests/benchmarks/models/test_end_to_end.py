@@ -124,12 +124,13 @@ def test_an_error_as_the_budget_ends_is_not_laid_to_it(
 
 def test_rates_are_of_tokens_and_flops(bench: Any) -> None:
     found = {
-        "seconds": 0.5, "host": 0.01, "losses": [2.0, 1.5], "start": 3.0, "note": "",
+        "seconds": 0.5, "host": 0.01, "joules": 114.0, "losses": [2.0, 1.5], "start": 3.0, "note": "",
         "peak": ["a chip", 200.0], "allocated": 1 << 30, "reserved": 3 << 29,
     }  # fmt: skip
     row = bench.numbers(found, tokens=1000, flops=5e10)
     assert (row["tokens/s"], row["TFLOP/s"], row["MFU %"]) == (2000.0, 100.0, 50.0)
     assert (row["peak GiB"], row["reserved GiB"], row["CPU ms"]) == (1.0, 1.5, 10.0)
+    assert row["J/step"] == 114.0
 
 
 @pytest.mark.gpu
