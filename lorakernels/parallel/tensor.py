@@ -19,9 +19,11 @@ from lorakernels.parallel.tensor_check import (
     check,
     check_equal,
     check_vocabulary,
+    checksum,
     fingerprint,
     found_by,
     found_in,
+    generators,
 )
 from lorakernels.parallel.tensor_layers import KINDS, Part, cut
 from lorakernels.parallel.tensor_ranks import Ranks
@@ -89,6 +91,23 @@ class TensorParallel:
         """Collective: {name: whole gradient} of the trained parameters that have one."""
         found = ((name, p.grad) for name, p in self._trained())
         return {n: self._whole(g, self._dimension(n)) for n, g in found if g is not None}
+
+    def check(self) -> None:
+        """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
+
+        It reads the device, so call it now and then.
+
+        Raises:
+            ValueError: generators, FP8 scales, or adapters that all ranks hold whole differ. It names the first.
+        """
+        model, device = self.model, next(self.model.parameters()).device
+        held = {n: p for n, p in self._trained() if self._dimension(n) is None}
+        states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
+        for index, state in enumerate(states.values()):
+            held |= {f"x's scales of FP8State {index}": state.forward[-1]}
+            held |= {f"dy's scales of FP8State {index}": state.backward[-1]}
+        mine = {f"the values of {name}": checksum(value) for name, value in held.items()}
+        check_equal(comm.agree(self.ranks.group, mine | generators(model, device)))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

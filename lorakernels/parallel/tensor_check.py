@@ -174,29 +174,35 @@ def _trained_elsewhere(model: nn.Module, cuts: Iterable[str]) -> Iterator[str]:
             yield name
 
 
+def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and the sum of the bytes."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), int(raw.sum(dtype=torch.int64))
+
+
+def generators(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The random states from which masks draw, by what they are called in a message; none without dropout."""
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear) and m.lora_dropout > 0]
+    if not layers:
+        return {}
+    found = {"torch's CPU generator, from which masks draw,": torch.get_rng_state().tolist()}
+    if device.type == "cuda" and any(layer.rng_state is None for layer in layers):
+        state = torch.cuda.get_rng_state(device).tolist()
+        found["torch's CUDA generator, from which masks draw,"] = state
+    return found
+
+
 def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any]:
     """What must be equal on all ranks, by what it is called in a message."""
-    values = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        values[name] = (tuple(tensor.shape), str(tensor.dtype), raw.sum(dtype=torch.int64))
-    known = {name: (shape, dtype, int(total)) for name, (shape, dtype, total) in values.items()}
+    tensors = (*model.named_parameters(), *model.named_buffers())
     layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
-    drawn = {}
-    if any(layer.lora_dropout > 0 for layer in layers):
-        device = layers[0].lora_A.device
-        drawn["torch's CPU generator, from which masks draw"] = torch.get_rng_state().tolist()
-        if device.type == "cuda" and any(layer.rng_state is None for layer in layers):
-            drawn["torch's CUDA generator, from which masks draw"] = torch.cuda.get_rng_state(
-                device
-            ).tolist()
     numbers = {m.name: (m.site, m.scaling, m.lora_dropout, str(m.rng_state)) for m in layers}
     return {
         "sequence_parallel": sequence,
-        "plan": found.cuts,
-        **{f"the values of {name}": value for name, value in known.items()},
+        "the plans": found.cuts,
+        **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
         **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
-        **drawn,
+        **generators(model, next(model.parameters()).device),
     }
 
 
@@ -207,6 +213,6 @@ def check_equal(found: list[dict[str, Any]]) -> None:
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"all ranks must have the same model, but {name} differ between rank 0 and rank {rank} of the "
-                    "group: call torch.manual_seed with one value on all of them before the model is made"
+                    f"all ranks of the group must have the same model, but {name} differ between rank 0 and rank "
+                    f"{rank}: make it after torch.manual_seed with one value, and draw random numbers on all alike"
                 )

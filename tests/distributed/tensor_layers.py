@@ -155,6 +155,12 @@ def train(layer: Any, part: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], w
     return found
 
 
+@torch.no_grad()
+def evaluate(layer: Any, part: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], way: Way) -> None:
+    x, _ = part(*step_data(STEPS, way, layer.lora_A.device))
+    layer.eval()(x)
+
+
 def doubled(operand: Scaled, dtype: torch.dtype) -> Tensor:
     if operand.scale_inv is None:
         return operand.data.double()
@@ -201,12 +207,16 @@ def compare(device: torch.device, way: Way, group: Any) -> dict[str, Any]:
         theirs = own(ranks, getattr(whole, name), dims[name])
         bits[f"initial {name}"] = torch.equal(getattr(part, name), theirs)
     seen, seen_part = Seen(), Seen()
+
+    def ends(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return own(ranks, x, dims["dx"]), own(ranks, dy, dims["y"])
+
     with seen.watching():
-        expected = train(whole, lambda x, dy: (x, dy), way)
+        expected = train(whole, lambda *both: both, way)
+        evaluate(whole, lambda *both: both, way)
     with seen_part.watching(), broken(way.fault):
-        found = train(
-            part, lambda x, dy: (own(ranks, x, dims["dx"]), own(ranks, dy, dims["y"])), way
-        )
+        found = train(part, ends, way)
+        evaluate(part, ends, way)
     for name, dim in (("x8", None if column else 1), ("dy8", 1 if column else None)):
         pairs = zip(getattr(seen_part, name), getattr(seen, name), strict=True)
         bits[name] = all(torch.equal(a.data, own(ranks, b.data, dim)) for a, b in pairs)

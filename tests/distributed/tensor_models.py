@@ -143,6 +143,8 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     return {"errors": errors, "unequal": unequal, "said": str(split)}
 
 
-def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, Any]:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+def worker(rank: int, device: torch.device, ways: list[Way], dp: int = 1) -> dict[str, Any]:
+    """With `dp` > 1 there are so many groups of ranks, which train on the same data."""
+    shape = (dp, dist.get_world_size() // dp)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     return {str(way): compare(device, way, mesh["tp"]) for way in ways}

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +85,14 @@ def test_a_model_over_ranks_trains_as_the_whole_one(world: int, way: Way) -> Non
         check(way, found[str(way)])
 
 
+def test_two_groups_beside_each_other() -> None:
+    """Each splits a model of its own, and the scales are reduced over all four ranks."""
+    ways = [Way("FP8", True), Way("vocabulary", True, fp8=False, dropout=0.0, vocabulary=True)]
+    for found in on_ranks(worker, 4, "gloo", ways, 2):
+        for way in ways:
+            check(way, found[str(way)])
+
+
 def test_the_report_names_what_was_split() -> None:
     said = results(2)[0][str(SOME[3])]["said"]
     assert said.startswith("14 layers over 2 ranks, rows split between them")
@@ -94,3 +106,17 @@ def test_a_model_over_two_gpus(way: Way) -> None:
         pytest.skip("needs two GPUs")
     for found in results(2, "nccl"):
         check(way, found[str(way)])
+
+
+def test_the_example_runs() -> None:
+    """As torchrun starts it, on CPUs."""
+    root = Path(__file__).parents[2]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [*run, str(root / "examples" / "tensor_parallel.py")],
+        capture_output=True, text=True, env=environment, cwd=root, timeout=300,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
+    before, after = found.stdout.split("loss ")[1].split(" → ")
+    assert float(after) < float(before) - 0.1

@@ -119,12 +119,12 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
     "values differ": (
         another_seed,
         None,
-        "all ranks must have the same model, but the values of model.layers.0.self_attn.q_proj.lora_A differ",
+        "all ranks of the group must have the same model, but the values of model.layers.0.self_attn.q_proj.lora_A",
     ),
     "generators differ": (
         another_generator,
         None,
-        "all ranks must have the same model, but torch's CPU generator, from which masks draw differ",
+        "all ranks of the group must have the same model, but torch's CPU generator, from which masks draw, differ",
     ),
 }
 
@@ -152,6 +152,24 @@ def vocabularies(mesh: Any) -> dict[str, str]:
         ),
         "loss": said_by(lambda: split.loss(tokens, input_ids=tokens)),
     }
+
+
+def drifted(mesh: Any, rank: int) -> dict[str, str]:
+    """What `check` says of ranks that drifted apart in one way each."""
+    model = make(Way("", True), CPU)
+    split = parallelize(model, mesh)
+    q_proj = model.model.layers[0].self_attn.q_proj
+    said = {"nothing": said_by(split.check)}
+    before = q_proj.lora_A.data.clone()
+    q_proj.lora_A.data[0, 0] += rank
+    said["an adapter"] = said_by(split.check)
+    q_proj.lora_A.data.copy_(before)
+    q_proj.fp8_state.backward[-1, 3] = 1.0 + rank
+    said["a scale"] = said_by(split.check)
+    q_proj.fp8_state.reset()
+    torch.rand(rank + 1)
+    said["a generator"] = said_by(split.check)
+    return said
 
 
 def values_of(model: nn.Module) -> list[Any]:
@@ -242,6 +260,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         "authors": authors(group),
         "vocabularies": vocabularies(mesh),
         "biases": biases(group),
+        "drifted": drifted(mesh, rank),
         "norms": norms(mesh),
     }
 
@@ -312,6 +331,20 @@ def test_a_vocabulary_that_cannot_be_split_is_refused(results: Any, what: str, s
 
 def test_authors_layers_return_y_and_the_bias_that_was_skipped(results: Any) -> None:
     assert [found["biases"] for found in results] == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nothing", "nothing"),
+        ("an adapter", "the values of model.layers.0.self_attn.q_proj.lora_A differ"),
+        ("a scale", "the values of dy's scales of FP8State 0 differ"),
+        ("a generator", "torch's CPU generator, from which masks draw, differ"),
+    ],
+)
+def test_ranks_that_drift_apart_are_found(results: Any, what: str, said: str) -> None:
+    for found in results:
+        assert said in found["drifted"][what]
 
 
 def test_clipping_uses_the_norm_of_the_whole_model(results: Any) -> None:
