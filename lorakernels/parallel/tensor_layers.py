@@ -147,6 +147,13 @@ KINDS: dict[tuple[str, bool], type[Part]] = {
 }
 
 
+def _own(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """A copy of this rank's part of `whole`. FP8 is copied as bytes."""
+    stored = whole.view(torch.uint8) if whole.element_size() == 1 else whole
+    part = stored.narrow(dim, ranks.share(stored.shape[dim]).start, stored.shape[dim] // ranks.size)
+    return part.clone(memory_format=torch.contiguous_format).view(whole.dtype)
+
+
 def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = False) -> None:
     """Keep this rank's part of a whole layer, in place. The objects of its parameters stay, the weight's excepted.
 
@@ -164,10 +171,7 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         whole = layer._parameters.get(name)
         if whole is None:
             continue
-        place = ranks.share(whole.shape[dim])
-        own = (whole.detach()[place] if dim == 0 else whole.detach()[:, place]).clone(
-            memory_format=torch.contiguous_format
-        )
+        own = _own(whole.detach(), dim, ranks)
         if name == "weight":
             layer._parameters[name] = nn.Parameter(own, requires_grad=False)
         else:
