@@ -109,7 +109,13 @@ def test_peft_loads_the_adapter_and_every_checkpoint(
         assert load_tokenizer(folder).get_vocab() == byte_tokenizer().get_vocab()
         assert theirs.peft_config["default"].task_type == "CAUSAL_LM"
         card = (folder / "README.md").read_text()
-        assert yaml.safe_load(card.split("---")[1])["base_model"] == str(model_dir)
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["base_model"] == str(model_dir) and head["library_name"] == "peft"
+        assert head["tags"] == [f"base_model:adapter:{model_dir}", "lora", "lorakernels"]
+        assert "`texts.jsonl`: " in card and "\n- r: 4\n" in card and "\n- steps: 3\n" in card
+        step = 2 if folder is middle else 3
+        assert f"Trained for {step} of 3 steps." in card
+        assert ("Held-out loss" in card) is (step == 3), "what was measured by then"
     assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
     assert not list((tmp_path / "checkpoints").glob("*/state/tensors.safetensors"))
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from lorakernels.train import job
+from lorakernels.train.manifest import MANIFEST, make_manifest
 from lorakernels.train.session import Session
 from tests import processes
 
@@ -102,6 +103,30 @@ def test_half_written_checkpoint_is_passed_over(
     said = capsys.readouterr().out
     assert f"checkpoint {newest} is broken (adapter_model.safetensors has 100 of" in said
     assert "going on from step 4" in said
+    assert adapter(tmp_path) == adapter(eight_steps)
+
+
+def test_a_checkpoint_from_before_an_option_had_its_default(
+    cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """It is gone on with, to the bit, and another value than the default is refused."""
+    run = [*base_args, "--output", tmp_path, "--save-every", 0]
+    assert cli(*run, "--steps", 8, "--save-every", 4) == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    folder = tmp_path / "checkpoints" / "step-00000004"
+    path = folder / "state" / "trainer.json"
+    old = json.loads(path.read_text())
+    for name in ("optim", "loraplus_lr_ratio", "lr_scheduler_type", "lr_scheduler_kwargs"):
+        del old["options"][name]
+    for name in ("bad_rows", "left_out", "rollbacks"):
+        del old["counters"][name]
+    for name in ("last_eval_step", "best_eval", "best_step", "lowest", "without_gain", "seconds"):
+        del old[name]
+    path.write_text(json.dumps(old))
+    (folder / MANIFEST).write_bytes(make_manifest(folder, 4))
+    assert cli(*run, "--steps", 8, "--resume", "--optim", "sgd") == 1
+    assert "optim was 'adamw_torch_fused', now it is 'sgd'" in capsys.readouterr().err
+    assert cli(*run, "--steps", 8, "--resume") == 0
     assert adapter(tmp_path) == adapter(eight_steps)
 
 
