@@ -3,7 +3,8 @@
 
 `ShardPlan.of` looks at every placement of the base: whole or sharded, and a tail of it on the host in steps of 1/32.
 For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
-shortest. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
+shortest. Of placements within 1 % of that, the one with the least on the host wins. A gather or host copy is hidden if
+it takes no longer than the layer that runs beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lorakernels.parallel.plan_time import (
 
 STEPS = 32  # parts of the base that may be offloaded
 EXPOSED = 0.01  # of a step: what counts as hidden
+EQUAL = 1.01  # steps that differ by less count as equally fast
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class ShardPlan:
             raise ValueError(_nothing_fits(size, batch, found, gpus, host_memory or 0))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
-            raise ValueError(_not_hidden(min(plans, key=_order)))
-        return min(plans if allow_exposed else hidden, key=_order)
+            raise ValueError(_not_hidden(_best(plans)))
+        return _best(plans if allow_exposed else hidden)
 
     @property
     def rate(self) -> float:
@@ -221,8 +223,11 @@ def _saves(
     return None
 
 
-def _order(plan: ShardPlan) -> tuple[float, float, int]:
-    return plan.step, plan.placement.offload, plan.placement.ranks
+def _best(plans: list[ShardPlan]) -> ShardPlan:
+    """Of the fastest ones, that with the least on the host and the base over the fewest GPUs."""
+    limit = EQUAL * min(plan.step for plan in plans)
+    fastest = [plan for plan in plans if plan.step <= limit]
+    return min(fastest, key=lambda p: (p.placement.offload, p.placement.ranks))
 
 
 def _positive(name: str, value: int) -> int:

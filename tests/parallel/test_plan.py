@@ -54,6 +54,15 @@ def test_70b_fits_80_gb_with_a_part_on_the_host() -> None:
     assert found.rate > 1900  # the issue's
 
 
+def test_of_equal_steps_the_one_with_less_on_the_host_is_taken() -> None:
+    found = plan(80 * GB, 8192, machine="H100-80GB", host_memory=100 * GB)
+    others = candidates(found.model, found.batch, found.machine, 1, 100 * GB)
+    fastest = min(p.step for p in others)
+    less = [p for p in others if p.placement.offload < found.placement.offload]
+    assert found.step <= 1.01 * fastest and less
+    assert all(p.step > 1.01 * fastest for p in less)
+
+
 def test_the_host_s_memory_is_a_limit_for_all_gpus() -> None:
     plans = candidates(size_of("70b"), Batch(1, 8192), H200, 2, 30 * GB)
     offloaded = {(p.placement.ranks, p.placement.offload) for p in plans if p.placement.offload}
@@ -123,7 +132,8 @@ def test_more_memory_is_never_slower(tokens: int) -> None:
     for memory in (85 * GB, 140 * GB, 400 * GB):
         options = {"host_memory": 200 * GB, "allow_exposed": True}
         steps.append(plan(memory, tokens, **options).step)
-    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    # plans that differ by 1 % count as equal
+    assert steps[0] * 1.01 >= steps[1] and steps[1] * 1.01 >= steps[2] and steps[0] > steps[2]
 
 
 def test_a_product_takes_whole_rounds_of_tiles() -> None:
