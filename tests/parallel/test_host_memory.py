@@ -88,7 +88,9 @@ def test_the_smallest_limit_counts(tmp_path: Path, name: str) -> None:
 def test_too_little_is_refused(tmp_path: Path) -> None:
     root = files(tmp_path, CASES["version 2"][0])
     check_host_memory(6 * GIB, None, root)
-    with pytest.raises(ValueError, match=r"offload needs 6,442,450,945 .* left .* is 6,442,450,944"):
+    with pytest.raises(
+        ValueError, match=r"offload needs 6,442,450,945 .* left .* is 6,442,450,944"
+    ):
         check_host_memory(6 * GIB + 1, None, root)
 
 
