@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=size,
         metavar="SIZE",
-        help="that may be pinned on the host (default: none)",
+        help="that may be pinned on the host (default: none, with --probe what its control groups leave)",
     )
     add("--r", type=count, default=16, help="rank of the adapters (default: 16)")
     add(

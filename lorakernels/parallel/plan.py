@@ -17,6 +17,7 @@ import torch
 
 from lorakernels.config import LoRAConfig
 from lorakernels.fusion.memory import fit
+from lorakernels.parallel.host_memory import host_memory_left
 from lorakernels.parallel.plan_machine import MACHINES, Machine
 from lorakernels.parallel.plan_memory import Bytes, Placement, bytes_of
 from lorakernels.parallel.plan_probe import probe
@@ -101,7 +102,8 @@ class ShardPlan:
             gpus: how many, of one host.
             lora: adapters of a model that has none. None is r = 16 on all linear layers.
             machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
-            host_memory: bytes that may be pinned on the host, for all GPUs; None to offload nothing.
+            host_memory: bytes that may be pinned on the host, for all GPUs. None offloads nothing, but with "probe"
+                takes what this process's control groups leave, if they set a limit.
             allow_exposed: accept gathers and copies that take longer than the layers beside them.
 
         Raises:
@@ -117,6 +119,8 @@ class ShardPlan:
         _positive("gpus", gpus)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
+        if host_memory is None and machine == "probe":
+            host_memory = host_memory_left()
         size = ModelSize.of(model, lora)
         plans = candidates(size, batch, found, gpus, host_memory or 0)
         if not plans:

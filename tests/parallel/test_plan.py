@@ -63,6 +63,18 @@ def test_of_equal_steps_the_one_with_less_on_the_host_is_taken() -> None:
     assert all(p.step > 1.01 * fastest for p in less)
 
 
+def test_a_probed_machine_offers_what_its_control_groups_leave(monkeypatch) -> None:
+    monkeypatch.setattr("lorakernels.parallel.plan.probe", lambda device: MACHINES["H100-80GB"])
+    left = "lorakernels.parallel.plan.host_memory_left"
+    monkeypatch.setattr(left, lambda: 100 * GB)
+    assert 0 < plan(75 * GB, 8192, machine="probe").bytes.host <= 100 * GB
+    with pytest.raises(ValueError, match="with no host memory"):
+        plan(75 * GB, 8192, machine="H100-80GB")
+    monkeypatch.setattr(left, lambda: None)
+    with pytest.raises(ValueError, match="with no host memory"):
+        plan(75 * GB, 8192, machine="probe")
+
+
 def test_the_host_s_memory_is_a_limit_for_all_gpus() -> None:
     plans = candidates(size_of("70b"), Batch(1, 8192), H200, 2, 30 * GB)
     offloaded = {(p.placement.ranks, p.placement.offload) for p in plans if p.placement.offload}
