@@ -205,6 +205,12 @@ class FinetuneOptions(RunningOptions):
         "runtime",
         "GiB that fused layers may keep for backward together; chooses save layer by layer",
     )
+    offload_activations: bool = option(
+        False,
+        "runtime",
+        "keep in pinned host memory what is largest of --save fp8, gate and up, or the layer's input of --save "
+        "checkpoint; with --memory-budget, where the budget asks for it",
+    )
     layout: str = option(
         "given",
         "runtime",
@@ -306,6 +312,11 @@ class FinetuneOptions(RunningOptions):
             raise OptionError(
                 f"memory_budget must be positive and finite, got {self.memory_budget}"
             )
+        on_device = self.memory_budget is None and self.save in ("full", "recompute")
+        if self.offload_activations and on_device and self.layout == "given":
+            raise OptionError(
+                f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {self.save}"
+            )
         if len(self.target_modules) > 1 and ALL_LINEAR in self.target_modules:
             others = ", ".join(name for name in self.target_modules if name != ALL_LINEAR)
             raise OptionError(
@@ -353,6 +364,7 @@ class FinetuneOptions(RunningOptions):
             "shard_base",
             "memory_budget",
             "save",
+            "offload_activations",
             "weight_layout",
             "fp8",
             "fp8_head",

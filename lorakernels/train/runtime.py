@@ -94,6 +94,7 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
             tokens=options.batch_size * options.seq_len,
             attention=options.attention,
             shared_dropout=options.shared_dropout,
+            offload_activations=options.offload_activations,
         )
     except (ValueError, TypeError) as error:
         if budget is not None:  # unfused layers would exceed the budget
@@ -115,7 +116,7 @@ def _why_not_fused(options: FinetuneOptions, device: torch.device) -> str | None
 def _of_fused_layers(options: FinetuneOptions) -> tuple[str, ...]:
     """The options that were set but that only fused layers have."""
     defaults = FinetuneOptions()
-    names = ("save", "memory_budget", "attention")
+    names = ("save", "memory_budget", "offload_activations", "attention")
     changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
     return tuple("--" + name.replace("_", "-") for name in changed)
 

@@ -157,6 +157,16 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
     assert module.attention_backend(model, made, fused) == "cudnn" and asked == [rows]
 
 
+def test_a_budget_takes_what_may_be_offloaded(model_dir: Path) -> None:
+    from lorakernels.train.model import load_model
+
+    model = load_model(model_dir, torch.float32, CPU)
+    apply_lora(model, LoRAConfig(r=2, target_modules="all-linear"))
+    options = FinetuneOptions(fuse=True, memory_budget=1e-6, offload_activations=True, seq_len=32)
+    report = fuse_layers(model, options, CPU).report
+    assert report is not None and {row.save for row in report.layers} == {"checkpoint-offload"}
+
+
 def test_a_budget_that_does_not_fit_is_not_a_run_that_takes_more(model_dir: Path) -> None:
     from lorakernels.train.model import load_model
 

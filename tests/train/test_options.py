@@ -86,6 +86,7 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
             {"attention": "flahs"},
             "attention must be one of auto, cudnn, flash, efficient, math, got",
         ),
+        ({"offload_activations": True}, "needs save fp8 or checkpoint, or a memory_budget, got"),
         ({"memory_budget": float("inf")}, "memory_budget must be positive and finite, got inf"),
         ({"memory_budget": float("nan")}, "memory_budget must be positive and finite, got nan"),
         (
