@@ -27,6 +27,7 @@ from lorakernels.modules import (
     unmerge_lora,
 )
 from lorakernels.parallel import ShardPlan
+from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
 
@@ -45,6 +46,7 @@ __all__ = [
     "LoRALinearGroup",
     "LoRAReport",
     "MMParams",
+    "Offload",
     "PhiloxState",
     "PhiloxStates",
     "ShardPlan",

@@ -40,8 +40,10 @@ from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.parallel import ShardedBase, comm
+from lorakernels.parallel import Offload, ShardedBase, comm
+from lorakernels.parallel.offload import as_offload
 from lorakernels.parallel.sharded_base import check_mesh
+from lorakernels.parallel.stores import Place
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight
@@ -89,6 +91,7 @@ def load_quantized(
     attn_implementation: str = "sdpa",
     progress: bool | Progress = True,
     mesh: Any = None,
+    offload: float | Offload = 0.0,
 ) -> Loaded:
     """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
     runs.
@@ -112,6 +115,8 @@ def load_quantized(
         mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. The base is then sharded over its ranks, as
             `shard_base` leaves it, and no rank ever holds all of it. Collective. `fuse` may follow, adapters may not:
             give `lora`.
+        offload: the fraction of every layer's FP8 weights that goes to pinned memory of the host, as for `shard_base`;
+            also without a `mesh`. The GPU never holds these weights together.
 
     With a `mesh`, what one rank raises, all raise; those that did not find it raise ValueError and name the rank.
 
@@ -135,11 +140,13 @@ def load_quantized(
         model = _build(config, model_class, dtype, attn_implementation)
         _read_generation_config(model, source)
         plan = Plan(model, files.tensors, lora, frozen, block)
-        _check_layout(lora, mesh)
-    shards = None if mesh is None else ShardedWeights(model, plan.quantized, mesh, target)
+        _check_layout(lora, mesh, offload)
+    shards = None
+    if mesh is not None or as_offload(offload).fraction:
+        shards = ShardedWeights(model, plan.quantized, Place.of(mesh, target), offload)
     loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards))
     report = None
-    with together():
+    with nullcontext() if shards is None else shards, together():
         loader.run(_Line() if progress is True else progress or None)
         model.to(target)
         guard_saving(model)
@@ -162,8 +169,12 @@ def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
     return partial(comm.together, comm.patient(mesh.get_group()))
 
 
-def _check_layout(lora: LoRAConfig | None, mesh: Any) -> None:
-    if mesh is not None and lora is not None and lora.weight_layout != "single":
+def _check_layout(lora: LoRAConfig | None, mesh: Any, offload: float | Offload) -> None:
+    if (
+        (mesh is not None or as_offload(offload).fraction)
+        and lora is not None
+        and lora.weight_layout != "single"
+    ):
         raise ValueError(
             f"lora.weight_layout must be 'single' for a sharded base, found {lora.weight_layout!r}"
         )

@@ -8,16 +8,22 @@ memory that all layers share and that has no values.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lorakernels.parallel import ShardedBase, comm
-from lorakernels.parallel.blocks import Block, Shape
-from lorakernels.parallel.layers import block_of, decoder_layers
-from lorakernels.parallel.sharded_base import agreed_layout, finish
-from lorakernels.parallel.shards import Shards
+from lorakernels.parallel import Offload, ShardedBase, comm
+from lorakernels.parallel.blocks import Shape
+from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.offload import as_offload
+from lorakernels.parallel.sharded_base import (
+    agreed_layout,
+    check_offload,
+    choose_transport,
+    finish,
+)
+from lorakernels.parallel.stores import Layout, Place, allocate, discard, lay_out_base, write
 
 SLOTS, PREFETCH = 2, 1
 
@@ -28,8 +34,8 @@ class ShardedWeights:
     Args:
         model: before it has weights, with its own `nn.Linear`s.
         quantized: paths of the linear layers that will be held in FP8.
-        mesh: a DeviceMesh of one axis.
-        device: of the model's weights.
+        place: this rank, and the device of the model's weights.
+        offload: as for `shard_base`.
 
     Raises:
         ValueError: a decoder layer has a linear layer that is not in `quantized`, or ranks differ.
@@ -37,26 +43,31 @@ class ShardedWeights:
     """
 
     def __init__(
-        self, model: nn.Module, quantized: Iterable[str], mesh: Any, device: torch.device
+        self,
+        model: nn.Module,
+        quantized: Iterable[str],
+        place: Place,
+        offload: float | Offload,
     ) -> None:
         wanted = set(quantized)
-        find = lambda: _layout(model, wanted, mesh.size())  # noqa: E731
-        self._layers, blocks = agreed_layout(mesh, find, ())
-        group = mesh.get_group()
-        name, reason = comm.choose("auto", group, device)
-        transport = comm.make(name, group, device)
-        sizes = [shape[0] * shape[1] for block in blocks for _, shape, _ in block.entries]
-        with comm.together(group):  # one rank's GPU may be full
-            memory = transport.allocate(Shards.bytes_of(blocks, mesh.size()))
-            self._stand_in = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-        self._group = group
-        self._shards = Shards(blocks, mesh.get_local_rank(), mesh.size(), memory)
-        self._chosen = transport, reason
+        find = lambda: _layout(model, wanted, place, offload)  # noqa: E731
+        self._place, self._layout = place, agreed_layout(place, find, ())
+        chosen = choose_transport("auto", place)
+        self._stores = allocate(place, self._layout, as_offload(offload), chosen)
+        kept = [blocks for blocks in (self._layout.near, self._layout.far) if blocks]
         self._entries = {
             f"{path}.{entry.name}": (index, entry)
-            for index, (path, block) in enumerate(zip(self._layers, blocks, strict=True))
+            for blocks in kept
+            for index, (path, block) in enumerate(zip(self._layout.layers, blocks, strict=True))
             for entry in block.entries
         }
+        size = max(entry.end - entry.offset for _, entry in self._entries.values())
+        try:
+            with comm.together(place.group):
+                self._stand_in = torch.empty(size, dtype=torch.uint8, device=place.device)
+        except BaseException:
+            self.discard()
+            raise
 
     def __contains__(self, path: str) -> bool:
         return path in self._entries
@@ -64,24 +75,35 @@ class ShardedWeights:
     def keep(self, path: str, weight: Tensor) -> Tensor:
         """Keep this rank's part of the e4m3 bytes [N, K]. Returns what stands for the weight, uint8 [N, K]."""
         layer, entry = self._entries[path]
-        self._shards.write(layer, entry, weight)
+        write(self._stores, layer, entry.name, weight)
         return self._stand_in[: weight.numel()].view(weight.shape)
 
     def finish(self) -> ShardedBase:
         """Collective: give the layers their weights, after all were kept."""
-        return finish(self._group, self._layers, self._shards, self._chosen, SLOTS, PREFETCH)
+        with self:
+            return finish(self._place, self._layout, self._stores, (SLOTS, PREFETCH))
+
+    def __enter__(self) -> ShardedWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+
+    def discard(self) -> None:
+        """Give back what was pinned, when loading failed."""
+        discard(self._stores)
 
 
 def _layout(
-    model: nn.Module, quantized: set[str], ranks: int
-) -> tuple[dict[str, nn.Module], list[Block]]:
-    layers = decoder_layers(model)
-    return layers, [
-        block_of(layer, _shapes(path, layer, quantized), ranks) for path, layer in layers.items()
-    ]
+    model: nn.Module, quantized: set[str], place: Place, offload: float | Offload
+) -> Layout:
+    shapes = partial(_shapes, quantized)
+    fraction = check_offload(offload, place)
+    return lay_out_base(decoder_layers(model), shapes, place.ranks, fraction)
 
 
-def _shapes(path: str, layer: nn.Module, quantized: set[str]) -> dict[str, Shape]:
+def _shapes(quantized: set[str], path: str, layer: nn.Module) -> dict[str, Shape]:
     """{path in the layer: [N, K]} of its linear layers.
 
     Raises:

@@ -40,12 +40,13 @@ class Block(NamedTuple):
 Shape = tuple[int, int]
 
 
-def lay_out(groups: Iterable[Sequence[tuple[str, Shape]]], ranks: int) -> Block:
+def lay_out(groups: Iterable[Sequence[tuple[str, Shape]]], ranks: int, align: int = ALIGN) -> Block:
     """The block of one layer.
 
     Args:
         groups: (name, [N, K]) of the weights of each input, in the order of the joined matrix.
         ranks: how many parts the block has.
+        align: the parts' sizes are multiples of it, which is a multiple of ALIGN.
     """
     entries: list[Entry] = []
     end = 0
@@ -54,7 +55,7 @@ def lay_out(groups: Iterable[Sequence[tuple[str, Shape]]], ranks: int) -> Block:
         for name, shape in group:
             entries.append(Entry(name, shape, end))
             end = entries[-1].end
-    return Block(tuple(entries), _up(end, ALIGN * ranks))
+    return Block(tuple(entries), _up(end, align * ranks))
 
 
 def _up(size: int, multiple: int) -> int:

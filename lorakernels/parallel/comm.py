@@ -53,7 +53,9 @@ class Transport(Protocol):
 
 
 def agree(group: Any, mine: Any) -> list[Any]:
-    """Collective: `mine` of every rank of `group`, by rank."""
+    """Collective: `mine` of every rank of `group`, by rank. None is a group of one."""
+    if group is None:
+        return [mine]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -139,7 +141,11 @@ class Collective:
         self._shards = shards
 
     def gather(self, layer: int, out: Tensor) -> Any:
-        part, on_cpu = self._shards.part(layer), out.device.type == "cpu"
+        return self.join(self._shards.part(layer), out)
+
+    def join(self, part: Tensor, out: Tensor) -> Any:
+        """Collective: `out` becomes every rank's `part`, by rank. `part` may lie where it belongs in `out`."""
+        on_cpu = out.device.type == "cpu"
         return _all_gather(out, part, group=self._group, async_op=on_cpu)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import is_split
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.parallel.blocks import Block, Shape, lay_out
+from lorakernels.parallel.blocks import Shape
 
 Linears = Mapping[str, FrozenFP8Linear]
 
@@ -48,18 +48,17 @@ def shapes_of(layer: nn.Module) -> dict[str, Shape]:
     return {path: (m.out_features, m.in_features) for path, m in frozen_linears(layer).items()}
 
 
-def block_of(layer: nn.Module, shapes: Mapping[str, Shape], ranks: int) -> Block:
-    """The layout of a layer's weights. Weights of one input are a group, whether the layer is fused or not.
+def groups_of(layer: nn.Module, shapes: Mapping[str, Shape]) -> list[list[tuple[str, Shape]]]:
+    """(path in the layer, [N, K]) of the weights, by the input that they share, whether the layer is fused or not.
 
     Args:
         layer: of a family that `fuse` knows.
         shapes: {path in the layer: [N, K]} of the weights.
-        ranks: how many parts the block has.
     """
     groups = [[p for p in group if p in shapes] for group in spec_of(layer).groups]
     grouped = {path for group in groups for path in group}
     groups += [[path] for path in shapes if path not in grouped]
-    return lay_out(([(p, shapes[p]) for p in group] for group in groups), ranks)
+    return [[(p, shapes[p]) for p in group] for group in groups if group]
 
 
 def check_layers(layers: Mapping[str, nn.Module]) -> None:

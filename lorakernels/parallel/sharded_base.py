@@ -12,6 +12,9 @@ layers' own graphs; a replayed layer reads the same addresses. A step that is ca
 A microbatch of L layers gathers 2 (L − k) blocks: at both turns the last k layers are in their slots still. Another
 order of use is right, too; it only waits for more gathers.
 
+With `offload`, a part of every layer's weights is in pinned memory of the hosts (offload.py), with slots of its own,
+which are filled one layer earlier. One GPU alone may do so, too; its other weights stay where they are.
+
 Bytes are only copied, so that results equal those of the replicated base bit for bit. Scales, biases, norms, adapters,
 embeddings and head stay whole on every rank.
 """
@@ -30,12 +33,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lorakernels.graphs import in_backward
+from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import hold
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import comm
 from lorakernels.parallel.blocks import Block
 from lorakernels.parallel.layers import (
-    block_of,
     check_layers,
     decoder_layers,
     frozen_linears,
@@ -43,56 +46,60 @@ from lorakernels.parallel.layers import (
     shapes_of,
     stored,
 )
-from lorakernels.parallel.shards import Shards
-from lorakernels.parallel.slots import Slots
+from lorakernels.parallel.offload import Offload, as_offload
+from lorakernels.parallel.stores import Layout, Place, Store, allocate, discard, lay_out_base, write
 
-Layout = tuple[dict[str, nn.Module], list[Block]]  # {path: decoder layer}, and their blocks
 POISON_VARIABLE = "LORAKERNELS_POISON_SLOTS"
 
 
 class ShardedBase:
     """The frozen weights of a model's decoder layers, split over the ranks of a group. `shard_base` makes it.
 
-    `print(base)` says what was chosen. With transport "nccl" or "gloo", whatever gathers is a collective: all ranks
-    must do it, in one order.
+    `print(base)` says what was chosen. With transport "nccl" or "gloo", and with offload on several ranks, whatever
+    gathers is a collective: all ranks must do it, in one order.
 
     Attributes:
         layers: {path: decoder layer}.
-        shards: this rank's bytes.
-        slots: the memory in which the layers' weights lie.
-        transport, reason: how gathers run, and why so.
+        stores: where the weights are kept.
+        shards, slots, transport, reason: of the first store. This rank's bytes, the memory in which the layers' weights
+            lie, how gathers run, and why so.
     """
 
-    def __init__(
-        self, layers: Mapping[str, nn.Module], shards: Shards, slots: Slots, chosen: tuple[comm.Transport, str]
-    ) -> None:  # fmt: skip
-        self.layers, self.shards, self.slots = dict(layers), shards, slots
-        self._transport, self.reason = chosen
-        self.transport = self._transport.name
+    def __init__(self, layers: Mapping[str, nn.Module], stores: Sequence[Store]) -> None:
+        self.layers, self.stores = dict(layers), tuple(stores)
+        first = self.stores[0]
+        self.shards, self.slots, self.reason = first.shards, first.slots, first.reason
+        self.transport = first.transport.name
         self._handles: list[Any] = []
 
     @property
     def gathers(self) -> int:
         """How many blocks this rank has gathered so far."""
-        return self.slots.gathers
+        return sum(store.slots.gathers for store in self.stores)
+
+    def ensure(self, layer: int, ahead: int) -> None:
+        """Bring the weights of `layer`, as `Slots.ensure`, in every store."""
+        for store in self.stores:
+            store.slots.ensure(layer, ahead)
 
     def attach(self) -> None:
         """Move the layers' weights into the slots, and hook the layers. Weights on the meta device get no values."""
         for index, layer in enumerate(self.layers.values()):
-            self._place(index, self.slots.of(index))
+            for store in self.stores:
+                self._place(index, store, store.slots.of(index))
             held = _Layer(self, index)
             self._handles += [
                 layer.register_forward_pre_hook(_untraced(held.before_forward)),
                 layer.register_forward_hook(_untraced(held.after_forward)),
             ]
-            for linear in frozen_linears(layer).values():
+            for linear in self._held(index):
                 hold(linear, held)
                 self._handles += [
                     linear.register_state_dict_post_hook(partial(held.clone_saved)),
                     linear.register_state_dict_pre_hook(held.before_saving),
                     linear.register_load_state_dict_pre_hook(_refuse_loading),
                 ]
-        self.slots.forget()
+        self._forget()
 
     @contextmanager
     def gathered(self, layer: int | str | nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -107,30 +114,27 @@ class ShardedBase:
             ValueError: the base has no such layer.
         """
         index = self._index(layer)
-        self.slots.ensure(index, 0)
-        yield self._views(index, self.slots.of(index), E4M3)
+        self.ensure(index, 0)
+        linears = frozen_linears(list(self.layers.values())[index])
+        yield {name: stored(m).detach().view(torch.uint8).view(E4M3) for name, m in linears.items()}
 
     def unshard(self) -> None:
         """Collective: give every rank the whole base again, in memory of the layers' own. The base is over then."""
-        for index, layer in enumerate(self.layers.values()):
-            self.slots.ensure(index, 0)
-            for linear in frozen_linears(layer).values():
+        for index in range(len(self.layers)):
+            self.ensure(index, 0)
+            for linear in self._held(index):
                 hold(linear, None)
-            self._place(index, torch.empty_like(self.slots.of(index)))
+            for store in self.stores:
+                self._place(index, store, torch.empty_like(store.slots.of(index)))
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.slots.forget()
-        self._transport.close()
+        self._forget()
+        for store in self.stores:
+            store.transport.close()
 
     def __str__(self) -> str:
-        blocks, n = self.shards.blocks, self.shards.ranks
-        whole, part = sum(block.size for block in blocks), self.shards.memory.numel()
-        return (
-            f"{len(blocks)} layers of {whole:,} bytes of frozen weights over {n} ranks: {part:,} bytes a rank, and "
-            f"{self.slots.memory.numel():,} in {len(self.slots.memory)} slots\n"
-            f"transport {self.transport}: {self.reason}"
-        )
+        return "\n".join(map(str, self.stores))
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise RuntimeError(
@@ -143,19 +147,27 @@ class ShardedBase:
                 return index
         raise ValueError(f"layer must be one of {list(self.layers)}, found {layer!r}")
 
-    def _views(self, index: int, memory: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        entries = self.shards.blocks[index].entries
-        return {e.name: memory[e.offset : e.end].view(e.shape).view(dtype) for e in entries}
+    def _held(self, index: int) -> Iterator[FrozenFP8Linear]:
+        """The linears of a layer whose weights are in a store."""
+        linears = frozen_linears(list(self.layers.values())[index])
+        for store in self.stores:
+            for entry in store.entries(index):
+                yield linears[entry.name]
+
+    def _forget(self) -> None:
+        for store in self.stores:
+            store.slots.forget()
 
     @torch.no_grad()
-    def _place(self, index: int, memory: Tensor) -> None:
-        """Move the weights of a layer to the block `memory`, with their values."""
+    def _place(self, index: int, store: Store, memory: Tensor) -> None:
+        """Move the weights of a layer that are in `store` to the block `memory`, with their values."""
         layer = list(self.layers.values())[index]
         linears = frozen_linears(layer)
-        for name, place in self._views(index, memory, torch.uint8).items():
-            weight = stored(linears[name])
+        for entry in store.entries(index):
+            weight = stored(linears[entry.name])
             if weight.is_meta:
-                raise ValueError(f"{name} is on the meta device")
+                raise ValueError(f"{entry.name} is on the meta device")
+            place = memory[entry.offset : entry.end].view(entry.shape)
             place.copy_(weight.data.view(torch.uint8))
             weight.data = place.view(weight.dtype)
         join_groups(layer)
@@ -169,13 +181,13 @@ class _Layer:
     index: int
 
     def bring(self) -> None:
-        self.base.slots.ensure(self.index, 0)
+        self.base.ensure(self.index, 0)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        self.base.slots.ensure(self.index, -1 if in_backward() else 1)
+        self.base.ensure(self.index, -1 if in_backward() else 1)
 
     def before_backward(self, grad: Tensor) -> None:
-        self.base.slots.ensure(self.index, -1)
+        self.base.ensure(self.index, -1)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -209,7 +221,12 @@ def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 
 def shard_base(
-    model: nn.Module, mesh: Any, slots: int = 2, prefetch: int = 1, transport: str = "auto"
+    model: nn.Module,
+    mesh: Any = None,
+    slots: int = 2,
+    prefetch: int = 1,
+    transport: str = "auto",
+    offload: float | Offload = 0.0,
 ) -> ShardedBase:
     """Split the frozen FP8 weights of the decoder layers of `model` over the ranks of `mesh`, in place.
 
@@ -218,63 +235,71 @@ def shard_base(
 
     Args:
         model: equal on all ranks in what is frozen.
-        mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis.
-        slots: how many layers' weights a rank has in whole, at least 1.
-        prefetch: how many layers ahead gathers start, less than `slots`.
+        mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis. None is this process
+            alone, which needs `offload`.
+        slots: how many layers' weights a rank has in whole, at least 1. What is on the host has one slot more.
+        prefetch: how many layers ahead gathers start, less than `slots`. What is on the host starts one layer earlier.
         transport: "peer", "nccl", "gloo" or "auto": parallel/comm.py.
+        offload: the fraction of every layer's weights that goes to pinned memory of the host, at least; or an Offload.
 
     Returns:
         The ShardedBase. Keep it: `unshard`, `gathered` and what was chosen are there.
 
     Raises:
         ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows, a weight cannot
-            be sharded, or the ranks' models differ. The message names it.
+            be sharded, the host has too little memory, or the ranks' models differ. The message names it.
         RuntimeError: transport "peer", and a rank cannot read the others' memory.
+        OSError: the system did not pin memory of the host.
 
     Errors are raised on every rank, before the model is changed.
     """
-    check_mesh(mesh)
     device = next(model.parameters()).device
-    if mesh.device_type != device.type:
+    check_mesh(mesh)
+    if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
-    find = partial(_layout, model, mesh.size(), slots, prefetch)
-    layers, blocks = agreed_layout(mesh, find, (slots, prefetch, transport))
-    group = mesh.get_group()
-    name, reason = comm.choose(transport, group, device)
-    chosen = comm.make(name, group, device)
-    with comm.together(group):  # one rank's GPU may be full
-        memory = chosen.allocate(Shards.bytes_of(blocks, mesh.size()))
-    shards = Shards(blocks, mesh.get_local_rank(), mesh.size(), memory)
-    for index, layer in enumerate(layers.values()):
-        linears = frozen_linears(layer)
-        for entry in blocks[index].entries:
-            shards.write(index, entry, stored(linears[entry.name]))
-    return finish(group, layers, shards, (chosen, reason), slots, prefetch)
+    place = Place.of(mesh, device)
+    find = partial(_layout, model, place, (slots, prefetch), offload)
+    layout = agreed_layout(place, find, (slots, prefetch, transport))
+    chosen = choose_transport(transport, place)
+    stores = allocate(place, layout, as_offload(offload), chosen)
+    try:
+        for index, layer in enumerate(layout.layers.values()):
+            for name, linear in frozen_linears(layer).items():
+                write(stores, index, name, stored(linear))
+        return finish(place, layout, stores, (slots, prefetch))
+    except BaseException:
+        discard(stores)
+        raise
+
+
+def choose_transport(transport: str, place: Place) -> tuple[str, str]:
+    """Collective: as `comm.choose`; a process alone with offload gathers from no other."""
+    if place.group is None:
+        if transport != "auto":
+            raise ValueError(f"transport {transport!r} needs a mesh, found None")
+        return "host", "one process"
+    return comm.choose(transport, place.group, place.device)
 
 
 def finish(
-    group: Any,
-    layers: Mapping[str, nn.Module],
-    shards: Shards,
-    chosen: tuple[comm.Transport, str],
-    slots: int,
-    prefetch: int,
+    place: Place, layout: Layout, stores: Sequence[Store], ahead: tuple[int, int]
 ) -> ShardedBase:
-    """Collective over `group`: the base over shards that are written, attached to the layers."""
-    transport, sizes = chosen[0], [block.size for block in shards.blocks]
-    transport.publish(shards)
-    count = min(slots, len(sizes))
-    ahead = min(prefetch, count - 1)
-    with comm.together(group):  # one rank's GPU may be full
-        memory = Slots(sizes, count, ahead, transport, shards.memory.device)
-    memory.poison = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
-    base = ShardedBase(layers, shards, memory, chosen)
+    """Collective: the base over stores that are written, attached to the layers. `ahead`: (slots, prefetch)."""
+    poison = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
+    for store in stores:
+        store.transport.publish(store.shards)
+        with comm.together(place.group):  # one rank's GPU may be full
+            store.open(*ahead)
+        store.slots.poison = poison
+    base = ShardedBase(layout.layers, stores)
     base.attach()
     return base
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise ValueError if `mesh` has not one axis, or has not this rank in it."""
+    """Raise ValueError if `mesh` has not one axis, or has not this rank in it. None is right."""
+    if mesh is None:
+        return
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one axis, found {mesh.ndim}: {mesh.mesh_dim_names}; pass one of them, such as "
@@ -284,32 +309,47 @@ def check_mesh(mesh: Any) -> None:
         raise ValueError(f"mesh must have this rank in it, found {mesh}")
 
 
-def _layout(model: nn.Module, ranks: int, slots: int, prefetch: int) -> Layout:
+def _layout(
+    model: nn.Module, place: Place, ahead: tuple[int, int], offload: float | Offload
+) -> Layout:
+    slots, prefetch = ahead
     for name, value, least in (("slots", slots, 1), ("prefetch", prefetch, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
     if prefetch >= slots:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
+    fraction = check_offload(offload, place)
     layers = decoder_layers(model)
     check_layers(layers)
-    return layers, [block_of(layer, shapes_of(layer), ranks) for layer in layers.values()]
+    return lay_out_base(layers, lambda _, layer: shapes_of(layer), place.ranks, fraction)
 
 
-def agreed_layout(mesh: Any, find: Callable[[], Layout], options: tuple[Any, ...]) -> Layout:
+def check_offload(offload: float | Offload, place: Place) -> float:
+    """The fraction of the base that goes to the host.
+
+    Raises:
+        ValueError: it is not one, or there is neither a mesh nor anything to offload.
+    """
+    fraction = as_offload(offload).fraction
+    if place.group is None and not fraction:
+        raise ValueError("mesh must be a DeviceMesh of one axis, found None, which needs offload")
+    return fraction
+
+
+def agreed_layout(place: Place, find: Callable[[], Layout], options: tuple[Any, ...]) -> Layout:
     """Collective: what `find` returns, if it is the same on every rank.
 
     Raises:
         ValueError: `find` raised a ValueError or TypeError on a rank, or the ranks' layouts or `options` differ.
     """
-    layers: dict[str, nn.Module] = {}
-    blocks: list[Block] = []
+    layout = Layout({}, [], [])
     problem: str | None = None
     try:
-        layers, blocks = find()
+        layout = find()
     except (ValueError, TypeError) as error:
         problem = str(error)
-    mine = (problem, options, list(zip(layers, blocks, strict=False)))
-    every = comm.agree(mesh.get_group(), mine)
+    mine = (problem, options, _named(layout))
+    every = comm.agree(place.group, mine)
     for rank, (objection, _, _) in enumerate(every):
         if objection is not None:
             raise ValueError(f"rank {rank}: {objection}")
@@ -322,7 +362,13 @@ def agreed_layout(mesh: Any, find: Callable[[], Layout], options: tuple[Any, ...
             raise ValueError(
                 f"the models differ: {_difference(every[0][2], other[2])} on ranks 0 and {rank}"
             )
-    return layers, blocks
+    return layout
+
+
+def _named(layout: Layout) -> list[tuple[str, Block]]:
+    paths = list(layout.layers)
+    blocks = [blocks for blocks in (layout.near, layout.far) if blocks]
+    return [pair for each in blocks for pair in zip(paths, each, strict=True)]
 
 
 def _difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:

@@ -29,6 +29,7 @@ from lorakernels import (
     DelayedScaling,
     LoRAConfig,
     LoRAReport,
+    Offload,
     PhiloxState,
     apply_lora,
     export_model,
@@ -75,7 +76,7 @@ from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_ra
 from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
-from lorakernels.train.sharding import ranks_per_machine, shard_mesh
+from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh
 
 
 @dataclass
@@ -248,7 +249,8 @@ def load_adapted(
     """The base with its adapters, and their report.
 
     With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
-    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded over `mesh`.
+    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded over `mesh` or
+    offloaded.
 
     Raises:
         ModelError: the model cannot be loaded or adapted.
@@ -265,9 +267,10 @@ def load_adapted(
                 rng_state=random,
                 progress=reading,
                 mesh=mesh,
+                offload=Offload(options.offload, progress=pinning(reporter.say)),
             )
         except (ValueError, TypeError, OSError) as error:
-            if reading.began or mesh is not None:
+            if reading.began or mesh is not None or options.offload:
                 raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
             reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
         else:

@@ -241,6 +241,13 @@ class FinetuneOptions(RunningOptions):
         "under torchrun: the GPUs of a machine keep one copy of the FP8 base together, and each layer's weights are "
         "gathered while the layer before runs; the same numbers with less memory",
     )
+    offload: float = option(
+        0.0,
+        "runtime",
+        "keep at least this fraction of every layer's FP8 base in pinned memory of the host, and copy it to the GPU "
+        "two layers ahead; the same numbers with less GPU memory",
+        metavar="FRACTION",
+    )
     fp8_head: bool = option(False, "runtime", "multiply by the output head in FP8 while training")
     seed: int = option(
         0, "machine", "seed of adapter values, dropout, data order and held-out split"
@@ -344,6 +351,13 @@ class FinetuneOptions(RunningOptions):
             )
         if self.layout == "auto":
             self._check_planned()
+        if not 0 <= self.offload < 1:
+            raise OptionError(f"offload must be at least 0 and less than 1, got {self.offload}")
+        if self.offload and (self.demo or not self.fp8 or self.weight_layout != "single"):
+            raise OptionError(
+                "offload is for an FP8 base of --model with weight_layout single: drop --offload, or --demo, --no-fp8 "
+                "and weight_layout both"
+            )
         if self.merge and self.model and _is_within(self.output, self.model):
             raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
 

@@ -53,3 +53,16 @@ def shard_mesh(
         group, _ = dist.new_subgroups(size, timeout=STEP)
     assert group is not None
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_shard",))
+
+
+def pinning(say: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Progress of pinning the host's memory: a line for every tenth of it."""
+    said = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if 10 * done // total > said:
+            said = 10 * done // total
+            say(f"base: pinned {done / 1e9:.1f} of {total / 1e9:.1f} GB of host memory")
+
+    return progress

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import apply_lora, fuse, load_quantized
 from lorakernels.modules.holder import is_held
-from lorakernels.parallel import comm, shard_base, sharded_base
+from lorakernels.parallel import comm, shard_base, stores
 from lorakernels.train.model import reproducible
 from tests.checkpoints.test_loading_memory import Counting, Live
 from tests.checkpoints.test_loading_refusals import damage
@@ -182,7 +182,7 @@ def full(rank: int, device: torch.device, folder: Path, where: str) -> str:
         if rank == 1:
             owner, name = {
                 "shards": (comm.Collective, "allocate"),
-                "slots": (sharded_base, "Slots"),
+                "slots": (stores, "Slots"),
             }[where]
             patch.setattr(owner, name, allocate)
         with pytest.raises((ValueError, torch.OutOfMemoryError)) as caught:

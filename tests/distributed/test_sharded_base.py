@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lorakernels.parallel import Offload
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, compare
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
+OFFLOAD = {"offload": Offload(0.3, 2**34)}
 FUSED = {f"fused {save}": Way(save) for save in ("recompute", "full", "fp8", "checkpoint")}
 WAYS = {
     **FUSED,
@@ -30,6 +32,8 @@ WAYS = {
     "interrupted poisoned": Way(step="interrupted", poison=True),
     "three slots": Way("recompute", options={"slots": 3, "prefetch": 2}),
     "one slot": Way("recompute", options={"slots": 1, "prefetch": 0}),
+    "offloaded": Way("recompute", options=OFFLOAD),
+    "offloaded poisoned": Way(checkpoint=True, poison=True, options=OFFLOAD),
     "more slots than layers": Way("recompute", options={"slots": LAYERS + 1}),
 }
 SOME = ("fused recompute", "checkpointed reentrantly")

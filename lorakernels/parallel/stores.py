@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the frozen weights of a base are kept: some on the GPUs, some in the hosts' memory.
+
+A store has blocks, shards, a transport and slots of its own. The base over several ranks has a store on the GPUs, and
+with offload another one in pinned memory. On one rank with offload only the latter exists: what stays on the GPU is
+left where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.parallel import comm
+from lorakernels.parallel.blocks import Block, Entry, Shape, lay_out
+from lorakernels.parallel.layers import groups_of
+from lorakernels.parallel.offload import (
+    HostCopies,
+    HostShards,
+    Offload,
+    divide,
+    host_block,
+    pinned_shards,
+)
+from lorakernels.parallel.shards import Shards
+from lorakernels.parallel.slots import Slots
+
+
+class Place(NamedTuple):
+    """This rank among those that share a base. `group` is None for a process alone."""
+
+    group: Any
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, mesh: Any, device: torch.device) -> Place:
+        """Of a mesh with one axis, or of None."""
+        if mesh is None:
+            return cls(None, 0, 1, device)
+        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size(), device)
+
+
+class Layout(NamedTuple):
+    """{path: decoder layer}; the blocks of what stays on the GPUs, and of what goes to the host. Either may be none."""
+
+    layers: dict[str, nn.Module]
+    near: list[Block]
+    far: list[Block]
+
+
+def lay_out_base(
+    layers: dict[str, nn.Module],
+    shapes: Callable[[str, nn.Module], Mapping[str, Shape]],
+    ranks: int,
+    fraction: float,
+) -> Layout:
+    """The blocks of all layers.
+
+    Args:
+        layers: {path: decoder layer}.
+        shapes: gives {path in the layer: [N, K]} of a layer's weights, by the layer's path and module.
+        ranks: how many share the base.
+        fraction: of each layer's bytes that goes to the host, at least.
+
+    Raises:
+        ValueError: all of a layer would go to the host.
+    """
+    divided = [divide(groups_of(m, shapes(path, m)), fraction) for path, m in layers.items()]
+    shared = ranks > 1 or not fraction
+    near = [lay_out(stay, ranks) for stay, _ in divided] if shared else []
+    far = [host_block(there, ranks) for _, there in divided] if fraction else []
+    return Layout(layers, near, far)
+
+
+@dataclass(eq=False)
+class Store:
+    """Shards, how their parts come together, and the slots on `device`.
+
+    Attributes:
+        reason: why `transport` is used.
+        further: how many slots there are, and how many layers ahead gathers start, beyond what was asked.
+    """
+
+    shards: Shards
+    transport: comm.Transport
+    reason: str
+    device: torch.device
+    further: int = 0
+    slots: Slots = field(init=False)
+
+    def open(self, slots: int, prefetch: int) -> None:
+        """Make the slots."""
+        sizes = [block.size for block in self.shards.blocks]
+        count = min(slots + self.further, len(sizes))
+        ahead = min(prefetch + self.further, count - 1)
+        self.slots = Slots(sizes, count, ahead, self.transport, self.device)
+
+    def entries(self, layer: int) -> tuple[Entry, ...]:
+        """Of the weights of `layer` that are kept here."""
+        return self.shards.blocks[layer].entries
+
+    def discard(self) -> None:
+        """Give pinned memory back, of a base that is not finished."""
+        if isinstance(self.shards, HostShards):
+            self.shards.close()
+
+    def __str__(self) -> str:
+        n, layers = self.shards.ranks, len(self.shards.blocks)
+        whole, part = sum(block.size for block in self.shards.blocks), self.shards.memory.numel()
+        return (
+            f"{layers} layers of {whole:,} bytes of frozen weights over {n} ranks: {part:,} bytes a rank, and "
+            f"{self.slots.memory.numel():,} in {len(self.slots.memory)} slots\n"
+            f"transport {self.transport.name}: {self.reason}"
+        )
+
+
+def allocate(
+    place: Place, layout: Layout, offload: Offload, chosen: tuple[str, str]
+) -> list[Store]:
+    """Collective: the stores of a base, without values and slots.
+
+    Args:
+        place: this rank.
+        layout: the same on all ranks.
+        offload: how memory is pinned.
+        chosen: (name of the transport, why).
+
+    Raises:
+        ValueError, RuntimeError, OSError: a rank lacks memory. Every rank raises, and nothing stays pinned.
+    """
+    name, reason = chosen
+    stores: list[Store] = []
+    try:
+        if layout.near:
+            transport = comm.make(name, place.group, place.device)
+            with comm.together(place.group):  # one rank's GPU may be full
+                memory = transport.allocate(Shards.bytes_of(layout.near, place.ranks))
+            shards = Shards(layout.near, place.rank, place.ranks, memory)
+            stores.append(Store(shards, transport, reason, place.device))
+        if layout.far:
+            stores.append(_far(place, layout, offload))
+    except BaseException:
+        discard(stores)
+        raise
+    return stores
+
+
+def discard(stores: list[Store]) -> None:
+    """Give back what unfinished stores have pinned."""
+    for store in stores:
+        store.discard()
+
+
+def _far(place: Place, layout: Layout, offload: Offload) -> Store:
+    others, reason = None, "pinned memory, copied by this rank"
+    if place.ranks > 1:
+        name = "nccl" if place.device.type == "cuda" else "gloo"
+        others = comm.Collective(name, place.group, place.device)
+        reason = f"pinned memory; each rank copies its part, and {name} gathers the others'"
+    shards: HostShards | None = None
+    try:
+        with comm.together(place.group):
+            shards = pinned_shards(layout.far, place[1:3], offload, place.device)
+        return Store(shards, HostCopies(shards, others), reason, place.device, further=1)
+    except BaseException:
+        if shards is not None:  # another rank failed
+            shards.close()
+        raise
+
+
+def write(stores: list[Store], layer: int, name: str, weight: Tensor) -> None:
+    """Keep this rank's part of one weight, e4m3 or uint8 [N, K], if a store has it."""
+    for store in stores:
+        for entry in store.entries(layer):
+            if entry.name == name:
+                store.shards.write(layer, entry, weight)

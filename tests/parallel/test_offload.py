@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A base of which a part is in the host's memory, by one process: the bits of the whole base, and what is refused.
+
+On a CPU the copies into the slots are the same code, and nothing is pinned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import fuse
+from lorakernels.parallel import Offload, shard_base
+from lorakernels.parallel.offload import divide
+from lorakernels.parallel.pinned import PAGE, Pinned
+from tests.distributed.sharded_models import LAYERS, STEPS, Way, batches, compare, loss_of, make
+from tests.distributed.test_sharded_graphs import trained
+
+CPU = torch.device("cpu")
+MUCH = 2**34  # of memory that the tests say is there
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+SOME = {"offload": Offload(0.3, MUCH)}
+WAYS = {
+    **{f"fused {save}": Way(save) for save in ("recompute", "fp8", "checkpoint")},
+    "unfused": Way(),
+    "checkpointed": Way(checkpoint=False),
+    "checkpointed reentrantly": Way(checkpoint=True),
+    "compiled by layers": Way(compiled=True, poison=True),
+    "poisoned": Way("checkpoint", poison=True),
+    "two forwards": Way("recompute", step="two forwards"),
+    "interrupted poisoned": Way(step="interrupted", poison=True),
+    "almost all": Way("recompute", options={"offload": Offload(0.85, MUCH)}),
+    "one slot": Way("recompute", options={"slots": 1, "prefetch": 0, **SOME}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("name", WAYS)
+def test_bits_are_those_of_the_whole_base(name: str, device: torch.device) -> None:
+    way = WAYS[name]
+    differing, gathers = compare(replace(way, options={**SOME, **way.options}), None, 0, device)
+    assert differing == []
+    if way.step == "plain" and not way.poison:
+        slots = way.options.get("slots", 2) + 1
+        assert gathers == [2 * LAYERS - slots, *[2 * (LAYERS - slots)] * (STEPS - 1)]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("graphs", ["by_layers", "whole"])
+@pytest.mark.parametrize("save", ["recompute", "checkpoint"])
+def test_bits_under_graphs(save: str, graphs: str, device: torch.device) -> None:
+    expected = trained(make(Way(save), device), device, graphs)
+    model = make(Way(save), device)
+    base = shard_base(model, offload=Offload(0.3, MUCH))
+    base.slots.poison = save == "checkpoint"
+    found = trained(model, device, graphs)
+    base.unshard()
+    assert [name for name, x in expected.items() if not torch.equal(x, found[name])] == []
+
+
+def test_only_what_is_offloaded_moves() -> None:
+    """The weights that stay keep their addresses, and need no slot."""
+    model = make(Way("recompute"), CPU)
+    layer = model.model.layers[0]
+    before = {name: m.weight.data_ptr() for name, m in linears(layer).items()}
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    base = shard_base(model, offload=Offload(0.3, MUCH))
+    there = {entry.name for entry in base.shards.blocks[0].entries}
+    after = {name: m.weight.data_ptr() for name, m in linears(layer).items()}
+    assert {name for name in before if before[name] != after[name]} == there
+    bytes_of = {name: m.weight.numel() for name, m in linears(layer).items()}
+    assert sum(bytes_of.values()) > sum(bytes_of[n] for n in there) >= 0.3 * sum(bytes_of.values())
+    assert base.slots.memory.shape == (3, base.shards.blocks[0].size)
+    with base.gathered(3) as found:
+        assert found.keys() == bytes_of.keys()
+        for name, weight in found.items():
+            key = f"model.layers.3.{name}.weight"
+            assert torch.equal(weight.view(torch.uint8), saved[key].view(torch.uint8)), name
+    now = model.state_dict()
+    assert all(torch.equal(bits(x), bits(now[key])) for key, x in saved.items())
+
+
+def test_fuse_may_follow() -> None:
+    model, fused = make(Way(), CPU), make(Way(), CPU)
+    base = shard_base(model, offload=Offload(0.3, MUCH))
+    for each in (model, fused):
+        fuse(each, attention="math")
+        each.eval()
+    ids = next(batches(CPU))
+    assert torch.equal(loss_of(model, ids), loss_of(fused, ids))
+    base.unshard()
+    assert torch.equal(loss_of(model, ids), loss_of(fused, ids))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "found None, which needs offload"),
+        ({"offload": 1.0}, "at least 0 and less than 1, found 1.0"),
+        ({"offload": -0.1}, "found -0.1"),
+        ({"offload": float("nan")}, "found nan"),
+        ({"offload": 0.999}, r"offload must be at most 0\.\d+ for this model"),
+        ({"offload": Offload(0.3, -1)}, "host_memory must be a number of bytes, found -1"),
+        ({"offload": Offload(0.3, 1000)}, "but host_memory is 1,000"),
+        ({"offload": 0.3, "transport": "gloo"}, "needs a mesh"),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_changes(options: dict[str, object], message: str) -> None:
+    model = make(Way(), CPU)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        shard_base(model, **options)
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert not model.model.layers[0]._forward_pre_hooks
+
+
+SHAPES = {"qkv": (10, 8), "o": (8, 8), "gate_up": (56, 8), "down": (28, 8)}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "there"),
+    [
+        (0.0, []),
+        (0.01, ["o"]),
+        (0.08, ["qkv"]),
+        (0.17, ["qkv", "o"]),
+        (0.2, ["down"]),
+        (0.5, ["gate_up"]),
+        (0.9, ["o", "gate_up", "down"]),
+    ],
+)
+def test_the_fewest_bytes_that_suffice(fraction: float, there: list[str]) -> None:
+    groups = [[item] for item in SHAPES.items()]
+    stay, go = divide(groups, fraction)
+    assert [group[0][0] for group in go] == there
+    assert [group[0][0] for group in stay] == [name for name in SHAPES if name not in there]
+
+
+class Runtime:
+    """Pins until `failing`, which is a number of calls."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self.calls, self.pinned = failing, 0, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls += 1
+        if self.calls == self.failing:
+            return 2
+        assert address % PAGE == 0
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+SPANS = [slice(0, PAGE), slice(PAGE, PAGE), slice(PAGE, 4 * PAGE), slice(4 * PAGE, 5 * PAGE)]
+GPU = torch.device("cuda", 0)
+
+
+def test_a_failed_pin_leaves_nothing_pinned() -> None:
+    runtime = Runtime(failing=3)
+    with pytest.raises(OSError, match=r"did not pin 4,096 bytes .* after 16,384 of 20,480"):
+        Pinned(SPANS, 5 * PAGE, GPU, runtime=runtime)
+    assert runtime.calls == 3 and not runtime.pinned
+
+
+def test_an_interrupted_pin_leaves_nothing_pinned() -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    runtime = Runtime(failing=0)
+    with pytest.raises(KeyboardInterrupt):
+        Pinned(SPANS, 5 * PAGE, GPU, interrupt, runtime)
+    assert runtime.calls == 1 and not runtime.pinned
+
+
+def test_pinned_memory_ends_with_its_owner() -> None:
+    said: list[tuple[int, int]] = []
+    runtime = Runtime(failing=0)
+    pinned = Pinned(SPANS, 5 * PAGE, GPU, lambda *at: said.append(at), runtime)
+    assert sum(runtime.pinned.values()) == len(pinned.memory) == 5 * PAGE
+    assert said == [(PAGE, 5 * PAGE), (4 * PAGE, 5 * PAGE), (5 * PAGE, 5 * PAGE)]
+    del pinned
+    assert not runtime.pinned
+
+
+def linears(layer: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in layer.named_modules() if getattr(m, "holds_fp8", False)}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
