@@ -3,6 +3,7 @@
 
     PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 torchrun --nproc-per-node 2 \\
         benchmarks/parallel/bench_sharded_base.py --output DIR [--models 70b 8b] [--transports peer nccl] [--budget-s S]
+    python benchmarks/parallel/bench_sharded_base.py --output DIR --models 70b --offload 0.27 --memory-gb 80
 
 peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B at 4096. R = 16 on q, k, v, o. Each rank
 trains on rows of its own, and the adapters' gradients are averaged over the ranks in every row. The whole base runs
@@ -15,13 +16,16 @@ first, in its fastest form with one layout of the weights. Then the same model i
     gather ms, GB/s      of one layer's block, received from the other ranks, with nothing beside it
     check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
 
-Without torchrun there is one rank.
+Without torchrun there is one rank. With `--offload F` there is one row a model: loaded straight with that part of the
+base in pinned memory of the host. The whole base need not fit then, so "check" only says that the loss is finite.
+`--memory-gb G` leaves that much of the GPU to torch, as a smaller GPU would: graphs and CUDA itself come on top.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
@@ -55,13 +59,15 @@ NO_GATHER: Row = {"gather ms": "", "GB/s": "", "why": ""}
 class Bench:
     """One model, on this rank."""
 
-    def __init__(self, model: str, device: torch.device, often: int) -> None:
+    def __init__(
+        self, model: str, device: torch.device, often: int, base: dict[str, Any] | None = None
+    ) -> None:
         self.device, self.often, self.spec = device, often, SPECS[model]
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         form = FORMS[model] if device.type == "cuda" else {}
         self.form = form.get("graphs") or "eager"
         torch.manual_seed(0)
-        self.training = Ours(self.spec, "qkvo", device, **form)
+        self.training = Ours(self.spec, "qkvo", device, base=base, **form)
         self.training.optimizer.register_step_pre_hook(self._average)
         text = token_rows(self.spec.length, ROWS * self.spec.batch)
         batches = text.view(ROWS, self.spec.batch, self.spec.length).roll(-self.rank, 0)
@@ -145,12 +151,26 @@ def gather_columns(base: ShardedBase, device: torch.device) -> Row:
         slots.ensure(layer, 0)
     synchronize(device)
     took = (time.perf_counter() - began) / max(1, slots.gathers - before)
-    received = blocks[0].size * (n - 1) / n
+    received = blocks[0].size * (1 if base.transport == "host" else (n - 1) / n)
     return {
         "gather ms": round(took * 1e3, 3),
         "GB/s": round(received / took / 1e9, 1),
         "why": base.reason,
     }
+
+
+def bench_offload(model: str, device: torch.device, often: int, fraction: float) -> list[Row]:
+    """A part of the base in the host's memory, from the loading on."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
+    options = {"mesh": mesh["dp_shard"] if ranks > 1 else None, "offload": fraction}
+    bench = Bench(model, device, often, options)
+    loss = bench.loss()
+    check = "finite" if math.isfinite(loss) else f"WRONG: loss {loss!r}"
+    row = bench.row(f"offloaded, {fraction}", bench.training.sharded, check)
+    dist.barrier()
+    bench.training.renew_graphs()
+    return [row]
 
 
 def bench_model(
@@ -200,9 +220,14 @@ def main() -> int:
     options.add_argument(
         "--budget-s", type=float, default=540.0, help="for all; what would begin later is not run"
     )
+    options.add_argument("--offload", type=float, default=0.0, help="fraction of the base")
+    options.add_argument("--memory-gb", type=float, help="of the GPU, that torch may take")
     args, device = arguments(options, on_gpu=8)
     began = time.perf_counter()
     device = start_ranks(device)
+    if args.memory_gb and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total), device)
     try:
         return _run(args, device, began + args.budget_s)
     finally:
@@ -213,11 +238,15 @@ def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
     models = args.models or (["70b", "8b"] if device.type == "cuda" else ["tiny"])
     rows: list[Row] = []
     for model in models:
-        if _time_left(end, device):
+        if not _time_left(end, device):
+            break
+        if args.offload:
+            rows += bench_offload(model, device, args.repetitions, args.offload)
+        else:
             rows += bench_model(model, device, args.transports, args.repetitions, end)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     if dist.get_rank():
         return 0
     return finish("sharded_base", rows, environment(device), args.output)

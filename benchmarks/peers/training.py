@@ -214,7 +214,8 @@ class Ours(Training):
 
     `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device, and "fit, offload" with what is
     offloaded as well. `weight_layout` is LoRAConfig's, `fp8_head` linear_cross_entropy's `fp8`, of a weight that is
-    quantized once.
+    quantized once. `base` is more of `load_quantized`'s options, such as `mesh` and
+    `offload`.
     """
 
     fp8 = True
@@ -228,11 +229,13 @@ class Ours(Training):
         save: str | None = "recompute",
         weight_layout: Literal["single", "both"] = "single",
         fp8_head: bool = False,
+        base: dict[str, Any] | None = None,
     ) -> None:
         if graphs is not None and device.type != "cuda":
             raise Unavailable("needs a GPU")
         self.graphs, self.save = graphs, save
         self.weight_layout = weight_layout
+        self.base = base or {}
         self.rng = PhiloxState(1, device)
         super().__init__(spec, adapted, device)
         self.labels = torch.full((spec.batch, spec.length), IGNORE, device=device)
@@ -268,7 +271,9 @@ class Ours(Training):
             lora=config,
             rng_state=self.rng,
             progress=False,
+            **self.base,
         )
+        self.sharded = loaded.sharded
         model, self.state = loaded.model.train(), loaded.fp8_state
         if self.save is not None:
             self._fuse(model)
@@ -293,7 +298,9 @@ class Ours(Training):
         moments, and what the allocator cannot use. Graphs take no more: a layer's input is what it keeps."""
         shape = self.spec.shape
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self.device)[0]
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device)
+        free -= int((1 - allowed) * total)
         layer = 2 * tokens * (6 * shape["intermediate_size"] + 10 * shape["hidden_size"])
         if self.save is not None and FITS[self.save]:  # gate and up of layers that are copied
             layer += 3 * 2 * tokens * shape["intermediate_size"]

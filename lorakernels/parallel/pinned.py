@@ -10,12 +10,13 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 PAGE = 4096
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 Progress = Callable[[int, int], None]  # (bytes pinned, bytes in all)
 
 
@@ -53,8 +54,10 @@ class Pinned:
         )
         if device.type != "cuda":
             return
+        there = torch.cuda.device(device) if torch.cuda.is_initialized() else nullcontext()
         try:
-            self._pin(spans, runtime, addresses, progress)
+            with there:  # a call makes a context on the current GPU
+                self._pin(spans, runtime, addresses, progress)
         except BaseException:
             self.close()
             raise
@@ -70,7 +73,7 @@ class Pinned:
             part = self.memory[span]
             if not part.numel():
                 continue
-            code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0))
+            code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), PORTABLE))
             if code != 0:
                 _clear_error()
                 raise OSError(

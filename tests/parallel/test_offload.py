@@ -16,6 +16,7 @@ from lorakernels import fuse
 from lorakernels.parallel import Offload, shard_base
 from lorakernels.parallel.offload import divide
 from lorakernels.parallel.pinned import PAGE, Pinned
+from lorakernels.train.model import reproducible
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, batches, compare, loss_of, make
 from tests.distributed.test_sharded_graphs import trained
 
@@ -42,7 +43,8 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_bits_are_those_of_the_whole_base(name: str, device: torch.device) -> None:
     way = WAYS[name]
-    differing, gathers = compare(replace(way, options={**SOME, **way.options}), None, 0, device)
+    with reproducible(True):
+        differing, gathers = compare(replace(way, options={**SOME, **way.options}), None, 0, device)
     assert differing == []
     if way.step == "plain" and not way.poison:
         slots = way.options.get("slots", 2) + 1
@@ -53,11 +55,12 @@ def test_bits_are_those_of_the_whole_base(name: str, device: torch.device) -> No
 @pytest.mark.parametrize("graphs", ["by_layers", "whole"])
 @pytest.mark.parametrize("save", ["recompute", "checkpoint"])
 def test_bits_under_graphs(save: str, graphs: str, device: torch.device) -> None:
-    expected = trained(make(Way(save), device), device, graphs)
-    model = make(Way(save), device)
-    base = shard_base(model, offload=Offload(0.3, MUCH))
-    base.slots.poison = save == "checkpoint"
-    found = trained(model, device, graphs)
+    with reproducible(True):
+        expected = trained(make(Way(save), device), device, graphs)
+        model = make(Way(save), device)
+        base = shard_base(model, offload=Offload(0.3, MUCH))
+        base.slots.poison = save == "checkpoint"
+        found = trained(model, device, graphs)
     base.unshard()
     assert [name for name, x in expected.items() if not torch.equal(x, found[name])] == []
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from tests.benchmarks.aliases import Load, RowsOf, Run
 
 
@@ -13,3 +15,12 @@ def test_the_whole_and_the_sharded_base(load: Load, run: Run, rows_of: RowsOf) -
     assert [row["check"] for row in rows] == ["ok", "ok"]
     assert all(float(row["tokens/s a GPU"]) > 0 for row in rows)
     assert float(rows[1]["gather ms"]) > 0 and rows[0]["gather ms"] == ""
+
+
+def test_an_offloaded_base(load: Load, run: Run, rows_of: RowsOf) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no control group limits")
+        assert run(load("parallel.bench_sharded_base"), "--offload", "0.3") == 0
+    (row,) = rows_of("sharded_base")
+    assert (row["base"], row["check"]) == ("offloaded, 0.3", "finite")
+    assert float(row["tokens/s a GPU"]) > 0 and float(row["gather ms"]) > 0
