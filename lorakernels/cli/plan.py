@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=size,
         metavar="SIZE",
-        help="that may be pinned on the host (default: none, with --probe what its control groups leave)",
+        help="that may be pinned on the host (default: none, with --probe the limit of its control groups)",
     )
     add("--r", type=count, default=16, help="rank of the adapters (default: 16)")
     add(
@@ -107,7 +107,7 @@ def _plan(config: object, args: argparse.Namespace) -> object:
         args.gpus,
         lora=lora,
         machine="probe" if args.probe else args.machine,
-        host_memory=args.host_memory,
+        host_memory=args.host_memory or (None if args.probe else 0),
         allow_exposed=args.allow_exposed,
     )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ShardPlan: how to train a model on the GPUs of a host, and what that takes, before a weight is read.
 
-`ShardPlan.of` looks at every placement of the base: whole or sharded, and a tail of it on the host in steps of 1/32.
+`ShardPlan.of` looks at every placement of the base: whole or sharded, with groups of each layer's weights on the host.
 For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
 shortest. Of placements within 1 % of that, the one with the least on the host wins. A gather or host copy is hidden if
 it takes no longer than the layer that runs beside it.
@@ -17,9 +17,9 @@ import torch
 
 from lorakernels.config import LoRAConfig
 from lorakernels.fusion.memory import fit
-from lorakernels.parallel.host_memory import host_memory_left
+from lorakernels.parallel.host_memory import host_memory_limit
 from lorakernels.parallel.plan_machine import MACHINES, Machine
-from lorakernels.parallel.plan_memory import Bytes, Placement, bytes_of
+from lorakernels.parallel.plan_memory import Bytes, Placement, bytes_of, fractions
 from lorakernels.parallel.plan_probe import probe
 from lorakernels.parallel.plan_report import describe
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
@@ -33,8 +33,7 @@ from lorakernels.parallel.plan_time import (
     stretched,
 )
 
-STEPS = 32  # parts of the base that may be offloaded
-EXPOSED = 0.01  # of a step: what counts as hidden
+EXPOSED = 0.02  # of a step: what counts as hidden
 EQUAL = 1.01  # steps that differ by less count as equally fast
 
 
@@ -102,8 +101,8 @@ class ShardPlan:
             gpus: how many, of one host.
             lora: adapters of a model that has none. None is r = 16 on all linear layers.
             machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
-            host_memory: bytes that may be pinned on the host, for all GPUs. None offloads nothing, but with "probe"
-                takes what this process's control groups leave, if they set a limit.
+            host_memory: bytes that may be pinned on the host, for all GPUs; 0 offloads nothing. None is the limit of
+                this process's control groups, and 0 if they set none.
             allow_exposed: accept gathers and copies that take longer than the layers beside them.
 
         Raises:
@@ -119,12 +118,11 @@ class ShardPlan:
         _positive("gpus", gpus)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
-        if host_memory is None and machine == "probe":
-            host_memory = host_memory_left()
+        host = (host_memory_limit() or 0) if host_memory is None else host_memory
         size = ModelSize.of(model, lora)
-        plans = candidates(size, batch, found, gpus, host_memory or 0)
+        plans = candidates(size, batch, found, gpus, host)
         if not plans:
-            raise ValueError(_nothing_fits(size, batch, found, gpus, host_memory or 0))
+            raise ValueError(_nothing_fits(size, batch, found, gpus, host))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
             raise ValueError(_not_hidden(_best(plans)))
@@ -161,7 +159,8 @@ def predict(
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
     block, n = max(map(weights, model.layers)), placement.ranks
     gather = block * (n - 1) / n / machine.peer
-    copy = block * placement.offload / n / machine.host
+    # a GPU copies its own part from the host, which the others then gather
+    copy = placement.offload * (block / n / machine.host + gather)
     arrivals = max(0, 2 * (len(model.layers) - 2))
     if (
         n > 1 or placement.offload
@@ -194,8 +193,8 @@ def candidates(
     found = []
     least = ["checkpoint"] * len(model.layers)
     for ranks in {1, gpus}:
-        for part in range(STEPS):
-            placement = Placement(ranks, part / STEPS)
+        for offload in fractions(max(model.layers, key=weights)):
+            placement = Placement(ranks, offload)
             # each process pins a copy of its own where the base is not sharded
             copies = 1 if ranks > 1 else gpus
             if copies * model.base * placement.offload > host:

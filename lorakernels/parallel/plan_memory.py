@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.parallel.plan_machine import Machine
-from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
 from lorakernels.parallel.plan_time import Batch
 
 SLOTS = 2  # whole layers of a sharded base
-STAGES = 3  # layers' offloaded tails on the device: one in use, two on their way
+STAGES = 3  # of what is on the host: one in use, two on their way
 TRAINED = 16  # bytes of a trained parameter: fp32 value, gradient and two moments
 CHUNK = 2048  # tokens whose logits exist at a time, linear_cross_entropy's default
 CONTEXT = 720_000_000  # bytes of a CUDA context with the modules of a probe, on an H200
@@ -22,7 +23,10 @@ FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/t
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host."""
+    """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
+
+    What stays on one GPU needs no slot. Over several GPUs, slots hold what all of them have together.
+    """
 
     ranks: int = 1
     offload: float = 0.0
@@ -53,19 +57,25 @@ class Bytes:
         return self.peak + self.context + self.fragments
 
 
+def fractions(size: LayerSize) -> list[float]:
+    """What parts of a layer's base can be on the host, in order: none, and whole groups of weights of one input."""
+    groups = [n * k for n, k, _ in projections(size)]
+    sets = (s for count in range(len(groups)) for s in combinations(groups, count))
+    return sorted({sum(chosen) / sum(groups) for chosen in sets})
+
+
 def bytes_of(
     model: ModelSize, batch: Batch, machine: Machine, placement: Placement, saves: Sequence[str]
 ) -> Bytes:
     """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names."""
     n, rho = placement.ranks, placement.offload
     largest = max(map(weights, model.layers))
-    staged = math.ceil(STAGES * rho * largest / n) if rho else 0
     kept = sum(
         size.saved_bytes(save, batch.tokens) for size, save in zip(model.layers, saves, strict=True)
     )
     return Bytes(
         base=math.ceil(model.base * (1 - rho) / n),
-        slots=staged + (SLOTS * largest if n > 1 else 0),
+        slots=math.ceil(largest * (STAGES * rho + SLOTS * (1 - rho) * (n > 1))),
         outside=model.outside,
         adapters=model.trained * TRAINED // 2,
         optimizer=model.trained * TRAINED // 2,

@@ -6,9 +6,11 @@ The plan is by constants and by the GPU's whole memory, not by a measurement, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ class Gpus:
 def planned(
     options: FinetuneOptions, lora: LoRAConfig, gpus: Gpus, say: Callable[[str], None]
 ) -> FinetuneOptions:
-    """The options with the plan's `shard_base` and `memory_budget`. `say` hears what was chosen.
+    """The options with the plan's `shard_base`, `offload` and `memory_budget`. `say` hears what was chosen.
 
     Raises:
         OptionError: nothing fits, what fits is not hidden, or the model cannot be planned.
@@ -52,7 +54,14 @@ def planned(
     config = read_config(Path(str(options.model)))
     batch = (options.batch_size, options.seq_len)
     try:
-        plan = ShardPlan.of(config, gpus.memory, batch, gpus.count, lora=lora, machine=gpus.machine)
+        plan = ShardPlan.of(
+            config,
+            gpus.memory,
+            batch,
+            gpus.count,
+            lora=lora,
+            machine=gpus.machine,
+        )
     except (ValueError, TypeError) as error:
         raise OptionError(f"layout auto: {error}") from error
     for line in str(plan).splitlines()[:3]:
@@ -60,4 +69,7 @@ def planned(
     say(f"layout: {plan.rate:,.0f} tokens/s predicted, {plan.bytes.peak / 2**30:.1f} GiB a GPU")
     # a GiB is a power of two, so that these bytes come back as they are
     budget = plan.memory_budget / 2**30
-    return replace(options, memory_budget=budget, shard_base=plan.placement.ranks > 1)
+    found: dict[str, Any] = {"memory_budget": budget, "shard_base": plan.placement.ranks > 1}
+    if plan.placement.offload:  # rounded down, so that the same group of weights is enough
+        found["offload"] = math.floor(plan.placement.offload * 1e6) / 1e6
+    return replace(options, **found)

@@ -214,7 +214,7 @@ class FinetuneOptions(RunningOptions):
     layout: str = option(
         "given",
         "runtime",
-        "auto: shard_base and memory_budget are those of the fastest plan for this model, batch and GPUs, as "
+        "auto: shard_base, offload and memory_budget are those of the fastest plan for this model, batch and GPUs, as "
         "`lorakernels plan` prints it; given: as the options say",
         choices=("given", "auto"),
     )
@@ -376,6 +376,7 @@ class FinetuneOptions(RunningOptions):
             raise OptionError("layout auto is for --model: the demo's base is small")
         names = (
             "shard_base",
+            "offload",
             "memory_budget",
             "save",
             "offload_activations",
