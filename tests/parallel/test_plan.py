@@ -25,6 +25,12 @@ LORA = LoRAConfig(target_modules=list(ADAPTED["qkvo"]))
 GB = 10**9
 
 
+@pytest.fixture(autouse=True)
+def a_host_that_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without `host_memory` would depend on where the tests run."""
+    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: None)
+
+
 @lru_cache
 def size_of(model: str) -> ModelSize:
     return ModelSize.of(SPECS[model].config(), LORA)
@@ -73,14 +79,12 @@ def test_of_equal_steps_the_one_with_less_on_the_host_is_taken() -> None:
 
 
 def test_the_host_offers_what_its_control_groups_allow(monkeypatch) -> None:
-    limit = "lorakernels.parallel.plan.host_memory_limit"
-    monkeypatch.setattr(limit, lambda: 100 * GB)
+    with pytest.raises(ValueError, match="with no host memory"):
+        plan(75 * GB, 8192)
+    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 100 * GB)
     assert 0 < plan(75 * GB, 8192).bytes.host <= 100 * GB
     with pytest.raises(ValueError, match="with no host memory"):
         plan(75 * GB, 8192, host_memory=0)
-    monkeypatch.setattr(limit, lambda: None)
-    with pytest.raises(ValueError, match="with no host memory"):
-        plan(75 * GB, 8192)
 
 
 def test_the_host_s_memory_is_a_limit_for_all_gpus() -> None:

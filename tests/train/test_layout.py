@@ -21,6 +21,12 @@ WIDTHS = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 
 HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
 
 
+@pytest.fixture(autouse=True)
+def a_host_that_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned would depend on where the tests run."""
+    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: None)
+
+
 @pytest.fixture
 def options(tmp_path: Path) -> FinetuneOptions:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **WIDTHS, **HEADS}
