@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lorakernels import LoRAConfig, ShardPlan
+from lorakernels.parallel.offload import divide
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layout import Gpus, planned
 from lorakernels.train.option_sources import resolve
@@ -49,6 +50,22 @@ def test_the_plan_s_choice_becomes_the_options(options: FinetuneOptions) -> None
     assert "sharded over 2 GPUs" in said[1] and "tokens/s predicted" in said[3]
     alone = planned(options, LORA, Gpus("H200", 80_000_000_000, 1), said.append)
     assert not alone.shard_base
+
+
+def test_the_host_takes_what_the_gpu_has_no_room_for(options, monkeypatch) -> None:
+    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 60_000_000_000)
+    found = planned(options, LORA, Gpus("H200", 18_000_000_000, 1), lambda line: None)
+    assert 0 < found.offload < 1 and not found.shard_base
+    shape = [
+        ("q", (10240, 8192)),
+        ("o", (8192, 8192)),
+        ("up", (57344, 8192)),
+        ("down", (8192, 28672)),
+    ]
+    stay, there = divide([[part] for part in shape], found.offload)
+    there_bytes = sum(n * k for group in there for _, (n, k) in group)
+    share = there_bytes / sum(n * k for _, (n, k) in shape)
+    assert stay and share == pytest.approx(found.offload, abs=1e-5), "no more goes than was planned"
 
 
 def test_what_fits_nowhere_is_an_option_s_error(options: FinetuneOptions) -> None:
