@@ -84,8 +84,11 @@ class QKVCall:
 
 @dataclass(frozen=True)
 class OutputCall:
+    """What `output` needs besides autograd's tensors. With `adds=False` its result is o(out), without the residual."""
+
     to: Projections
     save: str
+    adds: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ class MLPCall:
     """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed.
 
     `away`, if given, keeps gate and up for backward.
+
+
+    With `adds=False` the result is down(a8), without the residual.
     """
 
     gate_up: Projections
@@ -101,6 +107,9 @@ class MLPCall:
     save: str
     output: bool = True
     away: Keeper | None = None
+
+
+    adds: bool = True
 
 
 class NormQKVNode(torch.autograd.Function):
@@ -158,7 +167,7 @@ class NormQKVNode(torch.autograd.Function):
             dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
         dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
         return (
-            dx.view(ctx.shape) if need[0] else None,
+            dx.view(ctx.shape) if need[0] and dx is not None else None,
             dweight,
             *dnorms,
             None,
@@ -233,7 +242,8 @@ class OutputNode(torch.autograd.Function):
     ) -> Tensor:
         to, trained = call.to, Trained.of(call.to, params)
         operand, s = quantize_down(_joined(out), to)
-        y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, flat(residual))
+        added = flat(residual) if call.adds else None
+        y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
         wanted = Wanted.of(ctx.needs_input_grad[0], ctx.needs_input_grad[3:], trained)
         full = call.save == "full" and to.quantized  # over a plain base x8 would be out itself
         ctx.call, ctx.wanted, ctx.full, ctx.heads = call, wanted, full, (out.shape[1], out.shape[3])
@@ -263,7 +273,7 @@ class OutputNode(torch.autograd.Function):
         dx = found.x
         if dx is not None:
             dx = dx.view(*dh.shape[:-1], *ctx.heads).transpose(1, 2)
-        return dx, dh, None, *found.A, *found.B, *dbias
+        return dx, dh if call.adds else None, None, *found.A, *found.B, *dbias
 
 
 def _joined(out: Tensor) -> Tensor:
@@ -340,9 +350,11 @@ class MLPNode(torch.autograd.Function):
             tensors = adapters("", saved, gate_up, saved["B"])
             found = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
             dbias = bias_gradients(gate_up, d, mine.bias)
-        dx, dweight = rms_norm_backward(saved, found.x, dy, need[1])
+        added = dy if call.adds else None
+        dx, dweight = rms_norm_backward(saved, found.x, added, need[1])
         ours = (*found.A, *found.B, *dbias, *after.A, *after.B, *dbias_down)
-        return dx.view(ctx.shape) if need[0] else None, dweight, None, *ours
+        dh = dx.view(ctx.shape) if need[0] and dx is not None else None
+        return dh, dweight, None, *ours
 
 
 def _down(
@@ -367,7 +379,8 @@ def _down(
     s = lora_down(act, to)
     if not call.output:
         return torch.empty_like(residual), operand, s, kept_g_u
-    y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, residual)
+    added = residual if call.adds else None
+    y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
     return y, operand, s, kept_g_u
 
 

@@ -221,14 +221,17 @@ def norm_qkv(
 
 
 def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
-    """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them."""
+    """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them.
+
+    With `call.adds=False` the residual gives the shape and dtype alone, and has no gradient.
+    """
     y: Tensor | None = None
     if out.is_cuda:
         out = (
             out.transpose(1, 2).contiguous().transpose(1, 2)
         )  # mostly no copy: attention wrote it so
         made = _Call(OutputNode, (out, residual), call, params, {"to": call.to}, {})
-        y = _planned(made, (call.save,))
+        y = _planned(made, (call.save, call.adds))
     return OutputNode.apply(out, residual, call, *params) if y is None else y
 
 
@@ -242,5 +245,5 @@ def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> 
         h = h.contiguous()
         tos = {"gate_up": call.gate_up, "down": call.down}
         made = _Call(MLPNode, (h, norm), call, params, tos, {})
-        y = _planned(made, (call.eps, call.save, call.output))
+        y = _planned(made, (call.eps, call.save, call.output, call.adds))
     return MLPNode.apply(h, norm, call, *params) if y is None else y

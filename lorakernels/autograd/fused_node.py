@@ -109,9 +109,9 @@ def rms_norm(h: Tensor, norm: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward(
-    saved: Kept, dnormed: Tensor | None, dresidual: Tensor, need_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(the residual stream's gradient [M, K], dweight [K] or None), from the kept `h`, `norm` and `rstd`."""
+    saved: Kept, dnormed: Tensor | None, dresidual: Tensor | None, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(h's gradient [M, K] with `dresidual` added, dweight [K] or None), from the kept `h`, `norm` and `rstd`."""
     if dnormed is None:
         return dresidual, None
     norm = saved["norm"]
