@@ -96,8 +96,6 @@ class MLPCall:
     """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed.
 
     `away`, if given, keeps gate and up for backward.
-
-
     With `adds=False` the result is down(a8), without the residual.
     """
 
@@ -107,8 +105,6 @@ class MLPCall:
     save: str
     output: bool = True
     away: Keeper | None = None
-
-
     adds: bool = True
 
 

@@ -126,7 +126,7 @@ def fuse(
 ) -> FuseReport:
     """Rewire the decoder layers of `model` in place, after `apply_lora`.
 
-    fusion/families has the layers that it knows (transformers' Llama, Mistral, Qwen2, Qwen3, Phi3).
+    fusion/families has the layers that it knows (transformers' Llama, Mistral, Qwen2, Qwen3, Phi3, Granite, SmolLM3).
 
     q, k and v become one matrix, gate and up another, and so do their adapters, unless they are packed already. Norm
     and SwiGLU share kernels with quantization, and the residual is added by the GEMMs. Modules, parameters and

@@ -35,6 +35,8 @@ class Parts:
         places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
         heads: H, Hk and the factor of q kᵀ.
         eps: ε of all norms in the layer.
+        turns: whether RoPE turns the heads.
+        factor: of attention's and of the MLP's result before the residual is added.
         save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
         offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
         attention: the backend asked for.
@@ -51,6 +53,8 @@ class Parts:
     places: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]
     heads: Heads
     eps: float
+    turns: bool
+    factor: float
     save: str
     attention: str
     offload: Offload | None
@@ -165,13 +169,15 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
                 f"{name} of position_embeddings must be [1 or {h.shape[0]}, {h.shape[1]}, D], found {list(table.shape)}"
             )
     cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous() for t in angles)
+    if not parts.turns:
+        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
-    save = parts.save
+    save, adds = parts.save, parts.factor == 1.0
     return _Call(
         QKVCall(qkv, parts.eps, parts.heads.query, parts.heads.key, cos, sin, save),
-        OutputCall(o, save),
-        MLPCall(gate_up, down, parts.eps, save),
+        OutputCall(o, save, adds),
+        MLPCall(gate_up, down, parts.eps, save, adds=adds),
         (params[0], params[1], [*params[2], *params[3]]),
     )
 
@@ -198,8 +204,12 @@ def _run(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
     first, second = map(_weight, parts.norms)
     of_q, of_k = (None if norm is None else _weight(norm) for norm in parts.head_norms)
     q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
-    h = output(attended(q, k, v), residual, call.o, call.params[1])
-    return mlp(h, second, call.mlp, call.params[2])
+    if call.o.adds:
+        h = output(attended(q, k, v), residual, call.o, call.params[1])
+        return mlp(h, second, call.mlp, call.params[2])
+    branch = output(attended(q, k, v), residual.detach(), call.o, call.params[1])
+    h = torch.add(residual, branch, alpha=parts.factor)
+    return torch.add(h, mlp(h, second, call.mlp, call.params[2]), alpha=parts.factor)
 
 
 def _checkpointed(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:

@@ -215,6 +215,8 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
         places=places,
         heads=spec.heads(layer),
         eps=epsilon(first),
+        turns=spec.turns(layer),
+        factor=spec.factor_of(layer),
         save=save.removesuffix(AWAY),
         attention=options.attention,
         offload=options.offload if save.endswith(AWAY) else None,

@@ -68,7 +68,12 @@ def model_of(family: str, **options: Any) -> nn.Module:
     """Two layers, grouped key heads, biases and norms that are not zero and one."""
     if family == "Qwen3":
         options.setdefault("head_dim", 8)
-    if family == "Phi3":
+    if family == "Granite":  # factors of the layer, the scores, the embedding and the logits
+        factors = {"residual_multiplier": 0.6, "attention_multiplier": 0.3}
+        options = {**factors, "embedding_multiplier": 3.0, "logits_scaling": 2.0, **options}
+    if family == "SmolLM3":
+        options.setdefault("no_rope_layers", [1, 0])
+    if family in ("Phi3", "SmolLM3"):
         special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         options = {**special, **options}  # its own ones lie outside of the vocabulary
     config = getattr(transformers, f"{family}Config")(

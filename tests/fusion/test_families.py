@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from lorakernels import fuse
@@ -71,7 +72,8 @@ def test_a_layer_has_the_modules_of_its_spec(family: str) -> None:
     assert found == spec.children()
     rows = [sum(layer.get_submodule(p).out_features for p in paths) for paths in spec.groups]
     heads = spec.heads(layer)
-    assert heads == (4, 2, 16, 16**-0.5) and rows == [(4 + 2 * 2) * 16, 32, 2 * 48, 32]
+    scale = 0.3 if family == "Granite" else 16**-0.5
+    assert heads == (4, 2, 16, scale) and rows == [(4 + 2 * 2) * 16, 32, 2 * 48, 32]
 
 
 def test_a_subclass_of_a_layer_is_another_class() -> None:
@@ -88,7 +90,8 @@ def test_no_other_file_names_a_part_of_a_layer(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for spec in families.FAMILIES:
         own = (spec.attention, *spec.all_norms, spec.activation, *spec.dropouts)
-        places = (*own, *chain(*spec.groups), spec.window or spec.attention)
+        settings = (spec.window, spec.rope, spec.residual_factor)
+        places = (*own, *chain(*spec.groups), *filter(None, settings))
         words = {place.rpartition(".")[2] for place in places}
         assert not {word for word in words if re.search(rf"\b{word}\b", text)}
 
@@ -98,3 +101,36 @@ def test_the_readme_and_fuse_name_every_family() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"# {names} of transformers, in place" in readme
     assert f"(transformers' {names})" in " ".join((fuse.__doc__ or "").split())
+
+
+@pytest.mark.parametrize("save", ["full", "recompute", "fp8", "checkpoint"])
+def test_a_factor_of_the_residual_is_of_both_sums(save: str) -> None:
+    """Factor 0 leaves the embedding as it is: neither attention nor the MLP may reach the last norm."""
+    model = adapted("Granite", LINEARS, model={"residual_multiplier": 0.0})
+    twin, _ = fused_copy(model, save=save)
+    x = tokens()
+    found = run(twin, x)
+    same_within(found, run(model, x), FP32)
+    assert not any(grad.any() for name, grad in found.items() if "lora" in name)
+
+
+@pytest.mark.parametrize("family", ["Granite", "SmolLM3"])
+def test_packed_rows_of_a_family_with_settings(family: str) -> None:
+    """Two documents in a row are two rows of one document each."""
+    model, _ = fused_copy(adapted(family))
+    x = tokens(2, 6)
+    starts = torch.tensor([0, 6, 12], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6}
+    positions = torch.arange(6).repeat(2)[None]
+    together = model(x.reshape(1, 12), position_ids=positions, use_cache=False, **packed).logits
+    alone = model(x, use_cache=False).logits
+    same_within({"": together.detach().view_as(alone)}, {"": alone.detach()}, FP32)
+
+
+def test_a_layer_without_rope_does_not_see_where_a_token_is() -> None:
+    model, _ = fused_copy(adapted("SmolLM3", model={"no_rope_layers": [1, 0]}).eval())
+    layers, h = model.model.layers, torch.randn(1, 8, 32)
+    at = [model.model.rotary_emb(h, torch.arange(8)[None] * step) for step in (1, 3)]
+    with torch.no_grad():
+        first, second = ([layer(h, position_embeddings=a) for a in at] for layer in layers)
+    assert torch.equal(*second) and not torch.allclose(*first)

@@ -152,10 +152,11 @@ def test_memory_that_fsdp_manages_is_refused_for_weights_and_copied_for_adapters
         run(model, x)
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3", "SmolLM3"])
 def test_packed_sequences_longer_than_the_sliding_window_are_refused(family: str) -> None:
     qwen = {"use_sliding_window": True, "max_window_layers": 0}
-    options = qwen if family.startswith("Qwen") else {}
+    smol = {"use_sliding_window": True, "no_rope_layers": [0, 1]}
+    options = {"Qwen2": qwen, "Qwen3": qwen, "SmolLM3": smol}.get(family, {})
     model = adapted(family, model={"sliding_window": 4, **options})
     fuse(model)
     layer, rotary = layer_of(model), model.model.rotary_emb

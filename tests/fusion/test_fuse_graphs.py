@@ -51,6 +51,9 @@ def iteration(model: nn.Module, batches: torch.Tensor, nested: bool, optimizer) 
         ("Phi3", "recompute", ATTENTION, True),
         ("Phi3", "fp8", LINEARS, True),
         ("Phi3", "checkpoint", LINEARS, False),
+        ("Granite", "recompute", ATTENTION, True),
+        ("Granite", "checkpoint", LINEARS, True),
+        ("SmolLM3", "recompute", LINEARS, True),
     ],
     ids=lambda v: v if isinstance(v, str) else str(v if isinstance(v, bool) else len(v)),
 )

@@ -138,7 +138,7 @@ def test_padding_and_a_sliding_window_come_as_masks(family: str) -> None:
         same_within(run(twin, x, **options), run(model, x, **options), FP32)
 
 
-@pytest.mark.parametrize("family", PACKINGS)
+@pytest.mark.parametrize("family", [*PACKINGS, "Granite", "SmolLM3"])
 def test_generation_with_a_cache_is_the_layers_own(family: str) -> None:
     model = adapted(family).eval()
     twin, _ = fused_copy(model)

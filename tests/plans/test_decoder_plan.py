@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AutoModel, GraniteConfig, LlamaConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lorakernels import LoRAConfig, apply_lora, fuse
@@ -34,8 +34,14 @@ SIZES = {
 def llama(
     save: str = "recompute", targets: Any = QKVO, shared: bool = True, **options: Any
 ) -> nn.Module:
+    return of_config(LlamaConfig(**SIZES), save, targets, shared, **options)
+
+
+def of_config(
+    of: Any, save: str = "recompute", targets: Any = QKVO, shared: bool = True, **options: Any
+) -> nn.Module:
     torch.manual_seed(0)
-    model = LlamaModel(LlamaConfig(**SIZES)).to(BF16)
+    model = AutoModel.from_config(of).to(BF16)
     config = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": targets} | options
     apply_lora(model, LoRAConfig(**config))
     fuse(model, save=save, shared_dropout=shared)
@@ -52,6 +58,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: llama("checkpoint", "all-linear"),
     "both layouts": lambda: llama(weight_layout="both"),
     "eval": lambda: llama().eval(),
+    "a factor of the residual": lambda: of_config(GraniteConfig(**SIZES, residual_multiplier=0.5)),
+    "no RoPE in one layer": lambda: of_config(
+        SmolLM3Config(**SIZES, no_rope_layers=[1, 0], pad_token_id=0)
+    ),
 }
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from lorakernels.fusion.families.granite import GRANITE
 from lorakernels.fusion.families.llama import LLAMA
 from lorakernels.fusion.families.mistral import MISTRAL
 from lorakernels.fusion.families.phi3 import PHI3
 from lorakernels.fusion.families.qwen2 import QWEN2
 from lorakernels.fusion.families.qwen3 import QWEN3
+from lorakernels.fusion.families.smollm3 import SMOLLM3
 from lorakernels.fusion.families.spec import LayerSpec
 
 FAMILIES: tuple[LayerSpec, ...] = (
@@ -18,6 +20,8 @@ FAMILIES: tuple[LayerSpec, ...] = (
     QWEN2,
     QWEN3,
     PHI3,
+    GRANITE,
+    SMOLLM3,
 )
 KNOWN = ", ".join(spec.layer for spec in FAMILIES)  # for messages
 _BY_LAYER = {spec.layer: spec for spec in FAMILIES}

@@ -3,10 +3,11 @@
 
 A fused layer computes (autograd/decoder_layer.py):
 
-    h2 = h + o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + down(silu(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
+    h2 = h + f o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + f down(silu(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
 
-RoPE turns whole heads, as transformers' `rotate_half` does, and q's and k's heads may be normed before it. A family
-fits if its layer computes the same. Its file here says where the parts are, and refuses settings that change the sum.
+RoPE turns whole heads, as transformers' `rotate_half` does, and q's and k's heads may be normed before it. Some layers
+may be without RoPE. f is one number, which is 1 in most families. Where it is not, the sum is an operation of its own.
+A family fits if its layer computes the same. Its file here says where the parts are, and refuses what changes the sum.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class LayerSpec:
         head_norms: the RMSNorms of q's heads and of k's heads, or ().
         dropouts: nn.Dropouts on the way, whose p must be 0.
         window: the attribute with the sliding window's number of tokens, or None where the family has no window.
+        rope: the attribute that is false in layers without RoPE, or None where every layer has it.
+        residual_factor: the attribute with f, by which attention's and the MLP's results are multiplied before they are
+            added; None where f is 1.
         refuse: says in words why a fused layer would compute something else than the given layer, or returns None.
     """
 
@@ -72,6 +76,8 @@ class LayerSpec:
     head_norms: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
     window: str | None = None
+    rope: str | None = None
+    residual_factor: str | None = None
     refuse: Callable[[Any], str | None] = no_objection
 
     @property
@@ -142,6 +148,16 @@ class LayerSpec:
             value = getattr(value, name, None)
         found: int | None = value
         return found
+
+    def turns(self, layer: nn.Module) -> bool:
+        """Whether RoPE turns the heads of q and k."""
+        return self.rope is None or bool(attrgetter(self.rope)(layer))
+
+    def factor_of(self, layer: nn.Module) -> float:
+        """What attention's and the MLP's results are multiplied by before they are added."""
+        return (
+            1.0 if self.residual_factor is None else float(attrgetter(self.residual_factor)(layer))
+        )
 
     def objections(self, layer: nn.Module) -> Iterator[str]:
         """Yield, in words, every setting of `layer` with which a fused layer would compute something else."""
