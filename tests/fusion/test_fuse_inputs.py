@@ -128,9 +128,10 @@ def test_sequences_of_keys_that_are_not_those_of_queries_are_refused(change, mes
         model(tokens(), use_cache=False, **{**packed, "max_length_k": 12, **change})
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Phi3"])
+@pytest.mark.parametrize("family", ["Mistral", "Phi3", "SmolLM3"])
 def test_padding_and_a_sliding_window_come_as_masks(family: str) -> None:
-    model = adapted(family, model={"sliding_window": 5})
+    switch = {"use_sliding_window": True} if family == "SmolLM3" else {}
+    model = adapted(family, model={"sliding_window": 5, **switch})
     twin, _ = fused_copy(model)
     x, mask = tokens(), torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
