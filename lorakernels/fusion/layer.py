@@ -252,7 +252,8 @@ def _without_output(call: _Call) -> _Call:
 def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask, causal, starts, longest = visible
     shape = None if mask is None else mask.shape
-    key = (q.shape, k.shape, q.dtype, shape, causal, starts is None, q.requires_grad)
+    exact = torch.are_deterministic_algorithms_enabled()
+    key = (q.shape, k.shape, q.dtype, shape, causal, starts is None, q.requires_grad, exact)
     name = parts.chosen.get(key)
     if starts is not None:
         if name is None:

@@ -78,6 +78,19 @@ def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPat
     assert len(twin.model.layers[0]._fused.chosen) == 2
 
 
+def test_attention_is_chosen_anew_for_deterministic_algorithms() -> None:
+    """cuDNN, which may have been chosen before, has none."""
+    twin, _ = fused_copy(adapted())
+    x = tokens()
+    twin(x, use_cache=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        twin(x, use_cache=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(twin.model.layers[0]._fused.chosen) == 2
+
+
 @pytest.mark.parametrize("family", PACKINGS)
 def test_a_layer_that_is_told_to_look_ahead(family: str) -> None:
     model = adapted(family)
