@@ -299,7 +299,8 @@ class Ours(Training):
         shape = self.spec.shape
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        allowed = torch.cuda.get_per_process_memory_fraction(self.device)
+        gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
+        allowed = torch.cuda.get_per_process_memory_fraction(gpu)
         free -= int((1 - allowed) * total)
         layer = 2 * tokens * (6 * shape["intermediate_size"] + 10 * shape["hidden_size"])
         if self.save is not None and FITS[self.save]:  # gate and up of layers that are copied
