@@ -98,6 +98,7 @@ NO_NUMBERS: Row = dict.fromkeys(
     (
         "tokens/s",
         "ms/step",
+        "J/step",
         "CPU ms",
         "peak GiB",
         "reserved GiB",
