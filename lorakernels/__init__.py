@@ -26,6 +26,7 @@ from lorakernels.modules import (
     training_state_dict,
     unmerge_lora,
 )
+from lorakernels.modules.logits import change_of_logits
 from lorakernels.parallel import ShardPlan
 from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
@@ -53,6 +54,7 @@ __all__ = [
     "apply_lora",
     "attach",
     "bias_dropout_add",
+    "change_of_logits",
     "disable_lora",
     "check_export",
     "export_model",

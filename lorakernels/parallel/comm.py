@@ -267,12 +267,6 @@ def _would_multicast(device: torch.device) -> bool:
     return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0))
 
 
-def largest(group: Any, amax: Tensor) -> None:
-    """Collective: `amax` fp32, not negative, becomes its largest over the ranks. NaN is larger than any number."""
-    # int32 orders such numbers the same way; a backend's float MAX may lose NaN
-    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-
-
 def gather_rows(group: Any, part: Tensor) -> Tensor:
     """Collective: [ranks · M, N], every rank's `part` [M, N] of any dtype below each other, by rank."""
     part = part.contiguous()

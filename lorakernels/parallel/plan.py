@@ -162,11 +162,9 @@ def predict(
     # a GPU copies its own part from the host, which the others then gather
     copy = placement.offload * (block / n / machine.host + gather)
     arrivals = max(0, 2 * (len(model.layers) - 2))
-    if (
-        n > 1 or placement.offload
-    ):  # a gathered byte is written once, and each byte of a shard is read by n GPUs
-        read = 2.0 if n > 1 else placement.offload
-        parts += Parts(memory=arrivals * read * block / machine.bandwidth)
+    # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
+    traffic = 2.0 if n > 1 else placement.offload
+    parts += Parts(memory=arrivals * traffic * block / machine.bandwidth)
     factor = stretched(parts, machine)
     slowest = max(model.layers, key=weights)
     layer = LayerTime(

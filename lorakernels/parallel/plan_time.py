@@ -136,9 +136,7 @@ def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
     return forward(size, batch, machine, "full") + Parts(-last)
 
 
-def _attention(
-    size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]
-) -> Parts:  # fmt: skip
+def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]) -> Parts:
     length, (fastest, start) = batch.length, rate
     operations = 2 * batch.tokens * length * size.heads * size.head_dim * times
     return Parts(attention=operations / fastest * (1 + start / length) + 3 * KERNEL)

@@ -14,6 +14,7 @@ from lorakernels.fusion.families import KNOWN, LayerSpec, family_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import is_held
+from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
 from lorakernels.parallel.tensor_ranks import Ranks
@@ -143,12 +144,17 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
     """Refuse an embedding or a head that cannot be split by tokens.
 
     Raises:
-        ValueError: with a plan of the caller's, for other modules than nn.Embedding and nn.Linear, for hooks on them, a
-            padding index or a norm of the embedding's rows, or a vocabulary that the ranks do not divide.
+        ValueError: with a plan of the caller's, for a model that changes its logits after the head, for other modules
+            than nn.Embedding and nn.Linear, for hooks on them, a norm of the embedding's rows, or a vocabulary that the
+            ranks do not divide.
     """
     if found.spec is None:
         raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
     both: Any = model
+    if changed := change_of_logits(both.config.get_text_config()):
+        raise ValueError(
+            f"vocabulary=True takes a model whose loss is of plain logits, found {changed}"
+        )
     embedding, head = both.get_input_embeddings(), both.get_output_embeddings()
     for module, kind in ((embedding, nn.Embedding), (head, nn.Linear)):
         if type(module) is not kind:

@@ -183,38 +183,40 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
     layer.column = layer.column  # a new handle
 
 
-def _make(
-    layer: Any,
-    features: tuple[int, int],
-    config: LoRAConfig | None,
-    kind: type[Part],
-    tp_group: Any,
-    options: dict[str, Any],
-) -> None:
-    """Construct a whole LoRALinear in `layer`, and cut it."""
-    sequence = options.pop("sequence_parallel", False)
-    layer.skip_bias_add = options.pop("skip_bias_add", False)
-    for name in ("gather_output", "input_is_parallel"):
-        wanted = name == "input_is_parallel"
-        if options.pop(name, wanted) is not wanted:
-            raise ValueError(f"{name} must be {wanted}, found {not wanted}: it is not there yet")
-    ranks = Ranks(tp_group, sequence)
-    own = type(layer)
-    by = features[1] if kind is ColumnLoRA else features[0]
-    if by % ranks.size:
-        what = "output_size" if kind is ColumnLoRA else "input_size"
-        raise ValueError(f"{what} must be a multiple of the {ranks.size} ranks, found {by}")
-    LoRALinear.__init__(layer, *features, config=config, **options)
-    cut(layer, kind, ranks)
-    layer.__class__ = own
-
-
 class _Author:
-    """Megatron's return: (y, the bias if `skip_bias_add`, else None)."""
+    """A part that constructs the whole layer and cuts it. It returns as Megatron's layers do."""
 
+    kind: ClassVar[type[Part]]  # what the whole LoRALinear is cut to
+    cut_size: ClassVar[str]  # the argument that the ranks divide
     skip_bias_add: bool
 
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: LoRAConfig | None = None,
+        tp_group: Any,
+        **options: Any,
+    ) -> None:
+        layer: Any = self
+        own, sizes = type(self), {"input_size": input_size, "output_size": output_size}
+        sequence = options.pop("sequence_parallel", False)
+        self.skip_bias_add = options.pop("skip_bias_add", False)
+        for name, there in (("gather_output", False), ("input_is_parallel", True)):
+            if options.pop(name, there) is not there:
+                raise ValueError(f"{name} must be {there}, found {not there}: it is not there yet")
+        ranks = Ranks(tp_group, sequence)
+        if sizes[self.cut_size] % ranks.size:
+            raise ValueError(
+                f"{self.cut_size} must be a multiple of the {ranks.size} ranks, found {sizes[self.cut_size]}"
+            )
+        LoRALinear.__init__(layer, input_size, output_size, config=config, **options)
+        cut(layer, self.kind, ranks)
+        layer.__class__ = own
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, the bias if `skip_bias_add`, else None)."""
         y = super().forward(x)  # type: ignore[misc]
         return y, self.bias if self.skip_bias_add else None  # type: ignore[attr-defined]
 
@@ -239,16 +241,7 @@ class ColumnParallelLoRALinear(_Author, ColumnLoRA):  # type: ignore[misc]
         TypeError, KeyError: as for a LoRALinear.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: LoRAConfig | None = None,
-        tp_group: Any,
-        **options: Any,
-    ) -> None:
-        _make(self, (input_size, output_size), config, ColumnLoRA, tp_group, options)
+    kind, cut_size = ColumnLoRA, "output_size"
 
 
 class RowParallelLoRALinear(_Author, RowLoRA):  # type: ignore[misc]
@@ -263,13 +256,4 @@ class RowParallelLoRALinear(_Author, RowLoRA):  # type: ignore[misc]
         TypeError, KeyError: as for a LoRALinear.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: LoRAConfig | None = None,
-        tp_group: Any,
-        **options: Any,
-    ) -> None:
-        _make(self, (input_size, output_size), config, RowLoRA, tp_group, options)
+    kind, cut_size = RowLoRA, "input_size"

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, scale_of
-from lorakernels.parallel import comm
-from lorakernels.state.fp8 import FP8State
+from lorakernels.state.fp8 import FP8State, reduce_amax
 from lorakernels.values import Scaling
 
 _Known = tuple[int, int, list[bool]]
@@ -64,7 +63,7 @@ class SharedScales:
         if delayed and self._has_scale(tensor, column, backward):
             return Scaling(tensor, column, True)
         amax = amax_of(part)
-        comm.largest(self.group, amax)
+        reduce_amax(amax, self.group)
         fp8_dtype = self.state.recipe.backward_dtype if backward else E4M3
         scale = scale_of(amax, FP8_MAX[fp8_dtype])
         if delayed:

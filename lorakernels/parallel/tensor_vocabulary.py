@@ -31,8 +31,14 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self.ranks = weight, ranks
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[..., H] of tokens [...], on every rank. Collective."""
+        """[..., H] of tokens [...], on every rank. Collective.
+
+        Raises:
+            IndexError: a token is outside of the vocabulary, as for nn.Embedding.
+        """
         own, inside = _local(tokens, self.ranks, len(self.weight))
+        known = (tokens >= 0) & (tokens < self.ranks.size * len(self.weight))
+        own = own.where(known, -1)
         found = F.embedding(own, self.weight).masked_fill_(~inside[..., None], 0.0)
         comm.all_reduce(self.ranks.group, found)
         return found
@@ -99,7 +105,10 @@ class _Loss(torch.autograd.Function):
 
 
 def _chunk(hidden: Tensor, head: VocabularyHead, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(the loss of each token, fp32; softmax − onehot in this rank's columns). Both are 0 where a label is negative."""
+    """(the loss of each token, fp32; softmax − onehot in this rank's columns).
+
+    Both are 0 where a label is negative, whatever the logits are, and NaN where it is not below V.
+    """
     group = head.ranks.group
     z = F.linear(hidden, head.weight, head.bias).float()
     largest = z.amax(1)
@@ -109,11 +118,12 @@ def _chunk(hidden: Tensor, head: VocabularyHead, labels: Tensor) -> tuple[Tensor
     e = z.sub_(largest[:, None]).exp_()
     sums = torch.stack((e.sum(1), label_z))
     comm.all_reduce(group, sums)
-    counted = labels >= 0
-    losses = (sums[0].log() + largest - sums[1]).where(counted, 0.0)
+    sums[0].masked_fill_(labels >= head.ranks.size * len(head.weight), torch.nan)
+    ignored = labels < 0
+    losses = (sums[0].log() + largest - sums[1]).masked_fill(ignored, 0.0)
     dz = e.div_(sums[0][:, None])
     dz.scatter_add_(1, own[:, None], -inside.to(dz.dtype)[:, None])
-    return losses, dz.mul_(counted[:, None])
+    return losses, dz.masked_fill_(ignored[:, None], 0.0)
 
 
 def vocabulary_loss(
@@ -125,10 +135,10 @@ def vocabulary_loss(
         hidden: [M, H], all rows, on every rank.
         head: this rank's part.
         labels: int64 [M]; a negative one does not count. Already shifted.
-        items: divide by this number instead of by the labels that count.
+        items: divide by this number instead of by the labels that count. Where none counts, the loss is 0.
         chunk: how many tokens have logits at a time.
     """
-    count = (labels >= 0).sum() if items is None else torch.as_tensor(items)
+    count = (labels >= 0).sum().clamp(min=1) if items is None else torch.as_tensor(items)
     factor = 1.0 / count.to(hidden.device, torch.float32)
     found: Tensor = _Loss.apply(hidden, head, labels, factor, chunk)
     return found

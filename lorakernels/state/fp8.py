@@ -35,6 +35,12 @@ _CAPTURE = "a CUDA graph"
 _ENTRIES = {"names", "recipe", "in_charge", "forward", "backward"}
 
 
+def reduce_amax(amax: Tensor, group: Any) -> None:
+    """Collective: `amax` fp32, not negative, becomes its largest over the ranks of `group`. NaN is the largest."""
+    # int32 orders such numbers the same way. A backend's float MAX may lose NaN.
+    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+
+
 @dataclass(frozen=True)
 class FP8Snapshot:
     """The result of `FP8State.save`: copies of both tensors and of the record of who runs the updates."""
@@ -378,8 +384,7 @@ class FP8State:
             return None
         current = torch.cat((self.forward[0], self.backward[0]))
         for group in groups:
-            # int32 orders non-negative floats the same way, with NaN on top. A backend's float MAX may lose NaN.
-            dist.all_reduce(current.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+            reduce_amax(current, group)
         return current
 
     def _update(self, current: Tensor | None, gated: bool) -> None:

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora, check_export
+from lorakernels import LoRAConfig, apply_lora, change_of_logits, check_export
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
 
-# fields by which a model changes its logits after the output head → values that change nothing
-LOGIT_CHANGES = {
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-}
 RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 
 
@@ -111,12 +105,10 @@ def check_vocabulary(config: Any, max_token: int) -> None:
 
 
 def _check_kind(config: Any) -> None:
-    for name, neutral in LOGIT_CHANGES.items():
-        if (value := getattr(config, name, None)) not in neutral:
-            raise ModelError(
-                f"{config.model_type} changes logits after its output head ({name} = {value}): finetune cannot train "
-                "it correctly"
-            )
+    if changed := change_of_logits(config):
+        raise ModelError(
+            f"{config.model_type} changes logits after its output head ({changed}): finetune cannot train it correctly"
+        )
     if found := RECURRENT & set(getattr(config, "layer_types", None) or ()):
         raise ModelError(
             f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "

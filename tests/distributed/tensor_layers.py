@@ -23,6 +23,7 @@ from lorakernels.parallel import (
     RowParallelLoRALinear,
     comm,
     tensor_nodes,
+    tensor_ranks,
 )
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.plans.routing import without_plans
@@ -100,7 +101,7 @@ def broken(fault: str) -> Iterator[None]:
             "sum_rows",
             lambda group, whole: whole[Ranks(group).share(len(whole))].contiguous(),
         ),
-        "each rank's own scale": (comm, "largest", lambda group, amax: None),
+        "each rank's own scale": (tensor_ranks, "reduce_amax", lambda amax, group: None),
         "equal masks": (
             tensor_nodes.PartCall,
             "mask",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,9 @@ from lorakernels.parallel import (
     parallelize,
     shard_base,
 )
+from lorakernels.parallel.tensor_vocabulary import vocabulary_loss
 from tests.distributed.tensor_models import Way, batch, loss_of, make
-from tests.fusion.fused_models import LINEARS, adapted, an_adapter
+from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, an_adapter
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -132,7 +134,7 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
 def said_by(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
         return str(error)
     return "nothing"
 
@@ -142,6 +144,7 @@ def vocabularies(mesh: Any) -> dict[str, str]:
     odd = make(Way("", False, model={"vocab_size": 65}), CPU)
     hooked, whole = make(WHOLE, CPU), make(WHOLE, CPU)
     hooked.enable_input_require_grads()
+    scaled = make(Way("", False, family="Granite", model={"logits_scaling": 8.0}), CPU)
     split = parallelize(whole, mesh)
     tokens = batch(0, CPU)
     return {
@@ -151,6 +154,31 @@ def vocabularies(mesh: Any) -> dict[str, str]:
             lambda: parallelize(make(WHOLE, CPU), mesh, {"*_proj": "column"}, vocabulary=True)
         ),
         "loss": said_by(lambda: split.loss(tokens, input_ids=tokens)),
+        "logits": said_by(lambda: parallelize(scaled, mesh, vocabulary=True)),
+    }
+
+
+def edges(mesh: Any) -> dict[str, Any]:
+    """Losses where no label counts, where one is outside of the vocabulary, and of rows that do not count."""
+    model = make(WHOLE, CPU)
+    split = parallelize(model, mesh, vocabulary=True)
+    head, ignored = model.get_output_embeddings(), torch.full((2,), -100)
+    hidden = torch.randn(2, 64)
+    lost = hidden.clone()
+    lost[1] = torch.nan
+
+    def both(h: torch.Tensor, labels: torch.Tensor) -> tuple[float, bool]:
+        h = h.requires_grad_()
+        loss = vocabulary_loss(h, head, labels)
+        loss.backward()
+        return loss.item(), bool(h.grad.isfinite().all())
+
+    one = torch.tensor([3, -100])
+    return {
+        "none counts": both(hidden.clone(), ignored),
+        "beyond": both(hidden.clone(), torch.tensor([3, VOCABULARY])),
+        "as without": both(lost, one) == both(hidden[:1].clone(), one[:1]),
+        "token": said_by(lambda: split.model(torch.tensor([[1, VOCABULARY]]))),
     }
 
 
@@ -262,6 +290,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         "biases": biases(group),
         "drifted": drifted(mesh, rank),
         "norms": norms(mesh),
+        "edges": edges(mesh),
     }
 
 
@@ -322,11 +351,20 @@ def test_authors_layers_refuse(results: Any, what: str, said: str) -> None:
         ("hooked", "vocabulary=True replaces the Embedding, which has hooks"),
         ("plan", "vocabulary=True needs a model of transformers"),
         ("loss", "loss needs a split head"),
+        ("logits", "takes a model whose loss is of plain logits, found logits_scaling = 8.0"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_split_is_refused(results: Any, what: str, said: str) -> None:
     for found in results:
         assert said in found["vocabularies"][what]
+
+
+def test_a_split_loss_at_its_edges(results: Any) -> None:
+    for found in results:
+        edge = found["edges"]
+        assert edge["none counts"] == (0.0, True) and edge["as without"]
+        assert math.isnan(edge["beyond"][0]) and not edge["beyond"][1]
+        assert "index out of range" in edge["token"]
 
 
 def test_authors_layers_return_y_and_the_bias_that_was_skipped(results: Any) -> None:
