@@ -19,6 +19,7 @@ from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.offload import as_offload
 from lorakernels.parallel.sharded_base import (
     agreed_layout,
+    asked_fraction,
     check_offload,
     choose_transport,
     finish,
@@ -51,7 +52,8 @@ class ShardedWeights:
     ) -> None:
         wanted = set(quantized)
         find = lambda: _layout(model, wanted, place, offload)  # noqa: E731
-        self._place, self._layout = place, agreed_layout(place, find, ())
+        options = {"offload": asked_fraction(offload)}
+        self._place, self._layout = place, agreed_layout(place, find, options)
         chosen = choose_transport("auto", place)
         self._stores = allocate(place, self._layout, as_offload(offload), chosen)
         kept = [blocks for blocks in (self._layout.near, self._layout.far) if blocks]

@@ -14,7 +14,7 @@ from lorakernels.autograd.decoder_plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import Parts, original_class
-from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit
+from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
@@ -54,7 +54,8 @@ class FuseReport:
     @property
     def saved_bytes(self) -> int:
         """Bytes that all layers keep for the backward of `tokens` tokens, predicted."""
-        return sum(layer.bytes for layer in self.layers)
+        forms = [layer.save for layer in self.layers]
+        return kept_bytes(self.sizes, forms, self.tokens, self.element)
 
     @property
     def backends(self) -> list[str]:

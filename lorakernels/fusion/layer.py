@@ -17,7 +17,7 @@ from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
 from lorakernels.fusion.families.spec import Heads, LayerSpec
 from lorakernels.fusion.group import FusedGroup
-from lorakernels.fusion.offload import Offload
+from lorakernels.fusion.offload import ActivationOffload
 
 Attended = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → out
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -57,7 +57,7 @@ class Parts:
     factor: float
     save: str
     attention: str
-    offload: Offload | None
+    offload: ActivationOffload | None
     chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     @property

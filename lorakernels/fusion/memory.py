@@ -74,7 +74,10 @@ class LayerSize:
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
-        """Bytes kept on the device from forward to backward of `tokens` tokens, with `element` bytes per number."""
+        """Bytes kept on the device from forward to backward of `tokens` tokens, with `element` bytes per number.
+
+        What is in host memory does not count; `kept_bytes` counts the two layers that have it on the device.
+        """
         if save == "checkpoint-offload":
             return 0
         if save == "fp8-offload":
@@ -102,6 +105,18 @@ def _stacked(members: Sequence[Any]) -> int:
     return rows * sum(b.shape[1] * b.element_size() for b in factors)
 
 
+def kept_bytes(sizes: Sequence[LayerSize], forms: Sequence[str], tokens: int, element: int) -> int:
+    """Bytes that layers keep on the device together, each in its form: one of OFFLOADED.
+
+    Of the layers whose part is in host memory, two have it on the device at a time: one in use, one on its way.
+    """
+    pairs = list(zip(sizes, forms, strict=True))
+    kept = [size.saved_bytes(form, tokens, element) for size, form in pairs]
+    whole = [size.saved_bytes(form.removesuffix(AWAY), tokens, element) for size, form in pairs]
+    away = sorted(w - k for w, k in zip(whole, kept, strict=True))
+    return sum(kept) + sum(away[-2:])
+
+
 def fit(
     sizes: Sequence[LayerSize], budget: int, tokens: int, element: int, forms: Sequence[str] = SAVE
 ) -> list[str]:
@@ -117,20 +132,19 @@ def fit(
         forms: SAVE or OFFLOADED, from the fastest to the slowest.
 
     Raises:
-        ValueError: the layers do not fit even if each keeps only its input.
+        ValueError: the layers do not fit even in the slowest form.
     """
     found = [forms[0]] * len(sizes)
-    costs = [s.saved_bytes(found[0], tokens, element) for s in sizes]
     for slower in forms[1:]:
         for i, size in enumerate(sizes):
-            if sum(costs) <= budget:
+            if kept_bytes(sizes, found, tokens, element) <= budget:
                 return found
-            cost = size.saved_bytes(slower, tokens, element)
-            if cost < costs[i]:
-                found[i], costs[i] = slower, cost
-    if sum(costs) > budget:
+            now, then = (size.saved_bytes(form, tokens, element) for form in (found[i], slower))
+            if then < now:
+                found[i] = slower
+    if (least := kept_bytes(sizes, found, tokens, element)) > budget:
         raise ValueError(
-            f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: each keeps "
-            f"its input at least, {sum(costs)} bytes together"
+            f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: they keep at "
+            f"least {least} bytes together"
         )
     return found

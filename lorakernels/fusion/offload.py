@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.fusion.pinned import HostBuffers
+from lorakernels.fusion.host_buffers import HostBuffers
 from lorakernels.graphs import Pool, pool_in_use
 
 
-class Offload:
+class ActivationOffload:
     """Of one model: what its layers keep, in the order of their forwards, and where it is copied to."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Offload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a loaded one, keeps nothing yet."""
-        return Offload, ()
+        return ActivationOffload, ()
 
     def visit(self, h: Tensor) -> Visit:
         """A layer's forward begins, with input `h`. The copies of what the layer before keeps start.
@@ -79,7 +79,7 @@ class Visit:
     """One forward of one layer, until its backward. It lives as long as the autograd graph."""
 
     def __init__(
-        self, offload: Offload, h: Tensor, pool: Pool | None, before: Visit | None
+        self, offload: ActivationOffload, h: Tensor, pool: Pool | None, before: Visit | None
     ) -> None:
         self.offload, self.device, self.pool = offload, h.device, pool
         self.is_back = self._is_joined = False
@@ -127,22 +127,27 @@ class Kept:
     def __init__(self, visit: Visit, x: Tensor) -> None:
         self._visit = visit
         self._here: Tensor | None = x.detach().contiguous()
-        self._host: Tensor | None = None
+        self._host: Tensor | None = None  # a view of _buffer
+        self._buffer: Tensor | None = None
         self._free: list[Tensor] = []
         self._is_leaving = False
         self._end: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        host: Tensor | None = self.__dict__.get("_host")
-        if host is not None:
-            self._free.append(host)
+        end: torch.cuda.Event | None = self.__dict__.get("_end")
+        if end is not None and self._visit.pool is None:
+            end.synchronize()  # a backward ended early, and what the copy writes to becomes another's memory now
+        buffer: Tensor | None = self.__dict__.get("_buffer")
+        if buffer is not None:
+            self._free.append(buffer)
 
     def send(self) -> None:
         """Start to copy it to the host."""
         if self._host is None and self._here is not None:
-            offload, device = self._visit.offload, self._visit.device
-            self._host, self._free = offload.buffers.take(self._here)
-            self._end, self._is_leaving = offload.copy(self._host, self._here, device), True
+            offload, x = self._visit.offload, self._here
+            self._buffer, self._free = offload.buffers.take(x)
+            self._host = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+            self._end, self._is_leaving = offload.copy(self._host, x, self._visit.device), True
 
     def fetch(self) -> None:
         """Start to copy it to the device."""

@@ -20,7 +20,7 @@ from lorakernels.fusion.kept_linears import KeptLinear
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts, fused_class, original_class
 from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
-from lorakernels.fusion.offload import Offload
+from lorakernels.fusion.offload import ActivationOffload
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import bring, refuse_held
@@ -42,7 +42,7 @@ class Options:
     attention: str
     shared_dropout: bool
     keep_linears: bool
-    offload: Offload = field(default_factory=Offload)
+    offload: ActivationOffload = field(default_factory=ActivationOffload)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ TRANSPORTS = ("auto", "peer", "nccl", "gloo")
 
 
 class Transport(Protocol):
-    """Brings the parts of a block together. `name` is one of TRANSPORTS."""
+    """Brings the parts of a block together. `name` is one of TRANSPORTS, or "host" for parts in pinned memory."""
 
     name: str
 

@@ -11,6 +11,7 @@ asked fraction of a layer's bytes, and as little more as the groups allow. They 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -26,7 +27,6 @@ from lorakernels.parallel.pinned import PAGE, Pinned, Progress
 from lorakernels.parallel.shards import Shards
 
 Group = list[tuple[str, Shape]]
-MANY = 12  # groups, of which not all subsets are tried
 
 
 class Offload(NamedTuple):
@@ -68,10 +68,10 @@ def divide(groups: Sequence[Group], fraction: float) -> tuple[list[Group], list[
         return list(groups), []
     sizes = [sum(n * k for _, (n, k) in group) for group in groups]
     wanted = fraction * sum(sizes)
-    able = (chosen for chosen in _choices(len(groups)) if sum(sizes[i] for i in chosen) >= wanted)
+    able = (chosen for chosen in _sets(len(groups)) if sum(sizes[i] for i in chosen) >= wanted)
     best = min(able, key=lambda chosen: (sum(sizes[i] for i in chosen), [-i for i in chosen]))
     if len(best) == len(groups):
-        most = 1 - min(sizes) / sum(sizes)
+        most = math.floor(1000 * (1 - min(sizes) / sum(sizes))) / 1000
         raise ValueError(
             f"offload must be at most {most:.3f} for this model, found {fraction}: matrices of one input go to the "
             "host as a whole, and one of them must stay"
@@ -81,13 +81,9 @@ def divide(groups: Sequence[Group], fraction: float) -> tuple[list[Group], list[
     return stay, [groups[i] for i in sorted(there)]
 
 
-def _choices(count: int) -> Iterator[tuple[int, ...]]:
-    """Sets of groups: all of them, or the tails alone where they would be too many."""
+def _sets(count: int) -> Iterator[tuple[int, ...]]:
     for size in range(1, count + 1):
-        if count > MANY:
-            yield tuple(range(count - size, count))
-        else:
-            yield from combinations(range(count), size)
+        yield from combinations(range(count), size)
 
 
 def host_block(groups: Sequence[Group], ranks: int) -> Block:
@@ -95,28 +91,28 @@ def host_block(groups: Sequence[Group], ranks: int) -> Block:
     return lay_out(groups, ranks, PAGE)
 
 
-def pinned_shards(
-    blocks: Sequence[Block], place: tuple[int, int], offload: Offload, device: torch.device
-) -> HostShards:
-    """This rank's parts of `blocks` in pinned memory, without values.
+def check_room(blocks: Sequence[Block], ranks: int, offload: Offload) -> None:
+    """Refuse shards of `blocks` on `ranks` ranks for which this host has too little memory. Call it before one is made.
+
+    Raises:
+        ValueError: it has too little.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    check_host_memory(Shards.bytes_of(blocks, ranks) * here, offload.host_memory)
+
+
+class HostShards(Shards):
+    """Shards in memory of the host, pinned part by part, without values. `close` unpins it.
 
     Args:
         blocks: of `host_block`.
         place: (rank, number of ranks).
-        offload: how much memory there is.
         device: the GPU that reads them.
+        progress: as for Offload.
 
     Raises:
-        ValueError: the host has too little memory. OSError: it was not pinned.
+        OSError: the system did not pin it.
     """
-    size = Shards.bytes_of(blocks, place[1])
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
-    check_host_memory(size * here, offload.host_memory)
-    return HostShards(blocks, place, device, offload.progress)
-
-
-class HostShards(Shards):
-    """Shards in memory of the host, pinned part by part. `close` unpins it."""
 
     def __init__(
         self,
@@ -133,8 +129,9 @@ class HostShards(Shards):
         super().__init__(blocks, rank, ranks, self._pinned.memory)
 
     def close(self) -> None:
-        """Unpin the memory, after the copies that run."""
+        """Unpin the memory, after the copies that run, and give it back."""
         self._pinned.close()
+        self.memory = self._pinned.memory = self.memory.new_empty(0)
 
 
 class _Done:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned memory of the host, out of which copy engines read while layers run.
 
-torch's own pinned memory is not used: its allocator rounds to a power of two and gives nothing back. Here pages are
-taken from the system and pinned span by span. A copy must not cross two spans.
+Pages are taken from the system and pinned span by span (lorakernels/pinning.py). A copy must not cross two spans.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
+from lorakernels.pinning import pin, unpin
+
 PAGE = 4096
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 Progress = Callable[[int, int], None]  # (bytes pinned, bytes in all)
 
 
@@ -47,17 +46,15 @@ class Pinned:
         # shared, so that a fork does not copy pinned pages
         self.memory = torch.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=torch.uint8)[:size]
         addresses: list[int] = []
-        if device.type == "cuda" and runtime is None:
-            runtime = torch.cuda.cudart()
-        self._release = weakref.finalize(
-            self, _unpin, runtime, addresses, device, self.memory.untyped_storage()
-        )
+        storage = self.memory.untyped_storage()  # keeps the pages until they are unpinned
+        self._release = weakref.finalize(self, _release, addresses, device, runtime, storage)
         if device.type != "cuda":
             return
-        there = torch.cuda.device(device) if torch.cuda.is_initialized() else nullcontext()
         try:
-            with there:  # a call makes a context on the current GPU
-                self._pin(spans, runtime, addresses, progress)
+            for span in spans:
+                self._pin(span, device, runtime, addresses)
+                if progress is not None and span.stop > span.start:
+                    progress(span.stop, len(self.memory))
         except BaseException:
             self.close()
             raise
@@ -66,38 +63,17 @@ class Pinned:
         """Unpin, after what the GPU was given so far."""
         self._release()
 
-    def _pin(
-        self, spans: Iterable[slice], runtime: Any, addresses: list[int], progress: Progress | None
-    ) -> None:
-        for span in spans:
-            part = self.memory[span]
-            if not part.numel():
-                continue
-            code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), PORTABLE))
-            if code != 0:
-                _clear_error()
-                raise OSError(
-                    f"the system did not pin {part.numel():,} bytes of host memory, after {span.start:,} of "
-                    f"{len(self.memory):,}: CUDA error {code}; offload less"
-                )
-            addresses.append(part.data_ptr())
-            if progress is not None:
-                progress(span.stop, len(self.memory))
+    def _pin(self, span: slice, device: torch.device, runtime: Any, addresses: list[int]) -> None:
+        part = self.memory[span]
+        if not part.numel():
+            return
+        if code := pin(part.data_ptr(), part.numel(), device, runtime):
+            raise OSError(
+                f"the system did not pin {part.numel():,} bytes of host memory, after {span.start:,} of "
+                f"{len(self.memory):,}: CUDA error {code}; offload less"
+            )
+        addresses.append(part.data_ptr())
 
 
-def _unpin(runtime: Any, addresses: list[int], device: torch.device, storage: Any) -> None:
-    """`storage` keeps the pages until they are unpinned."""
-    if not addresses:
-        return
-    if torch.cuda.is_initialized():
-        with suppress(RuntimeError):  # at the end of a process that failed
-            torch.cuda.synchronize(device)
-    while addresses:
-        runtime.cudaHostUnregister(addresses.pop())
-
-
-def _clear_error() -> None:
-    """The runtime keeps a call's error for the next launch that asks, which would raise in place of that call."""
-    if torch.cuda.is_initialized():
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
+def _release(addresses: list[int], device: torch.device, runtime: Any, storage: Any) -> None:
+    unpin(addresses, device, runtime)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lorakernels.fusion.memory import LayerSize
+from lorakernels.fusion.memory import LayerSize, kept_bytes
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
 from lorakernels.parallel.plan_time import Batch
@@ -70,16 +70,13 @@ def bytes_of(
     """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names."""
     n, rho = placement.ranks, placement.offload
     largest = max(map(weights, model.layers))
-    kept = sum(
-        size.saved_bytes(save, batch.tokens) for size, save in zip(model.layers, saves, strict=True)
-    )
     return Bytes(
         base=math.ceil(model.base * (1 - rho) / n),
         slots=math.ceil(largest * (STAGES * rho + SLOTS * (1 - rho) * (n > 1))),
         outside=model.outside,
         adapters=model.trained * TRAINED // 2,
         optimizer=model.trained * TRAINED // 2,
-        kept=kept,
+        kept=kept_bytes(model.layers, saves, batch.tokens, ELEMENT),
         workspace=_workspace(model, batch, saves),
         context=CONTEXT,
         fragments=int(FRAGMENTS * machine.memory),

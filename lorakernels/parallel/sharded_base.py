@@ -92,12 +92,14 @@ class ShardedBase:
                 layer.register_forward_pre_hook(_untraced(held.before_forward)),
                 layer.register_forward_hook(_untraced(held.after_forward)),
             ]
-            for linear in self._held(index):
+            # those that keep their memory, too: a layer that refuses in its middle would be half moved or loaded
+            for linear in frozen_linears(layer).values():
                 hold(linear, held)
+                self._handles.append(linear.register_load_state_dict_pre_hook(_refuse_loading))
+            for linear in self._in_stores(index):
                 self._handles += [
                     linear.register_state_dict_post_hook(partial(held.clone_saved)),
                     linear.register_state_dict_pre_hook(held.before_saving),
-                    linear.register_load_state_dict_pre_hook(_refuse_loading),
                 ]
         self._forget()
 
@@ -105,7 +107,8 @@ class ShardedBase:
     def gathered(self, layer: int | str | nn.Module) -> Iterator[dict[str, Tensor]]:
         """All frozen weights of one layer, e4m3 [N, K] by their modules' paths in it.
 
-        They are views of the layer's slot: read them before another layer runs. Collective, except over "peer".
+        They are views of the layer's slot: read them before another layer runs. Collective, except over "peer" without
+        offload.
 
         Args:
             layer: its index, path or module.
@@ -119,13 +122,17 @@ class ShardedBase:
         yield {name: stored(m).detach().view(torch.uint8).view(E4M3) for name, m in linears.items()}
 
     def unshard(self) -> None:
-        """Collective: give every rank the whole base again, in memory of the layers' own. The base is over then."""
-        for index in range(len(self.layers)):
+        """Collective: give every rank the whole base again, in memory of the layers' own. The base is over then.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit. The base goes on then, and may be unsharded later.
+        """
+        for index, layer in enumerate(self.layers.values()):
             self.ensure(index, 0)
-            for linear in self._held(index):
-                hold(linear, None)
             for store in self.stores:
                 self._place(index, store, torch.empty_like(store.slots.of(index)))
+            for linear in frozen_linears(layer).values():
+                hold(linear, None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -147,7 +154,7 @@ class ShardedBase:
                 return index
         raise ValueError(f"layer must be one of {list(self.layers)}, found {layer!r}")
 
-    def _held(self, index: int) -> Iterator[FrozenFP8Linear]:
+    def _in_stores(self, index: int) -> Iterator[FrozenFP8Linear]:
         """The linears of a layer whose weights are in a store."""
         linears = frozen_linears(list(self.layers.values())[index])
         for store in self.stores:
@@ -259,7 +266,13 @@ def shard_base(
         raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
     place = Place.of(mesh, device)
     find = partial(_layout, model, place, (slots, prefetch), offload)
-    layout = agreed_layout(place, find, (slots, prefetch, transport))
+    options = {
+        "slots": slots,
+        "prefetch": prefetch,
+        "transport": transport,
+        "offload": asked_fraction(offload),
+    }
+    layout = agreed_layout(place, find, options)
     chosen = choose_transport(transport, place)
     stores = allocate(place, layout, as_offload(offload), chosen)
     try:
@@ -336,8 +349,18 @@ def check_offload(offload: float | Offload, place: Place) -> float:
     return fraction
 
 
-def agreed_layout(place: Place, find: Callable[[], Layout], options: tuple[Any, ...]) -> Layout:
+def asked_fraction(offload: Any) -> Any:
+    """The fraction of an offload that was not checked yet."""
+    return offload.fraction if isinstance(offload, Offload) else offload
+
+
+def agreed_layout(place: Place, find: Callable[[], Layout], options: Mapping[str, Any]) -> Layout:
     """Collective: what `find` returns, if it is the same on every rank.
+
+    Args:
+        place: this rank.
+        find: finds this rank's layout.
+        options: {name: value} of what must be equal on all ranks.
 
     Raises:
         ValueError: `find` raised a ValueError or TypeError on a rank, or the ranks' layouts or `options` differ.
@@ -348,16 +371,17 @@ def agreed_layout(place: Place, find: Callable[[], Layout], options: tuple[Any, 
         layout = find()
     except (ValueError, TypeError) as error:
         problem = str(error)
-    mine = (problem, options, _named(layout))
+    mine = (problem, dict(options), _named(layout))
     every = comm.agree(place.group, mine)
     for rank, (objection, _, _) in enumerate(every):
         if objection is not None:
             raise ValueError(f"rank {rank}: {objection}")
     for rank, other in enumerate(every):
-        if other[1] != every[0][1]:
-            raise ValueError(
-                f"slots, prefetch and transport differ: {every[0][1]} on rank 0, {other[1]} on rank {rank}"
-            )
+        for name, value in every[0][1].items():
+            if other[1][name] != value:
+                raise ValueError(
+                    f"{name} differs: {value!r} on rank 0, {other[1][name]!r} on rank {rank}"
+                )
         if other[2] != every[0][2]:
             raise ValueError(
                 f"the models differ: {_difference(every[0][2], other[2])} on ranks 0 and {rank}"

@@ -22,9 +22,9 @@ from lorakernels.parallel.offload import (
     HostCopies,
     HostShards,
     Offload,
+    check_room,
     divide,
     host_block,
-    pinned_shards,
 )
 from lorakernels.parallel.shards import Shards
 from lorakernels.parallel.slots import Slots
@@ -165,8 +165,10 @@ def _far(place: Place, layout: Layout, offload: Offload) -> Store:
         reason = f"pinned memory; each rank copies its part, and {name} gathers the others'"
     shards: HostShards | None = None
     try:
+        with comm.together(place.group):  # before one of them takes memory
+            check_room(layout.far, place.ranks, offload)
         with comm.together(place.group):
-            shards = pinned_shards(layout.far, place[1:3], offload, place.device)
+            shards = HostShards(layout.far, place[1:3], place.device, offload.progress)
         return Store(shards, HostCopies(shards, others), reason, place.device, further=1)
     except BaseException:
         if shards is not None:  # another rank failed

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,6 +20,7 @@ from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfus
 from lorakernels.fusion import rewire
 from lorakernels.modules.holder import is_held
 from lorakernels.parallel import comm, shard_base
+from lorakernels.parallel.offload import HostShards
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
 from tests.processes import on_ranks
@@ -67,6 +70,12 @@ REFUSED: dict[str, Refused] = {
     "a mesh of another device": (
         lambda rank: fp8_model().to("meta"), {}, "of the model's device, meta, found cpu",
     ),
+    "slots that differ": (
+        lambda rank: fp8_model(), {"slots": lambda rank: 2 + rank}, "slots differs: 2 on rank 0, 3 on rank 1",
+    ),
+    "offload that differs": (
+        lambda rank: fp8_model(), {"offload": lambda rank: 0.3 * rank}, "offload differs: 0.0 on rank 0, 0.3 on",
+    ),
     "prefetch": (lambda rank: fp8_model(), {"prefetch": 2}, "less than slots = 2, found 2"),
     "unknown transport": (lambda rank: fp8_model(), {"transport": "tcp"}, "one of .* found 'tcp'"),
     "peer on a CPU": (lambda rank: fp8_model(), {"transport": "peer"}, "'peer' needs GPUs"),
@@ -85,6 +94,7 @@ def refused(rank: int, mesh: Any, case: Refused) -> str:
     make_model, options, _ = case
     model = make_model(rank)
     before = state_of(model)
+    options = {name: value(rank) if callable(value) else value for name, value in options.items()}
     given = {"mesh": mesh["dp_shard"], **options}
     if given["mesh"] == "both":
         given["mesh"] = mesh
@@ -191,6 +201,27 @@ def fuse_that_fails(rank: int, mesh: Any) -> bool:
     return torch.equal(found, expected) and torch.equal(loss_of(model, ids), expected)
 
 
+def pinned_one_after_the_other(rank: int, mesh: Any) -> bool:
+    """The host has just what all ranks need, and rank 1 looks when rank 0 has had the time to take its part."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def check(needed: int, given: int | None) -> None:
+        time.sleep(0.3 * rank)
+        if store.add("taken", 0):
+            raise ValueError("another rank has begun to take memory")
+
+    class Taken(HostShards):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            store.add("taken", self.memory.numel())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lorakernels.parallel.offload.check_host_memory", check)
+        patch.setattr("lorakernels.parallel.stores.HostShards", Taken)
+        shard_base(fp8_model(), mesh["dp_shard"], offload=0.3).unshard()
+    return store.add("taken", 0) > 0
+
+
 def chosen(mesh: Any) -> dict[str, bool]:
     """Two ranks on one GPU cannot read each other's memory by peer copies."""
     group, gpu = mesh["dp_shard"].get_group(), torch.device("cuda", 0)
@@ -204,6 +235,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp_replicate", "dp_shard"))
     texts = {name: refused(rank, mesh, case) for name, case in REFUSED.items()}
     texts["chosen"] = chosen(mesh)
+    texts["pinned"] = pinned_one_after_the_other(rank, mesh)
     texts["unload"] = unload_refused(rank, mesh)
     texts["fuse that fails"] = fuse_that_fails(rank, mesh)
     return {**texts, "held": held(rank, mesh), "fused later": fused_later(rank, mesh)}
@@ -239,3 +271,7 @@ def test_a_fuse_that_fails_leaves_the_sharded_base(ranks: list[dict[str, Any]]) 
 
 def test_unload_of_a_sharded_base(ranks: list[dict[str, Any]]) -> None:
     assert all(found["unload"] for found in ranks)
+
+
+def test_no_rank_takes_memory_before_all_have_looked(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["pinned"] for found in ranks)

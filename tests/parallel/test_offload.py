@@ -6,6 +6,7 @@ On a CPU the copies into the slots are the same code, and nothing is pinned.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -99,6 +100,45 @@ def test_fuse_may_follow() -> None:
     assert torch.equal(loss_of(model, ids), loss_of(fused, ids))
 
 
+def test_a_layer_moves_and_loads_as_a_whole_or_not_at_all() -> None:
+    """q, k and v, which stay on the GPU, come before what is on the host and refuses."""
+    model = make(Way(), CPU)
+    shard_base(model, offload=Offload(0.3, MUCH))
+    layers = model.model.layers
+    before = {n: p.clone() for n, p in layers.named_parameters()}
+    zeros = {n: torch.zeros_like(p) for n, p in model.state_dict().items()}
+    for change in (lambda: model.to("meta"), lambda: model.load_state_dict(zeros)):
+        with pytest.raises(RuntimeError, match="sharded base"):
+            change()
+        after = dict(layers.named_parameters())
+        assert [n for n, x in before.items() if not torch.equal(bits(after[n]), bits(x))] == []
+
+
+def test_an_unshard_without_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = make(Way(), CPU), make(Way(), CPU)
+    base = shard_base(model, offload=Offload(0.3, MUCH))
+    make_memory, calls = torch.empty_like, []
+
+    def fail_second(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return make_memory(x) if len(calls) != 2 else 1 / 0
+
+    monkeypatch.setattr("lorakernels.parallel.sharded_base.torch.empty_like", fail_second)
+    with pytest.raises(ZeroDivisionError):
+        base.unshard()
+    monkeypatch.undo()
+    ids = next(batches(CPU))
+    for again in (base.unshard, lambda: None):
+        assert torch.equal(loss_of(model.eval(), ids), loss_of(whole.eval(), ids))
+        weights = (
+            {n: m.dequantized_weight() for n, m in linears(each).items()} for each in (model, whole)
+        )
+        ours, theirs = weights
+        assert [n for n, x in theirs.items() if not torch.equal(ours[n], x)] == []
+        again()
+    assert base.shards.memory.numel() == 0  # the host has its memory back
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -142,6 +182,14 @@ def test_the_fewest_bytes_that_suffice(fraction: float, there: list[str]) -> Non
     stay, go = divide(groups, fraction)
     assert [group[0][0] for group in go] == there
     assert [group[0][0] for group in stay] == [name for name in SHAPES if name not in there]
+
+
+def test_the_largest_fraction_that_is_named_is_taken() -> None:
+    groups = [[(str(i), (size, 1))] for i, size in enumerate((3, 3, 1, 5))]
+    with pytest.raises(ValueError, match="at most") as raised:
+        divide(groups, 0.917)
+    largest = float(re.search(r"at most ([0-9.]+)", str(raised.value))[1])
+    assert len(divide(groups, largest)[1]) == 3
 
 
 class Runtime:
