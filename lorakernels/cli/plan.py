@@ -10,8 +10,9 @@ from pathlib import Path
 
 UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
 EPILOG = """\
-exit codes: 0 planned, 1 nothing fits, or gathers and copies cannot be hidden, or the model is unknown (the message
-says which), 2 an option is wrong. docs/plan.md says how far predictions are from what was measured."""
+exit codes: 0 planned, 1 nothing fits, gathers and copies cannot be hidden, or the model, the machine or a module's name
+is unknown (the message says which), 2 another option is wrong. docs/plan.md says how far predictions are
+from what was measured."""
 
 
 def size(text: str) -> int:
@@ -20,7 +21,7 @@ def size(text: str) -> int:
     unit = UNITS.get(found[2].upper()) if found else None
     try:
         value = int(float(found[1]) * unit) if found and unit else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 74.5GiB, found {text!r}")
@@ -97,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(config: object, args: argparse.Namespace) -> object:
     from lorakernels import LoRAConfig, ShardPlan
+    from lorakernels.train.option_fields import targets_of
 
-    targets = args.target_modules
-    lora = LoRAConfig(r=args.r, target_modules=targets[0] if targets == ["all-linear"] else targets)
+    lora = LoRAConfig(r=args.r, target_modules=targets_of(args.target_modules))
     return ShardPlan.of(
         config,
         args.memory,

@@ -85,12 +85,14 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 class Checkpoints:
     """The checkpoints of one output directory.
 
-    Only the last ``keep`` stay, and that of the step ``best``. ``adapter`` writes the files that PEFT opens.
+    Only the last ``keep`` stay, and those of the steps ``best`` and ``way_back``. ``adapter`` writes the files that
+    PEFT opens.
     """
 
     def __init__(self, directory: Path, keep: int, adapter: AdapterFiles | None = None) -> None:
         self.directory, self.keep, self.adapter = directory, keep, adapter
         self.best: int | None = None
+        self.way_back: int | None = None
 
     def steps(self) -> list[int]:
         """The steps that have a directory, oldest first. The directories' contents are not checked."""
@@ -124,7 +126,8 @@ class Checkpoints:
             ) from error
         older = [step for step in self.steps() if step < checkpoint.step and step != self.best]
         for step in older[: max(0, len(older) - self.keep + 1)]:
-            shutil.rmtree(self.path(step))
+            if step != self.way_back:
+                shutil.rmtree(self.path(step))
         return target
 
     def _fill(self, folder: Path, checkpoint: Checkpoint) -> None:

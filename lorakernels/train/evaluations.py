@@ -19,9 +19,8 @@ class Evaluations:
         first_eval: loss before the first step.
         last_eval, last_eval_step: the newest loss and its step.
         best_eval, best_step: the lowest loss that has a checkpoint of its own, and its step.
-        reference: the last loss that was better by the threshold of early stopping.
-        without_gain: evaluations since then.
         lowest: the lowest loss after a step.
+        without_gain: evaluations since one was lower than the lowest before it by more than early stopping's threshold.
     """
 
     first_eval: float | None = None
@@ -29,9 +28,8 @@ class Evaluations:
     last_eval_step: int = 0
     best_eval: float | None = None
     best_step: int | None = None
-    reference: float | None = None
-    without_gain: int = 0
     lowest: float | None = None
+    without_gain: int = 0
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Evaluations:
@@ -48,12 +46,9 @@ class Evaluations:
         if loss is None or not math.isfinite(loss):
             self.without_gain += 1
             return False
+        gain = math.inf if self.lowest is None else self.lowest - loss
         self.lowest = loss if self.lowest is None else min(self.lowest, loss)
-        gain = math.inf if self.reference is None else self.reference - loss
-        if gain > options.early_stopping_threshold:
-            self.reference, self.without_gain = loss, 0
-        else:
-            self.without_gain += 1
+        self.without_gain = 0 if gain > options.early_stopping_threshold else self.without_gain + 1
         better = self.best_eval is None or loss < self.best_eval
         if better and options.load_best_model_at_end:
             self.best_eval, self.best_step = loss, step
@@ -72,6 +67,7 @@ class Evaluations:
             )
         patience = options.early_stopping_patience
         if patience and self.without_gain >= patience:
-            best = "finite" if self.reference is None else f"better than {self.reference:.4f}"
-            return f"held-out loss was not {best} in {self.without_gain} evaluations"
+            gain = f"lower than the lowest by more than {options.early_stopping_threshold:g}"
+            what = "finite" if self.lowest is None else gain
+            return f"held-out loss was not {what} in {self.without_gain} evaluations"
         return None

@@ -65,12 +65,13 @@ from lorakernels.train.model import (
 from lorakernels.train.model_card import model_card
 from lorakernels.train.model_checks import check_model
 from lorakernels.train.optimizers import check_package
+from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
-from lorakernels.train.reporter import Reporter
+from lorakernels.train.reporter import Reading, Reporter
 from lorakernels.train.running_options import RunningOptions
 from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
 from lorakernels.train.same_run import check_same_options
@@ -215,7 +216,7 @@ def plan_job(
     check_directory(directory)
     device = pick_device(options.device, ranks)
     gpus = Gpus.of(device, ranks_per_machine(ranks))
-    return planned(options, lora_config(options, targets(options)), gpus, reporter.say)
+    return planned(options, lora_config(options), gpus, reporter.say)
 
 
 def card(base: Path, data: RunData, session: Session) -> bytes:
@@ -233,7 +234,7 @@ def card(base: Path, data: RunData, session: Session) -> bytes:
 def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> Any:
     """Check what needs no weight. Returns the config of the model's text part."""
     check_directory(directory)
-    lora = lora_config(options, targets(options))
+    lora = lora_config(options)
     return check_before_loading(directory, options, lora, reporter.say)
 
 
@@ -263,7 +264,7 @@ def load_adapted(
                 directory,
                 device=device,
                 dtype=dtype,
-                lora=lora_config(options, targets(options)),
+                lora=lora_config(options),
                 rng_state=random,
                 progress=reading,
                 mesh=mesh,
@@ -285,48 +286,22 @@ def load_adapted(
     return model, add_adapters(model, options, random)
 
 
-class Reading:
-    """Progress of `load_quantized`.
-
-    It notes whether a value was read. On a terminal it shows one line that overwrites itself.
-    """
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.began, self._console, self._shown = False, reporter.console, -1
-
-    def __call__(self, done: int, total: int) -> None:
-        self.began = True
-        percent = 100 * done // max(total, 1)
-        if percent == self._shown or not self._console.is_terminal:
-            return
-        self._shown = percent
-        end = "\n" if done == total else "\r"
-        self._console.print(
-            f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %", end=end
-        )
-
-
-def targets(options: FinetuneOptions) -> str | list[str]:
-    names = options.target_modules
-    return names[0] if names == ["all-linear"] else names
-
-
 def add_adapters(
     model: nn.Module, options: FinetuneOptions, random: PhiloxState | None = None
 ) -> LoRAReport:
     try:
-        return apply_lora(model, lora_config(options, targets(options)), rng_state=random)
+        return apply_lora(model, lora_config(options), rng_state=random)
     except (ValueError, TypeError) as error:
         raise ModelError(str(error)) from error
 
 
-def lora_config(options: FinetuneOptions, targets: str | list[str]) -> LoRAConfig:
+def lora_config(options: FinetuneOptions) -> LoRAConfig:
     try:
         return LoRAConfig(
             r=options.r,
             lora_alpha=options.lora_alpha,
             lora_dropout=options.lora_dropout,
-            target_modules=targets,
+            target_modules=targets_of(options.target_modules),
             exclude_modules=options.exclude_modules or None,
             use_rslora=options.use_rslora,
             weight_layout=options.weight_layout,  # type: ignore[arg-type]

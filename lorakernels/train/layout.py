@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--layout auto`: shard the base, and choose what layers keep, as `lorakernels plan` says for this model and machine.
 
-The plan is by constants and by the GPU's whole memory, not by a measurement, so that a resumed run chooses the same.
+The plan is by constants, the GPU's whole memory and the limit of the host's control groups, not by a measurement. So a
+resumed run chooses the same where these and the number of GPUs are the same.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +30,9 @@ class Logger(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def go_back(self, step: int) -> None:
+        """The steps after `step` will be done again."""
+
     def close(self) -> None: ...
 
 
@@ -45,6 +49,11 @@ class Loggers:
         for name in list(self.made):
             self._try(name, lambda logger: logger.write(step, finite))
 
+    def go_back(self, step: int) -> None:
+        """The steps after `step` will be done again."""
+        for name in list(self.made):
+            self._try(name, lambda logger: logger.go_back(step))
+
     def close(self) -> None:
         for name in list(self.made):
             self._try(name, lambda logger: logger.close())
@@ -59,12 +68,11 @@ class Loggers:
 
 
 class TensorBoard:
-    """Event files in <output>/tensorboard. Of a resumed run, events after its first step are dropped."""
+    """Event files in <output>/tensorboard. Events of steps that are done again are dropped."""
 
     def __init__(self, run: Run) -> None:
-        module = require("torch.utils.tensorboard")
-        folder = run.output / "tensorboard"
-        self._writer = module.SummaryWriter(str(folder), purge_step=run.step + 1)
+        self._folder, self._opened = str(run.output / "tensorboard"), 0
+        self._open(run.step)
         if run.step == 0:
             self._writer.add_text("options", json.dumps(run.options, indent=1))
 
@@ -72,8 +80,21 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def go_back(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
+
     def close(self) -> None:
         self._writer.close()
+
+    def _open(self, step: int) -> None:
+        module = require("torch.utils.tensorboard")
+        self._opened += 1
+        # files are named by the second; readers take them in the order of their names
+        suffix = f".{self._opened}"
+        self._writer = module.SummaryWriter(
+            self._folder, purge_step=step + 1, filename_suffix=suffix
+        )
 
 
 class Wandb:
@@ -93,6 +114,9 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, STEP: step})
 
+    def go_back(self, step: int) -> None:
+        """Values of a step that is done again are drawn over the same place."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -110,6 +134,9 @@ class Trackio:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def go_back(self, step: int) -> None:
+        """Values of a step that is done again are drawn over the same place."""
 
     def close(self) -> None:
         self._run.finish()
@@ -157,7 +184,8 @@ def open_loggers(options: FinetuneOptions, step: int, say: Callable[[str], None]
         return loggers
     output = Path(str(options.output))
     name = options.run_name or output.resolve().name
-    run = Run(output, name, _identity(output / "run.json"), step, asdict(options))
+    identity = _identity(output / "run.json", options.resume)
+    run = Run(output, name, identity, step, asdict(options))
     for kind in options.logger:
         try:
             loggers.made[kind] = KINDS[kind](run)
@@ -167,11 +195,11 @@ def open_loggers(options: FinetuneOptions, step: int, say: Callable[[str], None]
     return loggers
 
 
-def _identity(path: Path) -> str:
-    """The id in run.json, which is made if there is none."""
-    try:
-        return str(json.loads(path.read_bytes())["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        made = secrets.token_hex(4)
-        replace_file(path, json.dumps({"id": made}).encode())
-        return made
+def _identity(path: Path, resumed: bool) -> str:
+    """The id in run.json. A run that is not resumed makes it anew, as one does that finds none."""
+    if resumed:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(path.read_bytes())["id"])
+    made = secrets.token_hex(4)
+    replace_file(path, json.dumps({"id": made}).encode())
+    return made

@@ -29,26 +29,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl. A resumed run first drops the lines after the step at which it resumes.
+    """Appends to metrics.jsonl, after `begin`.
 
     Without a path nothing is written: of several ranks, only the first has a path.
     """
 
-    def __init__(self, path: Path | None, from_step: int) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self._file: TextIO | None = None
-        self.go_back(from_step)
 
-    def go_back(self, from_step: int) -> None:
-        """Drop the lines after `from_step`, all of them if it is 0."""
+    def begin(self, step: int, resumed: bool) -> None:
+        """Open the file. A run that is not resumed drops all lines, and a resumed one those after `step`."""
+        self.go_back(step if resumed else -1)
+
+    def go_back(self, step: int) -> None:
+        """Drop the lines after `step`."""
         self.close()
         if (path := self.path) is None:
             return
-        kept = (
-            [record for record in read_metrics(path) if record["step"] <= from_step]
-            if from_step
-            else []
-        )
+        kept = [record for record in read_metrics(path) if record["step"] <= step]
         replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self._file = path.open("a", encoding="utf-8")
 

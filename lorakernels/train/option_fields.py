@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+ALL_LINEAR = "all-linear"
+
 
 def about(
     group: str, text: str, metavar: str | None = None, choices: tuple[str, ...] = ()
@@ -23,3 +25,8 @@ def option(
     choices: tuple[str, ...] = (),
 ) -> Any:
     return field(default=default, metadata=about(group, text, metavar, choices))
+
+
+def targets_of(names: list[str]) -> str | list[str]:
+    """target_modules of the command line as `LoRAConfig` takes them."""
+    return ALL_LINEAR if names == [ALL_LINEAR] else names

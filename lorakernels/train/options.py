@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of ``lorakernels finetune``: its default, its help text and its check, each written once.
+"""Every option of ``lorakernels finetune``: its default and its help text, each written once.
 
 The command line, the YAML file and ``--help`` are made from this dataclass. Options of how a run updates, stops and
-reports stand in ``running_options.py``.
+reports stand in ``running_options.py``, and checks in ``option_checks.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from lorakernels.train.errors import OptionError
+from lorakernels.train.option_checks import check_options
 from lorakernels.train.option_fields import about, option
 from lorakernels.train.running_options import RunningOptions
 
@@ -20,7 +19,6 @@ FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
 ATTENTION = ("auto", "cudnn", "flash", "efficient", "math")
-ALL_LINEAR = "all-linear"
 
 
 @dataclass
@@ -273,136 +271,4 @@ class FinetuneOptions(RunningOptions):
 
     def check(self) -> None:
         """Raise OptionError for the first value that cannot work."""
-        if self.output is None:
-            raise OptionError("output is missing: give --output DIR")
-        if self.demo and (self.model or self.data or self.eval_data or self.chat_template):
-            raise OptionError(
-                "demo brings its own model and data: drop --demo, or drop --model, --data, --eval-data, --chat-template"
-            )
-        if not self.demo and not self.model:
-            raise OptionError("model is missing: give --model DIR or --demo")
-        if not self.demo and not self.data:
-            raise OptionError("data is missing: give --data FILE...")
-        self._check_data()
-        for name in (
-            "r",
-            "seq_len",
-            "batch_size",
-            "grad_accum",
-            "max_bad_steps",
-            "loss_chunk",
-            "keep",
-            "log_every",
-        ):
-            self._bound(name, low=1)
-        for name in (
-            "weight_decay",
-            "max_grad_norm",
-            "eval_every",
-            "eval_rows",
-            "save_every",
-            "warmup",
-        ):
-            self._bound(name, low=0)
-        self._bound("seed", low=0, below=2**63)
-        if self.demo and self.eval_fraction == 0:
-            raise OptionError("the demo compares held-out losses: eval_fraction must not be 0")
-        for name in ("lora_dropout", "beta1", "beta2", "eval_fraction"):
-            self._bound(name, low=0, below=1)
-        self._bound("min_lr_ratio", low=0, below=1.0000001)
-        if self.steps is not None:
-            self._bound("steps", low=1)
-        for name in ("lr", "epochs", "lora_alpha"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise OptionError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if self.memory_budget is not None and not 0 < self.memory_budget < float("inf"):
-            raise OptionError(
-                f"memory_budget must be positive and finite, got {self.memory_budget}"
-            )
-        on_device = self.memory_budget is None and self.save in ("full", "recompute")
-        if self.offload_activations and on_device and self.layout == "given":
-            raise OptionError(
-                f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {self.save}"
-            )
-        if len(self.target_modules) > 1 and ALL_LINEAR in self.target_modules:
-            others = ", ".join(name for name in self.target_modules if name != ALL_LINEAR)
-            raise OptionError(
-                f"target_modules: {ALL_LINEAR} stands alone, found it beside {others or 'itself'}"
-            )
-        for item in fields(self):
-            allowed, value = item.metadata["choices"], getattr(self, item.name)
-            for given in value if isinstance(value, list) else [value]:
-                if allowed and given is not None and given not in allowed:
-                    raise OptionError(
-                        f"{item.name} must be one of {', '.join(allowed)}, got {given!r}"
-                    )
-        self.check_running(self.graphs)
-        if (names := self.needs_held_out()) and not (self.eval_fraction or self.eval_data):
-            raise OptionError(
-                f"{names[0]} reads a held-out loss: eval_fraction is 0 and there is no eval_data"
-            )
-        if self.shard_base and self.demo:
-            raise OptionError("shard_base is for --model: the demo's base is small")
-        if self.shard_base and not self.fp8:
-            raise OptionError("shard_base shards a base in FP8: drop --shard-base or --no-fp8")
-        if self.shard_base and self.weight_layout != "single":
-            raise OptionError(
-                f"shard_base needs weight_layout single, got {self.weight_layout}: drop one of them"
-            )
-        if self.layout == "auto":
-            self._check_planned()
-        if not 0 <= self.offload < 1:
-            raise OptionError(f"offload must be at least 0 and less than 1, got {self.offload}")
-        if self.offload and (self.demo or not self.fp8 or self.weight_layout != "single"):
-            raise OptionError(
-                "offload is for an FP8 base of --model with weight_layout single: drop --offload, or --demo, --no-fp8 "
-                "and weight_layout both"
-            )
-        if self.merge and self.model and _is_within(self.output, self.model):
-            raise OptionError(f"merge: output {self.output} must not be inside model {self.model}")
-
-    def _check_data(self) -> None:
-        weights = self.data_weights
-        if weights and len(weights) != len(self.data):
-            raise OptionError(
-                f"data_weights needs one weight for each entry of data: found {len(weights)} for {len(self.data)}"
-            )
-        if wrong := [weight for weight in weights if not 0 < weight < float("inf")]:
-            raise OptionError(f"data_weights must be positive and finite, got {wrong[0]}")
-
-    def _check_planned(self) -> None:
-        """Options that a plan chooses, or does not know, must be as they are by default."""
-        if self.demo:
-            raise OptionError("layout auto is for --model: the demo's base is small")
-        names = (
-            "shard_base",
-            "offload",
-            "memory_budget",
-            "save",
-            "offload_activations",
-            "weight_layout",
-            "fp8",
-            "fp8_head",
-            "gradient_checkpointing",
-        )
-        default = FinetuneOptions()
-        for name in names:
-            if getattr(self, name) != getattr(default, name):
-                raise OptionError(
-                    f"layout auto plans with {name} {getattr(default, name)} or chooses it, got {getattr(self, name)}: "
-                    "drop one of them"
-                )
-        if self.fuse is False or self.dtype == "float32":
-            what = "--no-fuse" if self.fuse is False else "dtype float32"
-            raise OptionError(f"layout auto plans fused layers in bfloat16: drop it or {what}")
-
-    def _bound(self, name: str, *, low: float, below: float = float("inf")) -> None:
-        value = getattr(self, name)
-        if not low <= value < below:
-            limit = "" if below == float("inf") else f" and below {below:g}"
-            raise OptionError(f"{name} must be at least {low:g}{limit}, got {value}")
-
-
-def _is_within(path: str | None, folder: str) -> bool:
-    inner, outer = Path(str(path)).resolve(), Path(folder).resolve()
-    return inner == outer or outer in inner.parents
+        check_options(self)

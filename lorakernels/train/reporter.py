@@ -69,3 +69,24 @@ class Reporter:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class Reading:
+    """Progress of `load_quantized`.
+
+    It notes whether a value was read. On a terminal it shows one line that overwrites itself.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.began, self._console, self._shown = False, reporter.console, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        self.began = True
+        percent = 100 * done // max(total, 1)
+        if percent == self._shown or not self._console.is_terminal:
+            return
+        self._shown = percent
+        end = "\n" if done == total else "\r"
+        self._console.print(
+            f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %", end=end
+        )

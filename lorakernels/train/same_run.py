@@ -42,6 +42,8 @@ def check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
             hint = "restore it"
             if name == "rows_per_step":
                 hint = "it is batch_size · grad_accum · ranks: restore it by one of them"
+            if name == "memory_budget":
+                hint = "restore it, where layout auto chose it by layout given with its shard_base and offload"
             raise CheckpointError(
                 f"cannot resume step {step}: {name} was {before.get(name)!r}, now it is {now.get(name)!r}; {hint} or "
                 "start in another output directory"

@@ -46,11 +46,13 @@ def _of_transformers(options: FinetuneOptions, steps: int, warmup: int) -> Sched
         scheduler = optimization.get_scheduler(
             name, nothing, warmup, steps, options.scheduler_arguments()
         )
-    except (TypeError, ValueError) as error:
+        factor = scheduler.lr_lambdas[0]
+        for step in (0, warmup, steps // 2, steps - 1):  # a wrong value is found where it is used
+            float(factor(step))
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise OptionError(
             f"lr_scheduler_kwargs does not suit lr_scheduler_type {name}: {error}"
         ) from error
-    factor = scheduler.lr_lambdas[0]
     return lambda step: options.lr * factor(step)
 
 

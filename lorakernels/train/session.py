@@ -83,8 +83,10 @@ class Session:
         """The session's own part of `checkpoint`, which the trainer has restored."""
         assert self.checkpoints is not None
         self.saved_step = checkpoint.step
-        self.evaluations = Evaluations.of(checkpoint.trainer)
-        self.checkpoints.best = self.evaluations.best_step
+        found = self.evaluations = Evaluations.of(checkpoint.trainer)
+        if found.best_step not in self.checkpoints.steps():  # a later best one has replaced it
+            found.best_step = found.best_eval = None
+        self.checkpoints.best = found.best_step
 
     def _load_newest(self, checkpoints: Checkpoints, until: int | None = None) -> Checkpoint | None:
         """Rank 0 finds the newest good checkpoint, and the others load the same one."""
@@ -121,12 +123,21 @@ class Session:
         }
         checkpoints, checkpoint = self.checkpoints, self.trainer.checkpoint(extra)
         checkpoints.best = self.evaluations.best_step
+        checkpoints.way_back = self._way_back(checkpoints)
 
         def write() -> None:
             checkpoints.save(checkpoint)
 
         self.trainer.ranks.on_first(write)
         self.saved_step = self.trainer.counters.step
+
+    def _way_back(self, checkpoints: Checkpoints) -> int | None:
+        """The step of the checkpoint to which the run goes back if more steps are not finite; None if all were."""
+        counters = self.trainer.counters
+        if not counters.bad_in_a_row or self.options.on_divergence != "rollback":
+            return None
+        until = counters.step - counters.bad_in_a_row
+        return max((step for step in checkpoints.steps() if step <= until), default=None)
 
     def elapsed(self) -> float:
         """Seconds since the run began, of all processes that led to this state, with evaluations and checkpoints."""
@@ -145,9 +156,10 @@ class Session:
         """
         trainer = self.trainer
         self.began = time.perf_counter()
-        log = MetricsLog(self.metrics if trainer.ranks.first else None, trainer.counters.step)
-        self.reporter.start(trainer.counters.step, trainer.steps)
+        log = MetricsLog(self.metrics if trainer.ranks.first else None)
         try:
+            log.begin(trainer.counters.step, self.options.resume)
+            self.reporter.start(trainer.counters.step, trainer.steps)
             with StopSignal() as stop:
                 if self.evaluations.first_eval is None:
                     self.evaluations.first_eval = self._evaluate(log)
@@ -240,6 +252,7 @@ class Session:
         trainer.ranks.on_first(lambda: checkpoints.remove_after(checkpoint.step))
         self.save()  # what is left out must outlive this process
         log.go_back(checkpoint.step)
+        self.loggers.go_back(checkpoint.step)
         log.write(step=checkpoint.step, diverged_at=step, left_out=len(left_out))
         self.reporter.say(
             f"loss or gradient was not finite up to step {step}: back to step {checkpoint.step} "

@@ -93,9 +93,10 @@ def test_there_must_be_a_config_of_a_known_family(model: Path, capsys) -> None:
         (["--seq=64", "--gpus=-1"], "argument --gpus: expected a positive whole number, found '-1'"),
         (["--seq=64", "--memory=80XB"], "argument --memory: expected a size such as 80GB"),
         (["--seq=64", "--memory=1.2.3GB"], "argument --memory: expected a size such as 80GB"),
+        (["--seq=64", "--memory=1e999"], "argument --memory: expected a size such as 80GB"),
         ([], "the following arguments are required: --seq"),
     ],
-    ids=["seq", "gpus", "unit", "number", "missing"],
+    ids=["seq", "gpus", "unit", "number", "infinite", "missing"],
 )  # fmt: skip
 def test_options_are_checked_first(model: Path, options, message, capsys) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -137,6 +137,31 @@ def test_checkpoints_within_the_bad_steps_are_not_gone_back_to(
     assert not any(line["skipped"] for line in found)
 
 
+@pytest.mark.parametrize("what", ["best", "signal"])
+def test_the_way_back_is_kept_within_the_bad_steps(
+    cli: Cli, run: list[Any], tmp_path: Path, capsys: Says, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:  # fmt: skip
+    """One checkpoint is kept, of step 5. A best one or a stop after step 6 saves another, amid bad steps."""
+    texts(tmp_path / "d.jsonl", RowOrder(24, 0).take(5, 3))
+    run += ["--on-divergence", "rollback", "--save-every", 5, "--max-bad-steps", 3, "--keep", 1]
+    run += ["--steps", 12, "--output", tmp_path / "a"]
+    if what == "best":
+        monkeypatch.setattr("lorakernels.train.session.evaluate", lambda *_: losses.pop(0))
+        losses = [9.0, 5.0, 4.0, 8.0, 7.0, 6.0, 6.0]
+        good = [{"text": "the quick brown fox; " * 9}] * 2
+        held = tmp_path / "held.jsonl"
+        held.write_text("".join(json.dumps(row) + "\n" for row in good))
+        run += ["--eval-data", held, "--eval-every", 3, "--load-best-model-at-end"]
+        assert cli(*run) == 0
+    else:
+        with monkeypatch.context() as patch:
+            stop_after(patch, 6)
+            assert cli(*run) == 130
+        assert kept(tmp_path / "a") == [5, 6]
+        assert cli(*run, "--resume") == 0
+    assert "up to step 8: back to step 5 (" in capsys.readouterr().out
+
+
 def test_replayed_steps_start_anew(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an eager run does that goes back at the same place: graphs hold no moment of what was left."""
     found = []

@@ -465,4 +465,4 @@ def test_config_of_the_adapter_follows_the_options() -> None:
         fp8=None,
         weight_layout="both",
     )
-    assert lora_config(options, "all-linear") == expected
+    assert lora_config(options) == expected

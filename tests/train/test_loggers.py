@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lorakernels.train.loggers import Loggers
+from lorakernels.train.loggers import Loggers, Run, TensorBoard
 from tests.train.conftest import Cli
 from tests.train.test_ranks import on_ranks
 from tests.train.test_resume import stop_after
@@ -80,6 +81,19 @@ def test_a_resumed_run_goes_on_in_the_same_run(
             expected = {f"train/{k}": v for k, v in written[step].items() if k != "step"}
             assert values == {k: float(v) for k, v in expected.items()}
     assert [step for step, values in service.logged if "eval/loss" in values] == [0, 4]
+
+
+def test_a_new_run_in_the_same_folder_is_another_run(
+    cli: Cli, base_args: list[str], tmp_path: Path, fake: tuple[str, Fake]
+) -> None:
+    """The first one ended before its first checkpoint."""
+    name, service = fake
+    run = [*base_args, "--output", tmp_path, "--steps", 2, "--logger", name]
+    assert cli(*run) == 0
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert cli(*run) == 0
+    first, second = ((found["name"], found.get("id")) for found in service.inits)
+    assert first != second
 
 
 def test_only_every_log_every_step_is_sent_and_numbers_alone(
@@ -165,6 +179,27 @@ def test_tensorboard_has_each_step_once_after_a_resume(
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
     assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=1e-6)
     assert json.loads(found.Tensors("options/text_summary")[0].tensor_proto.string_val[0])["r"] == 4
+
+
+def test_tensorboard_has_each_step_once_after_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several times within a second, in which the files' names are equal but for what the logger adds."""
+    pytest.importorskip("tensorboard", reason="writes event files")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr("time.time", lambda: 1.7e9)
+    board = TensorBoard(Run(tmp_path, "name", "id", 0, {}))
+    loggers = Loggers({"tensorboard": board})
+    for step in (1, 2, 3, 4):
+        loggers.write(step, {"loss": float(step)})
+    for back in (3, 2):
+        loggers.go_back(back)
+        for step in range(back + 1, 5):
+            loggers.write(step, {"loss": 10.0 * back + step})
+    loggers.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in found] == [(1, 1), (2, 2), (3, 23), (4, 24)]
 
 
 @pytest.fixture

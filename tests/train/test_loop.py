@@ -294,14 +294,17 @@ def test_an_adapter_of_zero_evaluates_as_the_base_in_fp8(
 
 def test_metrics_survive_a_crash_and_drop_what_is_done_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, 0)
+    log = MetricsLog(path)
+    log.begin(0, resumed=False)
     log.write(step=0, eval_loss=3.0)
     for step in (1, 2, 3):
         log.write(step=step, loss=float("nan") if step == 2 else 1.0 / step)
     log.close()
     with path.open("a") as file:
         file.write('{"step": 4, "lo')
-    MetricsLog(path, 2).close()
+    again = MetricsLog(path)
+    again.begin(2, resumed=True)
+    again.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 0, "eval_loss": 3.0},
         {"step": 1, "loss": 1.0},
@@ -309,7 +312,11 @@ def test_metrics_survive_a_crash_and_drop_what_is_done_again(tmp_path: Path) -> 
     ]
     plot_losses(path, tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    MetricsLog(path, 0).close()
+    again.begin(0, resumed=True)
+    again.close()
+    assert read_metrics(path) == [{"step": 0, "eval_loss": 3.0}]
+    again.begin(0, resumed=False)
+    again.close()
     assert read_metrics(path) == []
 
 

@@ -174,6 +174,21 @@ def test_arguments_that_a_schedule_does_not_have_are_named() -> None:
         make_schedule(options, 10)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("polynomial", '{"power": "2"}'),
+        ("cosine", '{"num_cycles": "x"}'),
+        ("inverse_sqrt", '{"timescale": 0}'),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0.0, 3.0])
+def test_wrong_values_of_a_schedule_are_named(name: str, text: str, warmup: float) -> None:
+    options = FinetuneOptions(lr_scheduler_type=name, lr_scheduler_kwargs=text, warmup=warmup)
+    with pytest.raises(OptionError, match=f"does not suit lr_scheduler_type {name}"):
+        make_schedule(options, 10)
+
+
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
 def test_whole_steps_replay_with_the_optimizers_that_a_graph_holds(make: Any, optim: str) -> None:
     more = {"optim": optim, "loraplus_lr_ratio": 4.0, "lr_scheduler_type": "linear"}

@@ -100,7 +100,7 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
             {"shard_base": True, "weight_layout": "both"},
             "shard_base needs weight_layout single, got both",
         ),
-        ({"offload": 1.0}, "offload must be at least 0 and less than 1, got 1.0"),
+        ({"offload": 1.0}, "offload must be at least 0 and below 1, got 1.0"),
         ({"offload": 0.3, "fp8": False}, "offload is for an FP8 base"),
         ({"demo": True}, "demo brings its own model and data"),
         (

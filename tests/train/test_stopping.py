@@ -101,7 +101,7 @@ def test_early_stopping_counts_on_after_a_resume(
     losses.update({1: 4.0, 2: 3.0, 3: 2.95, 4: 2.94, 5: 2.93, 6: 1.0})
     run = [*base_args, "--steps", 9, "--eval-every", 1, "--save-every", 0]
     run += ["--early-stopping-patience", 3, "--early-stopping-threshold", 0.1]
-    ended = "stopped after step 5: held-out loss was not better than 3.0000 in 3 evaluations"
+    ended = "stopped after step 5: held-out loss was not lower than the lowest by more than 0.1 in 3 evaluations"
     assert cli(*run, "--output", tmp_path / "whole") == 0
     assert ended in capsys.readouterr().out and kept(tmp_path / "whole") == [5]
     output = tmp_path / "cut"
@@ -157,6 +157,24 @@ def test_ranks_agree_on_the_end_and_on_the_best(base_args: list[str], tmp_path: 
     assert_same(*(torch.load(output / f"rank{rank}.pt") for rank in range(2)))
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1])
+def test_early_stopping_is_that_of_transformers(threshold: float) -> None:
+    """With losses that fall slowly, each by less than the larger threshold."""
+    from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
+
+    options = RunningOptions(early_stopping_patience=3, early_stopping_threshold=threshold)
+    callback = EarlyStoppingCallback(3, threshold)
+    args = TrainingArguments(metric_for_best_model="eval_loss", greater_is_better=False)
+    state, control, found = TrainerState(), TrainerControl(), Evaluations()
+    for step, loss in enumerate([3.0, 2.94, 2.88, 2.89, 2.82, 2.83, 2.85, 2.84], 1):
+        callback.on_evaluate(args, state, control, {"eval_loss": loss})
+        state.best_metric = min(loss, state.best_metric or loss)  # as Trainer does
+        found.note(loss, step, options)
+        assert (found.why_over(options) is not None) == control.should_training_stop, step
+        if control.should_training_stop:
+            break
+
+
 def test_losses_that_are_not_finite_are_no_gain() -> None:
     options = RunningOptions(
         early_stopping_patience=2, load_best_model_at_end=True, target_loss=1.0
@@ -179,6 +197,18 @@ def test_losses_that_are_not_finite_are_no_gain() -> None:
         (["--early-stopping-patience", 1], "early_stopping_patience reads a held-out loss"),
         (["--target-loss", "nan"], "target_loss must be positive and finite, got nan"),
         (["--early-stopping-threshold", "-1"], "early_stopping_threshold must be at least 0"),
+        (
+            ["--early-stopping-threshold", "1"],
+            "threshold 1 needs early_stopping_patience, which is",
+        ),
+        (
+            ["--eval-fraction", ".2", "--eval-every", 0, "--early-stopping-patience", 1],
+            "early_stopping_patience needs evaluations during the run: eval_every is 0",
+        ),
+        (
+            ["--on-divergence", "rollback", "--save-every", 0],
+            "on_divergence rollback goes back to a checkpoint: save_every is 0",
+        ),
         (["--graphs", "step", "--optim", "adafactor"], "found optim adafactor: take graphs layer"),
         (["--optim", "adamw"], "optim must be one of adamw_torch_fused, sgd, "),
         (["--logger", "wandb", "mlflow"], "logger must be one of tensorboard, wandb, trackio, got"),

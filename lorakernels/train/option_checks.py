@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values of a run's options cannot work, by themselves or together. No model and no file is read."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lorakernels.train.errors import OptionError
+from lorakernels.train.option_fields import ALL_LINEAR
+
+if TYPE_CHECKING:
+    from lorakernels.train.options import FinetuneOptions
+
+# by their least value; none has a largest one but "seed"
+AT_LEAST = {
+    1: ("r", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep", "log_every"),
+    0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
+}  # fmt: skip
+PLANNED = (
+    "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_head",
+    "gradient_checkpointing",
+)  # fmt: skip
+
+
+def check_options(options: FinetuneOptions) -> None:
+    """Raise OptionError for the first value that cannot work."""
+    _check_files(options)
+    _check_bounds(options)
+    _check_choices(options)
+    options.check_running(options.graphs)
+    _check_ends(options)
+    _check_runtime(options)
+    if options.layout == "auto":
+        _check_planned(options)
+
+
+def _check_files(options: FinetuneOptions) -> None:
+    if options.output is None:
+        raise OptionError("output is missing: give --output DIR")
+    if options.demo and (
+        options.model or options.data or options.eval_data or options.chat_template
+    ):
+        raise OptionError(
+            "demo brings its own model and data: drop --demo, or drop --model, --data, --eval-data, --chat-template"
+        )
+    if not options.demo and not options.model:
+        raise OptionError("model is missing: give --model DIR or --demo")
+    if not options.demo and not options.data:
+        raise OptionError("data is missing: give --data FILE...")
+    weights = options.data_weights
+    if weights and len(weights) != len(options.data):
+        raise OptionError(
+            f"data_weights needs one weight for each entry of data: found {len(weights)} for {len(options.data)}"
+        )
+    if wrong := [weight for weight in weights if not 0 < weight < float("inf")]:
+        raise OptionError(f"data_weights must be positive and finite, got {wrong[0]}")
+    if options.merge and options.model and _is_within(options.output, options.model):
+        raise OptionError(
+            f"merge: output {options.output} must not be inside model {options.model}"
+        )
+
+
+def _check_bounds(options: FinetuneOptions) -> None:
+    for low, names in AT_LEAST.items():
+        for name in names:
+            _bound(options, name, low=low)
+    _bound(options, "seed", low=0, below=2**63)
+    if options.demo and options.eval_fraction == 0:
+        raise OptionError("the demo compares held-out losses: eval_fraction must not be 0")
+    for name in ("lora_dropout", "beta1", "beta2", "eval_fraction", "offload"):
+        _bound(options, name, low=0, below=1)
+    _bound(options, "min_lr_ratio", low=0, below=1.0000001)
+    if options.steps is not None:
+        _bound(options, "steps", low=1)
+    names = ("lr", "epochs", "lora_alpha")
+    for name in (*names, *["memory_budget"] * (options.memory_budget is not None)):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise OptionError(f"{name} must be positive and finite, got {getattr(options, name)}")
+
+
+def _check_choices(options: FinetuneOptions) -> None:
+    if len(options.target_modules) > 1 and ALL_LINEAR in options.target_modules:
+        others = ", ".join(name for name in options.target_modules if name != ALL_LINEAR)
+        raise OptionError(
+            f"target_modules: {ALL_LINEAR} stands alone, found it beside {others or 'itself'}"
+        )
+    for item in fields(options):
+        allowed, value = item.metadata["choices"], getattr(options, item.name)
+        for given in value if isinstance(value, list) else [value]:
+            if allowed and given is not None and given not in allowed:
+                raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {given!r}")
+
+
+def _check_ends(options: FinetuneOptions) -> None:
+    """What ends a run, or brings it back, needs evaluations or checkpoints."""
+    if (names := options.needs_held_out()) and not (options.eval_fraction or options.eval_data):
+        raise OptionError(
+            f"{names[0]} reads a held-out loss: eval_fraction is 0 and there is no eval_data"
+        )
+    evaluates = options.eval_every or options.eval_every_sequences
+    if options.early_stopping_patience and not evaluates:
+        raise OptionError(
+            "early_stopping_patience needs evaluations during the run: eval_every is 0, expected at least 1"
+        )
+    if options.early_stopping_threshold and not options.early_stopping_patience:
+        raise OptionError(
+            f"early_stopping_threshold {options.early_stopping_threshold:g} needs early_stopping_patience, which is 0"
+        )
+    saves = options.save_every or options.load_best_model_at_end
+    if options.on_divergence == "rollback" and not saves:
+        raise OptionError(
+            "on_divergence rollback goes back to a checkpoint: save_every is 0, expected at least 1"
+        )
+
+
+def _check_runtime(options: FinetuneOptions) -> None:
+    on_device = options.memory_budget is None and options.save in ("full", "recompute")
+    if options.offload_activations and on_device and options.layout == "given":
+        raise OptionError(
+            f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
+        )
+    if options.shard_base and options.demo:
+        raise OptionError("shard_base is for --model: the demo's base is small")
+    if options.shard_base and not options.fp8:
+        raise OptionError("shard_base shards a base in FP8: drop --shard-base or --no-fp8")
+    if options.shard_base and options.weight_layout != "single":
+        raise OptionError(
+            f"shard_base needs weight_layout single, got {options.weight_layout}: drop one of them"
+        )
+    if options.offload and (options.demo or not options.fp8 or options.weight_layout != "single"):
+        raise OptionError(
+            "offload is for an FP8 base of --model with weight_layout single: drop --offload, or --demo, --no-fp8 "
+            "and weight_layout both"
+        )
+
+
+def _check_planned(options: FinetuneOptions) -> None:
+    """Options that a plan chooses, or does not know, must be as they are by default."""
+    if options.demo:
+        raise OptionError("layout auto is for --model: the demo's base is small")
+    default = type(options)()
+    for name in PLANNED:
+        if getattr(options, name) != getattr(default, name):
+            raise OptionError(
+                f"layout auto plans with {name} {getattr(default, name)} or chooses it, got {getattr(options, name)}: "
+                "drop one of them"
+            )
+    if options.fuse is False or options.dtype == "float32":
+        what = "--no-fuse" if options.fuse is False else "dtype float32"
+        raise OptionError(f"layout auto plans fused layers in bfloat16: drop it or {what}")
+
+
+def _bound(options: FinetuneOptions, name: str, *, low: float, below: float = float("inf")) -> None:
+    value = getattr(options, name)
+    if not low <= value < below:
+        limit = "" if below == float("inf") else f" and below {below:g}"
+        raise OptionError(f"{name} must be at least {low:g}{limit}, got {value}")
+
+
+def _is_within(path: str | None, folder: str) -> bool:
+    inner, outer = Path(str(path)).resolve(), Path(folder).resolve()
+    return inner == outer or outer in inner.parents
