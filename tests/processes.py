@@ -8,14 +8,18 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PORTS = (12000, 30000)  # below those that Linux gives away by itself, from 32768 on
+DRAW = Random()  # seeded by the system, unlike torch's and Python's own in the tests
 multiprocessing.set_forkserver_preload(
     [
         "pytest",
@@ -58,9 +62,12 @@ def _quiet(
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port for ranks to meet at. The system gives none of these to a connection that is made meanwhile."""
+    for port in DRAW.sample(range(*PORTS), 100):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port is free of 100 in {PORTS}")
 
 
 def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:

@@ -10,7 +10,8 @@ import signal
 import pytest
 
 from lorakernels.cli.__main__ import main
-from lorakernels.train.options import FinetuneOptions, OptionError
+from lorakernels.train.errors import OptionError
+from lorakernels.train.options import FinetuneOptions
 from tests.checkpoints.exported import reload, write_adapter, write_base
 
 
