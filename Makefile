@@ -11,7 +11,7 @@ BENCH ?= all
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
-.PHONY: demo test bench check-gpu sanitize lint format clean
+.PHONY: demo test bench check-gpu sanitize docs lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
@@ -46,6 +46,10 @@ sanitize: $(TOOLS:%=sanitize-%)
 sanitize-%:
 	compute-sanitizer --tool $* --target-processes all --error-exitcode 1 \
 		$(CHECKED_BY) -m pytest -q $(SPREAD) -p no:cacheprovider --unpoisoned -m gpu -k "not ($(UNSEEN_$*))" $(SANITIZED)
+
+# The site of docs/ in build/site. A link that leads nowhere is an error.
+docs: $(BUILT)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 """Measurements of lorakernels beside its peers, by kind.
 
     ops/ layers/ models/ graphs/   scripts, one a benchmark; nothing imports them
-    report/                        the README's tables from the results
+    report/                        the pages' tables from the results
     lib/                           what the scripts share: timing, tables of results, processes, providers
     peers/                         the layers and models of others, and ours beside them
     results/GPU/                   what was measured

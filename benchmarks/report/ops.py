@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table of single ops, and the roofline plot of those that multiply."""
+"""The table of single ops, and the roofline plot of those that multiply."""
 
 from __future__ import annotations
 
@@ -77,10 +77,23 @@ def number(text: str) -> float | None:
         return None
 
 
+def _equal(found: str, wanted: object) -> bool:
+    return number(found) == wanted if isinstance(wanted, (int, float)) else found == wanted
+
+
+def find(rows: list[Row], where: dict[str, object]) -> Row | None:
+    matches = (r for r in rows if all(_equal(r.get(k, ""), v) for k, v in where.items()))
+    return next(matches, None)
+
+
 def run_of(rows: list[Row]) -> str:
-    """GPU, torch and commit of each run that the rows are of."""
-    runs = (f"{r['device'].partition(': ')[2]}, torch {r['torch']}, {r['commit']}" for r in rows)
-    return "; ".join(dict.fromkeys(runs))
+    """GPU and torch of the runs that the rows are of, each with its commits."""
+    commits: dict[str, list[str]] = {}
+    for r in rows:
+        commits.setdefault(f"{r['device'].partition(': ')[2]}, torch {r['torch']}", []).append(
+            r["commit"]
+        )
+    return "; ".join(f"{run}, {', '.join(dict.fromkeys(of))}" for run, of in commits.items())
 
 
 def markdown(lines: list[list[str]]) -> str:

@@ -96,10 +96,10 @@ def test_no_other_file_names_a_part_of_a_layer(path: Path) -> None:
         assert not {word for word in words if re.search(rf"\b{word}\b", text)}
 
 
-def test_the_readme_and_fuse_name_every_family() -> None:
+def test_the_docs_and_fuse_name_every_family() -> None:
     names = ", ".join(FAMILIES)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"# {names} of transformers, in place" in readme
+    page = (ROOT / "docs" / "fused-layers.md").read_text(encoding="utf-8")
+    assert f"# {names} of transformers, in place" in page
     assert f"(transformers' {names})" in " ".join((fuse.__doc__ or "").split())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report/: the README holds what the committed CSVs say, and the numbers are the ones meant."""
+"""report/: the pages hold what the committed CSVs say, and the numbers are the ones meant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.benchmarks.aliases import Load
 
 @pytest.fixture
 def report(load: Load) -> Any:
-    return load("report.readme")
+    return load("report.pages")
 
 
 @pytest.fixture
@@ -23,10 +23,16 @@ def ops(load: Load) -> Any:
     return load("report.ops")
 
 
-def test_the_readme_holds_what_the_committed_results_say(report: Any) -> None:
-    text = report.README.read_text(encoding="utf-8")
-    expected = report.tables(report.read(report.RESULTS))
-    assert report.between_markers(text) == expected, "run `python benchmarks/report/readme.py`"
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_a_page_holds_what_the_committed_results_say(report: Any, page: str) -> None:
+    text = (report.ROOT / page).read_text(encoding="utf-8")
+    expected = report.PAGES[page](report.read(report.RESULTS))
+    assert report.between_markers(text) == expected, "run `python benchmarks/report/pages.py`"
+
+
+def test_the_headlines_are_measured_and_beside_a_peer(report: Any) -> None:
+    block = report.PAGES["README.md"](report.read(report.RESULTS))
+    assert "not measured" not in block and "PEFT: –" not in block
 
 
 @pytest.mark.parametrize(
@@ -82,8 +88,10 @@ def test_it_rewrites_only_between_the_markers_and_plots(
     report: Any, ops: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    (tmp_path / "docs").mkdir()
+    pages = [tmp_path / name for name in report.PAGES]
+    for page in pages:
+        page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     gemm = {"M x N x K": "8192x8192x8192", "rank": "16", "provider": "ours", "ms": "0.85"}
     facts = {"device": "cuda: NVIDIA H200", "copy GB/s": "4100", "÷ cublaslt": "1.01"}
     facts |= {"torch": "2.11", "commit": "abc", "check": "ok"}
@@ -91,10 +99,12 @@ def test_it_rewrites_only_between_the_markers_and_plots(
         writer = csv.DictWriter(file, [*gemm, *facts])
         writer.writeheader()
         writer.writerow({**gemm, **facts})
-    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
-    text = readme.read_text(encoding="utf-8")
-    assert text.startswith("above\n") and text.endswith(f"\n{report.END}\nbelow\n")
-    assert "old" not in text and "| 1.01 | ≤ 0.98 | missed by 3% |" in text
+    assert report.main(["--results", str(tmp_path), "--root", str(tmp_path)]) == 0
+    readme, text = (page.read_text(encoding="utf-8") for page in pages)
+    for written in (readme, text):
+        assert written.startswith("above\n") and written.endswith(f"\n{report.END}\nbelow\n")
+        assert "old" not in written
+    assert "| 1.01 | ≤ 0.98 | missed by 3% |" in text and "not measured" in readme
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     flops = 2 * 8192 * 8192 * (8192 + 16)
     (intensity, rate), *_ = ops.points(report.read(tmp_path))["fp8_linear_lora"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's result tables and a roofline plot, from the CSVs of benchmarks/results/GPU.
+"""The numbers in README.md and docs/performance.md, and a roofline plot, from the CSVs of benchmarks/results/GPU.
 
-    python benchmarks/report/readme.py [--results benchmarks/results/h200]
+    python benchmarks/report/pages.py [--results benchmarks/results/h200]
 
-rewrites what stands between README.md's markers and writes roofline.png beside the CSVs. A test compares the README
-with `tables`, so that it cannot drift from the CSVs. A CSV that is missing leaves its rows "not measured".
+rewrites what stands between these pages' markers and writes roofline.png beside the CSVs. A test compares the pages
+with the CSVs, so that they cannot drift. A CSV that is missing leaves its rows "not measured".
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.goals import targets, times
-from benchmarks.report.ops import Row, markdown, number, op_table, plot, run_of
+from benchmarks.report.headlines import headlines
+from benchmarks.report.ops import Row, find, markdown, number, op_table, plot, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, README = ROOT / "benchmarks" / "results" / "h200", ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
@@ -41,17 +42,8 @@ def read(folder: Path) -> dict[str, list[Row]]:
     return result
 
 
-def _equal(found: str, wanted: object) -> bool:
-    return number(found) == wanted if isinstance(wanted, (int, float)) else found == wanted
-
-
-def find(rows: list[Row], where: dict[str, object]) -> Row | None:
-    matches = (r for r in rows if all(_equal(r.get(k, ""), v) for k, v in where.items()))
-    return next(matches, None)
-
-
 def tables(results: dict[str, list[Row]]) -> str:
-    """What stands between the markers."""
+    """What stands between the markers of docs/performance.md."""
     layers = results.get("decoder_layer", [])
     parts = [
         _finetune_table(results.get("finetune", [])),
@@ -288,7 +280,7 @@ def _quality_table(rows: list[Row]) -> str:
 
 
 def _image(what: str, name: str) -> str:
-    return f"![{what}](benchmarks/results/h200/{name}.png)"
+    return f"![{what}](../benchmarks/results/h200/{name}.png)"
 
 
 def _target_table(results: dict[str, list[Row]]) -> str:
@@ -300,13 +292,13 @@ def _target_table(results: dict[str, list[Row]]) -> str:
 
 
 def between_markers(text: str) -> str:
-    """What stands between the markers of a README.
+    """What stands between the markers of a page.
 
     Raises:
         ValueError: they are not there, once each and in order.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the README must hold {BEGIN} and then {END}, once each")
+        raise ValueError(f"the page must hold {BEGIN} and then {END}, once each")
     return text.partition(BEGIN)[2].partition(END)[0].strip("\n")
 
 
@@ -316,18 +308,26 @@ def rewritten(text: str, block: str) -> str:
     return f"{head}{BEGIN}\n{block}\n{END}{rest.partition(END)[2]}"
 
 
+PAGES = {"README.md": headlines, "docs/performance.md": tables}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="README tables and a roofline from result CSVs")
+    parser = argparse.ArgumentParser(description="result tables and a roofline from result CSVs")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="has the pages")
     args = parser.parse_args(arguments)
     results = read(args.results)
     if not results:
         parser.error(f"--results must hold CSV files, found none in {args.results}")
-    text = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(rewritten(text, tables(results)), encoding="utf-8")
+    texts = {args.root / name: make(results) for name, make in PAGES.items()}
+    texts = {
+        page: rewritten(page.read_text(encoding="utf-8"), block) for page, block in texts.items()
+    }
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
+        print(f"wrote {page}")
     plot(args.results / "roofline.png", results)
-    print(f"wrote {args.readme} and {args.results / 'roofline.png'}")
+    print(f"wrote {args.results / 'roofline.png'}")
     return 0
 
 

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python of README.md and of docs/ runs as it stands, on a small Llama; what it says of a GPU is left to one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import lorakernels
+from lorakernels import LoRAConfig, PhiloxState, apply_lora
+from lorakernels.parallel import shard_base
+from tests.processes import free_port
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "graphs/README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+
+
+CONFIG = LoRAConfig(r=4, target_modules="all-linear")
+# Which test runs a page's blocks, in their order
+RUN_BY = {
+    "README.md": ["test_ten_lines"],
+    "docs/getting-started.md": ["test_a_peft_script", "test_a_loss_without_logits"],
+    "docs/adapters.md": ["test_loading", "test_sharing", "test_saving"],
+    "docs/fused-layers.md": ["test_fused_layers"],
+    "docs/parallel.md": [
+        "test_a_sharded_base",
+        "test_an_offloaded_base",
+        "test_a_sharded_optimizer",
+        "test_tensor_parallel",
+        "test_layers_for_authors",
+        "test_fsdp",
+    ],
+    "graphs/README.md": ["test_graphs"],
+}
+
+
+def test_every_block_has_a_test_that_runs_it() -> None:
+    found = {page: len(blocks(page)) for page in PAGES if blocks(page)}
+    assert found == {page: len(tests) for page, tests in RUN_BY.items()}
+    assert {name for tests in RUN_BY.values() for name in tests} <= set(globals())
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a block finds: the public names, and a model in memory and in path/to/llama."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, **heads))
+    model.save_pretrained("path/to/llama")
+    return {**vars(lorakernels), "torch": torch, "model": model}
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    exec(code if torch.cuda.is_available() else code.replace(".cuda()", ""), names)
+
+
+def train(names: dict[str, Any]) -> None:
+    model, optimizer = names["model"], names["optimizer"]
+    model.train()
+    ids = torch.arange(16, device=model.device)[None]
+    for _ in range(5):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ten_lines(names: dict[str, Any]) -> None:
+    (code,) = blocks("README.md")
+    before, after = code.split("...  # train as always: model.train(), backward, step, zero_grad\n")
+    assert len([line for line in (before + after).splitlines() if line]) <= 10
+    run(before, names)
+    train(names)
+    run(after, names)
+    assert names["attached"].steps == 5
+    assert Path("my-adapter/adapter_model.safetensors").is_file()
+
+
+def test_a_peft_script(names: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    run(blocks("docs/getting-started.md")[0], names)
+    train(names)
+    assert names["attached"].steps == 5
+    assert any("LoraKernels" in type(m).__name__ for m in names["model"].modules())
+
+
+def test_a_loss_without_logits(names: dict[str, Any]) -> None:
+    code = blocks("docs/getting-started.md")[1]
+    run(code, names)
+    hidden, weight, labels = (names[name] for name in ("hidden", "weight", "labels"))
+    whole = torch.nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+    assert names["loss"].item() == pytest.approx(whole.item(), rel=2**-4)  # e4m3 rounds to 2⁻⁴
+
+
+def test_loading(names: dict[str, Any]) -> None:
+    run(blocks("docs/adapters.md")[0], names)
+    assert "LoRA on 14 modules" in str(names["report"])
+
+
+def test_sharing(names: dict[str, Any]) -> None:
+    run(blocks("docs/adapters.md")[1], names)
+    assert names["model"].model.layers[0].self_attn.q_proj.group is not None
+
+
+@pytest.mark.parametrize(
+    "line", blocks("docs/adapters.md")[2].splitlines(), ids=lambda line: line.split("(")[0]
+)
+def test_saving(names: dict[str, Any], line: str) -> None:
+    apply_lora(names["model"], LoRAConfig(target_modules="all-linear"))
+    run(line, names)
+    folder = re.findall(r'"([\w-]+)"', line)[0]
+    assert list(Path(folder).glob("*.safetensors"))
+
+
+def test_fused_layers(names: dict[str, Any]) -> None:
+    run(blocks("docs/fused-layers.md")[0], names)
+
+
+ON_ONE_RANK = {
+    '"nccl"': '"gloo"',
+    '"cuda"': '"cpu"',
+    "(4,)": "(1,)",
+    "(8,)": "(1,)",
+    "(1, 4)": "(1, 1)",
+}
+
+
+@pytest.fixture
+def one_rank(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What a block of docs/parallel.md finds beside a model: a group of one rank, and its earlier blocks' names."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
+    for name, value in {**where, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    tokens = torch.arange(16)[None]
+    config = LoRAConfig(r=4, target_modules="all-linear")
+    found = {
+        "config": config,
+        "lora": config,
+        "folder": "path/to/llama",
+        "tokens": tokens,
+        "labels": tokens,
+    }
+    yield {**names, **found, "fully_shard": fully_shard}
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_one_rank(block: int, names: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Run a block of docs/parallel.md with `names` and `more`, and return what it defined beside them."""
+    code = blocks("docs/parallel.md")[block]
+    for gpus, one in ON_ONE_RANK.items():
+        code = code.replace(gpus, one)
+    found = {**names, **more}
+    exec(code, found)
+    return found
+
+
+def with_a_group(names: dict[str, Any]) -> dict[str, Any]:
+    """`names` with a mesh over a group of one rank, and the model adapted."""
+    apply_lora(names["model"], names["config"])
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    return {**names, "mesh": mesh, "shard_base": shard_base}
+
+
+def test_a_sharded_base(one_rank: dict[str, Any]) -> None:
+    names = on_one_rank(0, one_rank)
+    assert "transport gloo" in str(names["base"])
+
+
+def test_an_offloaded_base(one_rank: dict[str, Any]) -> None:
+    """Each line by itself, as they are three ways to the same. The first runs without a process group."""
+    for line in blocks("docs/parallel.md")[1].splitlines():
+        model = transformers.AutoModelForCausalLM.from_pretrained("path/to/llama")
+        if "mesh" in line:
+            names = with_a_group({**one_rank, "model": model})
+        else:
+            apply_lora(model, one_rank["config"])
+            names = {**one_rank, "model": model, "shard_base": shard_base}
+        exec(line, names)
+        if "base" in names:
+            assert "host" in str(names["base"])
+
+
+def test_a_sharded_optimizer(one_rank: dict[str, Any]) -> None:
+    names = on_one_rank(2, with_a_group(one_rank))
+    train(names)
+    assert names["attached"].steps == 5
+
+
+def test_tensor_parallel(one_rank: dict[str, Any]) -> None:
+    names = on_one_rank(3, one_rank)
+    assert names["loss"].isfinite()
+
+
+def test_layers_for_authors(one_rank: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    small = {"4096": "32", "14336": "48"}
+    code = blocks("docs/parallel.md")[4]
+    for width, less in small.items():
+        code = code.replace(width, less)
+    act, x = torch.nn.functional.silu, torch.randn(6, 2, 32)
+    names = {**one_rank, "group": dist.group.WORLD, "x": x, "act": act}
+    exec(code, names)
+    assert names["h"].shape == (6, 2, 48) and names["y"].shape == (6, 2, 32)
+
+
+def test_fsdp(one_rank: dict[str, Any]) -> None:
+    names = on_one_rank(5, with_a_group(one_rank))
+    tokens = names["tokens"]
+    assert names["model"](tokens, labels=tokens).loss.isfinite()
+
+
+@pytest.mark.gpu
+def test_graphs(names: dict[str, Any]) -> None:
+    philox = PhiloxState(1, "cuda")
+    config = LoRAConfig(target_modules="all-linear")
+    report = apply_lora(names["model"].cuda(), config, rng_state=philox)
+    run(blocks("graphs/README.md")[0], {**names, "report": report, "philox": philox})
