@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does what users run still work on this GPU, and is it still as fast beside PEFT? For `make check-gpu`.
 
-    python benchmarks/models/check_gpu.py [--full] [--record [--reason TEXT]]
+    python benchmarks/models/check_gpu.py [--quick | --full] [--record [--reason TEXT]]
 
 The extension is built first where it is missing or old. Each part of ON_GPU then runs in a process of its own: what
 crashes or hangs there is one red row. "× PEFT" divides by PEFT's row of the same shape in the same run. A row is red,
@@ -10,6 +10,8 @@ and the exit code 1, where
     the part fails, or no time is left for it,
     its first loss differs by more than 2 % from PEFT's, or
     its ratio is further below the recorded one than TOLERANCE; more is allowed where the host bounds one of the rates.
+
+`--quick` has the drop-in's three forms alone, for a first look: `lorakernels bench --quick`.
 
 What cannot run here, such as a peer that is not installed, is skipped with the reason.
 
@@ -50,8 +52,9 @@ SLOWER = "RED: slower"
 LONGEST = 120  # characters of a verdict
 LOG_LINES = 25  # of a part that failed
 AHEAD = 2  # processes that import while another one measures
-BUDGET = {"short": 180.0, "full": 540.0}  # seconds
+BUDGET = {"quick": 120.0, "short": 180.0, "full": 540.0}  # seconds
 PEFT, COMPILED = "PEFT bf16", "PEFT bf16, compiled by layer"
+QUICK = (PEFT, "drop-in, eager", "drop-in, fused", "drop-in, fused, attached")
 
 
 @dataclass(frozen=True)
@@ -303,21 +306,29 @@ def show(rows: list[Row]) -> bool:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what users run, on this GPU, beside PEFT")
-    parser.add_argument("--full", action="store_true", help="everything, in nine minutes")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--quick", action="store_true", help="the drop-in beside PEFT, in a minute")
+    form.add_argument("--full", action="store_true", help="everything, in nine minutes")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose name holds a WORD")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--record", action="store_true", help="write the ratios down")
     parser.add_argument("--reason", default="", help="why a recorded ratio falls")
-    parser.add_argument("--budget-s", type=float, help="default: 180, with --full 540")
+    parser.add_argument(
+        "--budget-s", type=float, help="default: 180, with --quick 120, with --full 540"
+    )
     parser.add_argument("--scratch", type=Path, help="where a folder of 5 GB may be")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def chosen(full: bool, only: list[str] | None, device: str) -> list[Part]:
+def chosen(form: str, only: list[str] | None, device: str) -> list[Part]:
     """Parts of that form; with `only` those it names and the peers they are divided by."""
-    parts = [p for p in (ON_GPU if device.startswith("cuda") else ON_CPU) if full or not p.full]
+    parts = ON_GPU if device.startswith("cuda") else ON_CPU
+    if form == "quick":
+        shape = "1b 1x2048" if parts is ON_GPU else parts[0].shape
+        parts = [p for p in parts if p.shape == shape and p.name in QUICK]
+    parts = [p for p in parts if form != "short" or not p.full]
     if only is None:
         return parts
     named = [p for p in parts if any(word in p.key for word in only)]
@@ -332,8 +343,9 @@ def main() -> int:
     if args.device.startswith("cuda"):
         build()
         print(f"built in {time.monotonic() - began:.0f} s", flush=True)
-    budget = args.budget_s or BUDGET["full" if args.full else "short"]
-    parts = chosen(args.full, args.only, args.device)
+    form = "full" if args.full else "quick" if args.quick else "short"
+    budget = args.budget_s or BUDGET[form]
+    parts = chosen(form, args.only, args.device)
     if not parts:
         print(f"no part of this form has a name with {' or '.join(args.only)}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@
 An op's tests are those of its own and what tests/ops/test_contract.py asks of it.
 
 A red test stops its benchmark: numbers of a wrong kernel are worth nothing. `--tune` times the tile sizes of
-`kernels/tune.py` instead.
+`kernels/tune.py` instead. `--quick` trains a model of 1B's widths by the drop-in, beside PEFT, for a minute.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TUNE = FOLDER / "ops" / "tune.py"
+QUICK = FOLDER / "models" / "check_gpu.py"
 TESTS = FOLDER.parent / "tests"
 CONTRACT = TESTS / "ops" / "test_contract.py"
 PASSES_ARGUMENTS_ON = True
@@ -38,10 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = "|".join([*scripts(), "all"])
     parser.usage = (
         f"lorakernels bench [{known}] [--no-test] [--output DIR] [--device D] [--repetitions N] ...\n"
+        "       lorakernels bench --quick [--device D]\n"
         "       lorakernels bench --tune [--shapes MxNxK ...] [--ranks R ...] [--top N] [--budget-s S]"
     )
     parser.add_argument("--no-test", action="store_true", help="do not run the op's tests first")
-    parser.add_argument(
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument(
+        "--quick", action="store_true", help="tokens/s of the drop-in beside PEFT, in a minute"
+    )
+    alone.add_argument(
         "--tune", action="store_true", help="time tile sizes, print lines for kernels/tune.py"
     )
     parser.epilog = (
@@ -59,8 +65,12 @@ def run(args: argparse.Namespace) -> int:
         )
     named = bool(args.rest) and not args.rest[0].startswith("-")
     name, options = (args.rest[0], args.rest[1:]) if named else ("all", args.rest)
+    if named and (args.tune or args.quick):
+        return _fail(f"--{'tune' if args.tune else 'quick'} takes no name, found {name!r}")
     if args.tune:
-        return _fail(f"--tune takes no name, found {name!r}") if named else _script(TUNE, options)
+        return _script(TUNE, options)
+    if args.quick:
+        return _script(QUICK, ["--quick", *options])
     if name not in (*known, "all"):
         return _fail(f"no benchmark named {name!r}; there are {', '.join(known)} and all")
     chosen = known if name == "all" else {name: known[name]}

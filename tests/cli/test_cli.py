@@ -145,6 +145,20 @@ def test_bench_all_runs_every_one_and_reports_the_worst(
     assert all(command[2:] == ["--repetitions", "2"] for command in ran)
 
 
+@pytest.mark.parametrize(
+    ("flag", "script"), [("--tune", "tune"), ("--quick", "check_gpu")], ids=["tune", "quick"]
+)
+def test_bench_of_a_flag_runs_its_script_and_takes_no_name(
+    flag: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Path] = []
+    monkeypatch.setattr(bench, "_script", lambda path, options: ran.append(path) or 0)
+    assert main(["bench", flag]) == 0
+    assert [path.stem for path in ran] == [script] and ran[0].is_file()
+    assert main(["bench", flag, "philox"]) == 2
+    assert f"{flag} takes no name, found 'philox'" in capsys.readouterr().err
+
+
 def test_bench_of_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "lora_liner"]) == 2
     message = capsys.readouterr().err

@@ -133,10 +133,12 @@ def test_a_part_that_dies_or_hangs_is_one_red_row(check, tmp_path: Path, monkeyp
 
 
 def test_a_named_part_comes_with_its_peer(check) -> None:
-    names = [p.name for p in check.chosen(False, ["compiled"], "cuda")]
+    names = [p.name for p in check.chosen("short", ["compiled"], "cuda")]
     assert names == [check.COMPILED, "drop-in, compiled by layer"]
-    assert all(p.full is False for p in check.chosen(False, None, "cuda"))
-    assert {p.key for p in check.chosen(True, None, "cuda")} == {p.key for p in check.ON_GPU}
+    assert all(p.full is False for p in check.chosen("short", None, "cuda"))
+    for device in ("cuda", "cpu"):
+        assert sorted(p.name for p in check.chosen("quick", None, device)) == sorted(check.QUICK)
+    assert {p.key for p in check.chosen("full", None, "cuda")} == {p.key for p in check.ON_GPU}
     for parts in (check.ON_GPU, check.ON_CPU):
         keys = {p.key for p in parts}
         assert len(keys) == len(parts)
@@ -218,7 +220,7 @@ def test_gpu_tests_are_counted_and_stop_when_the_time_is_up(
 
 
 def test_gpu_tests_have_what_is_left_and_one_process_a_core(check, load) -> None:
-    (part,) = check.chosen(True, ["gpu tests"], "cuda")
+    (part,) = check.chosen("full", ["gpu tests"], "cuda")
     assert part == check.ON_GPU[-1] and part.timeout == float("inf")
     processes_on = load("lib.check_full").processes_on
     assert [processes_on(cores) for cores in (1, 3, 8, 14, 16, 128)] == [1, 1, 6, 12, 12, 12]
