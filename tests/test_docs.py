@@ -232,3 +232,18 @@ def test_graphs(names: dict[str, Any]) -> None:
     config = LoRAConfig(target_modules="all-linear")
     report = apply_lora(names["model"].cuda(), config, rng_state=philox)
     run(blocks("graphs/README.md")[0], {**names, "report": report, "philox": philox})
+
+
+def test_every_fact_that_is_cited_exists_once() -> None:
+    ids = re.findall(
+        r"^\| ([A-Z]\d+) \|", (ROOT / "docs/facts.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(ids) == len(set(ids))
+    sources = [
+        p for folder in ("lorakernels", "graphs", "csrc") for p in (ROOT / folder).rglob("*.*")
+    ]
+    texts = [
+        p.read_text("utf-8") for p in sources if p.suffix in {".py", ".h", ".cu", ".cpp", ".md"}
+    ]
+    cited = {i for text in texts for i in re.findall(r"docs/facts\.md, ([A-Z]\d+)", text)}
+    assert cited and cited <= set(ids)

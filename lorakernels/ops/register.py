@@ -280,7 +280,7 @@ def _short(
 
 def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """What stands in for a gradient. torch.library.custom_op does the same in several times the host's time
-    (docs/measured_facts.md)."""
+    (docs/facts.md, T1)."""
     mutated = [
         (i, argument.name)
         for i, argument in enumerate(op._schema.arguments)

@@ -2,7 +2,7 @@
 """The Triton kernels behind ops/rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
 
 The way back starts no kernel early: it runs behind attention's backward, which lets nobody start early either, and its
-many short programs take longer where the next kernel's are there already (docs/measured_facts.md).
+many short programs take longer where the next kernel's are there already (docs/facts.md, H17).
 """
 
 from __future__ import annotations
