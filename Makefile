@@ -11,7 +11,7 @@ BENCH ?= all
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
-.PHONY: demo test bench check-gpu sanitize docs lint format clean
+.PHONY: demo test bench check-gpu sanitize docs wheels lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
@@ -50,6 +50,9 @@ sanitize-%:
 # The site of docs/ in build/site. A link that leads nowhere is an error.
 docs: $(BUILT)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+wheels: $(BUILT)
+	bash .ci/wheels
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
 LORAKERNELS_CUDA        unset: compile csrc's .cu files if nvcc is found; 0: never; 1: fail if it is not found
 LORAKERNELS_CUDA_ARCHS  "90a;100": default the local GPUs', or 90a
 CUDA_HOME, CUDA_PATH, PATH are searched for nvcc in that order; CXX names the C++ compiler, CXXFLAGS is added to its
-flags, MAX_JOBS limits how many files compile at once.
+flags, MAX_JOBS limits how many files compile at once. LORAKERNELS_LOCAL_VERSION=cpu makes version 0.1.0 0.1.0+cpu.
 """
 
 from __future__ import annotations
@@ -213,9 +213,20 @@ class NinjaBuild(build_ext):
         self.copy_file(str(target), str(installed))
 
 
+def version() -> str:
+    """lorakernels.__version__, which is written there alone, with the local part that the environment names."""
+    text = (ROOT / "lorakernels" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        sys.exit("lorakernels/__init__.py has no __version__")
+    local = os.environ.get("LORAKERNELS_LOCAL_VERSION", "")
+    return f"{found[1]}+{local}" if local else found[1]
+
+
 GRAPHS = ["lorakernels.graphs", *(f"lorakernels.graphs.{p}" for p in find_packages("graphs"))]
 
 setup(
+    version=version(),
     packages=[*find_packages(include=["lorakernels", "lorakernels.*"]), *GRAPHS],
     package_dir={"lorakernels": "lorakernels", "lorakernels.graphs": "graphs"},
     ext_modules=[Extension("lorakernels._C", sources=[])],

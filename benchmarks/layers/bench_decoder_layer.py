@@ -201,34 +201,6 @@ def rows_of(size: str, heads: dict[str, Row], rounds: dict[str, list[Samples]]) 
     ]
 
 
-def plot(path: Path, rows: list[Row]) -> None:
-    """A panel per size, a bar per row, forward and backward stacked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sizes = list(dict.fromkeys(str(row["size"]) for row in rows))
-    figure, panels = pyplot.subplots(1, len(sizes), figsize=(5.2 * len(sizes), 5.4), squeeze=False)
-    for panel, size in zip(panels[0], sizes, strict=True):
-        timed = [r for r in rows if r["size"] == size and isinstance(r["ms"], float)][::-1]
-        names = [str(row["provider"]) for row in timed]
-        forward, backward = (
-            [float(str(row[key])) for row in timed] for key in ("fwd ms", "bwd ms")
-        )
-        panel.barh(names, forward, label="forward")
-        panel.barh(names, backward, left=forward, label="backward")
-        s = SIZES[size]
-        panel.set(
-            title=f"hidden {s.hidden}, ffn {s.ffn}, {s.tokens} tokens", xlabel="ms of the device"
-        )
-        panel.tick_params(axis="y", labelsize=7)
-    panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> int:
     options = parser("a decoder layer, forward and backward, against its peers")
     options.add_argument("--sizes", nargs="+", choices=list(SIZES))
@@ -253,8 +225,6 @@ def main() -> int:
         write_csv(args.output / "decoder_layer_kernels.csv", kernels, facts)
         write_markdown(args.output / "decoder_layer_kernels.md", kernels, facts)
     code = finish("decoder_layer", rows, facts, args.output)
-    if args.output and any(isinstance(row["ms"], float) for row in rows):
-        plot(args.output / "decoder_layer.png", rows)
     return code
 
 

@@ -187,30 +187,6 @@ def compared(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def plot(path: Path, rows: list[Row]) -> None:
-    """A panel per model and what is adapted, a bar per provider that has a number."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    timed = [row for row in rows if row["tokens/s"] != ""]
-    groups = list(dict.fromkeys((row["model"], row["LoRA on"], row["tokens"]) for row in timed))
-    figure, panels = pyplot.subplots(1, len(groups), figsize=(5 * len(groups), 4), squeeze=False)
-    for panel, (model, adapted, tokens) in zip(panels[0], groups, strict=True):
-        mine = [r for r in timed if (r["model"], r["LoRA on"]) == (model, adapted)][::-1]
-        rates = [float(str(row["tokens/s"])) for row in mine]
-        bars = panel.barh([str(row["provider"]) for row in mine], rates)
-        panel.bar_label(bars, [f"{rate:,.0f}" for rate in rates], fontsize=7, padding=2)
-        panel.set(title=f"{model}, {tokens}, LoRA on {adapted}", xlabel="tokens/s")
-        panel.title.set_fontsize(9)
-        panel.margins(x=0.15)
-        panel.tick_params(axis="y", labelsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 class Asker:
     """One process for each provider; the next one is started while one measures, so that it has imported by then."""
 
@@ -288,8 +264,6 @@ def main() -> int:
             ask = partial(asker.ask, **fixed, at_most=args.repetitions)
             rows += bench_model(model, adapted, names, ask)
     code = finish("end_to_end", rows, environment(device), args.output)
-    if args.output and any(row["tokens/s"] != "" for row in rows):
-        plot(args.output / "end_to_end.png", rows)
     return code
 
 

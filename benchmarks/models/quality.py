@@ -308,31 +308,6 @@ def read_csv(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def plot(path: Path, curves: list[Row]) -> None:
-    """One panel per model, one line per variant: the mean of its seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    found: dict[str, dict[str, dict[float, list[float]]]] = {}
-    for point in curves:
-        lines = found.setdefault(str(point["model"]), {}).setdefault(str(point["variant"]), {})
-        lines.setdefault(float(str(point["step"])), []).append(float(str(point["loss"])))
-    figure, panels = pyplot.subplots(1, len(found), figsize=(5.5 * len(found), 4), squeeze=False)
-    for panel, (model, variants) in zip(panels[0], found.items(), strict=True):
-        for variant, points in variants.items():
-            means = [sum(losses) / len(losses) for losses in points.values()]
-            panel.plot(list(points), means, label=variant, linewidth=1.2)
-        panel.set(
-            title=model, xlabel="step", ylabel=f"training loss, nats per byte, mean of {EVERY}"
-        )
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> int:
     options = parser("training over FP8 bases against a bf16 base")
     options.add_argument("--models", nargs="+", choices=list(PLANS), default=list(PLANS))
@@ -361,8 +336,6 @@ def main() -> int:
         write_csv(args.output / "quality_seeds.csv", rows, facts)
     if args.output and curves:
         write_csv(args.output / "quality_curves.csv", curves, {})
-        if len(jobs) > 1:
-            plot(args.output / "quality.png", curves)
     return code
 
 

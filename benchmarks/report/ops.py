@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of single ops, and the roofline plot of those that multiply."""
+"""The table of single ops, and where those that multiply lie under the roofline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks.lib.goals import times
 
@@ -198,36 +197,3 @@ def points(results: dict[str, list[Row]]) -> dict[str, list[tuple[float, float]]
                 flops, size = work(row)
                 found.setdefault(op, []).append((flops / size, flops / ms / 1e9))
     return found
-
-
-def plot(path: Path, results: dict[str, list[Row]]) -> None:
-    """TFLOP/s over operations per byte, under the measured copy bandwidth and the data sheet's peaks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for some in results.values() for row in some]
-    copies = [number(row["copy GB/s"]) for row in rows if row.get("copy GB/s")]
-    bandwidth = max((c for c in copies if c), default=0.0) / 1e3  # TB/s
-    devices = {row["device"].partition(": ")[2] for row in rows if "device" in row}
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    for op, marks in points(results).items():
-        axis.scatter(*zip(*marks, strict=True), s=18, label=op)
-    span = [4.0, 2e4]
-    for name in sorted(devices & set(PEAKS)):
-        for peak, kind, style in zip(PEAKS[name], ("FP8", "bf16"), ("-", ":"), strict=True):
-            roof = [min(peak, bandwidth * x) if bandwidth else peak for x in (*span, 1e3)]
-            knee = peak / bandwidth if bandwidth else span[0]
-            axis.plot([span[0], knee, span[1]], [roof[0], peak, peak], style, color="grey")
-            axis.annotate(
-                f"{name}, {kind}: {peak:.0f} TFLOP/s", (span[1], peak * 1.05), ha="right", size=7
-            )
-    if bandwidth:
-        text = f"copy, measured: {bandwidth:.2f} TB/s"
-        axis.annotate(text, (span[0] * 1.3, bandwidth * span[0] * 1.9), rotation=38, size=7)
-    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

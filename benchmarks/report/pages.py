@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers in README.md and docs/performance.md, and a roofline plot, from the CSVs of benchmarks/results/GPU.
+"""The numbers in README.md and docs/performance.md, and the pictures, from the CSVs of benchmarks/results/GPU.
 
     python benchmarks/report/pages.py [--results benchmarks/results/h200]
 
-rewrites what stands between these pages' markers and writes roofline.png beside the CSVs. A test compares the pages
-with the CSVs, so that they cannot drift. A CSV that is missing leaves its rows "not measured".
+rewrites what stands between these pages' markers and draws report/plots.py's pictures beside the CSVs. A test compares
+the pages with the CSVs, so that they cannot drift. A CSV that is missing leaves its rows "not measured".
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.goals import targets, times
 from benchmarks.report.headlines import headlines
-from benchmarks.report.ops import Row, find, markdown, number, op_table, plot, run_of
+from benchmarks.report.ops import Row, find, markdown, number, op_table, run_of
+from benchmarks.report.plots import draw_all
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -51,9 +52,15 @@ def tables(results: dict[str, list[Row]]) -> str:
         op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
+        _image("milliseconds of a decoder layer", "decoder_layer") if layers else "",
         _memory_table(layers),
+        _image("what a large layer keeps", "memory") if layers else "",
+        _budget(results.get("decoder_layer_kernels", [])),
         _end_to_end_table(results.get("end_to_end", [])),
         _sharded_table(results.get("sharded_base", [])),
+        _image("tokens per second by where the base lies", "sharded_base")
+        if results.get("sharded_base")
+        else "",
         _graphs_table(results.get("graphs", [])),
         _quality_table(results.get("quality", [])),
         _target_table(results),
@@ -279,6 +286,16 @@ def _quality_table(rows: list[Row]) -> str:
     return f"{title}\n\n{markdown(lines)}\n\n{_image('training losses', 'quality')}"
 
 
+def _budget(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    title = (
+        "Where the time of a decoder layer goes, LoRA R = 16 on q, k, v, o, p = 0.1 "
+        f"(`make bench BENCH=decoder_layer`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{_image('shares of a decoder layer', 'budget')}"
+
+
 def _image(what: str, name: str) -> str:
     return f"![{what}](../benchmarks/results/h200/{name}.png)"
 
@@ -326,8 +343,8 @@ def main(arguments: list[str] | None = None) -> int:
     for page, text in texts.items():
         page.write_text(text, encoding="utf-8")
         print(f"wrote {page}")
-    plot(args.results / "roofline.png", results)
-    print(f"wrote {args.results / 'roofline.png'}")
+    for picture in draw_all(args.results, results):
+        print(f"wrote {picture}")
     return 0
 
 

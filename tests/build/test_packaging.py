@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+import lorakernels
+
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = (".git", ".venv", ".hypothesis", ".*_cache", "*.so", "*.egg-info", "__pycache__")
 HOOK = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -116,7 +118,8 @@ def wheel(tree: Tree) -> tuple[Path, str]:
 
 
 def test_wheel_from_sdist_without_nvcc_says_so_once(wheel: tuple[Path, str]) -> None:
-    _, log = wheel
+    file, log = wheel
+    assert file.name.startswith(f"lorakernels-{lorakernels.__version__}-cp")
     assert log.count("building the host part only (no nvcc in CUDA_HOME, CUDA_PATH or PATH)") == 1
 
 
@@ -180,6 +183,16 @@ def test_a_user_s_type_checker_sees_our_types(tree: Tree, wheel: tuple[Path, str
     said = tree.attempt("-m", "mypy", *options, str(script)).stdout
     assert 'Revealed type is "builtins.int"' in said or 'Revealed type is "int"' in said, said
     assert 'script.py:3: error: Argument "r" to "LoRAConfig" has incompatible type' in said, said
+
+
+def test_wheel_asks_for_no_library_that_a_bare_linux_lacks(
+    tree: Tree, wheel: tuple[Path, str]
+) -> None:
+    """.ci/wheels gives it a manylinux tag as it is: auditwheel finds nothing to bundle."""
+    pytest.importorskip("auditwheel")
+    said = tree.python("-m", "auditwheel", "show", str(wheel[0]))
+    assert 'platform tag: "manylinux_' in " ".join(said.split()), said
+    assert "requires no external shared libraries" in " ".join(said.split()), said
 
 
 def test_wheel_requires_numpy(wheel: tuple[Path, str]) -> None:

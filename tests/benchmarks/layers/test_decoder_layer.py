@@ -54,13 +54,11 @@ def test_a_layer_of_other_weights_is_wrong(changed: str, bench: Any, layers: Any
     assert layers.fault(peer, layers.errors(peer, layers.truth(case, True)))
 
 
-def test_it_writes_rows_kernels_and_plot(
+def test_it_writes_rows_and_kernels(
     bench: Any,
     run: Run,
     rows_of: RowsOf,
-    tmp_path: Path,
 ) -> None:
-    pytest.importorskip("matplotlib")
     chosen = ["te layer fp8, no lora", "hf + peft bf16, compiled", "ours, recompute"]
     assert run(bench, "--providers", *chosen) == 0
     te, compiled, ours, graphed = rows_of("decoder_layer")
@@ -76,7 +74,6 @@ def test_it_writes_rows_kernels_and_plot(
     assert {row["pass"] for row in kernels} == {"forward", "backward", "both"}
     assert kernels[-1]["op"] == "sum" and float(kernels[-1]["% of step"]) == 100
     assert "lorakernels.fp8_linear_lora" in {row["op"] for row in kernels}
-    assert (tmp_path / "decoder_layer.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_providers_are_asked_in_order_and_back(bench: Any, load: Load) -> None:

@@ -18,7 +18,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def bench(load: Load) -> Any:
-    pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     return load("models.bench_end_to_end")

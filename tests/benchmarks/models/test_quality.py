@@ -173,14 +173,12 @@ def test_two_bases_of_one_plan_are_equal_bit_for_bit(quality: Any) -> None:
     assert quality.checksum(first) != quality.checksum(second)
 
 
-def test_it_writes_summary_curves_and_plot(
+def test_it_writes_summary_and_curves(
     quality: Any,
     run: Run,
     rows_of: RowsOf,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setitem(quality.PLANS, "random", tiny(quality))
     options = ("--models", "random", "--steps", 11, "--seeds", 1, 2)
     assert run(quality, *options) == 0
@@ -190,7 +188,6 @@ def test_it_writes_summary_curves_and_plot(
     curves = rows_of("quality_curves")
     assert [row["step"] for row in curves] == ["0", "10"] * 2 * 2
     assert all(4 < float(row["loss"]) < 7 for row in curves), "about ln 264 = 5.6"
-    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,14 @@ def test_every_op_of_the_table_names_columns_of_its_benchmark(ops: Any, load: Lo
         assert set(op.ours) <= set(getattr(bench, "PROVIDERS", op.ours)), op.csv
 
 
+def test_every_picture_is_drawn_from_the_committed_results(report: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = importlib.import_module("benchmarks.report.plots")
+    drawn = plots.draw_all(tmp_path, report.read(report.RESULTS))
+    assert [path.stem for path in drawn] == list(plots.PLOTS)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
 def test_it_rewrites_only_between_the_markers_and_plots(
     report: Any, ops: Any, tmp_path: Path
 ) -> None:
@@ -105,7 +114,7 @@ def test_it_rewrites_only_between_the_markers_and_plots(
         assert written.startswith("above\n") and written.endswith(f"\n{report.END}\nbelow\n")
         assert "old" not in written
     assert "| 1.01 | ≤ 0.98 | missed by 3% |" in text and "not measured" in readme
-    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.glob("*.png")] == ["roofline.png"], "what has no CSV"
     flops = 2 * 8192 * 8192 * (8192 + 16)
     (intensity, rate), *_ = ops.points(report.read(tmp_path))["fp8_linear_lora"]
     assert (intensity, rate) == pytest.approx((flops / (4 * 8192**2), flops / 0.85e-3 / 1e12))
