@@ -67,7 +67,9 @@ def train(optimizer: Any, params: list[nn.Parameter], rank: int, first: int, red
             for p in params:
                 if p.grad is not None:
                     p.grad.mul_(1 / dist.get_world_size())  # as DistributedDataParallel
-                    dist.all_reduce(p.grad)
+                    whole = p.grad.contiguous()  # NCCL takes no other
+                    dist.all_reduce(whole)
+                    p.grad.copy_(whole)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
