@@ -6,7 +6,8 @@
 
 Weights of one input lie one behind the other, as a fused layer joins them. Such a group begins at a multiple of ALIGN
 bytes. The block's size is a multiple of ALIGN times the number of ranks. Rank r holds part r, which may begin inside a
-weight.
+weight. Two ranks that copy out of each other's memory hold whole groups instead, each about half of the block. A rank's
+own weights then stay where they are, and only the other's are copied.
 """
 
 from __future__ import annotations
@@ -31,31 +32,64 @@ class Entry(NamedTuple):
 
 
 class Block(NamedTuple):
-    """All entries of one layer, in the order of their offsets; `size` in bytes, padding included."""
+    """All entries of one layer, in the order of their offsets.
+
+    Attributes:
+        bounds: rank r holds the bytes from `bounds[r]` to `bounds[r + 1]`, padding included.
+        in_place: no weight crosses a bound, and a rank's own weights are read where the rank holds them.
+    """
 
     entries: tuple[Entry, ...]
-    size: int
+    bounds: tuple[int, ...]
+    in_place: bool = False
+
+    @property
+    def size(self) -> int:
+        """In bytes, padding included."""
+        return self.bounds[-1]
+
+    def part(self, rank: int) -> int:
+        """How many bytes a rank holds."""
+        return self.bounds[rank + 1] - self.bounds[rank]
 
 
 Shape = tuple[int, int]
+Groups = Iterable[Sequence[tuple[str, Shape]]]
 
 
-def lay_out(groups: Iterable[Sequence[tuple[str, Shape]]], ranks: int, align: int = ALIGN) -> Block:
-    """The block of one layer.
+def lay_out(groups: Groups, ranks: int, align: int = ALIGN) -> Block:
+    """The block of one layer, in equal parts.
 
     Args:
         groups: (name, [N, K]) of the weights of each input, in the order of the joined matrix.
         ranks: how many parts the block has.
         align: the parts' sizes are multiples of it, which is a multiple of ALIGN.
     """
+    entries, end = _entries(groups, 0)
+    part = _up(end, align * ranks) // ranks
+    return Block(entries, tuple(part * r for r in range(ranks + 1)))
+
+
+def lay_out_in_place(parts: Sequence[Groups]) -> Block:
+    """The block of one layer, in which rank r holds the groups of `parts[r]`."""
     entries: list[Entry] = []
-    end = 0
+    bounds = [0]
+    for groups in parts:
+        found, end = _entries(groups, bounds[-1])
+        entries += found
+        bounds.append(_up(end, ALIGN))
+    return Block(tuple(entries), tuple(bounds), in_place=True)
+
+
+def _entries(groups: Groups, end: int) -> tuple[tuple[Entry, ...], int]:
+    """The entries of groups one behind the other from offset `end` on, and the offset behind the last."""
+    entries: list[Entry] = []
     for group in groups:
         end = _up(end, ALIGN)
         for name, shape in group:
             entries.append(Entry(name, shape, end))
             end = entries[-1].end
-    return Block(tuple(entries), _up(end, align * ranks))
+    return tuple(entries), end
 
 
 def _up(size: int, multiple: int) -> int:

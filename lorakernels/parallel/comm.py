@@ -156,7 +156,7 @@ class Peer:
     """Copies out of the other ranks' memory, which torch's symmetric memory maps into this process.
 
     Only plain addresses are used: no multicast, no signals. Ranks r+1, r+2, … are read in this order, so that not all
-    ranks read one rank's memory at the same time.
+    ranks read one rank's memory at the same time. Of a block that is read in place only the others' parts are copied.
     """
 
     name = "peer"
@@ -187,10 +187,11 @@ class Peer:
         self._settle()
 
     def gather(self, layer: int, out: Tensor) -> None:
-        span = self._shards.span(layer)
-        size = span.stop - span.start
+        shards, block = self._shards, self._shards.blocks[layer]
         for rank, there in self._peers:
-            out[rank * size : (rank + 1) * size].copy_(there[span], non_blocking=True)
+            if not (block.in_place and rank == shards.rank):
+                part = out[block.bounds[rank] : block.bounds[rank + 1]]
+                part.copy_(there[shards.span(layer, rank)], non_blocking=True)
 
     def close(self) -> None:
         self._settle()

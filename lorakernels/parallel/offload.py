@@ -122,7 +122,7 @@ class HostShards(Shards):
         progress: Progress | None,
     ) -> None:
         rank, ranks = place
-        sizes = [block.size // ranks for block in blocks]
+        sizes = [block.part(rank) for block in blocks]
         ends = torch.tensor(sizes).cumsum(0).tolist()
         spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self._pinned = Pinned(spans, sum(sizes), device, progress)

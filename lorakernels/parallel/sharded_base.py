@@ -2,7 +2,8 @@
 """shard_base: each rank keeps 1/n of the frozen FP8 weights, and layers get theirs just before they run.
 
     shards   rank r: part r of every layer's block (blocks.py, shards.py); written once, while loading
-    slots    k blocks of memory at fixed addresses (slots.py). `weight.data` of layer i lies in slot i mod k for good
+    slots    k blocks of memory at fixed addresses (slots.py). `weight.data` of layer i lies in slot i mod k for good;
+             with two ranks and peer copies, a weight that this rank holds whole lies in its shard instead
     hooks    before a layer's forward, and before its backward: `Slots.ensure`, which also gathers the next layer
 
 A forward hook runs before the layer. A hook on the layer's outputs runs before its backward, as autograd comes to
@@ -37,7 +38,7 @@ from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import hold
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import comm
-from lorakernels.parallel.blocks import Block
+from lorakernels.parallel.blocks import Block, Entry
 from lorakernels.parallel.layers import (
     check_layers,
     decoder_layers,
@@ -50,6 +51,7 @@ from lorakernels.parallel.offload import Offload, as_offload
 from lorakernels.parallel.stores import Layout, Place, Store, allocate, discard, lay_out_base, write
 
 POISON_VARIABLE = "LORAKERNELS_POISON_SLOTS"
+Home = Callable[[int, Entry], Tensor | None]
 
 
 class ShardedBase:
@@ -83,10 +85,10 @@ class ShardedBase:
             store.slots.ensure(layer, ahead)
 
     def attach(self) -> None:
-        """Move the layers' weights into the slots, and hook the layers. Weights on the meta device get no values."""
+        """Give the layers' weights their places in slots and shards, and hook the layers."""
         for index, layer in enumerate(self.layers.values()):
             for store in self.stores:
-                self._place(index, store, store.slots.of(index))
+                self._place(index, store, store.slots.of(index), store.shards.home)
             held = _Layer(self, index)
             self._handles += [
                 layer.register_forward_pre_hook(_untraced(held.before_forward)),
@@ -130,7 +132,8 @@ class ShardedBase:
         for index, layer in enumerate(self.layers.values()):
             self.ensure(index, 0)
             for store in self.stores:
-                self._place(index, store, torch.empty_like(store.slots.of(index)))
+                memory = torch.empty_like(store.slots.of(index))
+                self._place(index, store, memory, lambda *_: None)
             for linear in frozen_linears(layer).values():
                 hold(linear, None)
         for handle in self._handles:
@@ -166,17 +169,26 @@ class ShardedBase:
             store.slots.forget()
 
     @torch.no_grad()
-    def _place(self, index: int, store: Store, memory: Tensor) -> None:
-        """Move the weights of a layer that are in `store` to the block `memory`, with their values."""
+    def _place(self, index: int, store: Store, memory: Tensor, home: Home) -> None:
+        """Move the weights of a layer that are in `store` to their homes, or with their values into `memory`.
+
+        Args:
+            index: the layer's.
+            store: one of the base's.
+            memory: uint8 [size] of the layer's block.
+            home: of a layer and an entry, memory that has the weight's values already; None: there is none.
+        """
         layer = list(self.layers.values())[index]
         linears = frozen_linears(layer)
         for entry in store.entries(index):
             weight = stored(linears[entry.name])
             if weight.is_meta:
                 raise ValueError(f"{entry.name} is on the meta device")
-            place = memory[entry.offset : entry.end].view(entry.shape)
-            place.copy_(weight.data.view(torch.uint8))
-            weight.data = place.view(weight.dtype)
+            place = home(index, entry)
+            if place is None:
+                place = memory[entry.offset : entry.end]
+                place.copy_(weight.data.view(torch.uint8).view(-1))
+            weight.data = place.view(entry.shape).view(weight.dtype)
         join_groups(layer)
 
 
@@ -365,7 +377,7 @@ def agreed_layout(place: Place, find: Callable[[], Layout], options: Mapping[str
     Raises:
         ValueError: `find` raised a ValueError or TypeError on a rank, or the ranks' layouts or `options` differ.
     """
-    layout = Layout({}, [], [])
+    layout = Layout({}, [], [], [])
     problem: str | None = None
     try:
         layout = find()

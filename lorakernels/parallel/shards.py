@@ -13,10 +13,10 @@ from lorakernels.parallel.blocks import Block, Entry
 
 
 class Shards:
-    """Part `rank` of `ranks` equal parts of every block.
+    """Part `rank` of `ranks` parts of every block.
 
     Args:
-        blocks: of all layers; each size is a multiple of `ranks`.
+        blocks: of all layers.
         rank, ranks: which part, of how many.
         memory: uint8 [Shards.bytes_of(blocks, ranks)], which this object writes.
     """
@@ -27,21 +27,29 @@ class Shards:
                 f"memory must be uint8 [{self.bytes_of(blocks, ranks)}], found {memory.dtype} {list(memory.shape)}"
             )
         self.blocks, self.rank, self.ranks, self.memory = tuple(blocks), rank, ranks, memory
-        sizes = [block.size // ranks for block in self.blocks]
-        self.offsets = tuple(accumulate(sizes, initial=0))
+        parts = ([block.part(r) for block in self.blocks] for r in range(ranks))
+        self._offsets = [tuple(accumulate(sizes, initial=0)) for sizes in parts]
 
     @staticmethod
     def bytes_of(blocks: Sequence[Block], ranks: int) -> int:
-        """How much memory a rank's parts of `blocks` take."""
-        return sum(block.size // ranks for block in blocks)
+        """How much memory the parts of `blocks` take on the rank that has most."""
+        return max(sum(block.part(r) for block in blocks) for r in range(ranks))
 
-    def span(self, layer: int) -> slice:
-        """Where the part of block `layer` lies in `memory`, on every rank."""
-        return slice(self.offsets[layer], self.offsets[layer + 1])
+    def span(self, layer: int, rank: int) -> slice:
+        """Where the part of block `layer` lies in the memory of `rank`."""
+        return slice(self._offsets[rank][layer], self._offsets[rank][layer + 1])
 
     def part(self, layer: int) -> Tensor:
-        """uint8 [size / ranks]: this rank's part of block `layer`."""
-        return self.memory[self.span(layer)]
+        """uint8: this rank's part of block `layer`."""
+        return self.memory[self.span(layer, self.rank)]
+
+    def home(self, layer: int, entry: Entry) -> Tensor | None:
+        """uint8 [N · K]: where this rank holds a whole weight for good, if it is to be read there."""
+        block = self.blocks[layer]
+        start, end = block.bounds[self.rank : self.rank + 2]
+        if not block.in_place or not start <= entry.offset < end:
+            return None
+        return self.part(layer)[entry.offset - start : entry.end - start]
 
     def write(self, layer: int, entry: Entry, weight: Tensor) -> None:
         """Keep the bytes of `weight` that lie in this rank's part.
@@ -60,7 +68,7 @@ class Shards:
                 f"{list(weight.shape)}"
             )
         part = self.part(layer)
-        start = self.rank * part.numel()
+        start = self.blocks[layer].bounds[self.rank]
         low, high = max(start, entry.offset), min(start + part.numel(), entry.end)
         if low < high:
             flat = weight.detach().contiguous().view(torch.uint8).view(-1)

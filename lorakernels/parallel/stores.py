@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.parallel import comm
-from lorakernels.parallel.blocks import Block, Entry, Shape, lay_out
+from lorakernels.parallel.blocks import Block, Entry, Shape, lay_out, lay_out_in_place
 from lorakernels.parallel.layers import groups_of
 from lorakernels.parallel.offload import (
+    Group,
     HostCopies,
     HostShards,
     Offload,
@@ -47,11 +48,15 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """{path: decoder layer}; the blocks of what stays on the GPUs, and of what goes to the host. Either may be none."""
+    """{path: decoder layer}; the blocks of what stays on the GPUs, and of what goes to the host. Either may be none.
+
+    `groups` has the weights of each of the near blocks, by the input that they share.
+    """
 
     layers: dict[str, nn.Module]
     near: list[Block]
     far: list[Block]
+    groups: list[list[Group]]
 
 
 def lay_out_base(
@@ -75,7 +80,18 @@ def lay_out_base(
     shared = ranks > 1 or not fraction
     near = [lay_out(stay, ranks) for stay, _ in divided] if shared else []
     far = [host_block(there, ranks) for _, there in divided] if fraction else []
-    return Layout(layers, near, far)
+    return Layout(layers, near, far, [stay for stay, _ in divided] if near else [])
+
+
+def in_place(groups: list[list[Group]]) -> list[Block]:
+    """Blocks over two ranks, of which each holds whole groups, or none where a layer has one group alone.
+
+    The larger part of the bytes goes to the ranks by turns, layer by layer.
+    """
+    if min(map(len, groups)) < 2:
+        return []
+    parts = [divide(of_layer, 0.5) for of_layer in groups]
+    return [lay_out_in_place(both[:: -1 if i % 2 else 1]) for i, both in enumerate(parts)]
 
 
 @dataclass(eq=False)
@@ -113,10 +129,11 @@ class Store:
     def __str__(self) -> str:
         n, layers = self.shards.ranks, len(self.shards.blocks)
         whole, part = sum(block.size for block in self.shards.blocks), self.shards.memory.numel()
+        still = ", a rank's own weights in place" if self.shards.blocks[0].in_place else ""
         return (
             f"{layers} layers of {whole:,} bytes of frozen weights over {n} ranks: {part:,} bytes a rank, and "
             f"{self.slots.memory.numel():,} in {len(self.slots.memory)} slots\n"
-            f"transport {self.transport.name}: {self.reason}"
+            f"transport {self.transport.name}{still}: {self.reason}"
         )
 
 
@@ -139,9 +156,13 @@ def allocate(
     try:
         if layout.near:
             transport = comm.make(name, place.group, place.device)
+            two = (
+                name == "peer" and place.ranks == 2
+            )  # of more ranks, the parts would differ too much
+            blocks = (in_place(layout.groups) if two else []) or layout.near
             with comm.together(place.group):  # one rank's GPU may be full
-                memory = transport.allocate(Shards.bytes_of(layout.near, place.ranks))
-            shards = Shards(layout.near, place.rank, place.ranks, memory)
+                memory = transport.allocate(Shards.bytes_of(blocks, place.ranks))
+            shards = Shards(blocks, place.rank, place.ranks, memory)
             stores.append(Store(shards, transport, reason, place.device))
         if layout.far:
             stores.append(_far(place, layout, offload))
