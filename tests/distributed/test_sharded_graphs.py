@@ -2,13 +2,15 @@
 """A sharded base under graphs, and over the transports of GPUs: bits equal to the whole base's in the same graphs.
 
 Between the replays the model is evaluated, so that the slots hold other layers than at the capture. On a CPU the
-graphs are those that tests/graphs/fake.py imitates.
+graphs are those that tests/graphs/fake.py imitates. Layers are warmed up and captured over slots of NaN, of which the
+FP8 state, the random state and the gradients keep nothing.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from lorakernels.graphs import GraphOptions, StepGraph
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels.parallel import shard_base
+from lorakernels.parallel import ShardedBase, shard_base
+from lorakernels.parallel.slots import POISON
 from tests.distributed.sharded_models import Found, Way, batches, compare, make
 from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for, managed
@@ -39,6 +42,7 @@ class Loop:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         like = torch.empty(1, 16, 64, device=device, dtype=torch.bfloat16)
         self.angles = model.model.rotary_emb(like, torch.arange(16, device=device)[None])
+        self.spoil: Callable[[], None] = lambda: None  # called before layers may be captured
 
     def loss(self, ids: Tensor) -> Tensor:
         h = self.model.model.embed_tokens(ids)
@@ -71,7 +75,9 @@ class Loop:
         manager = managed(self.model.model.layers, device, warmup_steps=2, **states)
 
         def run(ids: Tensor) -> Tensor:
+            self.spoil()
             loss = self.step(ids)
+            self.spoil()
             manager.end_iteration()
             return loss
 
@@ -89,10 +95,20 @@ class Loop:
         return graph, lambda: graph.phase, graph.reset
 
 
-def trained(model: nn.Module, device: torch.device, graphs: str) -> Found:
+def spoil(base: ShardedBase) -> None:
+    """Only NaN in the slots, until a layer is brought. A capture of layers brings none."""
+    base.slots.forget()
+    base.slots.memory.data.fill_(POISON)
+
+
+def trained(
+    model: nn.Module, device: torch.device, graphs: str, base: ShardedBase | None = None
+) -> Found:
     """What six steps compute: two are eager, and the model is evaluated before the later ones."""
     torch.manual_seed(5)
     loop, found = Loop(model, device), {}
+    if base is not None:
+        loop.spoil = partial(spoil, base)
     run, phase, close = getattr(loop, graphs)(device)
     for step, ids in enumerate([*batches(device), *batches(device)]):
         if step > 2:
@@ -111,7 +127,7 @@ def graphed(mesh: Any, device: torch.device, graphs: str, save: str, transport: 
     model = make(Way(save), device)
     base = shard_base(model, mesh, transport=transport)
     base.slots.poison = save == "checkpoint"
-    found = trained(model, device, graphs)
+    found = trained(model, device, graphs, base)
     dist.barrier()
     base.unshard()
     return [name for name, x in expected.items() if not torch.equal(x, found[name])]
