@@ -41,7 +41,7 @@ WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "1 rank": ((1,), SOME),
     "2 ranks": ((2,), tuple(WAYS)),
     "4 ranks": ((4,), SOME),
-    "2 x 2 ranks": ((2, 2), SOME),
+    "2 x 4 ranks": ((2, 4), SOME),
 }
 Compared = dict[str, tuple[list[str], list[int]]]
 
