@@ -86,6 +86,8 @@ DEFAULT: dict[tuple[str, str], tuple[str, ...]] = {
         "hf + te fp8 + lora, checkpointed",
     ),
     ("70b", "all"): ("ours, fit, graphs by layer",),
+    ("405b", "qkvo"): (),
+    ("405b", "all"): (),
     ("tiny", "qkvo"): ("hf + peft bf16", "hf + te fp8 + lora", "ours, eager", "ours, one graph"),
     ("tiny", "all"): (),
 }

@@ -4,14 +4,16 @@
     PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 torchrun --nproc-per-node 2 \\
         benchmarks/parallel/bench_sharded_base.py --output DIR [--models 70b 8b] [--transports peer nccl] [--budget-s S]
     python benchmarks/parallel/bench_sharded_base.py --output DIR --models 70b --offload 0.27 --memory-gb 80
+    torchrun --nproc-per-node 2 benchmarks/parallel/bench_sharded_base.py --output DIR --models 405b --offload 0.54
 
-peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B at 4096. R = 16 on q, k, v, o. Each rank
+peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B and 405B at 4096. R = 16 on q, k, v, o. Each rank
 trains on rows of its own, and the adapters' gradients are averaged over the ranks in every row. The whole base runs
 first, in its fastest form with one layout of the weights. Then the same model is sharded and runs in that form.
 
     tokens/s a GPU       of the steps together, by the slowest rank
     ÷ whole              of the whole base's
     p50, p99 ms          of one step, on rank 0
+    J/step               the energy of rank 0's GPU in these steps, by NVML's counter
     peak GiB             of tensors, the shards included
     gather ms, GB/s      of one layer's block, received from the other ranks, with nothing beside it
     check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
@@ -39,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.lib.energy import joules, shown
 from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
@@ -46,8 +49,10 @@ from benchmarks.peers.models import SPECS, token_rows
 from benchmarks.peers.training import Ours
 from lorakernels.parallel import ShardedBase, shard_base
 
+Options = dict[str, Any]
 # The fastest forms with one layout of the weights, of bench_end_to_end.py
-FORMS: dict[str, dict[str, Any]] = {
+FORMS: dict[str, Options] = {
+    "405b": {"graphs": "layer", "save": "fit"},
     "70b": {"graphs": "layer", "save": "fit"},
     "8b": {"graphs": "iteration", "save": "full"},
     "1b": {"graphs": "iteration", "save": "full"},
@@ -60,9 +65,11 @@ class Bench:
     """One model, on this rank."""
 
     def __init__(
-        self, model: str, device: torch.device, often: int, base: dict[str, Any] | None = None
+        self, model: str, device: torch.device, args: argparse.Namespace, base: Options | None = None
     ) -> None:
-        self.device, self.often, self.spec = device, often, SPECS[model]
+        self.device, self.often, self.spec = device, args.repetitions, SPECS[model]
+        if args.layers:
+            self.spec = self.spec.cut(args.layers)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         form = FORMS[model] if device.type == "cuda" else {}
         self.form = form.get("graphs") or "eager"
@@ -103,8 +110,10 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         for number in range(self.training.warmup_steps + 1):
             self.step(number)
+        energy = joules(self.device)
         samples = step_seconds(self.step, self.often, self.device)
         synchronize(self.device)
+        energy = (joules(self.device) - energy) / len(samples)
         total = torch.tensor(sum(samples), device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         tokens = self.spec.batch * self.spec.length * len(samples)
@@ -122,6 +131,7 @@ class Bench:
             "steps": len(samples),
             "p50 ms": round(p50 * 1e3, 2),
             "p99 ms": round(p99 * 1e3, 2),
+            "J/step": shown(energy, 1),
             "peak GiB": self._peak(base),
             **(NO_GATHER if base is None else gather_columns(base, self.device)),
             "note": self.training.note,
@@ -159,25 +169,29 @@ def gather_columns(base: ShardedBase, device: torch.device) -> Row:
     }
 
 
-def bench_offload(model: str, device: torch.device, often: int, fraction: float) -> list[Row]:
+def bench_offload(model: str, device: torch.device, args: argparse.Namespace) -> list[Row]:
     """A part of the base in the host's memory, from the loading on."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
-    options = {"mesh": mesh["dp_shard"] if ranks > 1 else None, "offload": fraction}
-    bench = Bench(model, device, often, options)
+    options = {"mesh": mesh["dp_shard"] if ranks > 1 else None, "offload": args.offload}
+    began = time.perf_counter()
+    bench = Bench(model, device, args, options)
+    if dist.get_rank() == 0:
+        print(f"loaded and fused in {time.perf_counter() - began:.1f} s", flush=True)
     loss = bench.loss()
     check = "finite" if math.isfinite(loss) else f"WRONG: loss {loss!r}"
-    row = bench.row(f"offloaded, {fraction}", bench.training.sharded, check)
+    row = bench.row(f"offloaded, {args.offload}", bench.training.sharded, check)
     dist.barrier()
     bench.training.renew_graphs()
     return [row]
 
 
 def bench_model(
-    model: str, device: torch.device, transports: list[str], often: int, end: float
+    model: str, device: torch.device, args: argparse.Namespace, end: float
 ) -> list[Row]:
     """The whole base, then the sharded one by each transport, until `end` of time.perf_counter."""
-    bench = Bench(model, device, often)
+    transports: list[str] = args.transports
+    bench = Bench(model, device, args)
     mesh = init_device_mesh(device.type, (bench.ranks,), mesh_dim_names=("dp_shard",))
     rows = [bench.row("whole", None, "ok")]
     bench.whole = rows[0]
@@ -220,6 +234,7 @@ def main() -> int:
     options.add_argument(
         "--budget-s", type=float, default=540.0, help="for all; what would begin later is not run"
     )
+    options.add_argument("--layers", type=int, help="of each model; default: all")
     options.add_argument("--offload", type=float, default=0.0, help="fraction of the base")
     options.add_argument("--memory-gb", type=float, help="of the GPU, that torch may take")
     args, device = arguments(options, on_gpu=8)
@@ -241,9 +256,9 @@ def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
         if not _time_left(end, device):
             break
         if args.offload:
-            rows += bench_offload(model, device, args.repetitions, args.offload)
+            rows += bench_offload(model, device, args)
         else:
-            rows += bench_model(model, device, args.transports, args.repetitions, end)
+            rows += bench_model(model, device, args, end)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ import json
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ class Spec:
     shape: dict[str, Any]
     length: int
     batch: int = 1
+
+    def cut(self, layers: int) -> Spec:
+        """The same with fewer layers."""
+        name = f"{layers} layers of {self.name}"
+        return replace(self, name=name, shape={**self.shape, "num_hidden_layers": layers})
 
     def config(self) -> Any:
         import transformers
@@ -94,6 +99,20 @@ SPECS = {
             "tie_word_embeddings": False,
         },
         length=8192,
+    ),
+    "405b": Spec(
+        "Llama-3.1-405B",
+        {
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_hidden_layers": 126,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+        },
+        length=4096,
     ),
     "tiny": Spec(
         "a Llama of two layers",
