@@ -6,20 +6,24 @@
     python benchmarks/parallel/bench_sharded_base.py --output DIR --models 70b --offload 0.27 --memory-gb 80
     torchrun --nproc-per-node 2 benchmarks/parallel/bench_sharded_base.py --output DIR --models 405b --offload 0.54
 
-peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B and 405B at 4096. R = 16 on q, k, v, o. Each rank
-trains on rows of its own, and the adapters' gradients are averaged over the ranks in every row. The whole base runs
-first, in its fastest form with one layout of the weights. Then the same model is sharded and runs in that form.
+peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B and 405B at 4096. R = 16 on q, k, v, o.
+Each rank trains on rows of its own, and the adapters' gradients are averaged over the ranks in every row. The whole
+base runs first, in its fastest form with one layout of the weights. Then the same model is sharded and runs in that
+form.
 
     tokens/s a GPU       of the steps together, by the slowest rank
     ÷ whole              of the whole base's
     p50, p99 ms          of one step, on rank 0
     J/step               the energy of rank 0's GPU in these steps, by NVML's counter
     peak GiB             of tensors, the shards included
+    no copies ms         of one step that brings no weights, so that layers multiply by what lies in the slots
     gather ms, GB/s      of one layer's block, received from the other ranks, with nothing beside it
+    copy ms, GB/s        of one layer's part on the host: what the rank copies, and gathering it
     check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
 
 Without torchrun there is one rank. With `--offload F` there is one row a model: loaded straight with that part of the
 base in pinned memory of the host. The whole base need not fit then, so "check" only says that the loss is finite.
+With `--offload-activations` what layers keep may wait there, too: fuse's `offload_activations`, within what is free.
 `--memory-gb G` leaves that much of the GPU to torch, as a smaller GPU would: graphs and CUDA itself come on top.
 """
 
@@ -46,8 +50,9 @@ from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, token_rows
-from benchmarks.peers.training import Ours
+from benchmarks.peers.training import SPARE, Ours
 from lorakernels.parallel import ShardedBase, shard_base
+from lorakernels.parallel.stores import Store
 
 Options = dict[str, Any]
 # The fastest forms with one layout of the weights, of bench_end_to_end.py
@@ -58,20 +63,28 @@ FORMS: dict[str, Options] = {
     "1b": {"graphs": "iteration", "save": "full"},
     "tiny": {},
 }
-NO_GATHER: Row = {"gather ms": "", "GB/s": "", "why": ""}
+NO_GATHER: Row = {"gather ms": "", "GB/s": "", "copy ms": "", "copy GB/s": "", "why": ""}
 
 
 class Bench:
     """One model, on this rank."""
 
     def __init__(
-        self, model: str, device: torch.device, args: argparse.Namespace, base: Options | None = None
+        self,
+        model: str,
+        device: torch.device,
+        args: argparse.Namespace,
+        base: Options | None = None,
     ) -> None:
         self.device, self.often, self.spec = device, args.repetitions, SPECS[model]
         if args.layers:
             self.spec = self.spec.cut(args.layers)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         form = FORMS[model] if device.type == "cuda" else {}
+        if form:
+            form = {**form, "spare": args.spare}
+        if args.offload_activations and form:
+            form["save"] = "fit, offload"
         self.form = form.get("graphs") or "eager"
         torch.manual_seed(0)
         self.training = Ours(self.spec, "qkvo", device, base=base, **form)
@@ -110,6 +123,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         for number in range(self.training.warmup_steps + 1):
             self.step(number)
+        synchronize(self.device)
         energy = joules(self.device)
         samples = step_seconds(self.step, self.often, self.device)
         synchronize(self.device)
@@ -133,12 +147,21 @@ class Bench:
             "p99 ms": round(p99 * 1e3, 2),
             "J/step": shown(energy, 1),
             "peak GiB": self._peak(base),
+            "no copies ms": "" if base is None else self._without_copies(base),
             **(NO_GATHER if base is None else gather_columns(base, self.device)),
             "note": self.training.note,
         }
         if self.rank == 0:
             print(f"{self.spec.name}, {what}: {check}, {rate} tokens/s a GPU", flush=True)
         return found
+
+    def _without_copies(self, base: ShardedBase) -> float:
+        for store in base.stores:
+            store.slots.ensure = _nothing  # type: ignore[method-assign]
+        seconds = statistics.median(step_seconds(self.step, 2, self.device))
+        for store in base.stores:
+            del store.slots.ensure
+        return round(seconds * 1e3, 2)
 
     def _peak(self, base: ShardedBase | None) -> object:
         if self.device.type != "cuda":
@@ -149,9 +172,22 @@ class Bench:
         return round(found / 2**30, 2)
 
 
+def _nothing(layer: int, ahead: int) -> None:
+    """In place of `Slots.ensure`."""
+
+
 def gather_columns(base: ShardedBase, device: torch.device) -> Row:
-    """Of gathers one after the other, with nothing beside them."""
-    slots, blocks, n = base.slots, base.shards.blocks, base.shards.ranks
+    """Of gathers one after the other, with nothing beside them; of the first store, and of the host's."""
+    took, rate = gather_times(base.stores[0], device)
+    found: Row = {**NO_GATHER, "gather ms": took, "GB/s": rate, "why": base.reason}
+    if base.stores[-1].transport.name == "host":
+        found["copy ms"], found["copy GB/s"] = gather_times(base.stores[-1], device)
+    return found
+
+
+def gather_times(store: Store, device: torch.device) -> tuple[float, float]:
+    """(ms of a layer, GB/s): of what this rank receives, from the other ranks or by its own bus."""
+    slots, blocks, n = store.slots, store.shards.blocks, store.shards.ranks
     layers = range(min(len(blocks), 16))
     slots.forget()
     slots.ensure(0, 0)
@@ -161,12 +197,8 @@ def gather_columns(base: ShardedBase, device: torch.device) -> Row:
         slots.ensure(layer, 0)
     synchronize(device)
     took = (time.perf_counter() - began) / max(1, slots.gathers - before)
-    received = blocks[0].size * (1 if base.transport == "host" else (n - 1) / n)
-    return {
-        "gather ms": round(took * 1e3, 3),
-        "GB/s": round(received / took / 1e9, 1),
-        "why": base.reason,
-    }
+    received = blocks[0].size * (1 / n if store.transport.name == "host" else (n - 1) / n)
+    return round(took * 1e3, 3), round(received / took / 1e9, 1)
 
 
 def bench_offload(model: str, device: torch.device, args: argparse.Namespace) -> list[Row]:
@@ -236,6 +268,8 @@ def main() -> int:
     )
     options.add_argument("--layers", type=int, help="of each model; default: all")
     options.add_argument("--offload", type=float, default=0.0, help="fraction of the base")
+    options.add_argument("--offload-activations", action="store_true", help="with --offload")
+    options.add_argument("--spare", type=float, default=SPARE, help="of a GPU, to the allocator")
     options.add_argument("--memory-gb", type=float, help="of the GPU, that torch may take")
     args, device = arguments(options, on_gpu=8)
     began = time.perf_counter()

@@ -32,9 +32,13 @@ from benchmarks.peers.models import (
 from benchmarks.peers.te import autocast, te_or_unavailable
 from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
+from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
+from lorakernels.parallel.plan_memory import FRAGMENTS, saves_within
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize
+from lorakernels.parallel.plan_time import Batch
 
 LR = 2e-4
-SPARE = 6 << 30  # bytes; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
+SPARE = FRAGMENTS  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
 IGNORE = -100
 FITS = {"fit": False, "fit, offload": True}  # whether something may be offloaded
 
@@ -215,7 +219,7 @@ class Ours(Training):
     `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device, and "fit, offload" with what is
     offloaded as well. `weight_layout` is LoRAConfig's, `fp8_head` linear_cross_entropy's `fp8`, of a weight that is
     quantized once. `base` is more of `load_quantized`'s options, such as `mesh` and
-    `offload`.
+    `offload`. `spare` is the part of the GPU that "fit" leaves to the allocator.
     """
 
     fp8 = True
@@ -230,10 +234,11 @@ class Ours(Training):
         weight_layout: Literal["single", "both"] = "single",
         fp8_head: bool = False,
         base: dict[str, Any] | None = None,
+        spare: float = SPARE,
     ) -> None:
         if graphs is not None and device.type != "cuda":
             raise Unavailable("needs a GPU")
-        self.graphs, self.save = graphs, save
+        self.graphs, self.save, self.spare = graphs, save, spare
         self.weight_layout = weight_layout
         self.base = base or {}
         self.rng = PhiloxState(1, device)
@@ -285,7 +290,7 @@ class Ours(Training):
         tokens = self.spec.batch * self.spec.length
         options: dict[str, Any] = {"save": self.save, "tokens": tokens}
         if self.save in FITS:
-            options = {"memory_budget": self._budget(model, tokens), "tokens": tokens}
+            options = {"memory_budget": self._budget(model), "tokens": tokens}
             options["offload_activations"] = FITS[self.save]
         report = lorakernels.fuse(model, **options)
         saves = [layer.save for layer in report.layers]
@@ -293,21 +298,21 @@ class Ours(Training):
         mix = ", ".join(f"{n} × {save}" for save, n in counts.items())
         self.note = f"{mix}: {report.saved_bytes / 1e9:.1f} GB predicted"
 
-    def _budget(self, model: nn.Module, tokens: int) -> int:
-        """Bytes that layers may keep: what is free, less one layer's backward, the loss, the adapters' gradients and
-        moments, and what the allocator cannot use. Graphs take no more: a layer's input is what it keeps."""
-        shape = self.spec.shape
+    def _budget(self, model: nn.Module) -> int:
+        """Bytes that layers may keep: what is free, less the plan's workspace, the adapters' gradients and moments, and
+        what the allocator cannot use. Graphs take no more: a layer's input is what it keeps."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
         allowed = torch.cuda.get_per_process_memory_fraction(gpu)
         free -= int((1 - allowed) * total)
-        layer = 2 * tokens * (6 * shape["intermediate_size"] + 10 * shape["hidden_size"])
-        if self.save is not None and FITS[self.save]:  # gate and up of layers that are copied
-            layer += 3 * 2 * tokens * shape["intermediate_size"]
-        head = 2 * shape["vocab_size"] * tokens + 8 * tokens * shape["hidden_size"]
-        optimizer = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return max(0, free - layer - head - optimizer - SPARE)
+        size, batch = ModelSize.of(model, None), Batch(self.spec.batch, self.spec.length)
+        room = free - 12 * size.trained - int(self.spare * allowed * total)
+        forms = OFFLOADED if FITS[str(self.save)] else SAVE
+        saves = saves_within(size, batch, room, forms)
+        if saves is None:
+            raise torch.OutOfMemoryError(f"{room} bytes are left for what layers keep")
+        return kept_bytes(size.layers, saves, batch.tokens, ELEMENT)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.graphs != "iteration":

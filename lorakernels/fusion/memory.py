@@ -20,8 +20,10 @@ A layer without adapters keeps only what attention, the norms and SwiGLU need.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -110,11 +112,24 @@ def kept_bytes(sizes: Sequence[LayerSize], forms: Sequence[str], tokens: int, el
 
     Of the layers whose part is in host memory, two have it on the device at a time: one in use, one on its way.
     """
-    pairs = list(zip(sizes, forms, strict=True))
-    kept = [size.saved_bytes(form, tokens, element) for size, form in pairs]
-    whole = [size.saved_bytes(form.removesuffix(AWAY), tokens, element) for size, form in pairs]
-    away = sorted(w - k for w, k in zip(whole, kept, strict=True))
-    return sum(kept) + sum(away[-2:])
+    pairs = zip(sizes, forms, strict=True)
+    return _together([_parts(size, form, tokens, element) for size, form in pairs])
+
+
+def host_bytes(size: LayerSize, form: str, tokens: int, element: int) -> int:
+    """Bytes of what a layer keeps that wait in host memory."""
+    return _parts(size, form, tokens, element)[1]
+
+
+@lru_cache(maxsize=1024)
+def _parts(size: LayerSize, form: str, tokens: int, element: int) -> tuple[int, int]:
+    """Bytes (on the device, in host memory) of what a layer keeps."""
+    here = size.saved_bytes(form, tokens, element)
+    return here, size.saved_bytes(form.removesuffix(AWAY), tokens, element) - here
+
+
+def _together(parts: Sequence[tuple[int, int]]) -> int:
+    return sum(here for here, _ in parts) + sum(heapq.nlargest(2, (away for _, away in parts)))
 
 
 def fit(
@@ -135,14 +150,15 @@ def fit(
         ValueError: the layers do not fit even in the slowest form.
     """
     found = [forms[0]] * len(sizes)
+    parts = [_parts(size, forms[0], tokens, element) for size in sizes]
     for slower in forms[1:]:
         for i, size in enumerate(sizes):
-            if kept_bytes(sizes, found, tokens, element) <= budget:
+            if _together(parts) <= budget:
                 return found
-            now, then = (size.saved_bytes(form, tokens, element) for form in (found[i], slower))
-            if then < now:
-                found[i] = slower
-    if (least := kept_bytes(sizes, found, tokens, element)) > budget:
+            then = _parts(size, slower, tokens, element)
+            if then[0] < parts[i][0]:
+                found[i], parts[i] = slower, then
+    if (least := _together(parts)) > budget:
         raise ValueError(
             f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: they keep at "
             f"least {least} bytes together"

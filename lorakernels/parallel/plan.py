@@ -3,23 +3,31 @@
 
 `ShardPlan.of` looks at every placement of the base: whole or sharded, with groups of each layer's weights on the host.
 For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
-shortest. Of placements within 1 % of that, the one with the least on the host wins. A gather or host copy is hidden if
-it takes no longer than the layer that runs beside it.
+shortest. What layers keep may wait in host memory, too. Of plans within 1 % of the shortest step, the one with the
+least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
 from lorakernels.config import LoRAConfig
-from lorakernels.fusion.memory import fit
+from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, host_bytes
 from lorakernels.parallel.host_memory import host_memory_limit
 from lorakernels.parallel.plan_machine import MACHINES, Machine
-from lorakernels.parallel.plan_memory import Bytes, Placement, bytes_of, fractions
+from lorakernels.parallel.plan_memory import (
+    Bytes,
+    Placement,
+    bytes_of,
+    fractions,
+    saves_within,
+)
 from lorakernels.parallel.plan_probe import probe
 from lorakernels.parallel.plan_report import describe
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
@@ -39,18 +47,26 @@ EQUAL = 1.01  # steps that differ by less count as equally fast
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of the slowest layer in a step: its own, and of what comes for it meanwhile."""
+    """Seconds of a layer in a step: its own, and of what comes for it and leaves it meanwhile.
+
+    `send` is of the activations that go to the host beside a forward, and come back beside a backward.
+    """
 
     forward: float
     backward: float
     gather: float
     copy: float
+    send: float
 
     @property
     def exposed(self) -> float:
-        """What gathers and copies of both directions take beyond the layer."""
-        arrives = max(self.gather, self.copy)
-        return max(0.0, arrives - self.forward) + max(0.0, arrives - self.backward)
+        """What gathers and copies of both directions take beyond the layer.
+
+        Activations come back by the bus by which weights come; they leave the other way.
+        """
+        first = max(self.gather, self.copy, self.send)
+        last = max(self.gather, self.copy + self.send)
+        return max(0.0, first - self.forward) + max(0.0, last - self.backward)
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class ShardPlan:
         placement: over how many GPUs the base is sharded, and the fraction of it in host memory.
         saves: what each layer keeps for backward.
         bytes: of one GPU, part by part.
-        layer: times of the slowest layer.
+        layer: times of the layer of which most is exposed; of layers alike, the last one's.
         step: seconds of one optimizer step.
         exposed: seconds of it that gathers and copies add.
     """
@@ -138,6 +154,11 @@ class ShardPlan:
         """What `fuse(memory_budget=…)` takes to choose `saves`."""
         return self.bytes.kept
 
+    @property
+    def offload_activations(self) -> bool:
+        """What `fuse(offload_activations=…)` takes to choose `saves`."""
+        return any(save.endswith(AWAY) for save in self.saves)
+
     def __str__(self) -> str:
         return describe(self)
 
@@ -154,33 +175,53 @@ def predict(
 
     A whole base on one GPU is one graph a step, all else graphs by layer.
     """
+    layers = list(zip(model.layers, saves, strict=True))
     parts = around(model, batch, machine)
-    for size, save in zip(model.layers, saves, strict=True):
+    for size, save in layers:
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
-    block, n = max(map(weights, model.layers)), placement.ranks
-    gather = block * (n - 1) / n / machine.peer
-    # a GPU copies its own part from the host, which the others then gather
-    copy = placement.offload * (block / n / machine.host + gather)
-    arrivals = max(0, 2 * (len(model.layers) - 2))
+    arrivals = max(0, len(layers) - 2)  # each way: at a turn, two layers are there still
     # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
-    traffic = 2.0 if n > 1 else placement.offload
-    parts += Parts(memory=arrivals * traffic * block / machine.bandwidth)
+    traffic = 2.0 if placement.ranks > 1 else placement.offload
+    parts += Parts(
+        memory=2 * arrivals * traffic * max(map(weights, model.layers)) / machine.bandwidth
+    )
     factor = stretched(parts, machine)
-    slowest = max(model.layers, key=weights)
-    layer = LayerTime(
-        forward(slowest, batch, machine, saves[-1]).seconds * factor,
-        backward(slowest, batch, machine, saves[-1]).seconds * factor,
-        gather,
-        copy,
+    counts = Counter(reversed(layers))
+    times = {kind: _layer_time(kind, batch, machine, placement, factor) for kind in counts}
+    exposed = (
+        sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
     one_graph = gpus == 1 and not placement.offload
     replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
-    exposed = layer.exposed * arrivals / 2
     exchange = 0.0 if gpus == 1 else 2 * 4 * model.trained * (gpus - 1) / gpus / machine.peer
-    step = parts.seconds * factor + replays + exposed + exchange
-    used = bytes_of(model, batch, machine, placement, saves)
     return ShardPlan(
-        model, batch, machine, gpus, placement, tuple(saves), used, layer, step, exposed
+        model,
+        batch,
+        machine,
+        gpus,
+        placement,
+        tuple(saves),
+        bytes_of(model, batch, machine, gpus, placement, saves),
+        max(times.values(), key=lambda time: time.exposed),
+        parts.seconds * factor + replays + exposed + exchange,
+        exposed,
+    )
+
+
+def _layer_time(
+    kind: tuple[LayerSize, str], batch: Batch, machine: Machine, placement: Placement, factor: float
+) -> LayerTime:
+    """Of a layer in its form, `factor` times as long as its kernels alone."""
+    (size, save), n = kind, placement.ranks
+    block = weights(size)
+    gather = block * (n - 1) / n / machine.peer
+    return LayerTime(
+        forward(size, batch, machine, save).seconds * factor,
+        backward(size, batch, machine, save).seconds * factor,
+        gather,
+        # a GPU copies its own part from the host, which the others then gather
+        placement.offload * (block / n / machine.host + gather),
+        host_bytes(size, save, batch.tokens, ELEMENT) / machine.host,
     )
 
 
@@ -189,46 +230,34 @@ def candidates(
 ) -> list[ShardPlan]:
     """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's."""
     found = []
-    least = ["checkpoint"] * len(model.layers)
-    for ranks in {1, gpus}:
-        for offload in fractions(max(model.layers, key=weights)):
-            placement = Placement(ranks, offload)
-            # each process pins a copy of its own where the base is not sharded
-            copies = 1 if ranks > 1 else gpus
-            if copies * model.base * placement.offload > host:
-                break
-            saves = _saves(model, batch, machine, placement, least)
-            if saves is not None:
-                found.append(predict(model, batch, machine, gpus, placement, saves))
+    all_forms = (SAVE, OFFLOADED) if host else (SAVE,)
+    ways = [(ranks, forms) for ranks in {1, gpus} for forms in all_forms]
+    for (ranks, forms), offload in product(ways, fractions(max(model.layers, key=weights))):
+        placement = Placement(ranks, offload)
+        saves = _saves(model, batch, machine, placement, forms)
+        if saves is None or (forms is OFFLOADED and not any(AWAY in save for save in saves)):
+            continue
+        plan = predict(model, batch, machine, gpus, placement, saves)
+        if plan.bytes.host <= host:
+            found.append(plan)
     return found
 
 
 def _saves(
-    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, least: list[str]
+    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, forms: Sequence[str]
 ) -> list[str] | None:
-    """The fastest `save` of each layer that fits, None if nothing does.
-
-    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks.
-    """
-    used = bytes_of(model, batch, machine, placement, least)
-    budget = machine.memory - (used.total - used.kept)
-    for _ in range(4):
-        try:
-            saves = fit(model.layers, budget, batch.tokens, ELEMENT)
-        except ValueError:
-            return None
-        over = bytes_of(model, batch, machine, placement, saves).total - machine.memory
-        if over <= 0:
-            return saves
-        budget -= over
-    return None
+    """The fastest `save` of each layer that fits, None if nothing does."""
+    none = ["checkpoint"] * len(model.layers)
+    used = bytes_of(model, batch, machine, 1, placement, none)
+    room = machine.memory - (used.total - used.kept - used.workspace)
+    return saves_within(model, batch, room, forms)
 
 
 def _best(plans: list[ShardPlan]) -> ShardPlan:
     """Of the fastest ones, that with the least on the host and the base over the fewest GPUs."""
     limit = EQUAL * min(plan.step for plan in plans)
     fastest = [plan for plan in plans if plan.step <= limit]
-    return min(fastest, key=lambda p: (p.placement.offload, p.placement.ranks))
+    return min(fastest, key=lambda p: (p.bytes.host, p.placement.ranks))
 
 
 def _positive(name: str, value: int) -> int:
@@ -250,7 +279,7 @@ def _machine(given: str | Machine) -> Machine:
 
 def _nothing_fits(model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int) -> str:
     saves = ["checkpoint"] * len(model.layers)
-    used = bytes_of(model, batch, machine, Placement(gpus), saves)
+    used = bytes_of(model, batch, machine, gpus, Placement(gpus), saves)
     offered = f"{host / 1e9:.0f} GB of" if host else "no"
     over = f"over {gpus} GPUs" if gpus > 1 else "whole"
     return (

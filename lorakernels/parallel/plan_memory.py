@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from lorakernels.fusion.memory import LayerSize, kept_bytes
+from lorakernels.fusion.memory import AWAY, LayerSize, fit, host_bytes, kept_bytes
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
 from lorakernels.parallel.plan_time import Batch
@@ -34,7 +34,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one GPU; `host` is of the whole host, for all GPUs. `peak` is what torch's allocator and the shards hold."""
+    """Of one GPU; `host` is of the whole host, for all GPUs. `peak` is what torch's allocator and the shards hold.
+
+    `waiting` is the part of `host` in which activations wait, of one GPU.
+    """
 
     base: int
     slots: int
@@ -46,6 +49,7 @@ class Bytes:
     context: int
     fragments: int
     host: int
+    waiting: int
 
     @property
     def peak(self) -> int:
@@ -65,11 +69,19 @@ def fractions(size: LayerSize) -> list[float]:
 
 
 def bytes_of(
-    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, saves: Sequence[str]
+    model: ModelSize,
+    batch: Batch,
+    machine: Machine,
+    gpus: int,
+    placement: Placement,
+    saves: Sequence[str],
 ) -> Bytes:
     """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names."""
     n, rho = placement.ranks, placement.offload
     largest = max(map(weights, model.layers))
+    pairs = zip(model.layers, saves, strict=True)
+    waiting = sum(host_bytes(size, save, batch.tokens, ELEMENT) for size, save in pairs)
+    copies = 1 if n > 1 else gpus  # each process pins a base of its own where it is not sharded
     return Bytes(
         base=math.ceil(model.base * (1 - rho) / n),
         slots=math.ceil(largest * (STAGES * rho + SLOTS * (1 - rho) * (n > 1))),
@@ -80,8 +92,30 @@ def bytes_of(
         workspace=_workspace(model, batch, saves),
         context=CONTEXT,
         fragments=int(FRAGMENTS * machine.memory),
-        host=math.ceil(model.base * rho),
+        host=copies * math.ceil(model.base * rho) + gpus * waiting,
+        waiting=waiting,
     )
+
+
+def saves_within(
+    model: ModelSize, batch: Batch, room: int, forms: Sequence[str]
+) -> list[str] | None:
+    """The fastest of `forms` for each layer whose bytes, with the workspace, are at most `room`; None if nothing fits.
+
+    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks.
+    """
+    budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers))
+    for _ in range(4):
+        try:
+            saves = fit(model.layers, budget, batch.tokens, ELEMENT, forms)
+        except ValueError:
+            return None
+        kept = kept_bytes(model.layers, saves, batch.tokens, ELEMENT)
+        over = kept + _workspace(model, batch, saves) - room
+        if over <= 0:
+            return saves
+        budget -= over
+    return None
 
 
 def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
@@ -91,8 +125,9 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
     return 3 * hidden + max(logits, _layer(model.layers[-1], batch.tokens, saves[-1]))
 
 
-def _layer(size: LayerSize, tokens: int, save: str) -> int:
+def _layer(size: LayerSize, tokens: int, form: str) -> int:
     """Of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps."""
+    save = form.removesuffix(AWAY)
     row = 4 * size.hidden + 4 * size.ffn
     if size.ranks[2]:
         row += 4 * size.ffn

@@ -28,12 +28,16 @@ def describe(plan: ShardPlan) -> str:
 
 
 def _choice(plan: ShardPlan) -> list[str]:
+    waiting = plan.gpus * plan.bytes.waiting
     where = "whole on each GPU" if plan.gpus > 1 else "whole"
     if plan.placement.ranks > 1:
         where = f"sharded over {plan.placement.ranks} GPUs"
     if plan.placement.offload:
-        where += f", {plan.placement.offload:.1%} of it in host memory ({plan.bytes.host / 1e9:.1f} GB pinned)"
+        pinned = (plan.bytes.host - waiting) / 1e9
+        where += f", {plan.placement.offload:.1%} of it in host memory ({pinned:.1f} GB pinned)"
     mix = ", ".join(f"{count} x {save}" for save, count in Counter(plan.saves).items())
+    if waiting:
+        mix += f" ({waiting / 1e9:.1f} GB of activations in host memory)"
     tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens a GPU"
     return [
         f"{plan.gpus} x {plan.machine.name}, {plan.machine.memory / 1e9:.1f} GB each, {tokens}",
@@ -56,6 +60,7 @@ def _times(plan: ShardPlan) -> list[str]:
         ("backward", layer.backward),
         ("gather, each way", layer.gather),
         ("host copy, each way", layer.copy),
+        ("activations, each way", layer.send),
     )
     return [
         "times of one layer",

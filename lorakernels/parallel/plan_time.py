@@ -14,9 +14,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lorakernels.fusion.memory import LayerSize
+from lorakernels.fusion.memory import AWAY, LayerSize, host_bytes
 from lorakernels.parallel.plan_machine import Machine
-from lorakernels.parallel.plan_size import ModelSize, projections, weights
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
 
 # Fitted to benchmarks/results/h200/decoder_layer_kernels.csv, as docs/plan.md says
 KERNEL = 1.5e-6  # seconds that a kernel takes beside its bytes
@@ -88,8 +88,9 @@ def moved(machine: Machine, size: float, kernels: int) -> Parts:
 
 
 @lru_cache(maxsize=1024)
-def forward(size: LayerSize, batch: Batch, machine: Machine, save: str) -> Parts:
-    """A layer's forward; `save` is one of `fuse`'s."""
+def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+    """A layer's forward; `form` is one of `fuse`'s. What leaves for the host is read, too."""
+    save = form.removesuffix(AWAY)
     m, k, f = batch.tokens, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     row = 2 * 3 * k + 4 * (wide + narrow) + 3 * wide + 5 * f  # norms, RoPE, o's input, SwiGLU
@@ -103,12 +104,14 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, save: str) -> Parts
     for n, inner, rank in projections(size):
         seconds = gemm_seconds((m, n, inner), machine.fp8_forward, machine.processors)
         total += Parts(seconds) + _lora_forward(m * inner, rank)
+    total += _carried(size, batch, machine, form)
     return total + _attention(size, batch, 1.0, ATTENTION)
 
 
 @lru_cache(maxsize=1024)
-def backward(size: LayerSize, batch: Batch, machine: Machine, save: str) -> Parts:
-    """A layer's backward, with the forward that "checkpoint" runs again in it."""
+def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+    """A layer's backward, with the forward that "checkpoint" runs again in it. What comes from the host is written."""
+    save = form.removesuffix(AWAY)
     m, k, f = batch.tokens, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     adapted = [n for n, rank in zip((k, wide, k, f), size.ranks, strict=True) if rank]
@@ -125,8 +128,13 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, save: str) -> Part
     for n, inner, rank in projections(size):
         seconds = gemm_seconds((m, inner, n), machine.fp8_backward, machine.processors)
         total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
-    total += _attention(size, batch, 2.5, ATTENTION_GRAD)
+    total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
+
+
+def _carried(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+    """What a copy of activations takes of the GPU's own bandwidth."""
+    return Parts(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
 
 
 def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:

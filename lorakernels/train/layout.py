@@ -46,7 +46,9 @@ class Gpus:
 def planned(
     options: FinetuneOptions, lora: LoRAConfig, gpus: Gpus, say: Callable[[str], None]
 ) -> FinetuneOptions:
-    """The options with the plan's `shard_base`, `offload` and `memory_budget`. `say` hears what was chosen.
+    """The options with the plan's `shard_base`, `offload`, `offload_activations` and `memory_budget`.
+
+    `say` hears what was chosen.
 
     Raises:
         OptionError: nothing fits, what fits is not hidden, or the model cannot be planned.
@@ -71,6 +73,7 @@ def planned(
     # a GiB is a power of two, so that these bytes come back as they are
     budget = plan.memory_budget / 2**30
     found: dict[str, Any] = {"memory_budget": budget, "shard_base": plan.placement.ranks > 1}
+    found["offload_activations"] = plan.offload_activations
     if plan.placement.offload:  # rounded down, so that the same group of weights is enough
         found["offload"] = math.floor(plan.placement.offload * 1e6) / 1e6
     return replace(options, **found)

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     saves: tuple[tuple[str, int], ...]
     ranks: int = 1
     sharded: bool = False
+    offload: float = 0.0  # of the base
     cut: tuple[int, int] | None = None  # layers and sequences, where they are not those of SPECS
 
     def __str__(self) -> str:
@@ -61,6 +62,7 @@ CASES = (
     end_to_end("70b", "all", FIT, ("checkpoint", 22), ("fp8", 58)),
     Case("sharded_base", "70b", "qkvo", "whole", (("checkpoint", 20), ("fp8", 60)), 2),
     Case("sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 20), ("fp8", 60)), 2, True),
+    Case("sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 76), ("fp8", 4)), offload=0.2745),
     Case("finetune", "8b", "all", "ours, one graph", (("recompute", 8),), cut=(8, 2)),
 )  # fmt: skip
 
@@ -98,9 +100,11 @@ def predicted(case: Case) -> tuple[float, float]:
         size = replace(size, layers=size.layers[:count], trained=trained)
     saves = [save for save, count in case.saves for _ in range(count)]
     batch = Batch(sequences, spec.length)
-    placement = Placement(case.ranks if case.sharded else 1)
+    placement = Placement(case.ranks if case.sharded else 1, case.offload)
     plan = predict(size, batch, MACHINES["H200"], case.ranks, placement, saves)
-    by_layer = case.ranks == 1 and "layer" in case.row  # on several GPUs a plan has layers' graphs
+    by_layer = (
+        case.ranks == 1 and "layer" in case.row
+    )  # with offload and on several GPUs a plan has layers' graphs
     replays = 2 * len(saves) * REPLAY if by_layer else 0.0
     return (plan.step + replays) * 1e3, plan.bytes.peak / 2**30
 
