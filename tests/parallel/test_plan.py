@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.peers.models import ADAPTED, SPECS
+from benchmarks.peers.models import ADAPTED, SPECS, empty_model
 from lorakernels import DelayedScaling, LoRAConfig, ShardPlan, apply_lora, fuse
 from lorakernels.parallel.plan import candidates, predict
 from lorakernels.parallel.plan_machine import MACHINES
@@ -37,7 +37,15 @@ def size_of(model: str) -> ModelSize:
 
 
 def plan(memory: int | None, tokens: int, gpus: int = 1, **options: Any) -> ShardPlan:
-    return ShardPlan.of(SPECS["70b"].config(), memory, tokens, gpus, lora=LORA, **options)
+    return ShardPlan.of(a_70b(), memory, tokens, gpus, **options)
+
+
+@lru_cache
+def a_70b() -> nn.Module:
+    """With adapters, so that plans need not build another."""
+    model = empty_model(SPECS["70b"].config())
+    apply_lora(model, replace(LORA, fp8=None))
+    return model
 
 
 def test_a_small_model_stays_whole_and_keeps_all() -> None:
