@@ -212,7 +212,10 @@ def bench_offload(model: str, device: torch.device, args: argparse.Namespace) ->
         print(f"loaded and fused in {time.perf_counter() - began:.1f} s", flush=True)
     loss = bench.loss()
     check = "finite" if math.isfinite(loss) else f"WRONG: loss {loss!r}"
-    row = bench.row(f"offloaded, {args.offload}", bench.training.sharded, check)
+    what = f"offloaded, {args.offload}" + ", activations too" * args.offload_activations
+    row = bench.row(what, bench.training.sharded, check)
+    if args.memory_gb:
+        row["note"] = f"{row['note']}; {args.memory_gb:g} GB for torch"
     dist.barrier()
     bench.training.renew_graphs()
     return [row]

@@ -51,6 +51,7 @@ def end_to_end(model: str, adapted: str, provider: str, *saves: tuple[str, int])
 
 
 FITTED = end_to_end("8b", "qkvo", "ours, one graph", ("recompute", 32))
+FIT_AWAY = "ours, fit, offload, graphs by layer"
 FIT = "ours, fit, graphs by layer"
 CASES = (
     end_to_end("1b", "qkvo", "ours, one graph", ("recompute", 16)),
@@ -58,11 +59,13 @@ CASES = (
     end_to_end("8b", "qkvo", "ours, graphs by layer", ("recompute", 32)),
     end_to_end("8b", "all", "ours, graphs by layer", ("recompute", 32)),
     end_to_end("70b", "qkvo", FIT, ("checkpoint", 19), ("fp8", 61)),
+    end_to_end("70b", "qkvo", FIT_AWAY, ("fp8-offload", 41), ("fp8", 39)),
     end_to_end("70b", "qkvo", "ours, checkpoint, graphs by layer", ("checkpoint", 80)),
     end_to_end("70b", "all", FIT, ("checkpoint", 22), ("fp8", 58)),
     Case("sharded_base", "70b", "qkvo", "whole", (("checkpoint", 20), ("fp8", 60)), 2),
     Case("sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 20), ("fp8", 60)), 2, True),
     Case("sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 76), ("fp8", 4)), offload=0.2745),
+    Case("sharded_base", "405b", "qkvo", "offloaded, 0.547", (("full", 24),), 2, True, 0.5474, (24, 1)),
     Case("finetune", "8b", "all", "ours, one graph", (("recompute", 8),), cut=(8, 2)),
 )  # fmt: skip
 
@@ -71,17 +74,13 @@ def recorded(case: Case) -> tuple[float, float]:
     """(ms of a step, GiB at most)."""
     with (RESULTS / f"{case.file}.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    name = SPECS[case.model].name
-    if case.file == "sharded_base":
-        (row,) = (r for r in rows if (r["model"], r["base"]) == (name, case.row))
-        return float(row["p50 ms"]), float(row["peak GiB"])
-    if case.cut:
-        wanted = (f"{case.cut[0]} layers of {name}", case.row)
-        (row,) = (r for r in rows if (r["model"], r["provider"]) == wanted)
-        return float(row["ms/step"]), float(row["peak GiB"])
-    wanted = (name, case.adapted, case.row)
-    (row,) = (r for r in rows if (r["model"], r["LoRA on"], r["provider"]) == wanted)
-    return float(row["ms/step"]), float(row["peak GiB"])
+    name, sharded = SPECS[case.model].name, case.file == "sharded_base"
+    wanted = {"model": f"{case.cut[0]} layers of {name}" if case.cut else name}
+    wanted["base" if sharded else "provider"] = case.row
+    if case.file == "end_to_end":
+        wanted["LoRA on"] = case.adapted
+    (row,) = (r for r in rows if wanted.items() <= r.items())
+    return float(row["p50 ms" if sharded else "ms/step"]), float(row["peak GiB"])
 
 
 @lru_cache
