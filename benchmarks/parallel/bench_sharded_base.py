@@ -22,8 +22,8 @@ form.
     check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
 
 Without torchrun there is one rank. With `--offload F` there is one row a model: loaded straight with that part of the
-base in pinned memory of the host. The whole base need not fit then, so "check" only says that the loss is finite.
-With `--offload-activations` what layers keep may wait there, too: fuse's `offload_activations`, within what is free.
+base in pinned memory of the host, or with 0 sharded alone. The whole base need not fit then, so "check" only says that
+the loss is finite. With `--offload-activations` what layers keep may wait there, too, within what is free.
 `--memory-gb G` leaves that much of the GPU to torch, as a smaller GPU would: graphs and CUDA itself come on top.
 """
 
@@ -212,8 +212,9 @@ def bench_offload(model: str, device: torch.device, args: argparse.Namespace) ->
         print(f"loaded and fused in {time.perf_counter() - began:.1f} s", flush=True)
     loss = bench.loss()
     check = "finite" if math.isfinite(loss) else f"WRONG: loss {loss!r}"
-    what = f"offloaded, {args.offload}" + ", activations too" * args.offload_activations
-    row = bench.row(what, bench.training.sharded, check)
+    base = bench.training.sharded
+    what = f"offloaded, {args.offload}" if args.offload else f"sharded, {base.transport}"
+    row = bench.row(what + ", activations too" * args.offload_activations, base, check)
     if args.memory_gb:
         row["note"] = f"{row['note']}; {args.memory_gb:g} GB for torch"
     dist.barrier()
@@ -270,7 +271,7 @@ def main() -> int:
         "--budget-s", type=float, default=540.0, help="for all; what would begin later is not run"
     )
     options.add_argument("--layers", type=int, help="of each model; default: all")
-    options.add_argument("--offload", type=float, default=0.0, help="fraction of the base")
+    options.add_argument("--offload", type=float, help="fraction of the base; 0 shards alone")
     options.add_argument("--offload-activations", action="store_true", help="with --offload")
     options.add_argument("--spare", type=float, default=SPARE, help="of a GPU, to the allocator")
     options.add_argument("--memory-gb", type=float, help="of the GPU, that torch may take")
@@ -292,7 +293,7 @@ def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
     for model in models:
         if not _time_left(end, device):
             break
-        if args.offload:
+        if args.offload is not None:
             rows += bench_offload(model, device, args)
         else:
             rows += bench_model(model, device, args, end)
