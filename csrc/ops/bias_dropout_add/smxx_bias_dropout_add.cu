@@ -268,7 +268,7 @@ template <typename T>
 __global__ void __launch_bounds__(Grid::kThreads)
     bias_grad_kernel(T* dbias, const float* partial, int64_t chunks, int64_t cols) {
   __shared__ float row_sum[kGradRows][kGradColumns];
-  wait_for_previous_kernel();
+  begin_after_previous_kernel();
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kGradColumns + threadIdx.x;
   float sum = 0.0f;
   for (int64_t chunk = threadIdx.y; col < cols && chunk < chunks; chunk += kGradRows) {

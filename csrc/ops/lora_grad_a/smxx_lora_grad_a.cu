@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
 
 // Adds up dA from the slices' sums, first to last.
 __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraGradAParams params, int slices) {
-  wait_for_previous_kernel();
+  begin_after_previous_kernel();
   const int64_t fours = params.rank * params.cols / 4;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
   if (i >= fours) return;

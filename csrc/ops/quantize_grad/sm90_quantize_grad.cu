@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
   const int64_t row = block * kAtom + thread / 32 * 16 + thread % 32 / 4;
   const int col = within / 128 * 8 + thread % 4 * 2, rank = static_cast<int>(params.rank);
-  wait_for_previous_kernel();
+  begin_after_previous_kernel();
   if (row >= rows || col >= rank || first < 0 || (!is_ds && params.dB == nullptr)) return;
   const int64_t pitch = is_ds ? projections.pitch : rank;
   float sum[4] = {};
