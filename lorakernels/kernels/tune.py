@@ -63,15 +63,13 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
     return fits and problem.rank <= MAX_RANK and (config.block_m <= 64 or problem.m > 64)
 
 
-# {how: {tile: its time over that of 128 × 128 when splitting}}, H200, 8192 and 4096 in every direction
+# {how: {tile: its time over that of 128 × 128 when splitting}}, H200: 8192³, and 4096² with a depth of 28672
 CSRC_TILES = {
-    "split": {(192, 128): 1.21, (256, 128): 1.71, (128, 128): 1.0},
-    "turned": {(192, 128): 1.39, (128, 128): 1.02},
-    "fast": {(128, 256): 1.9, (128, 128): 1.0},
+    "split": {(192, 128): 1.33, (128, 128): 1.0},
+    "turned": {(192, 128): 1.38, (128, 128): 0.97},
+    "fast": {(128, 256): 1.71, (128, 128): 0.9},
+    "turned fast": {(256, 128): 1.73, (128, 128): 0.91},
 }
-REFILLED = 1.25  # dgrad's 256 × 128 have room for 32 ranks at a time: their time with more than 16 over that with 16
-# of a column of Wᵀ, 128 × 128 tiles' time being 1: both grow with the depth
-TRANSPOSED = 1.36e-4
 
 
 @lru_cache(4096)
@@ -105,19 +103,17 @@ def programs(config: KernelConfig, problem: Problem, multiprocessors: int) -> in
 
 @lru_cache(4096)
 def csrc_tile(
-    rows: int, cols: int, rank: int, how: str, multiprocessors: int
+    rows: int, cols: int, how: str, multiprocessors: int
 ) -> tuple[tuple[int, int], float]:
     """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols] soonest; their time.
 
     Time: rounds over the multiprocessors, weighted by what a tile takes.
-    how: "split" or "fast" accumulation, or "turned": split, of a weight that is not transposed.
-    rank: 0 for the forward, whose 256 × 128 have room for 64.
+    how: of CSRC_TILES: "split" or "fast" sums of the forward or of dgrad with Wᵀ, "turned" ones of dgrad with W.
     """
 
     def time(tile: tuple[int, int]) -> float:
         rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // multiprocessors)
-        refilled = REFILLED if tile == (256, 128) and rank > 16 else 1.0
-        return rounds * CSRC_TILES[how][tile] * refilled
+        return rounds * CSRC_TILES[how][tile]
 
     tile = min(CSRC_TILES[how], key=time)
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":
@@ -125,7 +121,8 @@ def csrc_tile(
     return tile, time(tile)
 
 
-def csrc_turns(rows: int, cols: int, rank: int, multiprocessors: int) -> bool:
-    """Whether to read W as it lies takes less than to transpose it first; with many rows it does not."""
-    turned = csrc_tile(rows, cols, rank, "turned", multiprocessors)[1]
-    return turned < csrc_tile(rows, cols, rank, "split", multiprocessors)[1] + cols * TRANSPOSED
+def csrc_turns(rows: int, cols: int, split: bool, multiprocessors: int) -> bool:
+    """Whether dgrad takes less time with W as it lies than with a Wᵀ that is there."""
+    ready, turned = ("split", "turned") if split else ("fast", "turned fast")
+    takes = csrc_tile(rows, cols, ready, multiprocessors)[1]
+    return csrc_tile(rows, cols, turned, multiprocessors)[1] < takes

@@ -78,7 +78,7 @@ class FrozenFP8Linear(nn.Module):
         in_features, out_features: K and N.
         bias: whether there is a bias [N].
         fp8: the recipe for x and dy. None keeps the weight in `dtype`.
-        weight_layout: "single", or "both" to keep Wᵀ too: 1 more byte per parameter saves backward a transposition.
+        weight_layout: "single", or "both" to keep Wᵀ too, 1 more byte per parameter, which cuBLASLt's dgrad needs.
         device, dtype: of the parameters. `dtype` does not apply to an FP8 weight.
         fp8_state, name: the model's FP8State and this layer's entry in it. None makes a state for this layer alone.
 

@@ -6,9 +6,9 @@ dy [M, N] is e5m2 or e4m3 and W [N, K] e4m3, or both are plain; ds [M, R], A [R,
 in kernels of its own writes and reads [M, K] once, and reads and writes dx: 8MK bytes in bf16, besides the mask. Sums
 are split by default, as in Transformer Engine's dgrad.
 
-Hopper's FP8 tensor cores read operands along the contraction only, so that the product needs Wᵀ [K, N]. It is there
-where the layer keeps it, and is otherwise transposed for this call. With few rows and split accumulation, W is turned
-on its way through the registers instead (csrc/ops/fp8_gemm).
+Hopper's FP8 tensor cores read operands of shared memory along the contraction only, so that the product needs Wᵀ
+[K, N]. W is turned on its way through the registers (csrc/ops/fp8_gemm). Where the layer keeps Wᵀ, that is read if it
+takes less time.
 
 What the kernel does not take is multiplied by cuBLASLt or, without FP8 tensor cores, dequantized to dx's dtype. Sizes
 that cuBLASLt does not take are multiplied in fp32. A plain base is one product in dy's dtype. The branch comes after
@@ -177,7 +177,7 @@ def by_csrc(
     out_dtype: torch.dtype,
     split: bool = True,
 ) -> Tensor:
-    """One kernel of csrc, for any rank, after one that transposes W where that takes less time."""
+    """One kernel of csrc, for any rank."""
     (rows, depth), cols = dy.data.shape, weight.data.shape[1]
     ds, lora_A = _factors(ds, lora_A, out_dtype)
     rank = 0 if lora_A is None else lora_A.shape[0]
@@ -185,14 +185,15 @@ def by_csrc(
         ds = lora_A = None
     mask = dropout if lora_A is not None and drops(dropout) else None
     multiprocessors = multiprocessors_of(dy.data.get_device())
-    weight_t, how = _layout(weight, rows, rank, split, multiprocessors)
-    tile = tune.csrc_tile(rows, cols, rank, how, multiprocessors)[0]
+    turned = weight.t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
+    how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
+    tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     a_dtype = name(out_dtype if lora_A is None else lora_A.dtype)
     dx = dy.data.new_empty((rows, cols), dtype=out_dtype)
     extension().fp8_grad_input(
         (dx, ds, lora_A),
         dy,
-        weight._replace(t=weight_t),
+        weight._replace(t=None) if turned else weight,
         mask,
         ProductSizes(rows, cols, depth, rank),
         (name(out_dtype), a_dtype, format_of(fp8_dtype)),
@@ -213,17 +214,6 @@ def _factors(
     if lora_A.dtype not in (dtype, torch.float32) or lora_A.data_ptr() % 16:
         lora_A = lora_A.to(dtype, copy=True)
     return ds, lora_A
-
-
-def _layout(
-    weight: Weight, rows: int, rank: int, split: bool, multiprocessors: int
-) -> tuple[Tensor | None, str]:
-    """(Wᵀ, or None where W is read as it lies; which of `tune.CSRC_TILES`)."""
-    if weight.t is not None:
-        return weight.t, "split" if split else "fast"
-    if split and tune.csrc_turns(rows, weight.data.shape[1], rank, multiprocessors):
-        return None, "turned"
-    return transpose_fp8.run(weight.data), "split" if split else "fast"
 
 
 def by_cublaslt(

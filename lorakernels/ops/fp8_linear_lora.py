@@ -245,7 +245,7 @@ def launch_csrc(
     b_dtype = y.dtype if factors is None else factors.lora_B.dtype
     dtypes = map(name, (y.dtype, b_dtype, y.dtype if bias is None else bias.dtype))
     multiprocessors = multiprocessors_of(y.get_device())
-    tile = tune.csrc_tile(rows, cols, 0, "split" if split else "fast", multiprocessors)[0]
+    tile = tune.csrc_tile(rows, cols, "split" if split else "fast", multiprocessors)[0]
     extension().fp8_linear_lora(
         (y, bias, residual),
         x,

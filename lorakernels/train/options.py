@@ -230,7 +230,7 @@ class FinetuneOptions(RunningOptions):
     weight_layout: str = option(
         "single",
         "runtime",
-        "both also holds the FP8 base transposed, one byte more per parameter, and spares backward its transpositions",
+        "both also holds the FP8 base transposed, one byte more per parameter, which cuBLASLt's dgrad needs",
         choices=LAYOUTS,
     )
     shard_base: bool = option(

@@ -281,8 +281,8 @@ def near_gemm(
     """y or dx, the product of the FP8 `factors`: one rounding at the store, and fp32 sums of `depth` products.
 
     An addition of 32 products on Hopper's FP8 tensor cores keeps 13 bits below the largest term (DeepSeek-V3 report,
-    3.3.2, found 14), so that four lose 2⁻¹¹ of the largest sum at most. Where `splits` adds parts of 128 in fp32, that
-    is all. Otherwise as many more are lost as there are 128s in the depth.
+    3.3.2, found 14), so that four lose 2⁻¹¹ of the largest sum at most. As many times that are lost as there are 128s
+    in the depth, or in the parts of 512 that `splits` adds in fp32.
 
     Beside an outlier the products themselves are cut off, each by 2⁻¹³ of the largest at most. Their signs differ, so
     that √depth of these cuts add up, and twice as many at the tail.
@@ -294,7 +294,7 @@ def near_gemm(
         of_sums, of_rows, of_cols = (
             t.abs().nan_to_num(0.0, posinf=0.0) for t in (exact, factors[0], factors[1])
         )
-        parts = 1.0 if splits else max(1.0, depth / 128)
+        parts = max(1.0, (min(depth, 512) if splits else depth) / 128)
         product = of_rows.amax(1, keepdim=True) * of_cols.amax(0)
         lost = 2.0**-11 * parts * of_sums.max() + 2.0**-12 * depth**0.5 * product
         return checked._replace(allowed=checked.allowed + lost)

@@ -47,8 +47,10 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, int col, int r
                : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Of all groups but the newest `kPending`.
+template <int kPending = 0>
 __device__ __forceinline__ void wait_for_stores_to_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace lorakernels

@@ -68,6 +68,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #define LK_SUMS_32(d, i) LK_SUMS_16(d, i), LK_SUMS_16(d, i + 16)
 #define LK_SUMS_64(d, i) LK_SUMS_32(d, i), LK_SUMS_32(d, i + 32)
 #define LK_SUMS_96(d, i) LK_SUMS_64(d, i), LK_SUMS_32(d, i + 64)
+#define LK_SUMS_128(d, i) LK_SUMS_64(d, i), LK_SUMS_64(d, i + 64)
 #define LK_WGMMA(n, count, type, name_a, name_b, name_add, along_m, along_n)                                   \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " name_add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n   \
                "k16.f32." type "." type " {" LK_NAMES_##count "}, " name_a ", " name_b ", add, 1, 1, " along_m \
@@ -134,13 +135,17 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[2][64], uint64_t a, uint64_
   }
 }
 
-// The same for A [64, 32] of e4m3 in registers and B [32, 128 or 192] of e5m2 or e4m3: lane l of warp w holds, 4
+// The same for A [64, 32] of e4m3 in registers and B [32, 128, 192 or 256] of e5m2 or e4m3: lane l of warp w holds, 4
 // elements a word,
 //   a[0], a[1]  A[16 w + l/4, 4 (l%4)], and 8 rows further down      a[2], a[3]  the same, 16 columns further on
 template <bool kE5M2, int kSums>
 __device__ __forceinline__ void wgmma_fp8(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, int add) {
-  static_assert(kSums == 64 || kSums == 96);
-  if constexpr (kSums == 64 && kE5M2) {
+  static_assert(kSums == 64 || kSums == 96 || kSums == 128);
+  if constexpr (kSums == 128 && kE5M2) {
+    LK_WGMMA_FP8_OF_REGISTERS(256, 128, "e5m2", "%128, %129, %130, %131", "%132", "%133");
+  } else if constexpr (kSums == 128) {
+    LK_WGMMA_FP8_OF_REGISTERS(256, 128, "e4m3", "%128, %129, %130, %131", "%132", "%133");
+  } else if constexpr (kSums == 64 && kE5M2) {
     LK_WGMMA_FP8_OF_REGISTERS(128, 64, "e5m2", "%64, %65, %66, %67", "%68", "%69");
   } else if constexpr (kSums == 64) {
     LK_WGMMA_FP8_OF_REGISTERS(128, 64, "e4m3", "%64, %65, %66, %67", "%68", "%69");
@@ -177,6 +182,7 @@ __device__ __forceinline__ void wgmma_along_k(float (&d)[kSums], const uint32_t 
 #undef LK_WGMMA_FP8_OF_REGISTERS
 #undef LK_WGMMA_FP8
 #undef LK_WGMMA
+#undef LK_SUMS_128
 #undef LK_SUMS_96
 #undef LK_SUMS_64
 #undef LK_SUMS_32

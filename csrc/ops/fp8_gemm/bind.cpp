@@ -80,10 +80,9 @@ void check(const std::string& op, const Fp8GemmParams& params) {
                    std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) +
                    ", depth " + std::to_string(depth));
   }
-  if (params.untransposed && (cols % Limits::kUntransposedColsMultiple != 0 || !params.splits)) {
-    refuse(op, "a weight that is not transposed takes splits and cols a multiple of " +
-                   std::to_string(Limits::kUntransposedColsMultiple) + ", got cols " + std::to_string(cols) +
-                   (params.splits ? "" : " without splits"));
+  if (params.untransposed && cols % Limits::kUntransposedColsMultiple != 0) {
+    refuse(op, "a weight that is not transposed takes cols a multiple of " +
+                   std::to_string(Limits::kUntransposedColsMultiple) + ", got cols " + std::to_string(cols));
   }
   for (const void* pointer : {static_cast<const void*>(params.out), static_cast<const void*>(params.left),
                               static_cast<const void*>(params.right), params.u, params.v, params.residual,
@@ -97,13 +96,13 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     refuse(op, op == "fp8_grad_input" ? "a_dtype must be dtype or 'float32'" : "b_dtype must be dtype or 'float32'");
   }
   const std::pair tile{params.tile_rows, params.tile_cols};
-  const bool large = !params.splits
-                         ? tile == std::pair{128, 256}
-                         : tile == std::pair{192, 128} || (tile == std::pair{256, 128} && !params.untransposed);
-  if (!large && tile != std::pair{128, 128}) {
+  const std::pair large = params.splits         ? std::pair{192, 128}
+                          : params.untransposed ? std::pair{256, 128}
+                                                : std::pair{128, 256};
+  if (tile != large && tile != std::pair{128, 128}) {
     refuse(op,
-           "a tile is 128 × 128, 192 × 128 or 256 × 128 splitting (not 256 × 128 of a weight that is not "
-           "transposed), 128 × 256 otherwise; got " +
+           "a tile is 128 × 128, or 192 × 128 splitting, 128 × 256 otherwise and 256 × 128 of a weight that is not "
+           "transposed; got " +
                std::to_string(tile.first) + " × " + std::to_string(tile.second));
   }
 }

@@ -46,9 +46,9 @@ struct Fp8GemmParams {
   FloatType v_dtype;             // dtype, or kFloat32 to be rounded to it
   FloatType bias_dtype;          // any
   bool is_e5m2;                  // left
-  bool untransposed;             // fp8_grad_input with splits only; cols is then a multiple of 16
-  bool splits;                   // add sums of 128 along depth in fp32: FP8 tensor cores keep fewer bits
-  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128, transposed 256 × 128; else: 128 × 256
+  bool untransposed;             // fp8_grad_input only; cols is then a multiple of 16
+  bool splits;                   // add sums of 512 along depth in fp32: FP8 tensor cores keep fewer bits
+  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else: 128 × 256, untransposed 256 × 128
   int64_t multiprocessors;       // of the device
 };
 

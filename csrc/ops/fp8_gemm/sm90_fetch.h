@@ -153,7 +153,7 @@ struct Helper {
   __device__ void fetch_tiles(Extras<Tile, kRankStep> extras) const {
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       const int row0 = tiles.row(), col0 = tiles.col();
-      for (int time = 0; time < extras.times(); ++time) {
+      for (int time = 0; time < extras.times; ++time) {
         for (int step = 0; step < extras.steps; ++step, extras.advance()) {
           wait_for(extras.empty, extras.round ^ 1);
           fetch_rows(base + Tile::kOffsetU, params.u, false, Tile::kRows, row0, params.rows, step * kRankStep);
@@ -177,13 +177,15 @@ struct Helper {
   }
 };
 
-template <typename Tile>
+template <typename Tile, int kMultiple>
 __device__ void copy_operands(const Fp8GemmParams& params, const CUtensorMap& left, const CUtensorMap& right,
                               uint32_t base) {
   TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+  const int steps = count_steps<kMultiple>(params);
   for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
     const int row = tiles.row(), col = tiles.col();
-    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const int at = step * kStepDepth;
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), Tile::kStageBytes);
       copy_box(ring.tile(), left, at, row, ring.full());

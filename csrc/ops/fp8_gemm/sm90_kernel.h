@@ -45,18 +45,18 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads,
   }
   __syncthreads();
   begin_after_previous_kernel();
-  const Extras<Tile, kRankStep> extras(barriers + Tile::kExtras * 8, params);
+  using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, kSplits, Tile, kRankStep>,
+                                        Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
+  const Extras<Tile, kRankStep> extras(barriers + Tile::kExtras * 8, params, Multiplies::kFills);
   if (threadIdx.x < 128) {
     give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      copy_operands<Tile>(params, left, right, base);
+      copy_operands<Tile, kSplits ? kPartSteps : Tile::kUntransposed ? 2 : 1>(params, left, right, base);
     } else if (threadIdx.x >= 32 && extras.any) {
       Helper<T, Tile, kRankStep>(params, base).fetch_tiles(extras);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, Tile, kRankStep>,
-                                          Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
     Multiplies(params, base).work(out, residual, extras);
   }
 #endif
@@ -71,7 +71,7 @@ void launch(const Fp8GemmParams& params, cudaStream_t stream) {
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
   const auto result = [&](const void* data) {
-    constexpr int kRows = Tile::kUntransposed ? Tile::kRows : kBoxRows;
+    constexpr int kRows = Tile::kUntransposed ? 64 : kBoxRows;
     return data == nullptr ? CUtensorMap{} : tensor_map<T>(data, params.rows, params.cols, kRows);
   };
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true,
@@ -91,12 +91,11 @@ void launch_tiled(const Fp8GemmParams& params, cudaStream_t stream) {
   };
   if (params.tile_rows * params.tile_cols == 128 * 128) {
     launch<kProduct, T, kE5M2, kSplits, Shape::kSmall, 64>(params, stream);
-  } else if constexpr (!kSplits) {
-    large(std::integral_constant<Shape, Shape::kWide>());
-  } else if (Tiling<kProduct, Shape::kTall, 16>::kUntransposed || params.tile_rows == 192) {
+  } else if constexpr (kSplits) {
     large(std::integral_constant<Shape, Shape::kTall>());
-  } else if constexpr (kProduct != Product::kGradInputUntransposed) {
-    large(std::integral_constant<Shape, Shape::kTallest>());
+  } else {
+    constexpr bool kUntransposed = kProduct == Product::kGradInputUntransposed;
+    large(std::integral_constant<Shape, kUntransposed ? Shape::kTallest : Shape::kWide>());
   }
 }
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kHelpers = 96;     // threads of warps 1 to 3
 constexpr int kStepDepth = 128;  // elements, which are bytes, of a row of an operand's tile
+constexpr int kPartSteps = 4;    // what splitting products sum in the tensor cores, before fp32 does: 512 of the depth
 constexpr int kBlockRows = 64;   // with kBlockCols: what a warpgroup multiplies and stores at a time
 constexpr int kBlockCols = 128;
 constexpr int kBoxRows = 16;  // with 64 columns of two bytes: what a warp stores at once
@@ -33,18 +34,19 @@ struct Tiling {
                         kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;
   static constexpr int kConsumers = kShape == Shape::kTall && !kUntransposed ? 3 : 2;  // warpgroups
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 224;
+  static constexpr bool kFull = kUntransposed && kShape == Shape::kTall;               // 192 sums of a thread
+  static constexpr int kProducerRegisters = kFull ? 40 : 56;
+  static constexpr int kConsumerRegisters = kFull ? 232 : kConsumers == 3 ? 152 : 224;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "a thread would wait for registers");
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kBlocks =
-      kWide || kShape == Shape::kTallest ? 2 : 1;  // of a warpgroup, side by side or one below the other
-  static constexpr int kRows = kShape == Shape::kTall ? 192 : kConsumers * (kWide ? 1 : kBlocks) * kBlockRows;
+  static constexpr int kBlocks = kWide ? 2 : 1;  // of a warpgroup, side by side
+  static constexpr int kRows = kShape == Shape::kTallest ? 256 : kShape == Shape::kTall ? 192 : 128;
   static constexpr int kCols = (kWide ? 2 : 1) * kBlockCols;
   static constexpr int kBytesLeft = kRows * kStepDepth, kStageBytes = kBytesLeft + kCols * kStepDepth;
   static constexpr int kStages = kShape == Shape::kSmall ? 5 : kShape == Shape::kTall && kRankStep <= 16 ? 4 : 3;
   static constexpr int kMaskBytes = kLinear ? 0 : kCols / 8;  // of a row
   static constexpr int kOffsetOut = kStages * kStageBytes;
-  static constexpr int kOutBytes = kUntransposed ? kRows * kCols * 2 : kConsumers * 4 * 2 * kBoxBytes;
+  static constexpr int kOutBytes = kUntransposed ? 2 * kCols * 128 : kConsumers * 4 * 2 * kBoxBytes;
   static constexpr int kOffsetU = kOffsetOut + kOutBytes;
   static constexpr int kOffsetV = kOffsetU + kRows * kRankStep * 2;
   static constexpr int kOffsetMask = kOffsetV + kCols * kRankStep * 2;
@@ -55,10 +57,7 @@ struct Tiling {
   static constexpr int kBytes = kOffsetBarriers + (kResiduals + (kLinear ? kConsumers * 4 : 0)) * 8;
   static constexpr bool kFits = kBytes <= 227 * 1024;
 
-  static __device__ int block_row(int group, int block) {
-    return (kWide ? group : group * kBlocks + block) * kBlockRows;
-  }
-  static __device__ int block_col(int block) { return kWide ? block * kBlockCols : 0; }
+  static __device__ int block_col(int block) { return block * kBlockCols; }
 };
 
 // The tiles that a block computes, in order. Tiles are numbered within groups of kGroup row tiles, down the rows first,
@@ -79,22 +78,29 @@ struct Tiles {
   __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
 };
 
+// How many times kStepDepth of a tile's operands are fetched. What lies beyond the depth is zeros.
+template <int kMultiple>
+__device__ int count_steps(const Fp8GemmParams& params) {
+  const int steps = (static_cast<int>(params.depth) + kStepDepth - 1) / kStepDepth;
+  return (steps + kMultiple - 1) / kMultiple * kMultiple;
+}
+
 // The buffer in which the fetching warps give u, v, the mask, the scales and the bias of a tile to the multiplying
 // warpgroups, and its two barriers. If the rank needs more than one step, the buffer is filled once for each step of
-// each block. Every thread that writes arrives at `full`, every thread that reads arrives at `empty`.
+// each piece of the tile. Every thread that writes arrives at `full`, every thread that reads arrives at `empty`.
 template <typename Tile, int kRankStep>
 struct Extras {
   uint32_t full, empty;
-  int steps;
+  int steps, times;
   bool any;
   int round = 0;
 
-  __device__ Extras(uint32_t barriers, const Fp8GemmParams& params)
+  __device__ Extras(uint32_t barriers, const Fp8GemmParams& params, int fills)
       : full(barriers),
         empty(barriers + 8),
         steps(max(1, static_cast<int>((params.rank + kRankStep - 1) / kRankStep))),
+        times(steps > 1 ? fills : 1),
         any(Tile::kLinear || params.rank > 0) {}
-  __device__ int times() const { return steps > 1 ? Tile::kBlocks : 1; }
   __device__ void advance() { round ^= 1; }
 };
 

@@ -13,21 +13,31 @@
 namespace lorakernels {
 namespace {
 
-template <typename T, bool kE5M2, typename Tile, int kRankStep>
+// A warpgroup multiplies its 64 columns with all rows of the tile, and finishes and stores 64 rows at a time.
+template <typename T, bool kE5M2, bool kSplits, typename Tile, int kRankStep>
 struct UntransposedConsumer {
   using RowsOfU = SwizzledRows<kRankStep * 2>;
-  static constexpr int kSums = kBlockRows * Tile::kRows / 128, kBoxOfGroup = Tile::kRows * kBlockRows * 2;
+  using Ring = TileRing<Tile::kStages, Tile::kStageBytes>;
+  static constexpr int kSums = kBlockRows * Tile::kRows / 128;
+  static constexpr int kPieceRows = 64, kPieces = Tile::kRows / kPieceRows, kPieceSums = kSums / kPieces;
+  static constexpr int kFills = kPieces;  // of the buffer of u and v, where the rank takes several steps
+  static constexpr int kPieceBytes = kPieceRows * kBlockRows * 2;
+  // Of the 4 operands of 32 along depth that a step has, how many are loaded at a time. The registers hold twice as
+  // many, since half of them are multiplied meanwhile.
+  static constexpr int kLoads = kSplits && kSums > 64 ? 2 : 4;
+  using Words = uint32_t[2][kLoads][4];
   const Fp8GemmParams& params;
   uint32_t base;
   int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);  // computes 64 columns of the tile
   int lane = threadIdx.x % 32;
+  int turn = 0;  // which of two boxes the next piece is stored from
   float sum[kSums];
-  float part[kSums];  // the sums of 128 along depth; later (ds A)ᵀ, and then the result
+  float result[kPieceSums];  // of a piece; first (ds A)ᵀ alone
 
   __device__ UntransposedConsumer(const Fp8GemmParams& params, uint32_t base) : params(params), base(base) {}
 
   static __device__ int warp() { return threadIdx.x / 32 % 4; }
-  __device__ uint32_t box() const { return base + Tile::kOffsetOut + group * kBoxOfGroup; }
+  __device__ uint32_t box() const { return base + Tile::kOffsetOut + (group * 2 + turn) * kPieceBytes; }
   __device__ void meet_group() const { sync_some_threads<128>(1 + group); }
 
   // Which row of the 32 × 16 bytes of W8, a warp's operand, this lane names to ldmatrix. Matrices 0 and 1 share the
@@ -38,73 +48,116 @@ struct UntransposedConsumer {
     return matrix / 2 * 16 + row / 2 * 4 + row % 2 + (matrix % 2 != row / 4 ? 2 : 0);
   }
 
-  // part = the product over 128 along depth of W8's tile at `from` and dy8's at `tile`. `even` selects the bytes of
-  // even columns from two words, the first rows' first. One half is multiplied while the other half is permuted.
-  __device__ void multiply(uint32_t from, uint32_t tile, uint32_t even) {
-    const uint64_t b = Rows::descriptor(tile);
+  // Operands of W8ᵀ. `even` selects the bytes of even columns from two words, the first rows' first.
+  __device__ void load_words(uint32_t (&words)[kLoads][4], uint32_t from, uint32_t even) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t a[2][4];
+    for (int i = 0; i < kLoads; ++i) load_matrices_transposed(words[i], from + i * (32 * kStepDepth));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) load_matrices_transposed(a[i], from + (2 * half + i) * (32 * kStepDepth));
+    for (auto& word : words) {
+      const uint32_t pair[4] = {word[0], word[1], word[2], word[3]};
+      word[0] = __byte_perm(pair[0], pair[1], even), word[1] = __byte_perm(pair[0], pair[1], even + 0x1111);
+      word[2] = __byte_perm(pair[2], pair[3], even), word[3] = __byte_perm(pair[2], pair[3], even + 0x1111);
+    }
+  }
+
+  __device__ void done_with(uint32_t barrier) const {
+    __syncwarp();
+    if (lane == 0) arrive(barrier);
+  }
+
+  // to = (to if adds) + the products of kSteps steps. While the tensor cores multiply some words, the next ones are
+  // loaded. words[0] are the first step's. At the end they are the first ones of what follows, if there are `more`
+  // steps. `before`: the last stage's barrier, which is still to be told that the stage was read; 0: none.
+  template <int kSteps, bool kAdds>
+  __device__ void multiply(float (&to)[kSums], Words& words, Ring& ring, uint32_t from, uint32_t even, bool more,
+                           uint32_t& before) const {
+    constexpr int kParts = 4 / kLoads, kTimes = kSteps * kParts;
+    static_assert(kTimes % 2 == 0, "what follows begins with words[0]");
 #pragma unroll
-      for (auto& word : a) {
-        const uint32_t pair[4] = {word[0], word[1], word[2], word[3]};
-        word[0] = __byte_perm(pair[0], pair[1], even), word[1] = __byte_perm(pair[0], pair[1], even + 0x1111);
-        word[2] = __byte_perm(pair[2], pair[3], even), word[3] = __byte_perm(pair[2], pair[3], even + 0x1111);
-      }
+    for (int time = 0; time < kTimes; ++time) {
+      const uint64_t b = moved(Rows::descriptor(ring.tile()), time % kParts * kLoads * 32);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_fp8<kE5M2>(part, a[i], moved(b, (2 * half + i) * 32), half + i > 0);
+      for (int i = 0; i < kLoads; ++i) {
+        wgmma_fp8<kE5M2>(to, words[time % 2][i], moved(b, i * 32), kAdds || time + i > 0);
+      }
+      wgmma_commit();
+      const bool ends = time % kParts == kParts - 1;
+      const uint32_t now = ring.empty();
+      if (ends) ring.advance();
+      if (kAdds || time > 0) wgmma_wait<1>();
+      if (time % kParts == 0 && (kAdds || time > 0)) done_with(before);
+      if (ends) before = now;
+      if (time + 1 < kTimes || more) {
+        if (ends) wait_for(ring.full(), ring.round);
+        load_words(words[(time + 1) % 2],
+                   ring.tile() + from + (ends ? 0 : (time + 1) % kParts * kLoads * 32 * kStepDepth), even);
+      }
     }
-    wgmma_commit();
-    wgmma_wait();
-    settle(part);
   }
 
-  __device__ void sum_up(TileRing<Tile::kStages, Tile::kStageBytes>& ring) {
+  __device__ void sum_up(Ring& ring) {
     const uint32_t from = Tile::kBytesLeft + Rows::offset(row_to_load(), group * 4 + warp());
-    uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064;
+    uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064, before = 0;
     asm volatile("" : "+r"(even));  // stays in a register: the compiler would compute it again in the loop
-    clear(part), clear(sum);
+    Words words;
+    wait_for(ring.full(), ring.round);
+    load_words(words[0], ring.tile() + from, even);
+    if constexpr (kSplits) {
+      float part[kSums];
+      clear(part), clear(sum);
 #pragma unroll 1
-    for (int at = 0; at < static_cast<int>(params.depth); at += kStepDepth, ring.advance()) {
-      wait_for(ring.full(), ring.round);
-      multiply(ring.tile() + from, ring.tile(), even);
-      __syncwarp();
-      if (lane == 0) arrive(ring.empty());
+      for (int parts = count_steps<kPartSteps>(params) / kPartSteps; parts > 0; --parts) {
+        multiply<kPartSteps, false>(part, words, ring, from, even, parts > 1, before);
+        wgmma_wait();
+        settle(part);
+        done_with(before);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) sum[i] += part[i];
+        for (int i = 0; i < kSums; ++i) sum[i] += part[i];
+      }
+    } else {
+      const int pairs = count_steps<2>(params) / 2;
+      clear(sum);
+      multiply<2, false>(sum, words, ring, from, even, pairs > 1, before);
+#pragma unroll 1
+      for (int pair = 1; pair < pairs; ++pair) {
+        multiply<2, true>(sum, words, ring, from, even, pair + 1 < pairs, before);
+      }
+      wgmma_wait();
+      settle(sum);
+      done_with(before);
     }
   }
 
-  // part = (ds A)ᵀ.
-  __device__ void multiply_factors(Extras<Tile, kRankStep>& extras) {
-    clear(part);
+  // result = (ds A)ᵀ of a piece. If the rank fits into one step, ds and A stay for the tile's other pieces.
+  __device__ void multiply_factors(Extras<Tile, kRankStep>& extras, int piece) {
+    clear(result);
     const uint64_t v = Rows::descriptor(base + Tile::kOffsetV + group * (kRankStep * 128));
-    const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU);
+    const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU + piece * (kPieceRows * kRankStep * 2));
 #pragma unroll 1
     for (int step = 0; step < extras.steps; ++step) {
-      wait_for(extras.full, extras.round);
+      if (piece == 0 || extras.steps > 1) wait_for(extras.full, extras.round);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kRankStep / 16; ++i) {
-        wgmma<T, 1, 0>(part, moved(v, i * (16 * 128)), moved(u, i * 32), step > 0 || i > 0);
+        wgmma<T, 1, 0>(result, moved(v, i * (16 * 128)), moved(u, i * 32), step > 0 || i > 0);
       }
       wgmma_commit();
       wgmma_wait();
-      settle(part);
-      if (step + 1 < extras.steps) arrive(extras.empty), extras.advance();
+      settle(result);
+      const bool stays = extras.steps == 1 || (piece == kPieces - 1 && step == extras.steps - 1);
+      if (!stays) arrive(extras.empty), extras.advance();
     }
   }
 
-  // part = scale · sum + factor · keep ⊙ part.
-  __device__ void add_masked(float scale) {
+  // result = scale · sum + factor · keep ⊙ result.
+  __device__ void add_masked(float scale, int piece) {
     const int pair = lane / 4, first = group * kBlockRows + warp() * 16;
-    const uint32_t from = base + Tile::kOffsetMask + first / 32 * 4 + lane % 4 * 2 * Tile::kMaskBytes;
+    const int row = piece * kPieceRows + lane % 4 * 2;
+    const uint32_t from = base + Tile::kOffsetMask + first / 32 * 4 + row * Tile::kMaskBytes;
     const uint32_t even = dropped_shift(first / 8 % 4 + pair / 4) + pair % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < Tile::kRows / 8; ++j) {
+    for (int j = 0; j < kPieceRows / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t mask = 0;
@@ -114,24 +167,25 @@ struct UntransposedConsumer {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const int at = 4 * j + 2 * odd + i;
-          const float scaled = sum[at] * scale;
-          part[at] = mask & (1u << (16 * odd)) ? scaled : scaled + part[at] * params.factor;
+          const float scaled = sum[piece * kPieceSums + at] * scale;
+          result[at] = mask & (1u << (16 * odd)) ? scaled : scaled + result[at] * params.factor;
         }
       }
     }
   }
 
-  // Stores the tile's rows of this warpgroup's 64 columns, rounded to T. A thread has pairs of neighbouring columns.
-  __device__ void store(const CUtensorMap& out, int row, int col) const {
+  // Stores a piece's 64 rows of this warpgroup's 64 columns, rounded to T. A thread has pairs of neighbouring columns.
+  // There are two boxes, so that one is filled while the other is stored.
+  __device__ void store(const CUtensorMap& out, int row, int col) {
     const bool stores = threadIdx.x % 128 == 0;
-    if (stores) wait_for_stores_to_read();
+    if (stores) wait_for_stores_to_read<1>();
     meet_group();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t to = box() + Rows::offset(lane % 4 * 2 + i, warp() * 2 + lane / 16) + lane / 4 % 4 * 4;
 #pragma unroll
-      for (int j = 0; j < Tile::kRows / 8; ++j) {
-        store_shared(to + j * (8 * 128), packed<T>(part[4 * j + i], part[4 * j + 2 + i]));
+      for (int j = 0; j < kPieceRows / 8; ++j) {
+        store_shared(to + j * (8 * 128), packed<T>(result[4 * j + i], result[4 * j + 2 + i]));
       }
     }
     fence_for_async();
@@ -140,22 +194,26 @@ struct UntransposedConsumer {
       store_box(out, col, row, box());
       commit_stores();
     }
+    turn ^= 1;
   }
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap&, Extras<Tile, kRankStep> extras) {
     const float scale = *params.left_scale_inv * *params.right_scale_inv;
-    TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+    Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       sum_up(ring);
-      if (params.rank > 0) {
-        multiply_factors(extras);
-        add_masked(scale);
-        arrive(extras.empty), extras.advance();
-      } else {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) part[i] = sum[i] * scale;
+      for (int piece = 0; piece < kPieces; ++piece) {
+        if (params.rank > 0) {
+          multiply_factors(extras, piece);
+          add_masked(scale, piece);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPieceSums; ++i) result[i] = sum[piece * kPieceSums + i] * scale;
+        }
+        store(out, tiles.row() + piece * kPieceRows, tiles.col() + group * kBlockRows);
       }
-      store(out, tiles.row(), tiles.col() + group * kBlockRows);
+      if (extras.any) arrive(extras.empty), extras.advance();
     }
     if (threadIdx.x % 128 == 0) wait_for_stores_to_read();
   }
