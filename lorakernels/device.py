@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -10,15 +11,30 @@ from types import ModuleType
 
 import torch
 
+AS_ON = "LORAKERNELS_CAPABILITY"
+
 
 @cache
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability of GPU `index`, e.g. (9, 0)."""
-    return torch.cuda.get_device_capability(index)
+    """Compute capability that ops choose by for GPU `index`, e.g. (9, 0).
+
+    `LORAKERNELS_CAPABILITY=8.9` hides what needs more than 8.9: a newer GPU then runs an older one's implementations.
+
+    Raises:
+        ValueError: the variable is not a number like 8.9, or names more than this GPU has.
+    """
+    own, wanted = torch.cuda.get_device_capability(index), os.environ.get(AS_ON)
+    if not wanted:
+        return own
+    found = re.fullmatch(r"(\d+)\.(\d)", wanted)
+    if found is None or (asked := (int(found[1]), int(found[2]))) > own:
+        expected = f"a compute capability up to this GPU's {own[0]}.{own[1]}, like 8.0"
+        raise ValueError(f"{AS_ON} must be {expected}, found {wanted!r}")
+    return asked
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a "cuda" device. A device without an index is the current one."""
+    """`capability` of a "cuda" device. A device without an index is the current one."""
     return capability(torch.cuda.current_device() if device.index is None else device.index)
 
 

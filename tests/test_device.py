@@ -6,6 +6,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 
 from lorakernels import device
 
@@ -34,6 +35,23 @@ def test_binary_compatibility(archs, capability, runs):
     built = mock.Mock(build_info=lambda: {"cuda": True, "cuda_archs": archs})
     with mock.patch.object(device, "extension", lambda: built):
         assert (device.why_not_csrc(capability) is None) == runs
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [("", (9, 0)), ("9.0", (9, 0)), ("8.0", (8, 0)), ("10.0", None), ("sm_80", None), ("8", None)],
+)
+def test_the_capability_that_ops_choose_by(wanted, expected, monkeypatch):
+    monkeypatch.setenv(device.AS_ON, wanted)
+    found = device.capability.__wrapped__
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        if expected:
+            assert found(0) == expected
+        else:
+            with pytest.raises(
+                ValueError, match=f"up to this GPU's 9.0, like 8.0, found '{wanted}'"
+            ):
+                found(0)
 
 
 def test_without_nvcc_the_reason_says_so():

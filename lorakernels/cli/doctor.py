@@ -105,20 +105,22 @@ def _torch() -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
+    from lorakernels.device import capability
+
     devices: list[dict[str, Any]] = [
         {"device": "cpu", "name": platform.processor() or platform.machine(), "ops": _ops("cpu")}
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
         devices.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
-                "capability": list(capability),
+                "capability": [properties.major, properties.minor],
+                "ops_as_on": list(capability(index)),
                 "memory_gib": round(properties.total_memory / 2**30, 1),
                 "multiprocessors": properties.multi_processor_count,
-                "ops": _ops("cuda", capability),
+                "ops": _ops("cuda", capability(index)),
             }
         )
     return devices
@@ -187,8 +189,9 @@ def _render_ops(ops: dict[str, dict[str, str]]) -> list[str]:
 def _render_device(device: dict[str, Any]) -> str:
     if device["device"] == "cpu":
         return f"cpu  {device['name']}"
-    major, minor = device["capability"]
+    own, as_on = (".".join(map(str, device[key])) for key in ("capability", "ops_as_on"))
+    note = "" if own == as_on else f"; LORAKERNELS_CAPABILITY={as_on}: ops as there"
     return (
-        f"{device['device']}  {device['name']}, compute capability {major}.{minor}, "
-        f"{device['multiprocessors']} multiprocessors, {device['memory_gib']} GiB"
+        f"{device['device']}  {device['name']}, compute capability {own}, "
+        f"{device['multiprocessors']} multiprocessors, {device['memory_gib']} GiB{note}"
     )

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lorakernels import ops
+from lorakernels.device import capability
 from lorakernels.ops.hardware import PLAIN
 from lorakernels.ops.register import OPS, Op
 from lorakernels.values import Dropout, Scaled, Scaling, Weight
@@ -275,7 +276,7 @@ def test_what_a_hopper_gpu_runs(name: str) -> None:
 @gpu
 @each_case
 def test_what_this_gpu_runs(name: str, case: str) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
+    if capability(0) != (9, 0):
         pytest.skip("the cases say what a Hopper GPU takes")
     expected, first = case_of(name, case), OPS[name].implementations[0]
     reason = first.why_not(*expected.arguments("cuda"))
