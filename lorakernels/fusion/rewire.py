@@ -148,7 +148,7 @@ def _apart_on_failure(groups: Iterable[FusedGroup]) -> Iterator[None]:
                 group.separate()
                 continue
             for member in group.members:
-                member.weight_t = None  # backward transposes without it
+                member.weight_t = None  # backward reads W as it lies without it
         raise
 
 
