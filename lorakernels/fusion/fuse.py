@@ -92,6 +92,15 @@ class FuseReport:
             return attention_backends.choose_packed(self.attention, q, k, v)
         return attention_backends.choose(self.attention, q, k, v, None, True)
 
+    def why_not_graph(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
+    ) -> str:
+        """Why `backend_for` does not return "cudnn_graph", where "auto" prefers it; else ""."""
+        if self.attention != "auto" or isinstance(rows, torch.Tensor):
+            return ""
+        name = self.backend_for(q, k, v, rows)
+        return attention_backends.why_not_graph(name, q, k, v, rows == "packed")
+
     def __str__(self) -> str:
         per = "token" if self.tokens == 1 else f"{self.tokens:,} tokens"
         taken = ", ".join(self.backends) or "chosen at the first forward"
@@ -145,7 +154,7 @@ def fuse(
         tokens: number of tokens in a microbatch, for the budget and the report.
         shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
             adapter, as PEFT does, and runs a few more kernels. A packed projection has one adapter.
-        attention: "auto", "cudnn", "flash", "efficient" or "math".
+        attention: "auto", "cudnn", "cudnn_graph", "flash", "efficient" or "math" (docs/attention.md).
         offload_activations: with "fp8", gate and up wait for backward in pinned host memory, and with "checkpoint" the
             layer's input does. They are copied beside the kernels. A budget may then choose both forms as well.
         keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.

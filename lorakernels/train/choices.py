@@ -16,6 +16,7 @@ from lorakernels.train.running_options import CAPTURED_OPTIMS
 from lorakernels.train.runtime import Fused, Runtime
 
 NAMES = {
+    "cudnn_graph": "cuDNN's graphs",
     "packed": "FlashAttention-2 by where documents begin",
     "cudnn": "cuDNN",
     "flash": "FlashAttention-2",
@@ -48,7 +49,7 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
     if implementation != "sdpa":
         return f"transformers' {implementation}; {rows}"
     try:
-        name = attention_backend(model, options, fused)
+        name, why = attention_backend(model, options, fused)
     except AttributeError:  # the decoder's config names its sizes differently
         return f"transformers' sdpa; {rows}"
     except (ValueError, RuntimeError) as error:
@@ -57,11 +58,13 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
         raise OptionError(f"{rows}: {error}") from error
     on_gpu = next(model.parameters()).is_cuda
     named = NAMES.get(name, name) if on_gpu else f"torch's {name} kernel for CPUs"
-    return f"{named}; {rows}"
+    return f"{named}; {rows}{why and f'; not cuDNN: {why}'}"
 
 
-def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> str:
-    """The attention backend that a step's rows take. It is asked with tensors of their shapes, by which torch chooses.
+def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> tuple[str, str]:
+    """The attention backend that a step's rows take, and why it is not cuDNN's graphs where those were faster.
+
+    The backend is asked with tensors of the rows' shapes, by which torch chooses.
 
     Raises:
         ValueError: `options.attention` does not take them.
@@ -72,24 +75,24 @@ def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> str
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
-    def make(count: int) -> torch.Tensor:
-        shape = (rows, tokens, count, width)
-        made = torch.empty(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
-        return made.transpose(1, 2)
-
-    q, k, v = make(heads), make(kv_heads), make(kv_heads)
+    counts = [heads, kv_heads, kv_heads]  # columns of one matrix, as fused layers have them
+    shape = (rows, tokens, sum(counts), width)
+    made = torch.empty(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
+    q, k, v = (t.transpose(1, 2) for t in made.split(counts, 2))
     mask = None
     if options.isolate_documents:
         mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
         mask = mask.expand(rows, 1, tokens, tokens)
     if fused.report is not None and weight.is_cuda:
+        asked: str | torch.Tensor = "causal" if mask is None else mask
         if takes_starts(decoder, weight) and mask is not None:
-            return fused.report.backend_for(q, k, v, "packed")
-        return fused.report.backend_for(q, k, v, "causal" if mask is None else mask)
+            asked = "packed"
+        report = fused.report
+        return report.backend_for(q, k, v, asked), report.why_not_graph(q, k, v, asked)
     if mask is not None:  # transformers repeats k and v when it passes a mask
-        k, v = make(heads), make(heads)
+        k = v = q
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
-    return SDPBackend(found).name.lower().removesuffix("_attention")
+    return SDPBackend(found).name.lower().removesuffix("_attention"), ""
 
 
 def _graphs(runtime: Runtime) -> str:
@@ -105,5 +108,5 @@ def _kernels(device: torch.device) -> str:
     if device.type == "cpu":
         return "the same bits every time: equal runs and --resume are exact"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic: equal runs and --resume are exact, without cuDNN's attention"
+        return "deterministic: equal runs and --resume are exact"
     return "the fastest; not bit-exact: --deterministic"

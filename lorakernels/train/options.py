@@ -18,7 +18,7 @@ LAYOUTS = ("single", "both")
 FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
-ATTENTION = ("auto", "cudnn", "flash", "efficient", "math")
+ATTENTION = ("auto", "cudnn", "flash", "efficient", "math", "cudnn_graph")
 
 
 @dataclass
@@ -120,8 +120,7 @@ class FinetuneOptions(RunningOptions):
     isolate_documents: bool = option(
         True,
         "optimisation",
-        "attention does not cross documents packed into one row; without it a row is causal as a whole, which on "
-        "Hopper GPUs cuDNN's attention takes, faster unless --deterministic",
+        "attention does not cross documents packed into one row; without it a row is causal as a whole",
     )
     batch_size: int = option(4, "optimisation", "packed sequences per microbatch")
     grad_accum: int = option(1, "optimisation", "microbatches per optimizer step")

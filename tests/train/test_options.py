@@ -24,7 +24,11 @@ def test_help_documents_every_option() -> None:
     for item in fields(FinetuneOptions):
         assert "--" + item.name.replace("_", "-") in shown
         assert len(item.metadata["help"]) > 10
-    for choices in ("{auto,step,layer}", "{auto,cudnn,flash,efficient,math}", "{single,both}"):
+    for choices in (
+        "{auto,step,layer}",
+        "{auto,cudnn,flash,efficient,math,cudnn_graph}",
+        "{single,both}",
+    ):
         assert choices in shown
 
 
@@ -84,7 +88,7 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ),
         (
             {"attention": "flahs"},
-            "attention must be one of auto, cudnn, flash, efficient, math, got",
+            "attention must be one of auto, cudnn, flash, efficient, math, cudnn_graph, got",
         ),
         ({"offload_activations": True}, "needs save fp8 or checkpoint, or a memory_budget, got"),
         ({"memory_budget": float("inf")}, "memory_budget must be positive and finite, got inf"),

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of cuDNN that torch does not offer, through the graphs of `nvidia-cudnn-frontend`."""

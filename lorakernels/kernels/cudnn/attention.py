@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention by cuDNN's graphs: rows, and sequences of any lengths packed into rows, forward and backward.
+
+    P = softmax(scale q kᵀ), out = P v; stats = log Σ exp(scale q kᵀ), fp32, is what backward reads instead of P
+
+torch's own cuDNN backend takes no packed sequences and refuses deterministic algorithms. A graph is built once for a
+`Form` and device. It reads and writes at addresses that each execution gives, in memory that torch allocated, so that
+executions can be captured in a CUDA graph.
+
+Packed sequences are cuDNN's "ragged" layout: sequence n begins `starts[n] ×` the row's stride elements after the
+tensor's first element. Sequences without tokens have length 0. Backward of packed sequences wants q laid out as dq:
+cuDNN 9.19 finds its fp32 sums of dq, which are laid out as dq, by the offsets of q, and refuses nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.kernels.cudnn.form import At, Form, frontend, operation
+
+
+class _Graph(NamedTuple):
+    built: Any
+    workspace: int  # bytes
+
+
+_LOCK = threading.Lock()  # of building
+_GRAPHS: dict[tuple[Form, int, bool], _Graph] = {}
+
+
+@cache
+def _handle(device: int, thread: int) -> Any:
+    with torch.cuda.device(device):
+        return frontend().create_handle()
+
+
+def _graph(form: Form, device: int, backward: bool) -> _Graph:
+    key = form, device, backward
+    found = _GRAPHS.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"cuDNN's attention was not built before this stream was captured: run a step of {form} first"
+            )
+        with _LOCK, torch.cuda.device(device):
+            found = _GRAPHS.get(key)
+            if found is None:
+                found = _GRAPHS[key] = _built(form, device, backward)
+    return found
+
+
+def _built(form: Form, device: int, backward: bool) -> _Graph:
+    graph = operation(form, backward, handle=_handle(device, threading.get_ident()))
+    mode = frontend().heur_mode
+    graph.create_execution_plans([mode.A, mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return _Graph(graph, graph.get_workspace_size())
+
+
+def rounded(number: int, least: int = 1) -> int:
+    """The power of two from `number` on, from `least` on."""
+    return max(least, 1 << max(0, number - 1).bit_length())
+
+
+def many(tokens: int) -> int:
+    """At least `tokens`, at most an eighth more from 1024 on: few numbers for which graphs are built."""
+    step = max(128, rounded(tokens + 1) >> 4)
+    return -(-tokens // step) * step
+
+
+def built() -> int:
+    """The number of graphs that this process has built. They stay, since captured streams may hold their kernels."""
+    return len(_GRAPHS)
+
+
+class Offsets(NamedTuple):
+    """Where packed sequences begin.
+
+    Attributes:
+        lengths: int32 [N], tokens of each.
+        at: int64 [4, N + 1]: `starts` times a row's elements in q, k and v; in out; in dk; in stats.
+    """
+
+    lengths: Tensor
+    at: Tensor
+
+
+@cache
+def _multipliers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1)
+
+
+def offsets_of(form: Form, starts: Tensor) -> Offsets:
+    """Three small kernels. `starts`: int32 [N + 1], N ≤ form.rows: sequences without tokens are added at the end.
+
+    Raises:
+        RuntimeError: the stream is captured, and `form` has not run before.
+    """
+    device = starts.device
+    prepare(form, device)  # what is cached below must not be made in a capture
+    if missing := form.rows + 1 - len(starts):
+        starts = torch.cat((starts, starts[-1:].expand(missing)))
+    numbers = (form.strides[1][2], form.out[2], form.kv[2], form.heads)
+    return Offsets(starts.diff(), starts * _multipliers(numbers, device))
+
+
+def for_backward(form: Form) -> Form:
+    """The form of backward, whose q lies as out does if there are packed sequences."""
+    return form._replace(strides=(form.out, *form.strides[1:])) if form.tokens else form
+
+
+def prepare(form: Form, device: torch.device) -> None:
+    """Build the graph of forward.
+
+    Raises:
+        RuntimeError: the stream is captured, and `form` has not run before.
+    """
+    _graph(form, device.index, False)
+
+
+def _execute(
+    form: Form,
+    backward: bool,
+    device: torch.device,
+    given: dict[At, Tensor],
+    offsets: Offsets | None,
+) -> None:
+    graph = _graph(form, device.index, backward)
+    pointers = {int(at): t.data_ptr() for at, t in given.items()}
+    if offsets is not None:
+        first, step = offsets.at.data_ptr(), offsets.at.stride(0) * 8
+        pointers[int(At.LENGTHS)] = offsets.lengths.data_ptr()
+        for n, at in enumerate((At.AT_QKV, At.AT_OUT, At.AT_KV, At.AT_STATS)):
+            pointers[int(at)] = first + n * step
+        if not backward:
+            del pointers[int(At.AT_KV)]
+    workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=device)
+    handle = _handle(device.index, threading.get_ident())
+    with torch.cuda.device(device):
+        frontend().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.built._execute(pointers, workspace.data_ptr(), handle)
+
+
+def forward(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, offsets: Offsets | None
+) -> tuple[Tensor, Tensor]:
+    """out [B, T, H, D], packed [B T, H, D], and stats, of q [B, H, T, D], k and v [B, Hk, T, D]."""
+    tokens = q.shape[0] * q.shape[2]
+    shape = (tokens,) if form.tokens else (form.rows, form.longest)
+    out = q.new_empty((*shape, form.heads, form.dim))
+    n = (tokens, form.heads) if form.tokens else (form.rows, form.heads, form.longest)
+    stats = torch.empty(n, dtype=torch.float32, device=q.device)
+    given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats}
+    _execute(form, False, q.device, given, offsets)
+    return out, stats
+
+
+def backward(
+    form: Form, kept: tuple[Tensor, ...], dout: Tensor, offsets: Offsets | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as out, dk and dv [B, T, Hk, D] or [B T, Hk, D]. `kept`: q, k, v, out and stats; dout lies as out does.
+
+    `form` is from `for_backward`; of packed sequences q lies as out does, too.
+    """
+    q, k, v, out, stats = kept
+    dq = torch.empty_like(out)
+    dk, dv = (q.new_empty((*out.shape[:-2], form.kv_heads, form.dim)) for _ in range(2))
+    given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats, At.DOUT: dout}
+    given |= {At.DQ: dq, At.DK: dk, At.DV: dv}
+    _execute(form, True, q.device, given, offsets)
+    return dq, dk, dv

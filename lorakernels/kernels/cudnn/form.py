@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a graph of causal attention is, and its description for cuDNN (attention.py runs it)."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+OLDEST = 91900  # 9.19.0, the one that was tried
+
+
+class At(IntEnum):
+    """The tensors of both graphs."""
+
+    Q = 1
+    K = 2
+    V = 3
+    OUT = 4
+    STATS = 5
+    DOUT = 6
+    DQ = 7
+    DK = 8
+    DV = 9
+    LENGTHS = 10
+    AT_QKV = 11
+    AT_OUT = 12
+    AT_KV = 13
+    AT_STATS = 14
+
+
+class Form(NamedTuple):
+    """What a graph is built for.
+
+    Attributes:
+        rows: rows B, or packed sequences N.
+        longest: tokens T of a row, or at most of a sequence.
+        tokens: of all packed sequences together, at most; 0 for rows.
+        heads, kv_heads, dim: H, Hk, D.
+        strides: of q, k and v in elements, each (of a row, of a head, of a token). Packed, cuDNN reads no
+            first one, but cuDNN 9.10 refuses 0. Of a token, all three have one, or q has that of out.
+        dtype: bf16 or fp16.
+        scale: the factor of q kᵀ.
+        deterministic: whether backward sums in the same order each time. It takes 2 B H T² more bytes meanwhile.
+    """
+
+    rows: int
+    longest: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    strides: tuple[tuple[int, int, int], ...]
+    dtype: torch.dtype
+    scale: float
+    deterministic: bool
+
+    @property
+    def out(self) -> tuple[int, int, int]:
+        """Strides of out, dout and dq: [B, T, H, D] in memory."""
+        return _own(self, self.heads)
+
+    @property
+    def kv(self) -> tuple[int, int, int]:
+        """Strides of dk and dv: [B, T, Hk, D] in memory."""
+        return _own(self, self.kv_heads)
+
+
+def _own(form: Form, heads: int) -> tuple[int, int, int]:
+    return form.longest * heads * form.dim, form.dim, heads * form.dim
+
+
+@cache
+def frontend() -> Any:
+    """The module `cudnn`.
+
+    Raises:
+        ImportError: nvidia-cudnn-frontend is not installed.
+    """
+    import cudnn
+
+    return cudnn
+
+
+def operation(form: Form, backward: bool, **where: Any) -> Any:
+    """cuDNN's graph of one operation, which cuDNN has checked. `where`: a handle, or `sm_version`, for no GPU."""
+    cudnn = frontend()
+    kinds = cudnn.data_type
+    io = kinds.BFLOAT16 if form.dtype == torch.bfloat16 else kinds.HALF
+    graph = cudnn.pygraph(
+        io_data_type=io,
+        intermediate_data_type=kinds.FLOAT,
+        compute_data_type=kinds.FLOAT,
+        **where,
+    )
+    _Builder(graph, form, io).add(backward)
+    graph.validate()
+    graph.build_operation_graph()
+    return graph
+
+
+class _Builder:
+    """One graph's tensors and its one operation."""
+
+    def __init__(self, graph: Any, form: Form, io: Any) -> None:
+        self.graph, self.form, self.io = graph, form, io
+        self.kinds = frontend().data_type
+        self.offsets: dict[At, Any] = {}
+        self.options: dict[str, Any] = {"attn_scale": form.scale, "use_causal_mask": True}
+        if form.tokens:
+            rows = [form.rows, 1, 1, 1]
+            lengths = self._tensor(At.LENGTHS, rows, [1] * 4, self.kinds.INT32)
+            self.options |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
+
+    def _tensor(self, at: At, dim: list[int], stride: list[int], kind: Any) -> Any:
+        made = self.graph.tensor(name=at.name, dim=dim, stride=stride, data_type=kind)
+        made.set_uid(int(at))
+        return made
+
+    def _packed(self, tensor: Any, at: At) -> None:
+        """Let sequence n of the tensor begin at element `at`[n], if there are packed sequences."""
+        if self.form.tokens:
+            if at not in self.offsets:
+                dims = [self.form.rows + 1, 1, 1, 1]
+                self.offsets[at] = self._tensor(at, dims, [1] * 4, self.kinds.INT64)
+            tensor.set_ragged_offset(self.offsets[at])
+
+    def _dims(self, heads: int) -> list[int]:
+        return [self.form.rows, heads, self.form.longest, self.form.dim]
+
+    def _strided(self, strides: tuple[int, int, int]) -> list[int]:
+        return [*strides, 1]
+
+    def _given(self, at: At, heads: int, strides: tuple[int, int, int], offsets: At) -> Any:
+        made = self._tensor(at, self._dims(heads), self._strided(strides), self.io)
+        self._packed(made, offsets)
+        return made
+
+    def _found(self, made: Any, at: At, layout: tuple[list[int], list[int]], offsets: At) -> None:
+        made.set_output(True).set_uid(int(at))
+        made.set_dim(layout[0]).set_stride(layout[1])
+        made.set_data_type(self.kinds.FLOAT if at is At.STATS else self.io)
+        self._packed(made, offsets)
+
+    def _stats(self) -> tuple[list[int], list[int]]:
+        """[N, H, T, 1] dense; packed [tokens, H] in memory."""
+        form = self.form
+        dims = [form.rows, form.heads, form.longest, 1]
+        if form.tokens:
+            return dims, [form.heads * form.longest, 1, form.heads, 1]
+        return dims, [form.heads * form.longest, form.longest, 1, 1]
+
+    def add(self, backward: bool) -> None:
+        form = self.form
+        heads = (form.heads, form.kv_heads, form.kv_heads)
+        q_at = At.AT_OUT if form.strides[0] == form.out else At.AT_QKV
+        qkv = [
+            self._given(at, n, strides, offsets)
+            for at, n, strides, offsets in zip(
+                (At.Q, At.K, At.V),
+                heads,
+                form.strides,
+                (q_at, At.AT_QKV, At.AT_QKV),
+                strict=True,
+            )
+        ]
+        if backward:
+            return self._add_backward(qkv)
+        out, stats = self.graph.sdpa(
+            name="attention", q=qkv[0], k=qkv[1], v=qkv[2], is_inference=False, **self.options
+        )
+        self._found(out, At.OUT, (self._dims(form.heads), self._strided(form.out)), At.AT_OUT)
+        self._found(stats, At.STATS, self._stats(), At.AT_STATS)
+
+    def _add_backward(self, qkv: list[Any]) -> None:
+        form = self.form
+        out = self._given(At.OUT, form.heads, form.out, At.AT_OUT)
+        dout = self._given(At.DOUT, form.heads, form.out, At.AT_OUT)
+        stats = self._tensor(At.STATS, *self._stats(), self.kinds.FLOAT)
+        self._packed(stats, At.AT_STATS)
+        if form.tokens:
+            self.options |= {
+                "max_total_seq_len_q": form.tokens,
+                "max_total_seq_len_kv": form.tokens,
+            }
+        found = self.graph.sdpa_backward(
+            name="attention_backward",
+            q=qkv[0],
+            k=qkv[1],
+            v=qkv[2],
+            o=out,
+            dO=dout,
+            stats=stats,
+            use_deterministic_algorithm=form.deterministic,
+            **self.options,
+        )
+        dq = (self._dims(form.heads), self._strided(form.out))
+        dkv = (self._dims(form.kv_heads), self._strided(form.kv))
+        self._found(found[0], At.DQ, dq, At.AT_OUT)
+        self._found(found[1], At.DK, dkv, At.AT_KV)
+        self._found(found[2], At.DV, dkv, At.AT_KV)
