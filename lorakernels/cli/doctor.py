@@ -22,6 +22,7 @@ PACKAGES = (
     "transformers",
     "peft",
     "tokenizers",
+    "nvidia-cudnn-frontend",
     "transformer_engine",
 )
 PROBE_SECONDS = 120
@@ -121,9 +122,19 @@ def _devices() -> list[dict[str, Any]]:
                 "memory_gib": round(properties.total_memory / 2**30, 1),
                 "multiprocessors": properties.multi_processor_count,
                 "ops": _ops("cuda", capability(index)),
+                "cudnn_graph": _cudnn_graph(index),
             }
         )
     return devices
+
+
+def _cudnn_graph(index: int) -> str:
+    """Whether `attention="cudnn_graph"` can be asked for, or why not."""
+    import torch
+
+    from lorakernels.autograd.graphed_attention import why_not_here
+
+    return why_not_here(torch.device("cuda", index)) or "can be asked for"
 
 
 def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[str, dict[str, str]]:
@@ -153,6 +164,8 @@ def render(facts: dict[str, Any]) -> str:
     lines[-1] += "sees a GPU" if facts["torch"]["cuda_available"] else no_gpu
     for device in facts["devices"]:
         lines += ["", _render_device(device), *_render_ops(device["ops"])]
+        if "cudnn_graph" in device:
+            lines.append(f"  {'attention cudnn_graph':24}{device['cudnn_graph']}")
     return "\n".join(lines)
 
 
