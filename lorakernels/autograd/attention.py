@@ -40,6 +40,7 @@ _IS_ENABLED = {
 }
 GRAPH = "cudnn_graph"
 BACKENDS = (*_ENABLE, GRAPH)
+SHORT = 128  # tokens of the longest packed sequence up to which flash is faster than graphs
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -98,14 +99,14 @@ def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ca
     )
 
 
-def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor, short: bool = False) -> str:
     """As `choose`, for sequences packed into rows: "cudnn_graph", "packed" for flash's variable lengths, else a
-    backend for a mask.
+    backend for a mask. `short`: no sequence is longer than SHORT tokens.
     """
     check(wanted)
     if wanted == GRAPH and _takes_graph(wanted, graphed.why_not(q, k, v, True)):
         return GRAPH
-    if wanted == "auto" and _takes_graph(wanted, _why_not_packed(q, k, v)):
+    if wanted == "auto" and not short and _takes_graph(wanted, _why_not_packed(q, k, v)):
         return GRAPH
     takes = q.is_cuda and capability_of(q.device) >= AMPERE and q.dtype in HALVES
     if wanted in ("auto", "flash") and takes and q.shape[3] % 8 == 0 and q.shape[3] <= 256:

@@ -37,6 +37,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:
         why_not_here(q.device)
         or _why_not_shapes(q, k, v)
         or _why_not_strides(q, k, v, packed)
+        or ("rows have one token" if q.shape[2] == 1 and not packed else "")
         or ("" if packed else _why_not_memory(q.shape[0], q.shape[1], q.shape[2], q.device))
         or ("" if kernel.built() < MOST else f"graphs for {MOST // 2} shapes are built already")
     )

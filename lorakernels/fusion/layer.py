@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels.autograd.attention import attend, attend_packed, choose, choose_packed
+from lorakernels.autograd.attention import SHORT, attend, attend_packed, choose, choose_packed
 from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
 from lorakernels.fusion.families.spec import Heads, LayerSpec
@@ -253,11 +253,12 @@ def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) 
     mask, causal, starts, longest = visible
     shape = None if mask is None else mask.shape
     exact = torch.are_deterministic_algorithms_enabled()
-    key = (q.shape, k.shape, q.dtype, shape, causal, starts is None, q.requires_grad, exact)
+    short = longest <= SHORT
+    key = (q.shape, k.shape, q.dtype, shape, causal, starts is None, short, q.requires_grad, exact)
     name = parts.chosen.get(key)
     if starts is not None:
         if name is None:
-            name = parts.chosen[key] = choose_packed(parts.attention, q, k, v)
+            name = parts.chosen[key] = choose_packed(parts.attention, q, k, v, short)
         return attend_packed(name, q, k, v, starts, longest, parts.heads.scale)
     if name is None:
         name = parts.chosen[key] = choose(parts.attention, q, k, v, mask, causal)
