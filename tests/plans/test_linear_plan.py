@@ -5,15 +5,26 @@ from __future__ import annotations
 
 import gc
 import re
+import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
+import lorakernels
+from lorakernels import (
+    _C,
+    DelayedScaling,
+    FrozenFP8Linear,
+    LoRAConfig,
+    LoRALinear,
+    apply_lora,
+)
 from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
@@ -368,3 +379,22 @@ def test_plans_in_a_captured_graph() -> None:
         tensor.zero_()
     graph.replay()
     assert all(map(torch.equal, captured, expected))
+
+
+@pytest.mark.parametrize("op", ["quantize_lora_down", "fp8_linear_lora"])
+def test_x_passes_the_files_that_the_architecture_page_names(op: str) -> None:
+    """Those on the stack when csrc is called, without what stands between an op's name and its implementation."""
+    home = Path(lorakernels.__file__).parent
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    named = page.split("## The way of x")[1].split("In `csrc")[0]
+    passed: list[str] = []
+
+    def launch(*arguments: Any) -> None:
+        files = [Path(frame.filename) for frame in traceback.extract_stack()]
+        inside = [f.relative_to(home).as_posix() for f in files if f.is_relative_to(home)]
+        passed.extend(dict.fromkeys(f for f in inside if f != "ops/register.py"))
+
+    module, x = layer(), torch.randn(M, K, dtype=BF16)
+    with dry_cuda(), without_plans(), mock.patch.object(_C, op, launch):
+        module(x)
+    assert len(passed) == 6 and all(f"`{file}`" in named for file in passed), passed
