@@ -66,8 +66,8 @@ class SharedInput:
 class CallInput:
     """How one tensor of a call reaches its buffer.
 
-    Either this call copies it, or an earlier call has copied the same object, or it is another call's output and lies
-    in the graphs' memory already.
+    Either this call copies it, or an earlier call has copied the same object. Or it is another call's output, which
+    lies in the graphs' memory already.
     """
 
     def __init__(self, path: str, spec: TensorSpec) -> None:

@@ -33,7 +33,7 @@ class IterationProgress:
 class ReplayCursor:
     """The next step of a captured block, and the buffers that eager code must have let go of before it.
 
-    The microbatches of `order` are those of one block. During the trial, the first replayed iteration, every buffer is
+    The microbatches of `order` are those of one block. The first replayed iteration is the trial. In it every buffer is
     handed out as a copy, and the cursor finds out which of them eager code keeps.
     """
 

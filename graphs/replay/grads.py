@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory for the gradients of parameters, to which captured backwards add.
 
-The memory stays in place. It is `main_grad` where a parameter has one, a `.grad` that other code holds too, or a piece
-of a slab that the manager has allocated. A graph always adds, so the memory must start at zero: if `.grad` is None at a
-launch, as after `zero_grad`, the memory is zeroed and installed as `.grad` first.
+The memory stays in place. It is one of three: `main_grad` where a parameter has one, a `.grad` that other code holds
+too, or a piece of a slab that the manager has allocated. A graph always adds, so the memory must start at zero. If
+`.grad` is None at a launch, as after `zero_grad`, the memory is zeroed and installed as `.grad` first.
 
 A gradient that other code still holds is never overwritten. Whether it does is seen from reference counts: of the
 tensor object, and of the storage, which views hold. If an old gradient is held, or `.grad` was replaced by another
 tensor, the launch makes a detour: it adds to zeroed memory, copies the sum to `.grad`, and puts the old content back.
 Our own references are counted when a capture ends. A later one that nobody uses, such as that of a debugger's frame,
-costs no more than the detour.
+costs no more than the detour. A plainer rule, by which the extension has the only reference, was taken back: a whole
+step under DDP on two ranks was not equal to the bit (ea3b460).
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class GradTarget:
     def calibrate(self, before: tuple[int, int] | None) -> None:
         """Record the reference counts that our own code accounts for, so that `held` can detect others.
 
-        For a new tensor these are the counts now. Otherwise `before` has the counts before the capture, and only what
-        the capture has added is added here, because other code may have held the gradient already.
+        For a new tensor these are the counts now. Otherwise other code may have held the gradient already. So `before`
+        has the counts before the capture, and only what the capture has added is added here.
         """
         references, uses = before or (self.references, self.uses)
         self.references += sys.getrefcount(self.grad) - references

@@ -87,10 +87,10 @@ class GraphedCall:
     def takes(self, spec: list[Any], tensors: Sequence[Tensor]) -> bool:
         """Whether replaying the graphs is valid for this call.
 
-        Constants must be equal in value and type. A tensor must be the very object that was handed out or copied
-        before, unmodified; or, where this call copies, have the captured shape, strides and dtype. `match` checks the
-        same of (args, kwargs) in one call of the extension, and autocast and the fingerprint besides. A training loop
-        that goes on as it began needs `match` alone.
+        Constants must be equal in value and type. Where this call copies, a tensor must have the captured shape,
+        strides and dtype. Elsewhere it must be the very object that was handed out or copied before, unmodified.
+        `match` checks the same of (args, kwargs) in one call of the extension, and autocast and the fingerprint
+        besides. A training loop that goes on as it began needs `match` alone.
         """
         if spec != self.spec:
             return False

@@ -4,7 +4,8 @@
 A fingerprint holds parameters and buffers (which objects, at which address, trained or not) and the submodules and
 hooks that are there. It holds plain attributes of every submodule, such as a dropout probability, a scaling, `training`
 or whether an adapter is merged. It also holds attributes that are tensors or random states, and the tensors of the FP8
-and random states; for a whole step, the numbers and state of the optimizers too. csrc/graphs/watch.cpp compares.
+and random states. For a whole step it holds the numbers and state of the optimizers, too. csrc/graphs/watch.cpp
+compares.
 """
 
 from __future__ import annotations

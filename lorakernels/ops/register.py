@@ -135,8 +135,8 @@ def _function(
 ) -> Callable[..., Any]:
     """`lambda parameters: target(arguments)`.
 
-    It is compiled from text because a loop over the arguments costs each call several times as much, and because
-    torch.compile traces such a function without a guard on every name in it.
+    It is compiled from text: a loop over the arguments costs each call several times as much. torch.compile also traces
+    such a function without a guard on every name in it.
     """
     known = {kind.__name__: kind for kind in (Dropout, Scaled, Scaling, SideBySide, Up, Weight)}
     source = f"lambda {', '.join(parameters)}: target({', '.join(arguments)})"
