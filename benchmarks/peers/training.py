@@ -33,12 +33,12 @@ from benchmarks.peers.te import autocast, te_or_unavailable
 from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
-from lorakernels.parallel.plan_memory import FRAGMENTS, saves_within
+from lorakernels.parallel.plan_memory import saves_within
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize
 from lorakernels.parallel.plan_time import Batch
 
 LR = 2e-4
-SPARE = FRAGMENTS  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
+SPARE = 0.07  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
 IGNORE = -100
 FITS = {"fit": False, "fit, offload": True}  # whether something may be offloaded
 
