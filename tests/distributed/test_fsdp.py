@@ -89,9 +89,10 @@ def train(
     }
 
 
-def worker(
+def both(
     rank: int, device: torch.device, family: str, ignores: str, save: str
 ) -> list[dict[str, Any]]:
+    """What is trained with FSDP, and without it."""
     model = net(family, device)
     if save != UNFUSED:
         fuse(model, save=save)
@@ -118,13 +119,29 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("family", "ignores", "save"), CASES, ids=lambda x: str(x))
-def test_bits_are_those_without_fsdp(backend: str, family: str, ignores: str, save: str) -> None:
+def worker(rank: int, device: torch.device) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """One start of the ranks for all cases."""
+    return {case: both(rank, device, *case) for case in CASES}
+
+
+_ran: dict[str, list[dict[Any, list[dict[str, Any]]]]] = {}
+
+
+def results(backend: str) -> list[dict[Any, list[dict[str, Any]]]]:
+    """Of every rank, by case."""
     if backend == "nccl" and torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs, found {torch.cuda.device_count()}")
-    for ours, theirs in on_ranks(worker, WORLD, backend, family, ignores, save):
+    if backend not in _ran:
+        _ran[backend] = on_ranks(worker, WORLD, backend)
+    return _ran[backend]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_bits_are_those_without_fsdp(backend: str, case: tuple[str, str, str]) -> None:
+    for found in results(backend):
+        ours, theirs = found[case]
         assert all(map(torch.equal, ours["losses"], theirs["losses"]))
         assert ours["trained"].keys() == theirs["trained"].keys()
         differ = [n for n, p in ours["trained"].items() if not torch.equal(p, theirs["trained"][n])]
