@@ -31,6 +31,7 @@ from lorakernels.parallel import ShardPlan
 from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
+from lorakernels.values import LogitChange
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "LoRALinear",
     "LoRALinearGroup",
     "LoRAReport",
+    "LogitChange",
     "MMParams",
     "Offload",
     "PhiloxState",

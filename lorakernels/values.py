@@ -74,6 +74,18 @@ class Weight(NamedTuple):
     t: Tensor | None = None
 
 
+class LogitChange(NamedTuple):
+    """What a model does to its head's logits z before the loss: cap · tanh(scale · z / cap), or scale · z.
+
+    Attributes:
+        scale: a positive factor.
+        cap: what the size of a logit stays below; None for no cap.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
 class Up(NamedTuple):
     """The second half of an adapter, which adds scaling · s Bᵀ.
 

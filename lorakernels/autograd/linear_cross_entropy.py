@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of a language model's head without the logits of all tokens.
 
-    z = h Wᵀ + b       loss = f · Σ_t ( log Σ_v exp z_tv − z_t,label )       f = 1, or 1 / items for the mean
-    dz = f · (softmax(z) − onehot(label))       dh = dz W       dW = dzᵀ h       db = Σ_t dz
+    z = c (h Wᵀ + b)   loss = f · Σ_t ( log Σ_v exp z_tv − z_t,label )       f = 1, or 1 / items for the mean
+    dz = c f · (softmax(z) − onehot(label))     dh = dz W       dW = dzᵀ h       db = Σ_t dz
+
+c is 1 in most models. The GEMM multiplies by it, and dz contains it. A model with a cap C has C tanh(z / C) in z's
+place, and dz times 1 − tanh²(z / C).
 
     h [M, K]   W [V, K]   b [V]   labels [M]; a token whose label is `ignore_index` does not count
 
@@ -13,6 +16,7 @@ trained. Only these gradients are kept for backward, which multiplies them by th
 Peak bytes in forward beside h and W, with b bytes per value of h:
 
     frozen head         b MK + b·chunk·V + 4 M
+    a cap               + b·chunk·V, and with fp8 another b·chunk·V
     trained head        + 4 VK (dW in fp32) + 4 VK (its product)
     fp8                 + MK + chunk·V, and VK where W is not FP8 already
 
@@ -24,6 +28,7 @@ On a GPU, the host never waits for the device: counts stay on the device, and a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +39,10 @@ from lorakernels import ops
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS
-from lorakernels.values import Scaled, Scaling, Weight
+from lorakernels.values import LogitChange, Scaled, Scaling, Weight
 
 _E5M2 = torch.float8_e5m2
+_POWER = 2.0**15  # the largest power of two in e5m2, which holds what is at most 1 times this
 CHUNK = 2048
 
 
@@ -44,7 +50,39 @@ CHUNK = 2048
 class _How:
     chunk: int
     ignore_index: int
-    late: bool  # f is multiplied in backward: in fp16 it could make dh underflow before a loss scale is applied
+    late: (
+        Tensor | None
+    )  # c f, where backward multiplies by it: in fp16 dh could underflow before a loss scale
+    change: LogitChange
+
+    @property
+    def slope(self) -> float:
+        """What the GEMM multiplies logits by: c, or c / C where the tanh of that comes next."""
+        return self.change.scale / (self.change.cap or 1.0)
+
+
+class _Cap:
+    """C tanh(z) in the place of z, and its derivative. One buffer holds tanh(z) of a chunk."""
+
+    def __init__(self, cap: float) -> None:
+        self.cap = cap
+        self._tanh: Tensor | None = None
+
+    def bend_(self, z: Tensor) -> Tensor:
+        torch.tanh(z, out=self._tanh_of(z))
+        return torch.mul(self._tanh_of(z), self.cap, out=z)
+
+    def chain_(self, dz: Tensor) -> Tensor:
+        """dz times 1 − tanh², which fp32 computes and rounds once."""
+        found: Tensor = torch.ops.aten.tanh_backward.grad_input(
+            dz, self._tanh_of(dz), grad_input=dz
+        )
+        return found
+
+    def _tanh_of(self, z: Tensor) -> Tensor:
+        if self._tanh is None:
+            self._tanh = torch.empty_like(z)
+        return self._tanh[: len(z)]
 
 
 class _Plain:
@@ -55,26 +93,36 @@ class _Plain:
     ) -> None:
         self.hidden, self.weight, self.bias, self.factor = hidden, weight, bias, factor
         self._z = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
-        self._ignore_index = how.ignore_index
+        self._ignore_index, self._slope = how.ignore_index, how.slope
+        self._cap = None if how.change.cap is None else _Cap(how.change.cap)
 
     def logits(self, rows: slice) -> Tensor:
         h = self.hidden[rows]
-        z = self._z[: len(h)]
-        if self.bias is None:
-            return torch.mm(h, self.weight.t(), out=z)
-        return torch.addmm(self.bias, h, self.weight.t(), out=z)
+        z = self._product(h, self._z[: len(h)])
+        return z if self._cap is None else self._cap.bend_(z)
+
+    def _product(self, h: Tensor, z: Tensor) -> Tensor:
+        slope, weight_t = self._slope, self.weight.t()
+        if self.bias is not None:
+            return torch.addmm(self.bias, h, weight_t, beta=slope, alpha=slope, out=z)
+        if slope != 1.0:
+            return z.addmm_(h, weight_t, beta=0, alpha=slope)
+        return torch.mm(h, weight_t, out=z)
 
     def losses(self, z: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """(losses, dz), which is z without a gradient."""
-        args = (labels, self.factor, self._ignore_index, gradient)
-        return ops.cross_entropy_(z, *args), z
+        losses = ops.cross_entropy_(z, labels, self.factor, self._ignore_index, gradient)
+        return losses, z if self._cap is None or not gradient else self._cap.chain_(z)
 
     def grad(self, dz: Tensor, out: Tensor) -> None:
         torch.mm(dz, self.weight, out=out)
 
 
 class _FP8:
-    """As _Plain, with e4m3 h and W and e5m2 dz. h and W are scaled by their amax, dz by what bounds it."""
+    """As _Plain, with e4m3 h and W and e5m2 dz. h and W are scaled by their amax, dz by what bounds it.
+
+    Under a cap dz is computed in h's dtype and then rounded to e5m2, with a power of two for its scale.
+    """
 
     def __init__(
         self,
@@ -85,21 +133,32 @@ class _FP8:
         how: _How,
     ) -> None:
         self.dtype, self.weight, self.bias = hidden.dtype, weight, bias
+        self._steep = weight
+        if how.slope != 1.0:
+            assert weight.scale_inv is not None
+            self._steep = weight._replace(scale_inv=weight.scale_inv * how.slope)
+            self.bias = None if bias is None else bias * how.slope
+        self._cap = None if how.change.cap is None else _Cap(how.change.cap)
         self.hidden = Scaled(*_quantized(hidden))
-        self._dz_inv = torch.full((1,), GRAD_SCALE_INV, device=hidden.device)
+        unit = GRAD_SCALE_INV if self._cap is None else 1 / _POWER
+        self._dz_inv = torch.full((1,), unit, device=hidden.device)
         if factor is not None:
             self._dz_inv *= factor
         self._ignore_index = how.ignore_index
 
     def logits(self, rows: slice) -> Tensor:
         hidden = self.hidden._replace(data=self.hidden.data[rows])
-        return ops.fp8_linear_lora(hidden, self.weight, self.bias, None, self.dtype)
+        z = ops.fp8_linear_lora(hidden, self._steep, self.bias, None, self.dtype)
+        return z if self._cap is None else self._cap.bend_(z)
 
     def losses(self, z: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """(losses, dz's bytes), which are z without a gradient."""
-        if gradient:
+        if gradient and self._cap is None:
             return ops.cross_entropy_fp8(z, labels, self._ignore_index)
-        return ops.cross_entropy_(z, labels, None, self._ignore_index, False), z
+        losses = ops.cross_entropy_(z, labels, None, self._ignore_index, gradient)
+        if not gradient or self._cap is None:
+            return losses, z
+        return losses, self._cap.chain_(z).mul_(_POWER).to(_E5M2).view(torch.uint8)
 
     def grad(self, dz: Tensor, out: Tensor) -> None:
         scaled = Scaled(dz, self._dz_inv)
@@ -151,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += dz.sum(0, dtype=wide)
             del z, dz
-        ctx.save_for_backward(d_hidden, d_weight, d_bias, factor if how.late else None)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, how.late)
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         loss = losses.sum()
         return loss if factor is None else loss * factor
@@ -191,6 +250,7 @@ def linear_cross_entropy(
     num_items: int | float | Tensor | None = None,
     fp8: bool = False,
     weight_scale_inv: Tensor | None = None,
+    change: LogitChange | None = None,
 ) -> Tensor:
     """Cross-entropy of `hidden` Wᵀ + bias against `labels`. The logits of all tokens never exist at once.
 
@@ -209,6 +269,7 @@ def linear_cross_entropy(
         fp8: multiply in FP8, e4m3 × e4m3 in forward and e5m2 × e4m3 in backward. The head must be frozen. A W that is
             not FP8 is quantized at each call, which moves 5 VK bytes of a 16-bit W. `quantize_head` does it once.
         weight_scale_inv: fp32 [1], of an e4m3 `weight`.
+        change: what the model does to its logits, as `change_of_logits(config)` returns it; None for nothing.
 
     Returns:
         An fp32 scalar (fp64 if hidden is fp64).
@@ -227,6 +288,9 @@ def linear_cross_entropy(
         raise ValueError(f'reduction must be "mean" or "sum", found {reduction!r}')
     if num_items is not None and reduction == "sum":
         raise ValueError(f'num_items = {num_items} divides a mean: reduction must be "mean"')
+    change = change or LogitChange()
+    if not 0 < change.scale < math.inf or not (change.cap is None or 0 < change.cap < math.inf):
+        raise ValueError(f"change must have a positive scale and cap, found {change}")
     labels = labels.reshape(-1)
     _check_range(labels, ignore_index, len(weight))
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -236,8 +300,13 @@ def linear_cross_entropy(
         tensors = tuple(None if t is None else t.detach() for t in tensors)
     with torch.autocast(hidden.device.type, enabled=False):
         h, w, b = rows.detach(), weight.detach(), None if bias is None else bias.detach()
-        how = _How(chunk, ignore_index, late=h.dtype == torch.float16)
-        early = None if how.late else factor
+        if (
+            change.cap is not None
+        ):  # NaN of an ignored token would meet its gradient, 0, in the cap's derivative
+            h = h.masked_fill((labels == ignore_index)[:, None], 0.0)
+        slope = _times(factor, change.scale, h)
+        early, late = (None, slope) if h.dtype == torch.float16 else (slope, None)
+        how = _How(chunk, ignore_index, late, change)
         if fp8:
             head: _Plain | _FP8 = _FP8(h, _frozen(w, weight_scale_inv), b, early, how)
         else:
@@ -264,6 +333,16 @@ def _factor(
     if not num_items > 0:
         raise ValueError(f"num_items must be positive, found {num_items}")
     return torch.full((), 1.0 / num_items, dtype=dtype, device=like.device)
+
+
+def _times(factor: Tensor | None, scale: float, like: Tensor) -> Tensor | None:
+    """c f, or None where it is 1."""
+    if scale == 1.0:
+        return factor
+    if factor is not None:
+        return factor * scale
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.full((), scale, dtype=dtype, device=like.device)
 
 
 def _check_range(labels: Tensor, ignore_index: int, vocabulary: int) -> None:

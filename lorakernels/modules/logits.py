@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models of transformers do to logits after their output head. A loss that computes logits itself does not."""
+"""What models of transformers do to logits after their output head. A loss that computes logits itself has to do it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# fields of a config by which logits are changed → values that change nothing
-CHANGES = {
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-}
+from lorakernels.values import LogitChange
 
 
-def change_of_logits(config: Any) -> str | None:
-    """ "field = value" of a config by which the model changes its logits, or None."""
-    for name, neutral in CHANGES.items():
-        if (value := getattr(config, name, None)) not in neutral:
-            return f"{name} = {value}"
-    return None
+def change_of_logits(config: Any) -> LogitChange | None:
+    """What a model of this config does to its logits, or None. `config` is that of the model's text part.
+
+    Read are `logits_scaling`, which divides them, `logit_scale`, which multiplies them, and `final_logit_softcapping`.
+    """
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    factor = getattr(config, "logit_scale", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None) or None
+    found = LogitChange(factor / divisor, cap)
+    return None if found == LogitChange() else found

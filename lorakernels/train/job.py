@@ -53,6 +53,7 @@ from lorakernels.train.loggers import check_packages
 from lorakernels.train.loop import Trainer
 from lorakernels.train.metrics import plot_losses
 from lorakernels.train.model import (
+    attention_of,
     check_directory,
     load_model,
     load_tokenizer,
@@ -69,7 +70,7 @@ from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
-from lorakernels.train.preflight import check_before_loading, check_vocabulary
+from lorakernels.train.preflight import check_before_loading, check_vocabulary, read_config
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reading, Reporter
 from lorakernels.train.running_options import RunningOptions
@@ -266,6 +267,7 @@ def load_adapted(
                 dtype=dtype,
                 lora=lora_config(options),
                 rng_state=random,
+                attn_implementation=attention_of(read_config(directory)),
                 progress=reading,
                 mesh=mesh,
                 offload=Offload(options.offload, progress=pinning(reporter.say)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels import linear_cross_entropy
+from lorakernels import LogitChange, linear_cross_entropy
 from lorakernels.train.packing import IGNORE
 
 
@@ -23,6 +23,7 @@ def chunked_cross_entropy(
     chunk: int,
     items: Tensor | None = None,
     fp8: tuple[Tensor, Tensor] | None = None,
+    change: LogitChange | None = None,
 ) -> Tensor:
     """Sum of the token losses, an fp32 scalar, divided by `items` if given.
 
@@ -33,6 +34,7 @@ def chunked_cross_entropy(
         chunk: number of tokens whose logits exist at the same time.
         items: scalar tensor, the divisor.
         fp8: what `quantize_head` made of a plain frozen head's weight, to multiply by in FP8.
+        change: what the model does to its logits, or None.
 
     Raises:
         ValueError: the shapes of `hidden` and `labels` do not fit.
@@ -54,15 +56,27 @@ def chunked_cross_entropy(
             num_items=items,
             fp8=fp8 is not None,
             weight_scale_inv=scale_inv,
+            change=change,
         )
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for part in range(0, len(hidden), chunk):
         rows = slice(part, part + chunk)
         total = total + checkpoint(
-            _head_loss, head, hidden[rows], labels[rows], use_reentrant=False
+            _head_loss, head, hidden[rows], labels[rows], change, use_reentrant=False
         )
     return total if items is None else total / items
 
 
-def _head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), labels, ignore_index=IGNORE, reduction="sum")
+def _head_loss(
+    head: nn.Module, hidden: Tensor, labels: Tensor, change: LogitChange | None
+) -> Tensor:
+    logits = changed(head(hidden).float(), change)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+
+def changed(logits: Tensor, change: LogitChange | None) -> Tensor:
+    """What the model makes of its head's `logits`."""
+    if change is None:
+        return logits
+    logits = logits * change.scale
+    return logits if change.cap is None else change.cap * torch.tanh(logits / change.cap)

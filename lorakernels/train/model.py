@@ -14,6 +14,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
+from lorakernels import change_of_logits
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loss import chunked_cross_entropy
 from lorakernels.train.options import FinetuneOptions
@@ -163,6 +164,12 @@ def load_tokenizer(directory: Path) -> Any:
         ) from error
 
 
+def attention_of(config: Any) -> str:
+    """transformers' attention for a model of this config: its own formula where scores are capped, else torch's."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return "sdpa" if capped is None else "eager"
+
+
 def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The base model in ``dtype`` on ``device``. Every tensor must come from the directory.
 
@@ -172,13 +179,14 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
     transformers = quiet_transformers()
     check_directory(directory)
     try:
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(directory, **local)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
+            **local,
             use_safetensors=True,
-            attn_implementation="sdpa",
+            attn_implementation=attention_of(config),
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises many kinds
@@ -258,10 +266,15 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
     """The arguments that keep packed documents apart.
 
     Fused layers get the starts of the documents; their attention then computes nothing between documents. Other layers
-    get a mask [B, 1, T, T].
+    get a mask [B, 1, T, T], which "eager" adds to the scores.
     """
     if batch.starts is None or not takes_starts(decoder, batch.input_ids):
-        return {"attention_mask": attention_mask(batch.segments)}
+        mask = attention_mask(batch.segments)
+        if getattr(decoder.config, "_attn_implementation", None) == "eager":
+            dtype = decoder.get_input_embeddings().weight.dtype
+            least = torch.finfo(dtype).min
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
+        return {"attention_mask": mask}
     # No layer reads this 4-D mask. It keeps transformers from looking for documents, which would wait for the device.
     unread = batch.starts.new_ones(1, 1, 1, 1, dtype=torch.bool)
     return {
@@ -274,19 +287,21 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
 def takes_starts(decoder: Any, like: Tensor) -> bool:
     """True if fused layers have flash attention of variable lengths on ``like``'s device.
 
-    Elsewhere they would turn the starts into a mask of all rows.
+    Elsewhere they would turn the starts into a mask of all rows, as they do where scores are capped.
     """
     layers = getattr(decoder, "layers", None) or [decoder]
     fused = "FusedDecoderLayer" in {kind.__name__ for kind in type(layers[0]).__mro__}
     halves = (torch.bfloat16, torch.float16)
-    return fused and like.is_cuda and decoder.embed_tokens.weight.dtype in halves
+    plain = getattr(decoder.config, "_attn_implementation", None) != "eager"
+    return fused and plain and like.is_cuda and decoder.embed_tokens.weight.dtype in halves
 
 
 def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:
     """Sum of the token losses of a batch, an fp32 scalar."""
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, isolate).flatten(0, 1)
-    return chunked_cross_entropy(hidden, head, batch.labels.flatten(), chunk)
+    labels, change = batch.labels.flatten(), change_of_logits(model.config.get_text_config())
+    return chunked_cross_entropy(hidden, head, labels, chunk, change=change)
 
 
 def mean_loss(
@@ -303,5 +318,5 @@ def mean_loss(
     """
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, options.isolate_documents).flatten(0, 1)
-    labels = batch.labels.flatten()
-    return chunked_cross_entropy(hidden, head, labels, options.loss_chunk, items, head8)
+    labels, change = batch.labels.flatten(), change_of_logits(model.config.get_text_config())
+    return chunked_cross_entropy(hidden, head, labels, options.loss_chunk, items, head8, change)

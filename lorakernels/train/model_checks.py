@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse a model that `finetune` would train wrongly, before its first step.
 
-Two properties are required of a model. Its logits must be its output head applied to its hidden states, because the
-loss is computed without the model's own tail. Its packed documents must be computed as if each were alone.
+Two properties are required of a model. Its logits must be its output head applied to its hidden states, changed by no
+more than its config says, because the loss is computed without the model's own tail. Its packed documents must be
+computed as if each were alone.
 
 Each comparison sends the same shapes and the same tokens through the same kernels on both sides. In eval, an FP8 base
 scales every tensor by its own amax. The set of tokens must therefore be the same; only their places differ.
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lorakernels import change_of_logits
 from lorakernels.train.errors import ModelError
+from lorakernels.train.loss import changed
 from lorakernels.train.model import decoder_and_head, hidden_states
 from lorakernels.train.packing import Batch
 from lorakernels.train.ranks import is_about_peers
@@ -48,7 +51,9 @@ def check_model(model: Any) -> None:
 
     *Logits.* The model's own tail and its head get the same hidden states, so large that the largest logit is 1000.
     The results may differ by one rounding of that logit. The reason is that a head called with other strides sums in
-    another order, in fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937.
+    another order, in fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937, unless the config
+    names them: then the head's logits are changed as the loss changes them. The largest is three times a named cap, so
+    that logits lie all along its curve, and three roundings are allowed: those of a quotient, a tanh and a product.
 
     *Documents.* See `isolation`. Neither difference may exceed the change that perturbed embeddings cause in the same
     rows. The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16. Over an FP8 base it is at least 2⁻⁴, one rounding
@@ -96,13 +101,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _check_logits(model: Any) -> None:
     decoder, head = decoder_and_head(model)
-    rows = _documents(model)[0].input_ids
+    rows, change = _documents(model)[0].input_ids, change_of_logits(model.config.get_text_config())
+    cap = None if change is None else change.cap
     given: list[Tensor] = []
 
     def enlarge(module: nn.Module, args: object, output: Any) -> Any:
         hidden = output.last_hidden_state
         largest = head(hidden).float().abs().max()
-        factor = torch.where(largest > 0, LARGE / largest, 1.0)
+        wanted = LARGE if change is None or cap is None else 3 * cap / change.scale
+        factor = torch.where(largest > 0, wanted / largest, 1.0)
         given.append((hidden.float() * factor).to(hidden.dtype))
         output.last_hidden_state = given[-1]
         return output
@@ -115,9 +122,10 @@ def _check_logits(model: Any) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    expected = head(given[-1]).float()
+    expected = changed(head(given[-1]).float(), change)
     difference = (logits.float() - expected).abs().max()
-    allowed = torch.finfo(given[-1].dtype).eps * expected.abs().max()
+    roundings = 1 if cap is None else 3
+    allowed = roundings * torch.finfo(given[-1].dtype).eps * expected.abs().max()
     if not bool(difference <= allowed):
         raise ModelError(
             f"{type(model).__name__} changes logits after its output head (one of {float(expected.abs().max()):.4g} by "

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora, change_of_logits, check_export
+from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.errors import ModelError, OptionError
-from lorakernels.train.model import decoder_and_head, quiet_transformers
+from lorakernels.train.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
 
 RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
@@ -36,7 +36,7 @@ def check_before_loading(
     config = read_config(directory)
     text = config.get_text_config()
     check_length(text, options.seq_len)
-    _check_kind(text)
+    _check_layers(text)
     model = build_on_meta(config)
     decoder_and_head(model)
     if unused := _excludes_nothing(model, options.exclude_modules):
@@ -77,7 +77,9 @@ def build_on_meta(config: Any) -> Any:
     config.__dict__.pop("quantization_config", None)  # a block-FP8 checkpoint has one
     try:
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            return transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention_of(config)
+            )
     except Exception as error:  # transformers raises many kinds
         raise ModelError(
             f"{config.model_type} models cannot be trained here, as causal LMs over torch's "
@@ -104,11 +106,7 @@ def check_vocabulary(config: Any, max_token: int) -> None:
         )
 
 
-def _check_kind(config: Any) -> None:
-    if changed := change_of_logits(config):
-        raise ModelError(
-            f"{config.model_type} changes logits after its output head ({changed}): finetune cannot train it correctly"
-        )
+def _check_layers(config: Any) -> None:
     if found := RECURRENT & set(getattr(config, "layer_types", None) or ()):
         raise ModelError(
             f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "

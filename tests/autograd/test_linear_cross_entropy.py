@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import linear_cross_entropy, quantize_head
+from lorakernels.values import LogitChange
 
 IGNORE = -100
+CHANGES = {"plain": None, "scaled": LogitChange(1 / 7), "capped": LogitChange(0.5, 4.0)}
 
 
 def problem(
@@ -27,12 +29,26 @@ def problem(
     return hidden, weight, torch.randn(v, device=device).to(dtype) if bias else None, labels
 
 
+def changed(logits: Tensor, change: LogitChange | None) -> Tensor:
+    """As transformers' models do it."""
+    if change is not None:
+        logits = logits * change.scale
+        if change.cap is not None:
+            logits = torch.tanh(logits / change.cap) * change.cap
+    return logits
+
+
 def exact(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, items: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    items: float,
+    change: LogitChange | None = None,
 ) -> list[Tensor]:
     """Loss, dh, dW and db of the mean in float64."""
     leaves = [None if t is None else t.double().requires_grad_() for t in (hidden, weight, bias)]
-    logits = F.linear(*leaves)  # type: ignore[arg-type]
+    logits = changed(F.linear(*leaves), change)  # type: ignore[arg-type]
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / items
     return [loss.detach(), *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
 
@@ -46,18 +62,25 @@ def exact(
     bias=st.booleans(),
     trained=st.booleans(),
     items=st.sampled_from([None, 7, 2.5, "tensor"]),
+    change=st.sampled_from(sorted(CHANGES)),
 )
-def test_loss_and_gradients_equal_float64(m, v, chunk, ignored, bias, trained, items):
+def test_loss_and_gradients_equal_float64(m, v, chunk, ignored, bias, trained, items, change):
     torch.manual_seed(31 * m + v)
     cpu = torch.device("cpu")
     hidden, weight, b, labels = problem(m, v, 8, ignored, torch.float64, cpu, bias)
     leaves = [hidden.requires_grad_()]
     leaves += [t.requires_grad_() for t in (weight, b) if trained and t is not None]
     given_items = torch.tensor([3.0]) if items == "tensor" else items
-    loss = linear_cross_entropy(hidden, weight, labels, bias=b, chunk=chunk, num_items=given_items)
+    options = {"bias": b, "chunk": chunk, "num_items": given_items, "change": CHANGES[change]}
+    loss = linear_cross_entropy(hidden, weight, labels, **options)
     count = max(1, int((labels != IGNORE).sum())) if items is None else float(given_items)
     expected = exact(
-        hidden.detach(), weight.detach(), None if b is None else b.detach(), labels, count
+        hidden.detach(),
+        weight.detach(),
+        None if b is None else b.detach(),
+        labels,
+        count,
+        CHANGES[change],
     )
     found = [loss, *torch.autograd.grad(3 * loss, leaves)]
     assert loss.shape == () and loss.dtype == torch.float64
@@ -70,20 +93,29 @@ def test_loss_and_gradients_equal_float64(m, v, chunk, ignored, bias, trained, i
     [(300, 1000, 64, 128), (64, 33, 48, 64), (7, 20011, 32, 4)],
     ids=["ragged chunks", "one chunk, odd vocabulary", "several blocks a row"],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        *((dtype, "plain") for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *((torch.bfloat16, change) for change in ("scaled", "capped")),
+        (torch.float16, "scaled"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_as_exact_as_pytorch_in_the_same_dtype(device, m, v, k, chunk, dtype, trained):
+def test_as_exact_as_pytorch_in_the_same_dtype(device, m, v, k, chunk, dtype, trained, change):
     """Against float64: at most twice the error of logits in that dtype with PyTorch's fp32 cross-entropy, and one
     rounding."""
     hidden, weight, bias, labels = problem(m, v, k, m // 7, dtype, device, True)
     items = int((labels != IGNORE).sum())
-    expected = exact(hidden, weight, bias, labels, items)
+    expected = exact(hidden, weight, bias, labels, items, CHANGES[change])
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)][: 3 if trained else 1]
     tensors = [*leaves, *(hidden, weight, bias)[len(leaves) :]]
-    logits = F.linear(*tensors)
+    logits = changed(F.linear(*tensors), CHANGES[change])
     peer_loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE)
     peer = [peer_loss.detach(), *torch.autograd.grad(peer_loss, leaves)]
-    loss = linear_cross_entropy(tensors[0], tensors[1], labels, bias=tensors[2], chunk=chunk)
+    options = {"bias": tensors[2], "chunk": chunk, "change": CHANGES[change]}
+    loss = linear_cross_entropy(tensors[0], tensors[1], labels, **options)
     ours = [loss.detach(), *torch.autograd.grad(loss, leaves)]
     assert loss.dtype == torch.float32
     for name, one, theirs, truth in zip(
@@ -120,18 +152,20 @@ def test_a_trained_head_s_gradient_is_not_rounded_between_chunks(device):
     assert errors[1] <= 1.1 * errors[512], errors  # the same roundings of dz and of dW
 
 
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("given_as", ["bf16", "e4m3"])
-def test_fp8_head(device, given_as):
+def test_fp8_head(device, given_as, change):
     """e4m3 keeps 3 bits (2.6 % rms of a value), e5m2 2 (5.2 %). So z, of order 4, is off by 4 · √2 · 2.6 % = 0.15 rms,
     which moves a softmax by 15 % of itself and its mean loss by 0.15 / √items and, as it is convex, 0.15² / 2."""
     hidden, weight, _, labels = problem(256, 512, 128, 30, torch.bfloat16, device, False)
     items = int((labels != IGNORE).sum())
-    expected = exact(hidden, weight, None, labels, items)
+    change = CHANGES[change]
+    expected = exact(hidden, weight, None, labels, items, change)
     hidden.requires_grad_()
-    given = {"weight": weight}
+    given = {"weight": weight, "change": change}
     if given_as == "e4m3":
         w8, scale_inv = quantize_head(weight)
-        given = {"weight": w8, "weight_scale_inv": scale_inv}
+        given = {"weight": w8, "weight_scale_inv": scale_inv, "change": change}
     loss = linear_cross_entropy(hidden, labels=labels, chunk=100, fp8=True, **given)
     (d_hidden,) = torch.autograd.grad(loss, hidden)
     assert abs(loss.item() - float(expected[0])) < 3 * 0.15 / items**0.5 + 0.15**2
@@ -165,12 +199,13 @@ def test_fp8_gradients_of_many_items_keep_their_bits(device):
     assert torch.equal(*found) and found[0].any()
 
 
-def test_what_is_ignored_may_be_nan(device):
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_ignored_may_be_nan(device, change):
     hidden, weight, _, labels = problem(9, 50, 8, 0, torch.float32, device, False)
     labels[[2, 5]] = IGNORE
     hidden[[2, 5]] = float("nan")
     hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, labels, chunk=4)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=4, change=CHANGES[change])
     (d_hidden,) = torch.autograd.grad(loss, hidden)
     assert loss.isfinite() and d_hidden.isfinite().all() and not d_hidden[[2, 5]].any()
 
@@ -274,6 +309,8 @@ def test_autocast_takes_its_dtype(device):
         ({"reduction": "none"}, "found 'none'"),
         ({"num_items": 0}, "num_items must be positive"),
         ({"num_items": 2, "reduction": "sum"}, "divides a mean"),
+        ({"change": LogitChange(0.0)}, "positive scale and cap, found LogitChange(scale=0.0"),
+        ({"change": LogitChange(cap=-1.0)}, "positive scale and cap"),
         ({"weight_scale_inv": torch.ones(1)}, "belongs to an e4m3 weight"),
         ({"weight": torch.zeros(5, 8, requires_grad=True), "fp8": True}, "['weight'] trained"),
     ],
@@ -302,14 +339,16 @@ def test_a_wrong_label_is_a_nan_on_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_captured_and_replayed_with_other_tokens(fp8):
+@pytest.mark.parametrize("change", CHANGES)
+def test_captured_and_replayed_with_other_tokens(fp8, change):
     """Loss, gradient and the count of what is not ignored follow the inputs of each replay."""
     device = torch.device("cuda")
     hidden, weight, _, labels = problem(512, 1024, 128, 50, torch.bfloat16, device, False)
     hidden.requires_grad_()
 
     def step() -> tuple[Tensor, Tensor]:
-        loss = linear_cross_entropy(hidden, weight, labels, chunk=200, fp8=fp8)
+        options = {"chunk": 200, "fp8": fp8, "change": CHANGES[change]}
+        loss = linear_cross_entropy(hidden, weight, labels, **options)
         return loss.detach(), *torch.autograd.grad(loss, hidden)
 
     side = torch.cuda.Stream()

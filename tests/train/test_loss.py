@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorakernels.train.loss import chunked_cross_entropy
+from lorakernels.train.loss import changed, chunked_cross_entropy
 from lorakernels.train.packing import IGNORE
+from lorakernels.values import LogitChange
 
 
 class Wrapped(nn.Module):
@@ -32,10 +33,12 @@ class Wrapped(nn.Module):
     bias=st.booleans(),
     plain=st.booleans(),
     trained=st.booleans(),
+    change=st.sampled_from([None, LogitChange(0.3), LogitChange(1.0, 2.0)]),
 )
 def test_value_and_gradients_equal_cross_entropy(
-    tokens: int, chunk: int, ignored: int, bias: bool, plain: bool, trained: bool
-) -> None:
+    tokens: int, chunk: int, ignored: int, bias: bool, plain: bool, trained: bool,
+    change: LogitChange | None,
+) -> None:  # fmt: skip
     torch.manual_seed(tokens * 31 + chunk)
     linear = nn.Linear(8, 13, bias=bias).requires_grad_(trained)
     hidden = (4 * torch.randn(tokens, 8)).requires_grad_()
@@ -43,8 +46,10 @@ def test_value_and_gradients_equal_cross_entropy(
     labels[:ignored] = IGNORE
     watched = [hidden, *([*linear.parameters()] if trained else [])]
 
-    loss = chunked_cross_entropy(hidden, linear if plain else Wrapped(linear), labels, chunk)
-    exact = F.cross_entropy(linear(hidden).double(), labels, ignore_index=IGNORE, reduction="sum")
+    head = linear if plain else Wrapped(linear)
+    loss = chunked_cross_entropy(hidden, head, labels, chunk, change=change)
+    logits = changed(linear(hidden).double(), change)
+    exact = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
     torch.testing.assert_close(
         loss.double(), exact, rtol=1e-5, atol=1e-5
     )  # fp32 sums of up to 23 terms
