@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lorakernels.autograd import graphed_attention as graphed
 from lorakernels.device import capability_of, cudnn_folders
@@ -221,9 +222,47 @@ def attend_packed(
         out: Tensor = flash(*tokens, 0.0, True, False, scale=scale)[0]
         return out.view(q.shape[0], q.shape[2], *out.shape[1:]).transpose(1, 2)
     mask = packed_mask(starts, q.shape[0] * q.shape[2])
-    row = attend(name, _one_row(q), _one_row(k), _one_row(v), mask, False, scale)
-    out = row.transpose(1, 2)
-    return out.reshape(q.shape[0], q.shape[2], *out.shape[2:]).transpose(1, 2)
+    return _rows(attend(name, _one_row(q), _one_row(k), _one_row(v), mask, False, scale), q)
+
+
+def attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float
+) -> Tensor:
+    """out [B, H, T, D] with scores s = cap · tanh(scale · q kᵀ / cap), by the formula of transformers' "eager".
+
+    Scores [B, H, T, T] exist in q's dtype, and their softmax in fp32. They are not kept for backward, which computes
+    them again. `mask` is bool, True where a token sees another, or what is added to s.
+    """
+    given = (q, k, v, mask, causal, scale, cap)
+    if not torch.is_grad_enabled():
+        return _capped(*given)
+    out: Tensor = checkpoint(_capped, *given, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float
+) -> Tensor:
+    n = q.shape[1] // k.shape[1]
+    k, v = (k, v) if n == 1 else (k.repeat_interleave(n, 1), v.repeat_interleave(n, 1))
+    scores = torch.tanh(q @ k.transpose(2, 3) * scale / cap) * cap
+    if causal:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        hidden = mask.dtype == torch.bool
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if hidden else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def attend_capped_packed(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, cap: float
+) -> Tensor:
+    """As `attend_capped`, of packed sequences: scores are those of all B T tokens."""
+    mask = packed_mask(starts, q.shape[0] * q.shape[2])
+    row = attend_capped(_one_row(q), _one_row(k), _one_row(v), mask, False, scale, cap)
+    return _rows(row, q)
 
 
 def packed_mask(starts: Tensor, tokens: int) -> Tensor:
@@ -236,6 +275,12 @@ def packed_mask(starts: Tensor, tokens: int) -> Tensor:
 def _tokens(x: Tensor) -> Tensor:
     """[B, H, T, D] → [B T, H, D]. This is a view if `norm_qkv` returned x."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(row: Tensor, like: Tensor) -> Tensor:
+    """[1, H, B T, D] → [B, H, T, D], the B and T of `like`."""
+    out = row.transpose(1, 2)
+    return out.reshape(like.shape[0], like.shape[2], *out.shape[2:]).transpose(1, 2)
 
 
 def _one_row(x: Tensor) -> Tensor:

@@ -4,15 +4,15 @@
     norm_qkv     x8 = RMSNorm(h)                   qkv = RoPE([q, k, v](x8))                → q, k, v: views of qkv; h
     (attention)                                                                             → out
     output       h2 = h + o(out)
-    mlp          x8 = RMSNorm(h2)   g, u = [gate, up](x8)   a8 = silu(g) ⊙ u                → h2 + down(a8)
+    mlp          x8 = RMSNorm(h2)   g, u = [gate, up](x8)   a8 = act(g) ⊙ u                 → h2 + down(a8)
 
-    mlp'         dact = down'(dy)   dg, du = SwiGLU'(dact)   dh2 = dy + RMSNorm'([gate, up]'(dg, du))
+    mlp'         da = down'(dy)     dg, du = act'(da)        dh2 = dy + RMSNorm'([gate, up]'(dg, du))
     output'      dout = o'(dh2)     the residual's gradient is dh2
     norm_qkv'    dqkv = RoPE'(dq, dk, dv)                     dh = dh2 + RMSNorm'([q, k, v]'(dqkv))
 
 `norm_qkv` also returns h, to which `output` adds. So h's gradient arrives at `norm_qkv`, and RMSNorm's backward adds it
 there. `linear` computes the projections with their adapters. A frozen projection without adapters keeps no
-activation.
+activation. Without a norm, x8 is h, or h2, quantized. act is silu in ops/swiglu.py, or gelu in geglu.py.
 
 Kept for backward: h, h2, gate, up and a rstd per norm; attention keeps qkv, out and its logsumexp. Adapters add s of
 each adapted input, and two matrices of stacked B's: q, k, v have one, gate and up another.
@@ -47,6 +47,7 @@ from lorakernels.autograd.fused_node import (
     rms_norm_backward,
     weights,
 )
+from lorakernels.autograd.geglu import geglu, geglu_backward
 from lorakernels.autograd.linear import (
     Projections,
     bias_gradients,
@@ -56,6 +57,7 @@ from lorakernels.autograd.linear import (
     quantize_down,
     stack_B,
 )
+from lorakernels.numerics.gate_up import packed
 from lorakernels.values import Scaled
 
 
@@ -97,6 +99,7 @@ class MLPCall:
 
     `away`, if given, keeps gate and up for backward.
     With `adds=False` the result is down(a8), without the residual.
+    `act` is "silu" or "gelu_tanh".
     """
 
     gate_up: Projections
@@ -106,6 +109,7 @@ class MLPCall:
     output: bool = True
     away: Keeper | None = None
     adds: bool = True
+    act: str = "silu"
 
 
 class NormQKVNode(torch.autograd.Function):
@@ -113,24 +117,21 @@ class NormQKVNode(torch.autograd.Function):
     def forward(
         ctx: Any,
         h: Tensor,
-        norm: Tensor,
+        norm: Tensor | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         call: QKVCall,
         *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
         to, trained, rows = call.to, Trained.of(call.to, params), flat(h)
-        scaling = to.spec.of_state(to.state_x)
-        unquantized = to.adapted or not to.quantized
-        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, scaling, unquantized)
-        operand = Scaled(*x8) if to.quantized else Scaled(normed)
-        s = lora_down(normed, to)
+        operand, s, rstd = _normed_input(rows, norm, call.eps, to)
         B, B_back = stack_B(to, trained.B)
         qkv = project(operand, s, to, B, h.dtype)
         heads = _norm_heads_(qkv, call, q_norm, k_norm)
         ops.rope_qkv_(qkv, call.cos, call.sin, call.heads, call.kv_heads)
-        need_norm = any(ctx.needs_input_grad[:2])
-        wanted = Wanted.of(need_norm, ctx.needs_input_grad[5:], trained)
+        need_x = any(ctx.needs_input_grad[:2])
+        need_norm = need_x and norm is not None
+        wanted = Wanted.of(need_x, ctx.needs_input_grad[5:], trained)
         again = wanted.needs.A and call.save != "full"
         ctx.call, ctx.wanted, ctx.shape = call, wanted, h.shape
         keep(
@@ -154,7 +155,7 @@ class NormQKVNode(torch.autograd.Function):
         def operand() -> Scaled:
             if call.save == "full":
                 return Scaled(saved["x8"], saved["x_scale_inv"])
-            return Scaled(rms_norm(saved["h"], saved["norm"], call.eps))
+            return Scaled(_normed(saved, call.eps))
 
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
@@ -171,6 +172,24 @@ class NormQKVNode(torch.autograd.Function):
             *found.B,
             *dbias,
         )
+
+
+def _normed_input(
+    rows: Tensor, norm: Tensor | None, eps: float, to: Projections
+) -> tuple[Scaled, Tensor | None, Tensor | None]:
+    """(what the projections multiply, s, rstd or None) of RMSNorm(rows), or of the rows as they are."""
+    if norm is None:
+        return *quantize_down(rows, to), None
+    scaling, unquantized = to.spec.of_state(to.state_x), to.adapted or not to.quantized
+    normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, eps, scaling, unquantized)
+    operand = Scaled(*x8) if to.quantized else Scaled(normed)
+    return operand, lora_down(normed, to), rstd
+
+
+def _normed(saved: Kept, eps: float) -> Tensor:
+    """The input of the projections, unquantized, from the kept `h` and `norm`."""
+    h: Tensor = saved["h"]
+    return h if saved["norm"] is None else rms_norm(h, saved["norm"], eps)
 
 
 def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
@@ -190,7 +209,7 @@ def _columns(qkv: Tensor, call: QKVCall) -> tuple[Tensor, ...]:
 def _normed_heads(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, weight [D], columns of qkv) for q and k, if their heads have an RMSNorm."""
+    """(name, weight, columns of qkv) for q and k, if they have an RMSNorm: of each head [D], or of all together."""
     parts = zip(("q", "k"), (q_norm, k_norm), _columns(qkv, call)[:2], strict=True)
     return [(name, weight, part) for name, weight, part in parts if weight is not None]
 
@@ -198,10 +217,11 @@ def _normed_heads(
 def _norm_heads_(
     qkv: Tensor, call: QKVCall, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> dict[str, Tensor]:
-    """Norm each head of q and k in place, if they have norms. Returns what backward needs, by name."""
+    """Norm q and k in place, if they have norms. Returns what backward needs, by name."""
     saved: dict[str, Tensor] = {}
     for name, weight, columns in _normed_heads(qkv, call, q_norm, k_norm):
-        x = columns.reshape(-1, weight.shape[0])
+        # a copy: it is kept, and its place in qkv is overwritten
+        x = columns.clone(memory_format=torch.contiguous_format).view(-1, weight.shape[0])
         normed, _, _, rstd = ops.rms_norm_quantize(x, weight, call.eps, None, True)
         columns.copy_(normed.view_as(columns))
         saved |= {f"{name}_h": x, f"{name}_norm": weight, f"{name}_rstd": rstd}
@@ -222,7 +242,8 @@ def _heads_backward(
     dqkv = ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, ones)
     found: dict[str, Tensor] = {}
     for name, weight, columns in _normed_heads(dqkv, call, *norms):
-        d, x, rstd = columns.reshape(-1, weight.shape[0]), saved[f"{name}_h"], saved[f"{name}_rstd"]
+        d = columns.reshape(-1, weight.shape[0]).contiguous()
+        x, rstd = saved[f"{name}_h"], saved[f"{name}_rstd"]
         dx, dweight = ops.rms_norm_backward(d, x, weight, rstd, None, need["qk".index(name)])
         columns.copy_(dx.view_as(columns))
         found[name] = dweight.to(weight.dtype)
@@ -280,15 +301,13 @@ def _joined(out: Tensor) -> Tensor:
 
 class MLPNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, norm: Tensor, call: MLPCall, *params: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, norm: Tensor | None, call: MLPCall, *params: Tensor | None
+    ) -> Tensor:
         gate_up, down, rows = call.gate_up, call.down, flat(h)
         ours = Trained.of(gate_up, params)
         theirs = Trained.of(down, params[ours.length :])
-        scaling = gate_up.spec.of_state(gate_up.state_x)
-        unquantized = gate_up.adapted or not gate_up.quantized
-        normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, call.eps, scaling, unquantized)
-        x = Scaled(*x8) if gate_up.quantized else Scaled(normed)
-        s = lora_down(normed, gate_up)
+        x, s, rstd = _normed_input(rows, norm, call.eps, gate_up)
         B, B_back = stack_B(gate_up, ours.B)
         g_u = project(x, s, gate_up, B, h.dtype)
         flags, full = ctx.needs_input_grad, call.save == "full"
@@ -303,7 +322,7 @@ class MLPNode(torch.autograd.Function):
             ctx.away, kept_g_u = call.away.keep(kept_g_u[0]), (None, kept_g_u[1])
         keep(
             ctx,
-            h=rows if any(flags[:2]) or again else None,
+            h=rows if (any(flags[:2]) and norm is not None) or again else None,
             norm=norm,
             rstd=rstd if any(flags[:2]) else None,
             gate_up=kept_g_u[0],
@@ -327,12 +346,14 @@ class MLPNode(torch.autograd.Function):
         def act() -> Scaled:
             if call.save == "full":
                 return Scaled(saved["down_x8"], saved["down_x_scale_inv"])
+            if call.act == "gelu_tanh":
+                return Scaled(geglu(g_u, dout.dtype))
             return Scaled(ops.swiglu_quantize(g_u, None, True, dout.dtype)[0])
 
         def operand() -> Scaled:
             if call.save == "full":
                 return Scaled(saved["x8"], saved["x_scale_inv"])
-            return Scaled(rms_norm(saved["h"], saved["norm"], call.eps))
+            return Scaled(_normed(saved, call.eps))
 
         after, dbias_down = no_gradients(call.down)
         if last:
@@ -341,7 +362,7 @@ class MLPNode(torch.autograd.Function):
             dbias_down = bias_gradients(call.down, dy, last.bias)
         found, dbias = no_gradients(gate_up)
         if mine:
-            d, d8 = _swiglu_backward(after.x, g_u, gate_up, any(mine.bias))
+            d, d8 = _act_backward(after.x, g_u, call, any(mine.bias))
             after = after._replace(x=None)  # free dact, which is as large as act
             tensors = adapters("", saved, gate_up, saved["B"])
             found = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
@@ -356,7 +377,7 @@ class MLPNode(torch.autograd.Function):
 def _down(
     g_u: Tensor, residual: Tensor, call: MLPCall, trained: Trained, needed: bool
 ) -> tuple[Tensor, Scaled | None, Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """(residual + down(silu(gate) ⊙ up), down's operand, its s, (gate and up as kept for backward, their scale_inv)).
+    """(residual + down(act(gate) ⊙ up), down's operand, its s, (gate and up as kept for backward, their scale_inv)).
 
     Without `call.output` the result has no meaningful values. gate and up are None unless backward needs them.
     """
@@ -364,15 +385,13 @@ def _down(
     kept_g_u: tuple[Tensor | None, Tensor | None] = (g_u if needed else None, None)
     if not (call.output or to.adapted):
         return torch.empty_like(residual), None, None, kept_g_u
-    scaling = to.spec.of_state(to.state_x)
-    unquantized = to.adapted or not to.quantized
-    if needed and call.save == "fp8":
-        act, *a8, bytes_, scale_inv = ops.swiglu_quantize_and_pack(g_u, scaling, unquantized)
-        kept_g_u = (bytes_, scale_inv)
+    pack = needed and call.save == "fp8"
+    if call.act == "gelu_tanh":
+        operand, s = quantize_down(geglu(Scaled(g_u), g_u.dtype), to)
+        kept_g_u = packed(g_u) if pack else kept_g_u
     else:
-        act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
-    operand = Scaled(*a8) if to.quantized else Scaled(act)
-    s = lora_down(act, to)
+        operand, s, bytes_ = _swiglu(g_u, to, pack)
+        kept_g_u = bytes_ if pack else kept_g_u
     if not call.output:
         return torch.empty_like(residual), operand, s, kept_g_u
     added = residual if call.adds else None
@@ -380,14 +399,32 @@ def _down(
     return y, operand, s, kept_g_u
 
 
-def _swiglu_backward(
-    dact: Tensor | None, g_u: Scaled, to: Projections, biases: bool
+def _swiglu(
+    g_u: Tensor, to: Projections, pack: bool
+) -> tuple[Scaled, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """(down's operand, its s, (bytes and scale_inv of gate and up if `pack`))."""
+    scaling, unquantized = to.spec.of_state(to.state_x), to.adapted or not to.quantized
+    bytes_: tuple[Tensor | None, Tensor | None] = (None, None)
+    if pack:
+        act, *a8, data, scale_inv = ops.swiglu_quantize_and_pack(g_u, scaling, unquantized)
+        bytes_ = (data, scale_inv)
+    else:
+        act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
+    operand = Scaled(*a8) if to.quantized else Scaled(act)
+    return operand, lora_down(act, to), bytes_
+
+
+def _act_backward(
+    dact: Tensor | None, g_u: Scaled, call: MLPCall, biases: bool
 ) -> tuple[Tensor, Scaled | None]:
-    """(dgate_up [M, 2F] times the multiplier, its bytes and scale_inv or None over a plain base).
+    """(dgate_up [M, 2F] times the multiplier; its bytes and scale_inv, or None where they are still to be made).
 
     dgate_up is empty if nothing reads it unquantized.
     """
+    to = call.gate_up
     assert dact is not None and to.multiplier is not None
+    if call.act == "gelu_tanh":
+        return geglu_backward(dact, g_u, to.multiplier), None
     unquantized = to.adapted or biases or not to.quantized
     spec = to.spec
     d, d8, scale_inv = ops.swiglu_quantize_grad(

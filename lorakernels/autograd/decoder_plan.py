@@ -201,7 +201,7 @@ def way_of(planned: PlannedProjections | None, kinds: Mapping[Hashable, str]) ->
 
 def norm_qkv(
     h: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     call: QKVCall,
@@ -235,13 +235,13 @@ def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor 
     return OutputNode.apply(out, residual, call, *params) if y is None else y
 
 
-def mlp(h: Tensor, norm: Tensor, call: MLPCall, params: list[Tensor | None]) -> Tensor:
-    """h [B, T, K] + down(silu(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down.
+def mlp(h: Tensor, norm: Tensor | None, call: MLPCall, params: list[Tensor | None]) -> Tensor:
+    """h [B, T, K] + down(act(gate) ⊙ up) of RMSNorm(h). `params`: of gate and up, then of down.
 
-    Where gate and up are kept away from the node, it runs by the ops.
+    Where gate and up are kept away from the node, or act is no kernel of ours, it runs by the ops.
     """
     y: Tensor | None = None
-    if h.is_cuda and call.away is None:
+    if h.is_cuda and call.away is None and call.act == "silu":
         h = h.contiguous()
         tos = {"gate_up": call.gate_up, "down": call.down}
         made = _Call(MLPNode, (h, norm), call, params, tos, {})

@@ -111,10 +111,15 @@ def rms_norm(h: Tensor, norm: Tensor, eps: float) -> Tensor:
 def rms_norm_backward(
     saved: Kept, dnormed: Tensor | None, dresidual: Tensor | None, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(h's gradient [M, K] with `dresidual` added, dweight [K] or None), from the kept `h`, `norm` and `rstd`."""
+    """(h's gradient [M, K] with `dresidual` added, dweight [K] or None), from the kept `h`, `norm` and `rstd`.
+
+    Without a norm, `dnormed` is the gradient of h itself.
+    """
     if dnormed is None:
         return dresidual, None
     norm = saved["norm"]
+    if norm is None:
+        return dnormed if dresidual is None else dnormed + dresidual, None
     dx, dweight = ops.rms_norm_backward(
         dnormed, saved["h"], norm, saved["rstd"], dresidual, need_weight
     )

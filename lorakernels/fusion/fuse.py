@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -75,7 +76,7 @@ class FuseReport:
     def backend_for(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
     ) -> str:
-        """The attention backend that forwards with such tensors will use.
+        """The attention backend that forwards with such tensors will use; "eager" where scores are capped.
 
         Args:
             q: [B, H, T, D].
@@ -86,6 +87,8 @@ class FuseReport:
             ValueError: the backend `attention` does not take these tensors.
             RuntimeError: it is "cudnn", and this process has loaded parts of two cuDNNs.
         """
+        if any(parts.cap is not None for parts in self.parts):
+            return "eager"
         if isinstance(rows, torch.Tensor):
             return attention_backends.choose(self.attention, q, k, v, rows, False)
         if rows == "packed":
@@ -136,7 +139,8 @@ def fuse(
 ) -> FuseReport:
     """Rewire the decoder layers of `model` in place, after `apply_lora`.
 
-    fusion/families has the layers that it knows (transformers' Llama, Mistral, Qwen2, Qwen3, Phi3, Granite, SmolLM3).
+    fusion/families has the layers that it knows (transformers' Llama, Mistral, Qwen2, Qwen3, Phi3, Granite, SmolLM3,
+    Olmo2, Gemma2, Gemma3).
 
     q, k and v become one matrix, gate and up another, and so do their adapters, unless they are packed already. Norm
     and SwiGLU share kernels with quantization, and the residual is added by the GEMMs. Modules, parameters and
@@ -154,7 +158,8 @@ def fuse(
         tokens: number of tokens in a microbatch, for the budget and the report.
         shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
             adapter, as PEFT does, and runs a few more kernels. A packed projection has one adapter.
-        attention: "auto", "cudnn", "cudnn_graph", "flash", "efficient" or "math" (docs/attention.md).
+        attention: "auto", "cudnn", "cudnn_graph", "flash", "efficient" or "math" (docs/attention.md). Only "auto" takes
+            scores with a cap (Gemma 2).
         offload_activations: with "fp8", gate and up wait for backward in pinned host memory, and with "checkpoint" the
             layer's input does. They are copied beside the kernels. A budget may then choose both forms as well.
         keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
@@ -192,8 +197,9 @@ def fuse(
         adapter = _an_adapter(model)
         state = adapter.fp8_state
         check_layers(layers, state, shared_dropout)
+        _check_capped(layers, attention)
         first = next(iter(layers.values()))
-        element = first.get_parameter(f"{spec_of(first).norms[0]}.weight").element_size()
+        element = first.get_parameter(f"{spec_of(first).all_norms[0]}.weight").element_size()
         sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
         modes = [save] * len(sizes)
         if memory_budget is not None:
@@ -237,6 +243,15 @@ def unfuse(model: nn.Module) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _check_capped(layers: Mapping[str, nn.Module], attention: str) -> None:
+    """Refuse a backend for scores with a cap, which none of them has."""
+    for path, layer in layers.items():
+        if attention != "auto" and (cap := spec_of(layer).cap_of(layer)) is not None:
+            raise ValueError(
+                f'{path} caps attention\'s scores at {cap}: attention must be "auto", found {attention!r}'
+            )
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:

@@ -59,7 +59,7 @@ class KeptLinear:
 
 
 def _norm(layer: nn.Module) -> Tensor:
-    return layer.get_parameter(f"{spec_of(layer).norms[0]}.weight")
+    return layer.get_parameter(f"{spec_of(layer).all_norms[0]}.weight")
 
 
 def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:

@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels.autograd.attention import SHORT, attend, attend_packed, choose, choose_packed
+from lorakernels.autograd.attention import (
+    SHORT,
+    attend,
+    attend_capped,
+    attend_capped_packed,
+    attend_packed,
+    choose,
+    choose_packed,
+)
 from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
-from lorakernels.fusion.families.spec import Heads, LayerSpec
+from lorakernels.autograd.rms_norm import rms_norm
+from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.offload import ActivationOffload
 
@@ -30,13 +39,15 @@ class Parts:
     Attributes:
         spec: the layer's family.
         qkv, o, gate_up, down: the projections.
-        norms: of attention's and of the MLP's input.
-        head_norms: of q's and of k's heads, or None twice.
+        norms: of attention's and of the MLP's input, or None where it is not normed.
+        head_norms: of q and of k, or None twice.
+        post_norms: of attention's and of the MLP's result, or None twice.
         places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
         heads: H, Hk and the factor of q kᵀ.
         eps: ε of all norms in the layer.
         turns: whether RoPE turns the heads.
         factor: of attention's and of the MLP's result before the residual is added.
+        cap: of attention's scores, or None.
         save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
         offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
         attention: the backend asked for.
@@ -48,13 +59,15 @@ class Parts:
     o: FusedGroup
     gate_up: FusedGroup
     down: FusedGroup
-    norms: tuple[nn.Module, nn.Module]
+    norms: tuple[nn.Module | None, nn.Module | None]
     head_norms: tuple[nn.Module | None, nn.Module | None]
+    post_norms: tuple[nn.Module | None, nn.Module | None]
     places: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]
     heads: Heads
     eps: float
     turns: bool
     factor: float
+    cap: float | None
     save: str
     attention: str
     offload: ActivationOffload | None
@@ -63,6 +76,15 @@ class Parts:
     @property
     def groups(self) -> tuple[FusedGroup, ...]:
         return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def adds(self) -> bool:
+        """Whether the GEMMs of o and down add the residual."""
+        return self.factor == 1.0 and self.post_norms == (None, None)
+
+    def scale(self, norm: nn.Module | None) -> Tensor | None:
+        """What a norm multiplies by, or None without a norm."""
+        return None if norm is None else scale(norm, self.spec.norms_add_one)
 
 
 @dataclass(frozen=True)
@@ -143,15 +165,12 @@ class FusedDecoderLayer(nn.Module):
         return _run(parts, attended, hidden_states, call)
 
 
-def _weight(norm: Any) -> Tensor:
-    found: Tensor = norm.weight
-    return found
-
-
 def _widened(parts: Parts, h: Tensor) -> Tensor:
     """h in the dtype that the layer's own norms would return."""
-    for weight in map(_weight, parts.norms):
-        if weight.dtype != h.dtype:
+    if parts.spec.norms_in_fp32:
+        return h
+    for weight in map(parts.scale, parts.norms):
+        if weight is not None and weight.dtype != h.dtype:
             h = h.to(torch.promote_types(h.dtype, weight.dtype))
     return h
 
@@ -173,11 +192,11 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
-    save, adds = parts.save, parts.factor == 1.0
+    save, adds, act = parts.save, parts.adds, parts.spec.act
     return _Call(
         QKVCall(qkv, parts.eps, parts.heads.query, parts.heads.key, cos, sin, save),
         OutputCall(o, save, adds),
-        MLPCall(gate_up, down, parts.eps, save, adds=adds),
+        MLPCall(gate_up, down, parts.eps, save, adds=adds, act=act),
         (params[0], params[1], [*params[2], *params[3]]),
     )
 
@@ -201,19 +220,26 @@ def _visible(h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible
 
 
 def _run(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
-    first, second = map(_weight, parts.norms)
-    of_q, of_k = (None if norm is None else _weight(norm) for norm in parts.head_norms)
+    first, second = map(parts.scale, parts.norms)
+    of_q, of_k = map(parts.scale, parts.head_norms)
     q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
     if call.o.adds:
         h = output(attended(q, k, v), residual, call.o, call.params[1])
         return mlp(h, second, call.mlp, call.params[2])
     branch = output(attended(q, k, v), residual.detach(), call.o, call.params[1])
-    h = torch.add(residual, branch, alpha=parts.factor)
-    return torch.add(h, mlp(h, second, call.mlp, call.params[2]), alpha=parts.factor)
+    h = _added(parts, residual, branch, parts.post_norms[0])
+    return _added(parts, h, mlp(h, second, call.mlp, call.params[2]), parts.post_norms[1])
+
+
+def _added(parts: Parts, residual: Tensor, branch: Tensor, norm: nn.Module | None) -> Tensor:
+    """residual + f RMSNorm(branch), or residual + f branch."""
+    weight = parts.scale(norm)
+    normed = branch if weight is None else rms_norm(branch, weight, parts.eps)
+    return torch.add(residual, normed, alpha=parts.factor)
 
 
 def _checkpointed(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
-    again, first = _without_output(call), [call]
+    again, first = _recomputed(parts, call), [call]
 
     def body(x: Tensor) -> Tensor:
         return _run(parts, attended, x, first.pop() if first else again)
@@ -227,7 +253,7 @@ def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tens
     assert parts.offload is not None
     visit = parts.offload.visit(h)
     if parts.save == "checkpoint":
-        kept, again, grad = visit.keep(h), _without_output(call), h.requires_grad
+        kept, again, grad = visit.keep(h), _recomputed(parts, call), h.requires_grad
         first = [(visit.joined(h), call)]
 
         def body(_: Tensor) -> Tensor:
@@ -244,13 +270,21 @@ def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tens
     return found
 
 
-def _without_output(call: _Call) -> _Call:
-    """For a recomputation, whose output nobody reads."""
+def _recomputed(parts: Parts, call: _Call) -> _Call:
+    """For a recomputation, whose output nobody reads, unless a norm behind it keeps it for backward."""
+    if parts.post_norms[1] is not None:
+        return call
     return replace(call, mlp=replace(call.mlp, output=False))
 
 
 def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask, causal, starts, longest = visible
+    if parts.cap is not None:
+        parts.chosen[("capped",)] = "eager"
+        how = parts.heads.scale, parts.cap
+        if starts is not None:
+            return attend_capped_packed(q, k, v, starts, *how)
+        return attend_capped(q, k, v, mask, causal, *how)
     shape = None if mask is None else mask.shape
     exact = torch.are_deterministic_algorithms_enabled()
     short = longest <= SHORT

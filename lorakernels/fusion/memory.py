@@ -10,6 +10,11 @@
     fp8        + gate, up: 2 M F       + their scales: 4 M ⌈F / 256⌉
     checkpoint   h alone: M K e
 
+If the norms are behind attention and the MLP instead of before them, h and h2 are kept for adapted inputs alone, and
+not with "full". Norms behind them keep their inputs and rstd: 2 M K e + 8 M. Norms of all heads of q, or k, together
+have one rstd a token. Attention whose scores are capped keeps no logsumexp, and out is kept for an adapted o alone, if
+not as x8.
+
 With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
 "fp8-offload" and "checkpoint-offload" count what stays on the device.
 
@@ -54,6 +59,10 @@ class LayerSize:
     fp8: bool
     normed_heads: bool
     stacked: int = 0
+    pre_norms: bool = True
+    post_norms: bool = False
+    heads_together: bool = False
+    capped: bool = False
 
     @classmethod
     def of(cls, layer: nn.Module, fp8: bool) -> LayerSize:
@@ -73,6 +82,10 @@ class LayerSize:
             fp8,
             bool(spec.head_norms),
             sum(map(_stacked, groups)),
+            spec.norms != (None, None),
+            bool(spec.post_norms),
+            spec.norms_whole(layer),
+            spec.cap_of(layer) is not None,
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
@@ -87,15 +100,28 @@ class LayerSize:
         k, f, d, h, hk = self.hidden, self.ffn, self.head_dim, self.heads, self.kv_heads
         if save == "checkpoint":
             return tokens * k * element
-        row = (2 * k + (2 * h + 2 * hk) * d + sum(self.ranks)) * element + 4 * h + 8
+        row = ((2 * h + 2 * hk) * d + sum(self.ranks)) * element + self._norms(save, element)
+        if not self.capped:
+            row += 4 * h
+        elif not self.ranks[1] or (save == "full" and self.fp8):
+            row -= h * d * element
         if self.normed_heads:
-            row += (h + hk) * (d * element + 4)
+            row += (h + hk) * d * element + 4 * (2 if self.heads_together else h + hk)
         row += 2 * f + 4 * packed_scales(1, 2 * f)[1] if save == "fp8" else 2 * f * element
         if save == "full":
             inputs = (k, h * d if self.fp8 else 0, k, f)
             adapted = sum(n for n, rank in zip(inputs, self.ranks, strict=True) if rank)
             row += adapted * (1 if self.fp8 else element)
         return tokens * row + self.stacked
+
+    def _norms(self, save: str, element: int) -> int:
+        """Bytes a token of h and h2, of the inputs of norms behind them, and of the rstd."""
+        k = self.hidden * element
+        behind = 2 * k + 8 if self.post_norms else 0
+        if self.pre_norms:
+            return 2 * k + 8 + behind
+        adapted = sum(1 for rank in (self.ranks[0], self.ranks[2]) if rank)
+        return behind if save == "full" else adapted * k + behind
 
 
 def _stacked(members: Sequence[Any]) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakernels.autograd.rms_norm import rms_norm
-from lorakernels.fusion.families.spec import epsilon
+from lorakernels.fusion.families.spec import epsilon, scale
+
+_ADDS_ONE = "_lorakernels_adds_one"  # plain attribute of the norm
 
 
 class FusedRMSNorm(nn.Module):
@@ -20,19 +22,24 @@ class FusedRMSNorm(nn.Module):
         if hidden_states.dtype != norm.weight.dtype:
             own: Tensor = super().forward(hidden_states)
             return own
-        return rms_norm(hidden_states, norm.weight, epsilon(norm))
+        return rms_norm(hidden_states, scale(norm, norm.__dict__[_ADDS_ONE]), epsilon(norm))
 
 
 _classes: dict[type, type] = {}
 
 
-def fuse_norm(norm: nn.Module) -> None:
-    """Change the norm's class, in place. `unfuse_norm` puts the old class back."""
+def fuse_norm(norm: nn.Module, adds_one: bool) -> None:
+    """Change the norm's class, in place. `unfuse_norm` puts the old class back.
+
+    `adds_one`: whether the norm multiplies by 1 + its weight.
+    """
+    norm.__dict__[_ADDS_ONE] = adds_one
     norm.__class__ = _fused_class(type(norm))
 
 
 def unfuse_norm(norm: nn.Module) -> None:
     norm.__class__ = _original(norm)
+    del norm.__dict__[_ADDS_ONE]
 
 
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -32,6 +32,7 @@ from lorakernels.modules.projections import (
 )
 from lorakernels.modules.undo import Before, all_or_nothing
 
+_NONE = (None, None)
 _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 
@@ -97,9 +98,9 @@ def rewire(
             parts.append(_parts(layer, mode, options))
         for layer, p in zip(layers.values(), parts, strict=True):
             _join(layer, p, found, before)
-        found.norms += _last_norms(model, layers)
-        for norm in found.norms:
-            fuse_norm(norm)
+        for norm, adds_one in _last_norms(model, layers):
+            found.norms.append(norm)
+            fuse_norm(norm, adds_one)
         _no_cache(model, found)
         model.__dict__[_CHANGED] = found
     return parts, frozen
@@ -196,8 +197,10 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
         )
         for paths, results in zip(spec.groups, spec.results, strict=True)
     )
-    first, second = (layer.get_submodule(path) for path in spec.norms)
-    heads = [layer.get_submodule(path) for path in spec.head_norms]
+    first, second, of_q, of_k, *post = (
+        None if path is None else layer.get_submodule(path)
+        for path in (*spec.norms, *(spec.head_norms or _NONE), *(spec.post_norms or _NONE))
+    )
     places = [
         (path, layer.get_submodule(owner)._modules, name, module)
         for path, module in layer.named_modules()
@@ -211,12 +214,14 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
         gate_up=gate_up,
         down=down,
         norms=(first, second),
-        head_norms=(heads[0], heads[1]) if heads else (None, None),
+        head_norms=(of_q, of_k),
+        post_norms=(post[0], post[1]),
         places=places,
         heads=spec.heads(layer),
-        eps=epsilon(first),
+        eps=epsilon(layer.get_submodule(spec.all_norms[0])),
         turns=spec.turns(layer),
         factor=spec.factor_of(layer),
+        cap=spec.cap_of(layer),
         save=save.removesuffix(AWAY),
         attention=options.attention,
         offload=options.offload if save.endswith(AWAY) else None,
@@ -232,16 +237,16 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
     layer.__class__ = fused_class(type(layer))
 
 
-def _last_norms(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The last norm beside each list of layers, if it has the class of the layers' own norms."""
+def _last_norms(
+    model: nn.Module, layers: Mapping[str, nn.Module]
+) -> Iterator[tuple[nn.Module, bool]]:
+    """The last norm beside each list of layers, if it has the class of the layers' own norms; whether it adds 1."""
     owners = {path.rpartition(".")[0].rpartition(".")[0]: layer for path, layer in layers.items()}
-    found = []
     for owner, layer in owners.items():
         spec = spec_of(layer)
         norm = model.get_submodule(owner)._modules.get(spec.last_norm)
         if norm and type(norm) is spec.own_class(layer, "RMSNorm"):
-            found.append(norm)
-    return found
+            yield norm, spec.norms_add_one
 
 
 def _take_columns(group: FusedGroup) -> list[torch.Tensor]:

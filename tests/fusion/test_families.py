@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from itertools import chain
@@ -12,14 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import fuse
+from lorakernels import fuse, unfuse
 from lorakernels.fusion import families
 from lorakernels.fusion.families import LLAMA, QWEN2, LayerSpec, family_of, spec_of
 from tests.fusion.fused_models import (
+    BEHIND,
     FAMILIES,
     FP32,
     LINEARS,
     adapted,
+    fp32_bound,
     fused_copy,
     model_of,
     run,
@@ -72,7 +75,7 @@ def test_a_layer_has_the_modules_of_its_spec(family: str) -> None:
     assert found == spec.children()
     rows = [sum(layer.get_submodule(p).out_features for p in paths) for paths in spec.groups]
     heads = spec.heads(layer)
-    scale = 0.3 if family == "Granite" else 16**-0.5
+    scale = {"Granite": 0.3, "Gemma2": 12**-0.5, "Gemma3": 12**-0.5}.get(family, 16**-0.5)
     assert heads == (4, 2, 16, scale) and rows == [(4 + 2 * 2) * 16, 32, 2 * 48, 32]
 
 
@@ -90,7 +93,7 @@ def test_no_other_file_names_a_part_of_a_layer(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for spec in families.FAMILIES:
         own = (spec.attention, *spec.all_norms, spec.activation, *spec.dropouts)
-        settings = (spec.window, spec.rope, spec.residual_factor)
+        settings = (spec.window, spec.rope, spec.residual_factor, spec.cap)
         places = (*own, *chain(*spec.groups), *filter(None, settings))
         words = {place.rpartition(".")[2] for place in places}
         assert not {word for word in words if re.search(rf"\b{word}\b", text)}
@@ -114,7 +117,7 @@ def test_a_factor_of_the_residual_is_of_both_sums(save: str) -> None:
     assert not any(grad.any() for name, grad in found.items() if "lora" in name)
 
 
-@pytest.mark.parametrize("family", ["Granite", "SmolLM3"])
+@pytest.mark.parametrize("family", ["Granite", "SmolLM3", *BEHIND])
 def test_packed_rows_of_a_family_with_settings(family: str) -> None:
     """Two documents in a row are two rows of one document each."""
     model, _ = fused_copy(adapted(family))
@@ -124,7 +127,8 @@ def test_packed_rows_of_a_family_with_settings(family: str) -> None:
     positions = torch.arange(6).repeat(2)[None]
     together = model(x.reshape(1, 12), position_ids=positions, use_cache=False, **packed).logits
     alone = model(x, use_cache=False).logits
-    same_within({"": together.detach().view_as(alone)}, {"": alone.detach()}, FP32)
+    found, expected = together.detach().view_as(alone), alone.detach()
+    same_within({"": found}, {"": expected}, fp32_bound(family))
 
 
 def test_a_layer_without_rope_does_not_see_where_a_token_is() -> None:
@@ -134,3 +138,14 @@ def test_a_layer_without_rope_does_not_see_where_a_token_is() -> None:
     with torch.no_grad():
         first, second = ([layer(h, position_embeddings=a) for a in at] for layer in layers)
     assert torch.equal(*second) and not torch.allclose(*first)
+
+
+def test_unfused_norms_are_transformers_own_again() -> None:
+    model = adapted("Gemma3", LINEARS)
+    twin, _ = fused_copy(model)
+    x = tokens()
+    run(copy.deepcopy(twin), x)
+    assert type(twin.model.norm).__name__ == "FusedGemma3RMSNorm"
+    unfuse(twin)
+    assert vars(twin.model.norm).keys() == vars(model.model.norm).keys()
+    same_within(run(twin, x), run(model, x), 0.0)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from lorakernels import DelayedScaling, fuse, group_projections, unfuse
 from lorakernels.fusion.memory import SAVE
 from tests.fusion.fused_models import (
     ATTENTION,
+    BEHIND,
     E4M3_GATE_UP,
     FAMILIES,
     FP32,
@@ -20,6 +23,7 @@ from tests.fusion.fused_models import (
     adapted,
     difference,
     exact,
+    fp32_bound,
     fused_copy,
     model_of,
     run,
@@ -28,9 +32,15 @@ from tests.fusion.fused_models import (
 )
 
 
+def targets_of(*fewer: Sequence[str]) -> list[Any]:
+    """Adapters on all linears of every family; on fewer, of one family for each way in which projections run."""
+    found = [(family, LINEARS) for family in FAMILIES]
+    found += [(family, targets) for family in (*PACKINGS, "Qwen3", "Olmo2") for targets in fewer]
+    return [pytest.param(f, targets, id=f"{f}-{len(targets)}") for f, targets in found]
+
+
 @pytest.mark.parametrize("save", SAVE)
-@pytest.mark.parametrize("targets", [ATTENTION, ("q_proj", "v_proj"), LINEARS], ids=len)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "targets"), targets_of(ATTENTION, ("q_proj", "v_proj")))
 def test_a_plain_base_is_equal_to_rounding(family: str, targets, save: str) -> None:
     model = adapted(family, targets)
     twin, _ = fused_copy(model, save=save)
@@ -38,14 +48,14 @@ def test_a_plain_base_is_equal_to_rounding(family: str, targets, save: str) -> N
     expected, found = run(model, x), run(twin, x)
     if save == "fp8":
         assert same_within(found, expected, E4M3_GATE_UP) > 1e-4, "gate and up were not rounded"
-        same_within({"y": found["logits"]}, {"y": expected["logits"]}, FP32)
+        same_within({"y": found["logits"]}, {"y": expected["logits"]}, fp32_bound(family))
     else:
-        same_within(found, expected, FP32)
+        same_within(found, expected, fp32_bound(family))
     assert list(model.state_dict()) == list(twin.state_dict())
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one mask", "a mask each"])
-@pytest.mark.parametrize("family", [*PACKINGS, "Granite", "SmolLM3"])
+@pytest.mark.parametrize("family", [*PACKINGS, "Granite", "SmolLM3", "Olmo2", "Gemma2"])
 def test_dropout_masks_are_the_unfused_ones(family: str, shared: bool) -> None:
     """Of a LoRALinearGroup with shared_dropout, or of LoRALinears by themselves, as packed ones are."""
     model = adapted(family, LINEARS, lora_dropout=0.3)
@@ -57,7 +67,7 @@ def test_dropout_masks_are_the_unfused_ones(family: str, shared: bool) -> None:
     for each in (model, twin):
         torch.manual_seed(3)
         found.append(run(each, x))
-    same_within(found[1], found[0], FP32)
+    same_within(found[1], found[0], fp32_bound(family))
     again = run(twin, x)
     assert difference(again["logits"], found[1]["logits"]) > 1e-3, "the same masks twice"
 
@@ -98,18 +108,18 @@ def test_norms_and_biases_that_are_trained(family: str) -> None:
     expected = run(model, x)
     assert any("norm" in name for name in expected)
     assert any("bias" in name for name in expected) == (family == "Qwen2")
-    same_within(run(twin, x), expected, FP32)
+    same_within(run(twin, x), expected, fp32_bound(family))
 
 
-@pytest.mark.parametrize("targets", [ATTENTION, LINEARS], ids=["attention", "all linears"])
 @pytest.mark.parametrize("save", ["full", "recompute", "fp8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "targets"), targets_of(ATTENTION))
 def test_fp8_is_as_near_to_float64_as_unfused_fp8(
     family: str, save: str, targets, device: torch.device
 ) -> None:
     """A fused layer rounds nothing more often but dy and B, by 2^-9 in bf16 where e5m2 rounds dy by 2^-3: together, the
     errors may be a quarter larger, what two draws of some thirty roundings differ by. Gate and up that are saved in
-    e4m3 add what they add over a plain base. By itself no error reaches a quarter of its tensor."""
+    e4m3 add what they add over a plain base. By itself no error reaches a quarter of its tensor. Norms behind
+    projections divide by the size of small results: there, single tensors differ by twice as much from draw to draw."""
     size = {"model": {"hidden_size": 64, "intermediate_size": 96}}
     options = {"fp8": DelayedScaling(), "device": device, "dtype": torch.bfloat16}
     fused = adapted(family, targets, **options, **size)
@@ -122,14 +132,14 @@ def test_fp8_is_as_near_to_float64_as_unfused_fp8(
     for found in (run(unfused, x), run(fused, x)):
         assert found.keys() == truth.keys()
         errors.append({name: difference(found[name], value) for name, value in truth.items()})
-        assert max(errors[-1].values()) < 0.25, errors[-1]
+        assert max(errors[-1].values()) < (0.5 if family in BEHIND else 0.25), errors[-1]
     theirs, ours = (torch.tensor([*each.values()]).square().mean().sqrt() for each in errors)
     extra = E4M3_GATE_UP if save == "fp8" else 0.0
-    assert ours <= 1.25 * theirs + extra, errors
+    assert ours <= (1.5 if family in BEHIND else 1.25) * theirs + extra, errors
     assert errors[1]["logits"] <= 1.5 * errors[0]["logits"], errors
 
 
-@pytest.mark.parametrize("family", PACKINGS)
+@pytest.mark.parametrize("family", [*PACKINGS, *BEHIND])
 def test_bf16_over_a_plain_base(family: str, device: torch.device) -> None:
     """Within twice the unfused layer's own error."""
     model = adapted(family, LINEARS, device=device, dtype=torch.bfloat16)

@@ -56,7 +56,7 @@ def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("targets", [ATTENTION, LINEARS], ids=["attention", "all linears"])
 @pytest.mark.parametrize("save", SAVE)
 @pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi3", "Olmo2", "Gemma2"])
 def test_kept_bytes_are_the_predicted_ones(family: str, fp8, save: str, targets) -> None:
     wide = {"head_dim": 16}  # 4 heads are wider than the hidden size, 32
     model = adapted(family, targets, model=wide, fp8=fp8, dtype=torch.bfloat16, lora_dropout=0.1)

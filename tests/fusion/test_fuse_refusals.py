@@ -375,3 +375,35 @@ def test_layers_made_one_by_one_keep_their_states_where_fuse_is_refused() -> Non
     model.model.layers[1].self_attn.attention_dropout = 0.0
     fuse(model)
     assert len({id(layer.fp8_state) for layer in layers}) == 1
+
+
+def test_what_a_layer_with_capped_scores_does_not_take() -> None:
+    model = adapted("Gemma2", fp8=DelayedScaling())
+    with pytest.raises(ValueError, match=r"layers\.0 caps attention's scores at 2\.0: .*'math'"):
+        fuse(model, attention="math")
+    layer = model.model.layers[1]
+    layer.mlp.act_fn = nn.GELU()
+    with pytest.raises(
+        ValueError, match=r"layers\.1: the activation must be GELU by tanh, found GELU"
+    ):
+        fuse(model)
+    model = adapted("Gemma2", fp8=DelayedScaling())
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(
+        ValueError, match=r'runs eager\'s attention, .*set_attn_implementation\("eager"'
+    ):
+        fuse(model)
+
+
+def test_layers_of_an_older_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's returned a tuple."""
+    model = adapted("Gemma3")
+    kind = type(model.model.layers[0])
+
+    def forward(self, hidden_states, position_embeddings, output_attentions=False):  # type: ignore[no-untyped-def]
+        return (hidden_states,)
+
+    forward.__module__ = kind.__module__
+    monkeypatch.setattr(kind, "forward", forward)
+    with pytest.raises(ValueError, match=r"layers\.0: .* in transformers 5: found an older one"):
+        fuse(model)

@@ -14,7 +14,7 @@ from torch import nn
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora
 from lorakernels.train import model as train_model
 from lorakernels.train.errors import ModelError
-from lorakernels.train.model import hidden_states
+from lorakernels.train.model import hidden_states, summed_loss
 from lorakernels.train.model_checks import check_model, isolation
 from lorakernels.train.packing import Batch, PackedRows, attention_mask
 from lorakernels.values import LogitChange
@@ -238,3 +238,27 @@ def test_a_config_that_says_something_else_of_the_logits_is_refused(
     for model in (scaled, capped):
         with pytest.raises(ModelError, match="changes logits"):
             check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 2.0}),
+        ("granite", {"logits_scaling": 0.125}),
+        ("cohere", {"logit_scale": 4.0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_loss_is_the_models_own_where_logits_change(kind: str, more: dict[str, Any]) -> None:
+    model = small(kind, "eager" if kind == "gemma2" else "sdpa", **LLAMA, **more)
+    documents = [torch.randint(264, (length,)) for length in (5, 7)]
+    labels = torch.cat([torch.cat([d[1:], torch.tensor([-100])]) for d in documents])[None]
+    places = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    owners = torch.tensor([0] * 5 + [1] * 7)[None]
+    batch = Batch(torch.cat(documents)[None], labels, places, owners, 10)
+    found = summed_loss(model, batch, 4)
+    logits = [model(d[None], use_cache=False).logits[0, :-1] for d in documents]
+    expected = nn.functional.cross_entropy(
+        torch.cat(logits), torch.cat([d[1:] for d in documents]), reduction="sum"
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

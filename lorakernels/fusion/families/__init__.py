@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of transformers' decoder layers that `fuse` knows: one LayerSpec in a file each, one line here."""
+"""The families of transformers' decoder layers that `fuse` knows: a LayerSpec each, and one line here."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from lorakernels.fusion.families.gemma import GEMMA2, GEMMA3
 from lorakernels.fusion.families.granite import GRANITE
 from lorakernels.fusion.families.llama import LLAMA
 from lorakernels.fusion.families.mistral import MISTRAL
+from lorakernels.fusion.families.olmo2 import OLMO2
 from lorakernels.fusion.families.phi3 import PHI3
 from lorakernels.fusion.families.qwen2 import QWEN2
 from lorakernels.fusion.families.qwen3 import QWEN3
@@ -22,6 +24,9 @@ FAMILIES: tuple[LayerSpec, ...] = (
     PHI3,
     GRANITE,
     SMOLLM3,
+    OLMO2,
+    GEMMA2,
+    GEMMA3,
 )
 KNOWN = ", ".join(spec.layer for spec in FAMILIES)  # for messages
 _BY_LAYER = {spec.layer: spec for spec in FAMILIES}

@@ -3,10 +3,12 @@
 
 A fused layer computes (autograd/decoder_layer.py):
 
-    h2 = h + f o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + f down(silu(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
+    h2 = h + f o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + f down(act(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
 
-RoPE turns whole heads, as transformers' `rotate_half` does, and q's and k's heads may be normed before it. Some layers
-may be without RoPE. f is one number, which is 1 in most families. Where it is not, the sum is an operation of its own.
+RoPE turns whole heads, as transformers' `rotate_half` does, and q and k may be normed before it. Some layers may be
+without RoPE. f is one number, which is 1 in most families. Where it is not, the sum is an operation of its own, and so
+it is where the results of o and down are normed before they are added. There may be no norm before q, k, v and before
+gate, up. act is SiLU or the tanh form of GELU. Attention's scores may have a cap.
 A family fits if its layer computes the same. Its file here says where the parts are, and refuses what changes the sum.
 """
 
@@ -18,9 +20,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-_SILU = ("SiLU", "SiLUActivation")
+_ACTIVATIONS = {
+    "silu": ("SiLU", ("SiLU", "SiLUActivation")),
+    "gelu_tanh": ("GELU by tanh", ("GELUTanh", "PytorchGELUTanh")),
+}
 
 
 def no_objection(layer: Any) -> str | None:
@@ -47,14 +52,21 @@ class LayerSpec:
     Attributes:
         family: what the names of the classes begin with, such as "Llama".
         attention, mlp: the two modules that hold the projections.
-        norms: the RMSNorms of attention's and of the MLP's input.
+        norms: the RMSNorms of attention's and of the MLP's input; None where the input is not normed.
         qkv: three projections; or one, whose rows are q's heads, then k's, then v's.
         output: the projection of attention's result.
         gate_up: two projections; or one, whose rows are gate's, then up's.
         down: the projection of the MLP's result.
-        activation: the module of the gate's activation, which must be SiLU.
+        activation: the module of the gate's activation.
         last_norm: the name of the model's last norm, beside the list of layers.
-        head_norms: the RMSNorms of q's heads and of k's heads, or ().
+        head_norms: the RMSNorms of q and of k, or (). The size of their weights says whether each head is normed by
+            itself or all heads of a token together.
+        post_norms: the RMSNorms of attention's and of the MLP's result, before it is added, or ().
+        norms_add_one: whether norms multiply by 1 + w. If not, they multiply by w.
+        norms_in_fp32: whether norms multiply in fp32 and return their input's dtype. If not, they round to it before
+            they multiply, and return the wider of both dtypes. A fused layer's kernels always round before.
+        act: "silu" or "gelu_tanh", what `activation` must compute.
+        cap: the attribute with C, where scores s become C tanh(s / C); None where the family has no cap.
         dropouts: nn.Dropouts on the way, whose p must be 0.
         window: the attribute with the sliding window's number of tokens, or None where the family has no window.
         rope: the attribute that is false in layers without RoPE, or None where every layer has it.
@@ -66,7 +78,7 @@ class LayerSpec:
     family: str
     attention: str
     mlp: str
-    norms: tuple[str, str]
+    norms: tuple[str | None, str | None]
     qkv: tuple[str, ...]
     output: str
     gate_up: tuple[str, ...]
@@ -74,6 +86,11 @@ class LayerSpec:
     activation: str
     last_norm: str
     head_norms: tuple[str, ...] = ()
+    post_norms: tuple[str, ...] = ()
+    norms_add_one: bool = False
+    norms_in_fp32: bool = False
+    act: str = "silu"
+    cap: str | None = None
     dropouts: tuple[str, ...] = ()
     window: str | None = None
     rope: str | None = None
@@ -97,7 +114,7 @@ class LayerSpec:
 
     @property
     def all_norms(self) -> tuple[str, ...]:
-        return *self.norms, *self.head_norms
+        return *filter(None, self.norms), *self.head_norms, *self.post_norms
 
     def children(self) -> dict[str, set[str]]:
         """{owner: the names of its modules}, of the layer itself, "", and of every module that holds a part of it."""
@@ -153,6 +170,18 @@ class LayerSpec:
         """Whether RoPE turns the heads of q and k."""
         return self.rope is None or bool(attrgetter(self.rope)(layer))
 
+    def norms_whole(self, layer: nn.Module) -> bool:
+        """Whether all heads of a token's q, or k, are normed together."""
+        if not self.head_norms:
+            return False
+        columns: int = layer.get_parameter(f"{self.head_norms[0]}.weight").numel()
+        return columns != self.heads(layer).dim
+
+    def cap_of(self, layer: nn.Module) -> float | None:
+        """C, by which attention's scores are capped, or None."""
+        found: float | None = None if self.cap is None else attrgetter(self.cap)(layer)
+        return found
+
     def factor_of(self, layer: nn.Module) -> float:
         """What attention's and the MLP's results are multiplied by before they are added."""
         return (
@@ -163,10 +192,12 @@ class LayerSpec:
         """Yield, in words, every setting of `layer` with which a fused layer would compute something else."""
         attention: Any = layer.get_submodule(self.attention)
         backend = getattr(attention.config, "_attn_implementation", None)
-        if backend not in ("sdpa", None):
+        runs = "sdpa" if self.cap is None else "eager"  # transformers has no cap in its sdpa
+        if backend not in (runs, None):
+            what = "scaled dot product" if self.cap is None else "eager's"
             yield (
-                "a fused layer runs scaled dot product attention, found attn_implementation="
-                f'{backend!r}: set model.set_attn_implementation("sdpa")'
+                f"a fused layer runs {what} attention, found attn_implementation={backend!r}: set "
+                f'model.set_attn_implementation("{runs}")'
             )
         if dropout := getattr(attention, "attention_dropout", 0.0):
             yield f"attention_dropout must be 0, found {dropout}"
@@ -175,11 +206,11 @@ class LayerSpec:
                 f"{self.attention}.is_causal must be True, found {attention.is_causal!r}: a fused layer's tokens look "
                 "back only"
             )
-        kind = type(attrgetter(self.activation)(layer))
-        if kind.__name__ not in _SILU or not kind.__module__.startswith(
+        kind, (named, classes) = type(attrgetter(self.activation)(layer)), _ACTIVATIONS[self.act]
+        if kind.__name__ not in classes or not kind.__module__.startswith(
             ("torch.nn.", "transformers.")
         ):
-            yield f"the activation must be SiLU, found {kind.__name__}"
+            yield f"the activation must be {named}, found {kind.__name__}"
         epsilons = {place: epsilon(layer.get_submodule(place)) for place in self.all_norms}
         if len(set(epsilons.values())) > 1:
             yield f"norms must have one epsilon, found {epsilons}"
@@ -193,5 +224,11 @@ class LayerSpec:
 
 def epsilon(norm: Any) -> float:
     """ε of an RMSNorm."""
-    found: float = norm.variance_epsilon
+    found: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return found
+
+
+def scale(norm: Any, adds_one: bool) -> Tensor:
+    """What an RMSNorm multiplies by [K]: its weight w, or 1 + w in fp32."""
+    weight: Tensor = norm.weight
+    return 1.0 + weight.float() if adds_one else weight
