@@ -63,7 +63,8 @@ def found_in(model: nn.Module) -> Found:
     """The decoder layers of a model of transformers, and the linears in them.
 
     Raises:
-        ValueError: there is none, they are of several families, fused, or hold projections packed in one.
+        ValueError: there is none, they are of several families, fused, hold projections packed in one, or have norms
+            behind them.
     """
     layers = dict(_decoder_layers(model))
     specs = {id(s): s for layer in layers.values() if (s := family_of(type(layer)))}
@@ -75,6 +76,8 @@ def found_in(model: nn.Module) -> Found:
     (spec,) = specs.values()
     if len(spec.qkv) != 3 or len(spec.gate_up) != 2:
         raise ValueError(f"{spec.layer} packs projections into one: it cannot be split yet")
+    if spec.post_norms:
+        raise ValueError(f"{spec.layer} has norms behind its projections: it cannot be split yet")
     how = {place: "column" for place in (*spec.qkv, *spec.gate_up)}
     how |= {place: "row" for place in (spec.output, spec.down)}
     cuts = {f"{path}.{place}": by for path in layers for place, by in how.items()}

@@ -101,6 +101,11 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
     "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is a GroupedLoRALinear"),
     "merged": (merged, None, "model.layers.0.self_attn.q_proj is merged"),
     "packed": (lambda rank: adapted("Phi3", LINEARS), None, "Phi3DecoderLayer packs projections"),
+    "norms behind": (
+        lambda rank: adapted("Olmo2", LINEARS),
+        None,
+        "has norms behind its projections",
+    ),
     "trained elsewhere": (
         trained_norm,
         None,
