@@ -270,7 +270,7 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
     """
     if batch.starts is None or not takes_starts(decoder, batch.input_ids):
         mask = attention_mask(batch.segments)
-        if getattr(decoder.config, "_attn_implementation", None) == "eager":
+        if _is_eager(decoder):
             dtype = decoder.get_input_embeddings().weight.dtype
             least = torch.finfo(dtype).min
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
@@ -284,6 +284,11 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
     }
 
 
+def _is_eager(decoder: Any) -> bool:
+    """Whether a mask is added to attention's scores."""
+    return getattr(getattr(decoder, "config", None), "_attn_implementation", None) == "eager"
+
+
 def takes_starts(decoder: Any, like: Tensor) -> bool:
     """True if fused layers have flash attention of variable lengths on ``like``'s device.
 
@@ -292,7 +297,7 @@ def takes_starts(decoder: Any, like: Tensor) -> bool:
     layers = getattr(decoder, "layers", None) or [decoder]
     fused = "FusedDecoderLayer" in {kind.__name__ for kind in type(layers[0]).__mro__}
     halves = (torch.bfloat16, torch.float16)
-    plain = getattr(decoder.config, "_attn_implementation", None) != "eager"
+    plain = not _is_eager(decoder)
     return fused and plain and like.is_cuda and decoder.embed_tokens.weight.dtype in halves
 
 

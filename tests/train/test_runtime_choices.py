@@ -186,3 +186,14 @@ def test_a_refused_replay_is_said_on_the_rank_where_it_is(make, rank, capsys):
     assert said[-1].startswith("layers run eagerly: replay of layer '1': ")
     assert capsys.readouterr().err == (f"rank 3: {said[-1]}\n" if rank else "")
     trainer.close()
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "gemma2", "gemma3_text"])
+def test_families_that_are_slower_fused_are_fused_when_asked(kind: str) -> None:
+    model: Any = nn.Identity()
+    model.config = SimpleNamespace(model_type=kind)
+    on = torch.device("cuda")
+    assert "--fuse takes them" in fuse_layers(model, FinetuneOptions(), on).why_not
+    for asked in ({"fuse": True}, {"save": "full"}):
+        found = fuse_layers(model, FinetuneOptions(**asked), on)
+        assert "Identity has no decoder layer" in found.why_not
