@@ -201,11 +201,17 @@ def generators(model: nn.Module, device: torch.device) -> dict[str, Any]:
     return found
 
 
+def _drawn_from(layer: LoRALinear) -> list[int] | None:
+    """Seed and offset of the layer's own random state, on whatever device it is; None without one."""
+    state = layer.rng_state
+    return None if state is None else state.tensor.tolist()
+
+
 def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any]:
     """What must be equal on all ranks, by what it is called in a message."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
-    numbers = {m.name: (m.site, m.scaling, m.lora_dropout, str(m.rng_state)) for m in layers}
+    numbers = {m.name: (m.site, m.scaling, m.lora_dropout, _drawn_from(m)) for m in layers}
     return {
         "sequence_parallel": sequence,
         "the plans": found.cuts,
