@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import lorakernels
 from lorakernels import LoRAConfig, PhiloxState, apply_lora
 from lorakernels.parallel import shard_base
+from tests.graphs.layers import managed
 from tests.processes import free_port
 
 transformers = pytest.importorskip("transformers")
@@ -226,12 +228,25 @@ def test_fsdp(one_rank: dict[str, Any]) -> None:
     assert names["model"](tokens, labels=tokens).loss.isfinite()
 
 
-@pytest.mark.gpu
-def test_graphs(names: dict[str, Any]) -> None:
-    philox = PhiloxState(1, "cuda")
-    config = LoRAConfig(target_modules="all-linear")
-    report = apply_lora(names["model"].cuda(), config, rng_state=philox)
-    run(blocks("graphs/README.md")[0], {**names, "report": report, "philox": philox})
+def test_graphs(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU over the graphs that tests/graphs/fake.py imitates."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(
+        lorakernels.graphs, "GraphManager", partial(managed, device=device, warmup_steps=2)
+    )
+    model, philox = names["model"].to(device).train(), PhiloxState(1, device)
+    config = LoRAConfig(target_modules="all-linear", lora_dropout=0.1)
+    names["report"] = apply_lora(model, config, rng_state=philox)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    names |= {
+        "philox": philox,
+        "optimizer": torch.optim.SGD(trained, lr=0.1),
+        "microbatches": torch.randint(64, (2, 2, 16), device=device),
+    }
+    before = [p.clone() for p in trained]
+    run(blocks("graphs/README.md")[0], names)
+    assert any(not torch.equal(p, q) for p, q in zip(before, trained, strict=True))
+    assert names["manager"].phase == "recording" and names["manager"].warmup_steps == 2
 
 
 def test_every_fact_that_is_cited_exists_once() -> None:

@@ -107,7 +107,7 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor, short: bool = Fa
     check(wanted)
     if wanted == GRAPH and _takes_graph(wanted, graphed.why_not(q, k, v, True)):
         return GRAPH
-    if wanted == "auto" and not short and _takes_graph(wanted, _why_not_packed(q, k, v)):
+    if wanted == "auto" and _takes_graph(wanted, _why_not_packed(q, k, v, short)):
         return GRAPH
     takes = q.is_cuda and capability_of(q.device) >= AMPERE and q.dtype in HALVES
     if wanted in ("auto", "flash") and takes and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
@@ -138,20 +138,24 @@ def _takes_graph(wanted: str, objection: str) -> bool:
     return not mixed
 
 
-def _why_not_packed(q: Tensor, k: Tensor, v: Tensor) -> str:
+def _why_not_packed(q: Tensor, k: Tensor, v: Tensor, short: bool) -> str:
     """Why "auto" does not let cuDNN's graphs take packed sequences, "" if it does."""
+    if short:
+        return f"no sequence is longer than {SHORT} tokens, up to which FlashAttention-2 is faster"
     if torch.are_deterministic_algorithms_enabled():
         return "its deterministic backward takes 2 N H T² bytes for N sequences of up to T tokens"
     return graphed.why_not(q, k, v, True)
 
 
 def why_not_graph(name: str, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:
-    """Why "auto" chose `name` for causal rows or packed sequences, not cuDNN's graphs, which it prefers; else ""."""
+    """Why "auto" chose `name` for causal rows, or for sequences of up to T tokens, not cuDNN's graphs; else ""."""
     if name not in ("packed", "flash", "efficient", "math") or not q.is_cuda:
         return ""
     if capability_of(q.device) < HOPPER:
         return ""
-    return _why_not_packed(q, k, v) if packed else graphed.why_not(q, k, v, False)
+    if packed:
+        return _why_not_packed(q, k, v, q.shape[2] <= SHORT)
+    return graphed.why_not(q, k, v, False)
 
 
 def _mixed_cudnn() -> str:

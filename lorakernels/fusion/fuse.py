@@ -81,7 +81,7 @@ class FuseReport:
         Args:
             q: [B, H, T, D].
             k, v: [B, Hk, T, D].
-            rows: "causal", "packed" for sequences that are given by their starts, or a mask.
+            rows: "causal", "packed" for sequences of up to T tokens that are given by their starts, or a mask.
 
         Raises:
             ValueError: the backend `attention` does not take these tensors.
@@ -92,7 +92,8 @@ class FuseReport:
         if isinstance(rows, torch.Tensor):
             return attention_backends.choose(self.attention, q, k, v, rows, False)
         if rows == "packed":
-            return attention_backends.choose_packed(self.attention, q, k, v)
+            short = q.shape[2] <= attention_backends.SHORT
+            return attention_backends.choose_packed(self.attention, q, k, v, short)
         return attention_backends.choose(self.attention, q, k, v, None, True)
 
     def why_not_graph(

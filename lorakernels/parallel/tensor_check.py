@@ -18,6 +18,7 @@ from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.state.philox import PhiloxStates
 
 CUTS = ("column", "row")
 _KNOWN_LINEARS = (nn.Linear, FrozenFP8Linear, MergeableLinear, LoRALinear)
@@ -201,9 +202,14 @@ def generators(model: nn.Module, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _drawn_from(layer: LoRALinear) -> list[int] | None:
-    """Seed and offset of the layer's own random state, on whatever device it is; None without one."""
+def _drawn_from(layer: LoRALinear) -> list[Any] | None:
+    """Seed and offset of the layer's own random state, on whatever device it is; None without one.
+
+    Of several states, the names: `fork` chooses one at every call, and some differ between ranks on purpose.
+    """
     state = layer.rng_state
+    if isinstance(state, PhiloxStates):
+        return sorted(state.get_states())
     return None if state is None else state.tensor.tolist()
 
 

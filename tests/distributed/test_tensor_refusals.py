@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
     "norms behind": (
         lambda rank: adapted("Olmo2", LINEARS),
         None,
-        "has norms behind its projections",
+        "Olmo2DecoderLayer has norms behind its projections",
     ),
     "trained elsewhere": (
         trained_norm,
@@ -356,7 +356,10 @@ def test_authors_layers_refuse(results: Any, what: str, said: str) -> None:
         ("hooked", "vocabulary=True replaces the Embedding, which has hooks"),
         ("plan", "vocabulary=True needs a model of transformers"),
         ("loss", "loss needs a split head"),
-        ("logits", "takes a model whose loss is of plain logits, found logits_scaling = 8.0"),
+        (
+            "logits",
+            "takes a model whose loss is of plain logits, found LogitChange(scale=0.125, cap=None)",
+        ),
     ],
 )
 def test_a_vocabulary_that_cannot_be_split_is_refused(results: Any, what: str, said: str) -> None:

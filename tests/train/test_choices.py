@@ -229,7 +229,7 @@ def test_attention_on_a_gpu_is_the_one_that_is_named(
     reports: list[Any] = []
     monkeypatch.setattr(module, "fuse", lambda *a, **k: reports.append(fuse(*a, **k)) or reports[0])
     run = [word for word in gpu_run if word != "--deterministic"]
-    run += ["--steps", 6, "--eval-fraction", "0", *more]
+    run += ["--steps", 6, "--eval-fraction", "0", "--seq-len", 256, *more]
     assert cli(*run, "--output", tmp_path / "out") == 0
     said = capsys.readouterr().out
     if not graphed_attention.why_not_here(torch.device("cuda")):
