@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels doctor`: versions, devices, the extension's build, and the implementation of each op with the
-reason.
+"""`lorakernels doctor`: versions, devices, the extension's build, and the implementation of each op with the reason.
+
+This file finds the facts, and doctor_page.py writes them as a page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import platform
 import subprocess
 import sys
 from typing import Any
+
+from lorakernels.cli.doctor_page import render
 
 PACKAGES = (
     "lorakernels",
@@ -35,7 +38,7 @@ print("\\n".join(cudnn_folders()))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of tables"
+        "--json", action="store_true", help="print one JSON object instead of a page"
     )
 
 
@@ -129,12 +132,12 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _cudnn_graph(index: int) -> str:
-    """Whether `attention="cudnn_graph"` can be asked for, or why not."""
+    """Why `attention="cudnn_graph"` cannot be asked for, "" if it can."""
     import torch
 
     from lorakernels.autograd.graphed_attention import why_not_here
 
-    return why_not_here(torch.device("cuda", index)) or "can be asked for"
+    return why_not_here(torch.device("cuda", index))
 
 
 def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[str, dict[str, str]]:
@@ -143,68 +146,3 @@ def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[st
 
     table = implementations(device_type, Place(capability or (0, 0)))
     return {op: {"implementation": impl, "reason": reason} for op, (impl, reason) in table.items()}
-
-
-def render(facts: dict[str, Any]) -> str:
-    """The facts as text, one section per topic."""
-    lines = [
-        f"python {facts['python']} on {facts['platform']}, {facts['cpus']} CPUs",
-        "",
-        "packages",
-    ]
-    for name, found in facts["packages"].items():
-        note = f" ({facts[name]})" if name == "transformer_engine" and found else ""
-        lines.append(f"  {name:20}{found or 'not installed'}{note}")
-    lines += ["", "lorakernels._C", *_render_extension(facts["extension"]), "", "torch"]
-    built = facts["torch"]["cuda_build"]
-    lines.append(
-        f"  built {f'for CUDA {built}' if built else 'without CUDA'}, ",
-    )
-    no_gpu = "sees no GPU: training runs on the CPU, which is for tests and small models"
-    lines[-1] += "sees a GPU" if facts["torch"]["cuda_available"] else no_gpu
-    for device in facts["devices"]:
-        lines += ["", _render_device(device), *_render_ops(device["ops"])]
-        if "cudnn_graph" in device:
-            lines.append(f"  {'attention cudnn_graph':24}{device['cudnn_graph']}")
-    return "\n".join(lines)
-
-
-def _render_extension(extension: dict[str, Any]) -> list[str]:
-    if extension["error"]:
-        return [f"  missing: {extension['error']}"]
-    build, runtime = extension["build"], extension["cuda_runtime"]
-    lines = [f"  compiler {build['compiler']}"]
-    if not build["cuda"]:
-        why = build.get("why_no_cuda") or "no nvcc was found"
-        return [
-            *lines,
-            f"  host part only ({why}, when it was built): a GPU runs Triton's and PyTorch's kernels",
-        ]
-    lines.append(
-        f"  CUDA compiled by nvcc {build['nvcc']} for sm_{build['cuda_archs'].replace(';', ', sm_')}"
-    )
-    found = f"{len(runtime['devices'])} GPUs" if not runtime["error"] else runtime["error"]
-    return [
-        *lines,
-        f"  CUDA runtime {runtime['runtime_version']}, driver {runtime['driver_version']}: {found}",
-    ]
-
-
-def _render_ops(ops: dict[str, dict[str, str]]) -> list[str]:
-    """One line per op, or a single line if all ops have the same implementation, as on a CPU."""
-    rows = {op: (entry["implementation"], entry["reason"]) for op, entry in ops.items()}
-    if len(set(rows.values())) == 1:
-        rows = {f"all {len(rows)} ops": next(iter(rows.values()))}
-    width = max(len(implementation) for implementation, _ in rows.values())
-    return [f"  {op:24}{found:{width + 2}}{reason}" for op, (found, reason) in rows.items()]
-
-
-def _render_device(device: dict[str, Any]) -> str:
-    if device["device"] == "cpu":
-        return f"cpu  {device['name']}"
-    own, as_on = (".".join(map(str, device[key])) for key in ("capability", "ops_as_on"))
-    note = "" if own == as_on else f"; LORAKERNELS_CAPABILITY={as_on}: ops as there"
-    return (
-        f"{device['device']}  {device['name']}, compute capability {own}, "
-        f"{device['multiprocessors']} multiprocessors, {device['memory_gib']} GiB{note}"
-    )

@@ -1,84 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from lorakernels.cli import bench, doctor
+from lorakernels.cli import bench
 from lorakernels.cli.__main__ import COMMANDS, main
-from lorakernels.ops.choice import implementations
-
-
-def test_doctor_json_holds_every_op_of_every_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert len(facts["devices"]) == 1 + torch.cuda.device_count()
-    for device in facts["devices"]:
-        assert set(device["ops"]) == set(implementations("cpu"))
-        assert all(op["implementation"] and op["reason"] for op in device["ops"].values())
-    assert facts["packages"]["torch"] == torch.__version__
-    assert facts["extension"]["build"]["version"] == facts["packages"]["lorakernels"]
-
-
-def test_doctor_text_names_versions_ops_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    for part in (torch.__version__, "lorakernels._C", "PyTorch on the CPU"):
-        assert part in text
-    assert text.count("PyTorch on the CPU") == 1, "equal rows are one"
-    assert f"all {len(implementations('cpu'))} ops" in text
-
-
-def test_doctor_has_a_row_for_each_op_of_a_gpu() -> None:
-    """Of an A100, whose rows differ: the implementation, and the reason, which says what it costs."""
-    ops = doctor._ops("cuda", (8, 0))
-    rows = doctor._render_ops(ops)
-    assert len(rows) == len(implementations("cpu"))
-    for op, row in zip(ops, rows, strict=True):
-        assert row.split()[0] == op and ops[op]["implementation"] in row
-        assert row.endswith(ops[op]["reason"])
-
-
-@pytest.mark.parametrize("why", ["LORAKERNELS_CUDA=0 was set", None])
-def test_doctor_says_why_there_is_no_csrc(why: str | None) -> None:
-    build = {"compiler": "gcc", "cuda": False, **({"why_no_cuda": why} if why else {})}
-    lines = doctor._render_extension({"error": None, "build": build, "cuda_runtime": {}})
-    assert f"host part only ({why or 'no nvcc was found'}, when it was built)" in lines[-1]
-
-
-def facts_without(error: str) -> dict[str, object]:
-    extension = {"error": error, "build": None, "cuda_runtime": None}
-    return {**doctor.collect(), "extension": extension}
-
-
-def test_doctor_without_the_extension_says_so_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    facts = facts_without("no such file")
-    monkeypatch.setattr(doctor, "collect", lambda: facts)
-    assert main(["doctor"]) == 1
-    assert "missing: no such file" in capsys.readouterr().out
-
-
-def test_a_broken_transformer_engine_does_not_break_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert doctor._transformer_engine("2.0") == "import fails: exit code 1"
-    assert doctor._transformer_engine(None) == "not installed"
-
-
-@pytest.mark.parametrize("folders", [["/a"], ["/a", "/b"]], ids=["one cuDNN", "two"])
-def test_doctor_says_whether_transformer_engine_brings_another_cudnn(
-    folders: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = subprocess.CompletedProcess([], 0, "\n".join(folders) + "\n", "")
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: found)
-    two = ", with parts of two cuDNNs (/a and /b): CUDNN_HOME and LD_LIBRARY_PATH help"
-    assert doctor._transformer_engine("2.0") == "imports" + two * (len(folders) > 1)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
