@@ -37,6 +37,7 @@ RUN_BY = {
     "docs/getting-started.md": ["test_a_peft_script", "test_a_loss_without_logits"],
     "docs/adapters.md": ["test_loading", "test_sharing", "test_saving"],
     "docs/fused-layers.md": ["test_fused_layers"],
+    "docs/plan.md": ["test_a_plan"],
     "docs/parallel.md": [
         "test_a_sharded_base",
         "test_an_offloaded_base",
@@ -53,6 +54,13 @@ def test_every_block_has_a_test_that_runs_it() -> None:
     found = {page: len(blocks(page)) for page in PAGES if blocks(page)}
     assert found == {page: len(tests) for page, tests in RUN_BY.items()}
     assert {name for tests in RUN_BY.values() for name in tests} <= set(globals())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fence_names_its_language(page: str) -> None:
+    """So that no Python is missed."""
+    text = (ROOT / page).read_text("utf-8")
+    assert all(re.findall(r"^```(\w*)\n.*?^```$", text, re.MULTILINE | re.DOTALL))
 
 
 @pytest.fixture
@@ -226,6 +234,14 @@ def test_fsdp(one_rank: dict[str, Any]) -> None:
     names = on_one_rank(5, with_a_group(one_rank))
     tokens = names["tokens"]
     assert names["model"](tokens, labels=tokens).loss.isfinite()
+
+
+def test_a_plan(names: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    names["config"] = transformers.LlamaConfig(vocab_size=128256, **sizes, **heads)
+    run(blocks("docs/plan.md")[0], names)
+    assert len(names["plan"].saves) == 32
 
 
 def test_graphs(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

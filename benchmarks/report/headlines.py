@@ -19,31 +19,31 @@ class Headline(NamedTuple):
 
 HEADLINES = (
     Headline(
-        "`lorakernels finetune`, 8 layers of Llama-3.1-8B's widths, 2×4096 tokens",
+        "`lorakernels finetune`, 8 layers of 8B's widths, vocabulary 32,000, LoRA on all linear layers, 2×4096 tokens",
         "check_gpu",
         {"shape": "8b/8 2x4096", "part": "finetune"},
         "× PEFT",
     ),
     Headline(
-        "the ten lines below, 16 layers of 1B's widths, 1×2048 tokens",
+        "the ten lines below, 16 layers of 1B's widths, vocabulary 32,000, 1×2048 tokens",
         "check_gpu",
         {"shape": "1b 1x2048", "part": "drop-in, fused, attached"},
         "× PEFT",
     ),
     Headline(
-        "TRL's SFTTrainer with fused layers and the callback, 8 layers of 8B's widths",
+        "TRL's SFTTrainer with fused layers and the callback, the first row's model; beside SFTTrainer with PEFT",
         "check_gpu",
         {"shape": "8b/8 2x4096", "part": "SFTTrainer, fused, callback"},
         "× PEFT",
     ),
     Headline(
-        "Llama-3.1-8B, 1×4096 tokens, the step as one graph",
+        "Llama-3.1-8B, LoRA on q, k, v, o, 1×4096 tokens, the step as one graph",
         "end_to_end",
         {"model": "Llama-3.1-8B", "LoRA on": "qkvo", "provider": "ours, one graph"},
         "× hf + peft",
     ),
     Headline(
-        "Llama-2-70B, 1×8192 tokens, on this one GPU",
+        "Llama-2-70B, LoRA on q, k, v, o, 1×8192 tokens, on this one GPU",
         "end_to_end",
         {
             "model": "Llama-2-70B",

@@ -170,7 +170,8 @@ def _end_to_end_table(rows: list[Row]) -> str:
         before = what
     title = (
         "Training, everything in a step included, random weights; MFU is of the dense peak of the base's format, FP8 "
-        f"or bf16, GiB what the allocator holds (`make bench BENCH=end_to_end`; {run_of(rows)}):"
+        f"or bf16, GiB what the allocator holds. × divides inside a run, and a model's rows are of several: "
+        f"[results](../benchmarks/results/README.md) (`make bench BENCH=end_to_end`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}\n\n{_image('tokens per second', 'end_to_end')}"
 

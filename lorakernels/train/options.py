@@ -177,7 +177,7 @@ class FinetuneOptions(RunningOptions):
     fuse: bool | None = option(
         None,
         "runtime",
-        "rewire decoder layers into fused kernels where the model allows it; default: on a GPU",
+        "rewire decoder layers into fused kernels where the model allows it; default: on a GPU, but OLMo 2 and Gemma",
     )
     eager: bool = option(
         False,

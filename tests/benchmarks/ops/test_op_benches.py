@@ -31,6 +31,7 @@ BENCHES: dict[str, tuple[str, int, str]] = {
     "quantize_grad": ("--shapes 40x64 --ranks 0 5 --modes eval delayed", 2 * (2 + 3), "÷ floor"),
     "quantize_lora_down": ("--shapes 40x64 --ranks 0 5", 3 * 2, "÷ floor"),
     "transpose_fp8": ("--shapes 40x64 64x64", 2 * 3, "÷ floor"),
+    "cross_entropy": ("--shapes 16x257", 3, "÷ floor"),
     "rms_norm_quantize": ("--shapes 40x64", 3 * 2, "÷ floor"),
     "rope_qkv": ("--shapes 40x4x2x8", 3 * 2, "÷ floor"),
     "swiglu_quantize": ("--shapes 40x64", 7 * 2, "÷ floor"),
@@ -144,6 +145,10 @@ WRONG: dict[str, tuple[str, str, Change, str]] = {
     "transpose_fp8: not transposed": (
         "transpose_fp8", "ours", lambda w, found: w.clone(), "bytes",
     ),
+    "cross_entropy: losses": (
+        "cross_entropy", "ours", lambda i, found: (1.01 * found[0], found[1]), "losses",
+    ),
+    "cross_entropy: dz": ("cross_entropy", "ours", last_scaled, "dz"),
     "rms_norm_quantize": ("rms_norm_quantize", "ours", nearly, ""),
     "rope_qkv": ("rope_qkv", "ours", nearly, ""),
     "swiglu_quantize": ("swiglu_quantize", "ours", nearly, ""),
