@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers in README.md and docs/performance.md, and the pictures, from the CSVs of benchmarks/results/GPU.
+"""The numbers in README.md, docs/performance.md and the recipes, and the pictures, from benchmarks/results/GPU/*.csv.
 
     python benchmarks/report/pages.py [--results benchmarks/results/h200]
 
@@ -21,6 +21,7 @@ from benchmarks.lib.goals import targets, times
 from benchmarks.report.headlines import headlines
 from benchmarks.report.ops import Row, find, markdown, number, op_table, run_of
 from benchmarks.report.plots import draw_all
+from benchmarks.report.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -326,7 +327,11 @@ def rewritten(text: str, block: str) -> str:
     return f"{head}{BEGIN}\n{block}\n{END}{rest.partition(END)[2]}"
 
 
-PAGES = {"README.md": headlines, "docs/performance.md": tables}
+PAGES = {
+    "README.md": headlines,
+    "docs/performance.md": tables,
+    "benchmarks/recipes/README.md": recipes,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

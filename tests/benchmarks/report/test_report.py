@@ -24,7 +24,9 @@ def ops(load: Load) -> Any:
     return load("report.ops")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/performance.md", "benchmarks/recipes/README.md"]
+)
 def test_a_page_holds_what_the_committed_results_say(report: Any, page: str) -> None:
     text = (report.ROOT / page).read_text(encoding="utf-8")
     expected = report.PAGES[page](report.read(report.RESULTS))
@@ -97,9 +99,9 @@ def test_it_rewrites_only_between_the_markers_and_plots(
     report: Any, ops: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    (tmp_path / "docs").mkdir()
     pages = [tmp_path / name for name in report.PAGES]
     for page in pages:
+        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     gemm = {"M x N x K": "8192x8192x8192", "rank": "16", "provider": "ours", "ms": "0.85"}
     facts = {"device": "cuda: NVIDIA H200", "copy GB/s": "4100", "÷ cublaslt": "1.01"}
@@ -109,8 +111,8 @@ def test_it_rewrites_only_between_the_markers_and_plots(
         writer.writeheader()
         writer.writerow({**gemm, **facts})
     assert report.main(["--results", str(tmp_path), "--root", str(tmp_path)]) == 0
-    readme, text = (page.read_text(encoding="utf-8") for page in pages)
-    for written in (readme, text):
+    readme, text, recipes = (page.read_text(encoding="utf-8") for page in pages)
+    for written in (readme, text, recipes):
         assert written.startswith("above\n") and written.endswith(f"\n{report.END}\nbelow\n")
         assert "old" not in written
     assert "| 1.01 | ≤ 0.98 | missed by 3% |" in text and "not measured" in readme
