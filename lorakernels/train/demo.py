@@ -76,7 +76,7 @@ def run_demo(options: FinetuneOptions) -> None:
         result = adapt(replace(options, model=str(output / "base"), data=[str(topics)]), reporter)
         show_losses(result, sources_held, before, reporter)
         check_reload(result, options, reporter)
-        print(result.last_line(), flush=True)
+        print(last_lines(output, result.last_line()), flush=True)
 
 
 def _clear(output: Path, resume: bool) -> None:
@@ -182,6 +182,17 @@ def train_base(
     with replace_dir(output / "base") as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+
+
+def last_lines(output: Path, result: str) -> str:
+    """What the demo made, and the commands that come next."""
+    return f"""\
+{result}
+loss curve in {output / "loss.png"}
+next, on your model and data:
+    lorakernels finetune --model DIR --data FILE.jsonl --output out
+    lorakernels export --model {output / "base"} --adapter {output / "adapter"} --output merged
+    lorakernels doctor"""
 
 
 def show_losses(

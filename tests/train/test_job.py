@@ -7,6 +7,7 @@ import ast
 import errno
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 import yaml
 
 from lorakernels import LoRAConfig
+from lorakernels.cli.__main__ import main
 from lorakernels.train import demo
 from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.errors import ON_DEMAND, ModelError
@@ -379,11 +381,15 @@ def test_demo_from_end_to_end(
     for again in ([], [], ["--resume"]):
         assert cli(*run, *again) == 0
         said = capsys.readouterr().out.splitlines()
-        assert re.fullmatch(
-            r"validation loss \d\.\d{4} → \d\.\d{4}, adapter in .*/adapter", said[-1]
-        )
+        at = next(i for i, line in enumerate(said) if line.startswith("validation loss "))
+        found = re.fullmatch(r"validation loss \d\.\d{4} → \d\.\d{4}, adapter in (.*)", said[at])
+        assert found and Path(found[1], "adapter_config.json").is_file()
+        assert Path(said[at + 1].removeprefix("loss curve in ")).is_file()
+        command = next(line for line in said[at:] if "lorakernels export" in line)
         assert any("logits equal, bit for bit" in line for line in said)
         assert any("standard library" in line for line in said)
+    assert main([*shlex.split(command)[1:-1], str(tmp_path / "merged")]) == 0
+    load_model(tmp_path / "merged", torch.float32, torch.device("cpu"))
     load_model(output / "base", torch.float32, torch.device("cpu"))
     (output / demo.MARK).unlink()
     assert cli(*run) == 1
