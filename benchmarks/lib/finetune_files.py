@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks.peers.models import SPECS, Spec, dtype_of, empty_model, value
 from lorakernels.train.byte_tokenizer import byte_tokenizer
-from lorakernels.train.demo import _sources
+from lorakernels.train.demo import library_sources
 
 SHARD = 1 << 30  # bytes, about
 WRITERS = 4
@@ -78,7 +78,7 @@ def write_texts(folder: Path, characters: int, length: int) -> dict[str, Path]:
     begin and end it."""
     mixed: list[str] = []
     total = 0
-    for source in _sources():
+    for source in library_sources():
         text = source.encode("ascii", "ignore").decode()
         for block in BLOCK.split(text):
             if block.strip():

@@ -100,7 +100,7 @@ def write_texts(directory: Path) -> tuple[Path, Path]:
 
     directory.mkdir(parents=True, exist_ok=True)
     texts = {
-        "stdlib.jsonl": _sources(),
+        "stdlib.jsonl": library_sources(),
         "topics.jsonl": [topics.topics[name] for name in sorted(topics.topics)],
     }
     for name, documents in texts.items():
@@ -109,7 +109,12 @@ def write_texts(directory: Path) -> tuple[Path, Path]:
     return directory / "stdlib.jsonl", directory / "topics.jsonl"
 
 
-def _sources() -> list[str]:
+def library_sources() -> list[str]:
+    """The top-level files of this Python's standard library, in the order of their names.
+
+    Raises:
+        FinetuneError: there are none.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in sorted(library.glob("*.py")):

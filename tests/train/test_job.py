@@ -362,7 +362,7 @@ def test_demo_from_end_to_end(
     monkeypatch.setattr(demo, "SHAPE", shape)
     monkeypatch.setitem(demo.BASE, "steps", 2)
     monkeypatch.setattr(
-        demo, "_sources", lambda: ["import this\n" * 90, "x = 1\n" * 60, "y = 2\n" * 60]
+        demo, "library_sources", lambda: ["import this\n" * 90, "x = 1\n" * 60, "y = 2\n" * 60]
     )
     output = tmp_path / "out"
     run = [
