@@ -318,6 +318,22 @@ def test_cudnn_takes_the_description(tokens: int, backward: bool, exact: bool) -
         described.operation(form._replace(kv_heads=5), backward, sm_version=90)
 
 
+def test_the_package_has_what_is_called() -> None:
+    """Without a GPU nothing is executed here. nvidia-cudnn-frontend 1.28 lost a name that 1.23 had."""
+    cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    called = (
+        "create_execution_plans",
+        "check_support",
+        "build_plans",
+        "get_workspace_size",
+        "execute",
+    )
+    assert not [name for name in called if not hasattr(cudnn.pygraph, name)]
+    assert not [
+        name for name in ("create_handle", "set_stream", "heur_mode") if not hasattr(cudnn, name)
+    ]
+
+
 # On a GPU
 
 NEEDS = pytest.mark.gpu

@@ -160,13 +160,15 @@ def late(base: ShardedBase) -> Iterator[None]:
         del base.slots.__dict__["ensure"]
 
 
-_expected: dict[str, Found] = {}  # of the whole base, by the way it is trained
+_expected: dict[
+    tuple[str, str], Found
+] = {}  # of the whole base, by device and the way it is trained
 
 
 def compare(way: Way, mesh: Any, rank: int, device: torch.device) -> tuple[list[str], list[int]]:
     """(what differs between the sharded and the whole model, gathers of each step), after training both."""
     whole = replace(way, poison=False, delayed=False, options={})
-    key = repr(whole)
+    key = str(device), repr(whole)
     if key not in _expected:
         _expected[key] = train(compiled(make(whole, device), way), whole, device)
     expected = _expected[key]

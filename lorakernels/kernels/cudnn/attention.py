@@ -144,7 +144,7 @@ def _execute(
     handle = _handle(device.index, threading.get_ident())
     with torch.cuda.device(device):
         frontend().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        graph.built._execute(pointers, workspace.data_ptr(), handle)
+        graph.built.execute(pointers, workspace.data_ptr(), handle)
 
 
 def forward(
