@@ -58,6 +58,7 @@ def tables(results: dict[str, list[Row]]) -> str:
         _image("what a large layer keeps", "memory") if layers else "",
         _budget(results.get("decoder_layer_kernels", [])),
         _end_to_end_table(results.get("end_to_end", [])),
+        _floor_table(results.get("floor", []), results.get("end_to_end", [])),
         _sharded_table(results.get("sharded_base", [])),
         _image("tokens per second by where the base lies", "sharded_base")
         if results.get("sharded_base")
@@ -175,6 +176,39 @@ def _end_to_end_table(rows: list[Row]) -> str:
         f"[results](../benchmarks/results/README.md) (`make bench BENCH=end_to_end`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}\n\n{_image('tokens per second', 'end_to_end')}"
+
+
+def _floor_table(rows: list[Row], trained: list[Row]) -> str:
+    """The libraries' products and attention of a step alone, beside our fastest step that has them."""
+    if not rows:
+        return ""
+    head = ["model, tokens", "", "ms", "J", "W", "tokens/s at most", "ours, tokens/s", "of it"]
+    lines = [head, ["---"] * len(head)]
+    before = ""
+    for row in rows:
+        what = f"{row['model']}, {times(row['tokens'])}"
+        most, cells = number(row["tokens/s ≤"]), ["", "", ""]
+        if most is not None:
+            rates = [
+                rate
+                for r in trained
+                if (r["model"], r["LoRA on"]) == (row["model"], "qkvo")
+                and r["provider"].startswith("ours")
+                and ("FP8 head" in r["provider"]) == row["part"].endswith("FP8")
+                and (rate := number(r["tokens/s"])) is not None
+            ]
+            cells = [f"{most:,.0f}", "–", "–"]
+            if rates:
+                cells[1:] = [f"{max(rates):,.0f}", f"{max(rates) / most:.2f}"]
+        said = [row[name] or "–" for name in ("ms", "J", "W")]
+        lines.append(["" if what == before else what, row["part"], *said, *cells])
+        before = what
+    title = (
+        "What no step over FP8 falls below on this GPU: cuBLASLt's FP8 products, cuDNN's attention and the head's "
+        "products of a step, in one graph, at its power limit. Nothing else runs; ours is of the table above "
+        f"(`make bench BENCH=floor`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
 
 
 def _finetune_table(rows: list[Row]) -> str:

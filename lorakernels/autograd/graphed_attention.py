@@ -55,11 +55,14 @@ def why_not_here(device: torch.device) -> str:
 @cache
 def why_not_installed() -> str:
     try:
+        package = str(described.frontend().__version__)
         version = described.frontend().backend_version()
     except ImportError:
         return "nvidia-cudnn-frontend is not installed: pip install lorakernels[cudnn]"
     except Exception as error:  # no library, or one that lacks a symbol
         return f"nvidia-cudnn-frontend finds no cuDNN: {error}"
+    if not package.startswith(described.TRIED):
+        return f"nvidia-cudnn-frontend {package} was not tried: pip install lorakernels[cudnn]"
     return (
         "" if version >= described.OLDEST else f"cuDNN {version} is older than {described.OLDEST}"
     )

@@ -294,8 +294,27 @@ def test_without_a_gpu_or_the_package_it_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(graphed, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(described, "frontend", lambda: import_module("no_such_package"))
     graphed.why_not_installed.cache_clear()
-    assert "pip install lorakernels[cudnn]" in graphed.why_not_here(HERE)
+    assert "is not installed: pip install lorakernels[cudnn]" in graphed.why_not_here(HERE)
     graphed.why_not_installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("package", "cudnn", "why"),
+    [
+        ("1.28.0", 91900, ""),
+        ("1.26.0", 91900, "1.26.0 was not tried"),
+        ("1.28.0", 91002, "91002 is older"),
+    ],
+)
+def test_versions_that_were_not_tried_are_refused(
+    monkeypatch: pytest.MonkeyPatch, package: str, cudnn: int, why: str
+) -> None:
+    found = SimpleNamespace(__version__=package, backend_version=lambda: cudnn)
+    monkeypatch.setattr(described, "frontend", lambda: found)
+    graphed.why_not_installed.cache_clear()
+    said = graphed.why_not_installed()
+    graphed.why_not_installed.cache_clear()
+    assert (why in said) if why else said == ""
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["any order", "deterministic"])

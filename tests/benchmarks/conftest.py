@@ -6,12 +6,19 @@ from __future__ import annotations
 import csv
 import importlib
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.benchmarks.aliases import Load, RowsOf, Run
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a benchmark without --output leaves for its reader, its logs, goes with the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

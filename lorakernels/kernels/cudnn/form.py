@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 OLDEST = 91900  # 9.19.0, the one that was tried
+# nvidia-cudnn-frontend's. 1.26 asks cuDNN 9.19 for an attribute that it lacks.
+TRIED = ("1.23.", "1.28.")
 
 
 class At(IntEnum):
