@@ -144,6 +144,7 @@ class DelayedScaling:
 class LoRAConfig:
     """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus two of our own.
 
+    `target_parameters` names the stacked weights of experts, "experts.gate_up_proj", as in PEFT, and takes no dropout.
     `fp8=None` keeps the base weight in its own dtype. `weight_layout="both"` holds a second, transposed FP8 copy of it.
 
     Raises:
@@ -155,6 +156,7 @@ class LoRAConfig:
     lora_dropout: float = 0.0
     target_modules: str | Collection[str] | None = None
     exclude_modules: str | Collection[str] | None = None
+    target_parameters: Collection[str] | None = None
     layers_to_transform: int | Collection[int] | None = None
     layers_pattern: str | Collection[str] | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
@@ -177,6 +179,12 @@ class LoRAConfig:
             )
         self._set("target_modules", _targets(self.target_modules))
         self._set("exclude_modules", _names("exclude_modules", self.exclude_modules))
+        self._set("target_parameters", _parameters(self.target_parameters))
+        if self.target_parameters and self.lora_dropout:
+            raise ValueError(
+                "LoRAConfig.lora_dropout must be 0 with target_parameters, as in PEFT, "
+                f"got {self.lora_dropout!r}"
+            )
         self._set("layers_to_transform", _indices(self.layers_to_transform))
         self._set("layers_pattern", _names("layers_pattern", self.layers_pattern))
         self._set("rank_pattern", _pattern("rank_pattern", self.rank_pattern))
@@ -198,16 +206,26 @@ class LoRAConfig:
 
     def rank_for(self, path: str) -> int:
         """The rank at `path`: the value of the first key in rank_pattern that matches, else `r`."""
-        return next(matching(self.rank_pattern, path), self.r)
+        return next(matching(self.rank_pattern, self.parameter_of(path)), self.r)
 
     def alpha_for(self, path: str) -> float:
         """The alpha at `path`: the value of the first key in alpha_pattern that matches, else `lora_alpha`."""
-        return next(matching(self.alpha_pattern, path), self.lora_alpha)
+        return next(matching(self.alpha_pattern, self.parameter_of(path)), self.lora_alpha)
 
     def scaling_for(self, path: str) -> float:
         """The scaling at `path`: alpha / r, or alpha / √r with `use_rslora`."""
         r = self.rank_for(path)
         return self.alpha_for(path) / (math.sqrt(r) if self.use_rslora else r)
+
+    def names_parameter(self, path: str) -> bool:
+        """Whether `target_parameters` names the parameter at the clean `path`, by PEFT's rule: whole or by a tail."""
+        names = self.target_parameters or ()
+        return any(path == name or path.endswith(f".{name}") for name in names)
+
+    def parameter_of(self, path: str) -> str:
+        """Of the layer of one expert, "….gate_up_proj.3", the stacked parameter's path; any other path as it is."""
+        owner, _, number = clean_path(path).rpartition(".")
+        return owner if number.isdecimal() and self.names_parameter(owner) else path
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -313,6 +331,17 @@ def _targets(value: object) -> Names:
             f"names, got {ALL_LINEAR!r} inside the list {list(names)!r}"
         )
     return names
+
+
+def _parameters(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        raise TypeError(
+            f"LoRAConfig.target_parameters must be a list of names, got the string {value!r}"
+        )
+    names = _names("target_parameters", value)
+    if names is not None and "" in names:
+        raise ValueError("LoRAConfig.target_parameters: '' would match every parameter")
+    return names if names is None else tuple(names)
 
 
 def _saved(value: object) -> tuple[str, ...] | None:

@@ -2,6 +2,9 @@
 """The tensors of an adapter file, by key, and their places in a model. R is the rank, a layer's weight is [N, K].
 
 base_model.model.<path>.lora_A.weight [R, K]    base_model.model.<path>.lora_B.weight [N, R]
+base_model.model.<owner>.lora_A.weight [E R, K]   base_model.model.<owner>.lora_B.weight [N, R E]
+                                                of the last adapted one of an owner's stacked parameters of E experts;
+                                                of the one before, <owner>.base_layer
 base_model.model.<path>.base_layer.bias         a trained bias under an adapter
 base_model.model.<path>.bias                    any other trained bias
 base_model.model.<path>.<name>                  the tensors of modules_to_save
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import LoRAConfig, clean_path
+from lorakernels.modules.experts import Stack, experts_of, named_parameters, stacks
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import lora_modules
 from lorakernels.modules.targets import match_saved, match_targets
@@ -38,7 +42,10 @@ class Slot(NamedTuple):
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """{PEFT's key: tensor of `model`} for all adapters, trained biases and saved modules, not copied."""
+    """{PEFT's key: tensor of `model`} for all adapters, trained biases and saved modules, not copied.
+
+    Each expert's adapter has a key of its own, `….gate_up_proj.3`; `stacks_of` says how a file joins them.
+    """
     found: dict[str, Tensor] = {}
     layers = lora_modules(model)
     bias = bias_mode(layers.values())
@@ -62,6 +69,16 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]:
+    """How PEFT's file holds the adapters of experts: of LoRAExperts, or of those that `config` will adapt."""
+    if config is None:
+        experts = experts_of(model, lambda layer: isinstance(layer, LoRALinear))
+    else:
+        named = named_parameters(model, config)
+        experts = {clean_path(path): len(parameter) for path, parameter in named.items()}
+    return stacks(experts, _PREFIX)
+
+
 def bias_mode(layers: Iterable[LoRALinear]) -> str:
     """The widest `bias` of the layers' configs. With it a file has room for every bias that any layer trains."""
     found = {layer.config.bias for layer in layers}
@@ -75,7 +92,15 @@ def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
 def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
     """The keys, shapes and dtypes that `adapter_tensors` will have once `config` is applied to `model`."""
     found: dict[str, Slot] = {}
-    paths = match_targets(model, config)
+    for path, parameter in named_parameters(model, config).items():
+        experts, n, k = parameter.shape
+        r = config.rank_for(f"{path}.0")
+        for number in range(experts):
+            key = f"{_PREFIX}{clean_path(path)}.{number}"
+            found[f"{key}.lora_A.weight"] = Slot((r, k), torch.float32)
+            found[f"{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+    only_experts = config.target_parameters and not config.target_modules
+    paths = [] if only_experts else match_targets(model, config)
     for path in paths:
         module, r, key = model.get_submodule(path), config.rank_for(path), clean_path(path)
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]

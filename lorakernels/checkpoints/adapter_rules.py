@@ -21,6 +21,7 @@ from torch import nn
 
 from lorakernels.checkpoints.adapter_keys import bias_mode
 from lorakernels.config import LoRAConfig, clean_path, matching
+from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.targets import choose, tails
 from lorakernels.modules.trained_parts import saved_modules
@@ -36,12 +37,18 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
     """
     saved = _saved_names(model, [layer.config for layer in layers.values()])
     first = next(iter(layers.values())).config
-    targets = _target_rules(model, layers, replace(first, modules_to_save=saved))
+    experts = expert_layers(model)
+    plain = {path: layer for path, layer in layers.items() if path not in experts}
+    parameters = {experts[path]: layer for path, layer in layers.items() if path in experts}
+    targets = replace(first, target_modules=[], modules_to_save=saved)
+    if plain:
+        targets = _target_rules(model, plain, replace(first, modules_to_save=saved))
     biases = [layer.config.bias for layer in layers.values()]
     dropouts = [layer.lora_dropout for layer in layers.values()]
     return {
         **{name: getattr(targets, name) for name in _TARGET_FIELDS},
-        **_ranks_and_alphas(layers),
+        "target_parameters": list(parameters) or None,
+        **_ranks_and_alphas({**plain, **parameters}),
         "modules_to_save": saved,
         "bias": _one_for_all("bias", biases, bias_mode(layers.values())),
         "lora_dropout": _one_for_all("lora_dropout", dropouts, mode(dropouts)),

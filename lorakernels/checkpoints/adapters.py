@@ -18,6 +18,7 @@ from lorakernels.checkpoints.adapter_keys import (
     check_keys,
     expected_slots,
     slots,
+    stacks_of,
     without_peft_copies,
 )
 from lorakernels.checkpoints.adapter_rules import describe
@@ -74,6 +75,8 @@ def save_adapter(
     rules = describe(model, layers)
     parameters = adapter_tensors(model)
     tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
+    for stack in stacks_of(model):
+        stack.join(tensors)
     if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
         return folder
     kind = type(model)
@@ -119,12 +122,16 @@ def load_adapter(
             _check_unmerged(model)
             expected = slots(adapter_tensors(model))
             saved = list(saved_modules(model))
+            joined = stacks_of(model)
         else:
             expected = expected_slots(model, config)
             saved = match_saved(model, config)
+            joined = stacks_of(model, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, list(map(clean_path, saved)))
+    for stack in joined:
+        stack.split(tensors)
     check_keys(folder / WEIGHTS_NAME, expected, tensors)
     if adapted:
         _check_scaling(model, config, folder)

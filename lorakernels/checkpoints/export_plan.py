@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from lorakernels.checkpoints.adapter_keys import check_keys, expected_slots, without_peft_copies
 from lorakernels.checkpoints.loading_plan import E4M3, holders_of
-from lorakernels.checkpoints.peft_format import WEIGHTS_NAME, read_config, read_weights
+from lorakernels.checkpoints.peft_format import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    read_config,
+    read_weights,
+)
 from lorakernels.checkpoints.shards import Source, TensorInfo
 from lorakernels.modules.targets import match_saved, match_targets
 
@@ -109,6 +114,11 @@ def read_adapter(model: nn.Module, folder: Path) -> Adapter:
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`.
     """
     config = read_config(folder, None, "single")
+    if config.target_parameters:
+        raise ValueError(
+            f"{folder / CONFIG_NAME}: target_parameters={list(config.target_parameters)!r} is not supported by export: "
+            "adapters on experts merge by merge_and_unload, and save_pretrained writes the model"
+        )
     tensors = read_weights(folder)
     try:
         slots, saved = expected_slots(model, config), match_saved(model, config)

@@ -37,6 +37,7 @@ from lorakernels.checkpoints.shards import Directory, Source
 from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor_weight
+from lorakernels.modules.experts import refuse_experts
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
@@ -130,6 +131,7 @@ def load_quantized(
     began = time.perf_counter()
     if frozen not in ("fp8", "plain"):
         raise ValueError(f'frozen must be "fp8" or "plain", found {frozen!r}')
+    refuse_experts(lora, "load_quantized")
     recipe = _recipe(lora, fp8)
     target = _device(device)
     together = _together(mesh)

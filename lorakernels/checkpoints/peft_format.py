@@ -39,6 +39,7 @@ _SHARED = (
     "lora_dropout",
     "target_modules",
     "exclude_modules",
+    "target_parameters",
     "layers_to_transform",
     "layers_pattern",
     "rank_pattern",
@@ -49,14 +50,20 @@ _SHARED = (
     "init_lora_weights",
 )
 _MAY_BE_NULL = frozenset(
-    ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+    (
+        "target_modules",
+        "exclude_modules",
+        "target_parameters",
+        "layers_to_transform",
+        "layers_pattern",
+        "modules_to_save",
+    )
 )
 _REFUSED = {
     "use_dora": "weight-decomposed adapters (DoRA)",
     "alora_invocation_tokens": "adapters active from a token on (aLoRA)",
     "layer_replication": "replicated layers",
     "lora_bias": "a bias on lora_B",
-    "target_parameters": "adapters on parameters instead of modules",
     "trainable_token_indices": "trainable rows of an embedding",
     "use_qalora": "pooled inputs (QALoRA)",
     "use_bdlora": "block-diagonal adapters (BD-LoRA)",
@@ -146,7 +153,6 @@ def to_peft_dict(
         "megatron_core": "megatron.core",
         "loftq_config": {},
         "layer_replication": None,
-        "target_parameters": None,
         "trainable_token_indices": None,
         "alora_invocation_tokens": None,
     }

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.fuse import unfuse
 from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.modules.experts import restack
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.lora import LoRALinear
@@ -20,7 +21,7 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
 
     If adapters are not merged, they are dropped: trained biases and `modules_to_save` get their original values back.
     If they are merged, everything trained stays. A fused model is unfused first. All new weights are made before
-    anything changes, so memory must hold them beside the old ones.
+    anything changes, so memory must hold them beside the old ones. Experts are stacked again.
 
     Args:
         model: after `apply_lora`, `load_adapter` or `load_quantized`. For a layer itself, an `nn.Linear` is returned.
@@ -78,6 +79,7 @@ def _unload(model: nn.Module, dtype: torch.dtype | None, merge: bool) -> nn.Modu
         for name, child in list(parent._modules.items()):
             if isinstance(child, FrozenFP8Linear):
                 parent._modules[name] = plain[child]
+    restack(model)
     forget_originals(model)
     release_saving(model)
     describe_tying(model)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lorakernels.modules.experts import LoRAExperts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.state.fp8 import FP8State
@@ -96,6 +97,8 @@ def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
     for index, layer in enumerate(layers):
         if any(getattr(m, "_compiled_call_impl", None) is not None for m in layer.modules()):
             return f"layer {index} is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"
+        if any(isinstance(m, LoRAExperts) for m in layer.modules()):
+            return f"layer {index} has LoRAExperts: the host waits there for the number of each expert's tokens"
     states = {id(s) for layer in layers for s in fp8_states(layer)}
     if len(states) > 1:
         return f"the layers have {len(states)} FP8States: give them one, as apply_lora and fuse do"

@@ -12,6 +12,7 @@ from torch import nn
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
+from lorakernels.modules.experts import match_experts, unstack
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.holder import refuse_held
@@ -55,12 +56,29 @@ def apply_lora(
     Raises:
         ValueError: no module matches, the model has adapters already, the layers are on several devices, or a weight
             is not finite. `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
-        TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16.
+        TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16. A parameter
+            is not of experts that LoRAExperts computes.
         RuntimeError: a graph holds the memory of an FP8 layer's state, or a weight is in a sharded base.
 
     All of this is checked before anything is changed. A later exception, such as a full device, restores the model:
     replaced layers are held until the call ends. They move to the host if the device is full.
     """
+    options = adapter_dtype, rng_state, frozen
+    if not config.target_parameters:
+        return _apply(model, config, *options)
+    with all_or_nothing(model):
+        unstack(model, config)
+        return _apply(model, config, *options)
+
+
+def _apply(
+    model: nn.Module,
+    config: LoRAConfig,
+    adapter_dtype: torch.dtype | None,
+    rng_state: PhiloxState | PhiloxStates | None,
+    frozen: str,
+) -> LoRAReport:
+    """apply_lora once each expert has layers of its own."""
     present = [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
     if present:
         raise ValueError(
@@ -80,6 +98,7 @@ def apply_lora(
     there = joining(model, paths, config.fp8, device)
     unadapted = {*rest, *there}
     beside = [path for path, _ in model.named_modules() if path in unadapted]
+    experts = set(match_experts(model, config))
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
         names = [*paths, *beside]
@@ -95,7 +114,8 @@ def apply_lora(
             old = model.get_submodule(path)
             new = before.patiently(partial(to_lora, old, config, **options))
             new.site, new.rng_state = site, rng_state
-            reasons[path] = ("lora", f"matches target_modules{_weight_note(old, new, tied)}")
+            field = "target_parameters" if path in experts else "target_modules"
+            reasons[path] = ("lora", f"matches {field}{_weight_note(old, new, tied)}")
             replace_module(model, old, new)
         for path in rest:
             _hold_in_fp8(model, path, config, fp8_state, before)

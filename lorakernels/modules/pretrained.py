@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.modules.experts import LoRAExperts
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear, first_plain_dtype
 from lorakernels.modules.state_entries import STATE_KEYS
@@ -28,7 +29,7 @@ class GuardedSave:
     `merge_and_unload` would leave them. This copies the FP8 layers to the host.
 
     Raises:
-        ValueError: a `state_dict` with FP8 values is given, and all adapters are merged.
+        ValueError: a `state_dict` with FP8 values is given, and all adapters are merged. Or there are LoRAExperts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,6 +46,11 @@ class GuardedSave:
         model: Any = self._model()
         save = getattr(type(model), _METHOD)
         if not getattr(model, "_hf_peft_config_loaded", False):
+            if any(isinstance(module, LoRAExperts) for module in model.modules()):
+                raise ValueError(
+                    "save_pretrained: the model has LoRAExperts, whose names transformers does not know: call "
+                    "merge_and_unload first, or save_adapter for the adapter alone"
+                )
             if _adapters_apart(model):
                 warnings.warn(_checkpoint_only(model, save_directory), UserWarning, stacklevel=2)
             elif state_dict is None:

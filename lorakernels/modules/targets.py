@@ -5,6 +5,9 @@ target_modules   A str must match the whole dotted path (`re.fullmatch`).
                  A name in a list must equal the path, or its tail after a dot.
                  "all-linear" takes every Linear except a transformers model's output embedding.
 exclude_modules  The rules for str and list are the same. An excluded module is never a target.
+target_parameters
+                 A name must equal the path of a stacked parameter of experts, or its tail after a dot. The layers of
+                 LoRAExperts follow it alone.
 modules_to_save  Such a module is never a target, nor is a module inside it.
 layers_to_transform, layers_pattern
                  These restrict only names in a list that match a tail. A name that equals the path always matches.
@@ -23,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import nn
 
 from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path
+from lorakernels.modules.experts import expert_layers, match_experts
 
 _Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
 _SHOWN = 8
@@ -60,13 +64,20 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         TypeError: a target is not a linear layer that we can adapt, or has hooks or its own forward.
     """
     wanted = _wanted(model, config)
-    if wanted is None:
+    experts = expert_layers(model)
+    named = set(match_experts(model, config))
+    if wanted is None and not named:
         raise ValueError(
             "LoRAConfig.target_modules is None: name the modules to adapt, or use 'all-linear'. "
             f"Linear modules here end in {_linear_suffixes(model)}"
         )
     paths = [path for path, _ in model.named_modules() if path]
-    chosen = [path for path in paths if _is_wanted(config, wanted, clean_path(path))]
+    chosen = [
+        path
+        for path in paths
+        if path in named
+        or (path not in experts and wanted and _is_wanted(config, wanted, clean_path(path)))
+    ]
     found = [path for path in chosen if not _is_excluded(config, clean_path(path))]
     if not found:
         raise ValueError(_no_match(model, config, chosen))

@@ -20,7 +20,7 @@ REFUSED = [
     ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"lora_bias": True}, "lora_bias"),
-    ({"target_parameters": ["w"]}, "target_parameters"),
+    ({"target_parameters": ["w"]}, "target_parameters: no parameter ends with 'w'"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ({"use_qalora": True}, "use_qalora"),
     ({"use_bdlora": {"x": 1}}, "use_bdlora"),
