@@ -50,6 +50,13 @@ RECIPES = (
         SHARDED | {"base": "sharded, peer"},
         "tokens/s a GPU",
     ),
+    Recipe(
+        "405b_four_gpus.yaml",
+        "Llama-3.1-405B, 1×4096 a GPU, four H200",
+        "sharded_base",
+        {"model": "Llama-3.1-405B", "tokens": "1 x 4096", "base": "sharded, peer"},
+        "tokens/s a GPU",
+    ),
 )
 PEER = "hf + peft bf16"
 

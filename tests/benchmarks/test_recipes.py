@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "recipes"
 # Of the models' own config.json
 SIZES = {
     "Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 128256, 131072),
+    "Llama-3.1-405B": (16384, 53248, 126, 128, 128256, 131072),
     "Llama-2-70b-8k": (8192, 28672, 80, 64, 32000, 8192),
 }
 NAMES = (
