@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
 from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.frozen import is_sharded, number
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.modules.number import number
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
 from lorakernels.state.fp8 import FP8State
@@ -230,7 +231,7 @@ class LoRALinear(MergeableLinear):
         """
         if self.merged or self.disable_adapters:
             return super().forward(x)
-        if is_compiling():
+        if is_compiling() and self.block_scaling is None:
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             return self._compiled(x, (self.lora_A, self.lora_B), slot)

@@ -17,6 +17,7 @@ from lorakernels.values import Scaled, Weight
 
 BLOCK = 128
 _MOST_POWER = 2.0**126  # its inverse is fp32's smallest normal number
+_LEAST = 2.0**-126
 
 
 def blocks_of(size: int) -> int:
@@ -56,19 +57,22 @@ def dequantize_rows(x: Scaled, dtype: torch.dtype = E4M3) -> Tensor:
 
 
 def quantize_weight_blocks(
-    weight: Tensor, block: tuple[int, ...] = (BLOCK, BLOCK)
+    weight: Tensor, block: tuple[int, ...] = (BLOCK, BLOCK), power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(e4m3 [N, K], scale_inv fp32 [⌈N/bn⌉, ⌈K/bk⌉]) of `weight` [N, K] in blocks of (bn, bk).
 
-    The largest absolute value of a block becomes 448. A block of zeros has scale 1.
+    The largest absolute value of a block becomes 448, or with `power_of_two` between 224 and 448. A block of zeros has
+    scale_inv 1. scale_inv is at least fp32's smallest normal number, so that no block divides by zero.
     """
     weight = weight.float()
     (n, k), (bn, bk) = weight.shape, block
     padded = F.pad(weight, (0, -k % bk, 0, -n % bn))
     tiles = padded.view(padded.shape[0] // bn, bn, padded.shape[1] // bk, bk)
     most = FP8_MAX[E4M3]
-    scales = tiles.abs().amax((1, 3)) / most
-    scales[scales == 0] = 1.0
+    amax = tiles.abs().amax((1, 3))
+    scales = torch.where(amax > 0, (amax / most).clamp(min=_LEAST), 1.0)
+    if power_of_two:
+        scales = 1.0 / power_below(1.0 / scales)
     raw = (tiles / scales[:, None, :, None]).clamp(-most, most).to(E4M3)
     return raw.view(padded.shape)[:n, :k].contiguous(), scales
 
