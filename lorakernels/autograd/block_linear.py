@@ -6,7 +6,8 @@
                dx = fp8_block_grad_input(dy8, W8, ds, A)
 
 Scales come from the tensors at hand. So there is no FP8 state, nothing is written but results, and torch.compile, CUDA
-graphs and checkpointing need to know of nothing. Saved for backward are x8 and xs (only for dA), s, and the slot.
+graphs and checkpointing need to know of nothing. Saved for backward are x8 and xs (only for dA), s, and the slot. In a
+trace the adapter's numbers come from the layer's handle, so that equal layers share the trace (compiled_linear.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear_values import Adapter, AdapterNumbers
+from lorakernels.autograd.linear_values import Adapter
+from lorakernels.autograd.lora_linear import check_input
 from lorakernels.config import BlockScaling
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.register import Op, define_composed, empty
+from lorakernels.state.handles import numbers_of
 from lorakernels.values import Dropout, Scaled, Up, Weight
 
 
@@ -30,13 +33,19 @@ class BlockCall(NamedTuple):
 
     Attributes:
         recipe: formats and scales.
-        numbers: the adapter's scaling, dropout probability and site.
         slot: int64 [2], Philox's key and offset; None draws no mask.
+        scaling: factor of B A; None takes the handle's.
+        p: dropout probability; None takes the handle's.
+        site: the model's dropout that this is. With a handle, it is the handle's.
+        handle: stands for the layer's numbers in a trace; None outside.
     """
 
     recipe: BlockScaling
-    numbers: AdapterNumbers = AdapterNumbers()
-    slot: Tensor | None = None
+    slot: Tensor | None
+    scaling: float | None = None
+    p: float | None = None
+    site: int = 0
+    handle: Tensor | None = None
 
 
 def _run(op: Op[..., Any], *arguments: Any) -> Any:
@@ -48,8 +57,25 @@ def _run_scaled(op: Op[..., Any], x: Scaled, *arguments: Any) -> Any:
     return op.run(x, *arguments) if x.data.is_cuda else op.reference(x, *arguments)
 
 
-def _dropout(slot: Tensor | None, p: float, site: int) -> Dropout | None:
-    return None if slot is None else Dropout(slot, p, site)
+class _Numbers(NamedTuple):
+    """The last arguments of both ops, each way."""
+
+    handle: Tensor | None
+    scaling: float | None
+    p: float | None
+    site: int
+    backward_dtype: torch.dtype
+    power_of_two: bool
+
+    def known(self, slot: Tensor | None) -> tuple[float, Dropout | None]:
+        """(scaling, the mask), by the handle where they are not given."""
+        handle, scaling, p, site = self[:4]
+        if handle is not None:
+            layer = numbers_of(handle)
+            scaling = layer.scaling if scaling is None else scaling
+            p, site = layer.p if p is None else p, layer.site
+        dropout = None if slot is None else Dropout(slot, p or 0.0, site)
+        return 1.0 if scaling is None else scaling, dropout
 
 
 def block_linear_forward(
@@ -60,25 +86,28 @@ def block_linear_forward(
     lora_A: Tensor | None,
     lora_B: Tensor | None,
     slot: Tensor | None,
-    scaling: float,
-    p: float,
+    handle: Tensor | None,
+    scaling: float | None,
+    p: float | None,
     site: int,
     backward_dtype: torch.dtype,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y [M, N], x8 [M, K], its scale_inv [⌈K/128⌉, M], s [M, R]); s is empty without an adapter."""
+    numbers = _Numbers(handle, scaling, p, site, backward_dtype, power_of_two)
+    factor, dropout = numbers.known(slot)
     x8, scale_inv = _run(ops.quantize_blocks, x, E4M3, power_of_two)
     up, s = None, x.new_empty(0)
     if lora_A is not None and lora_B is not None:
-        s = _run(ops.quantize_lora_down, x, lora_A, None, _dropout(slot, p, site))[2]
-        up = Up(lora_B, s, scaling)
+        s = _run(ops.quantize_lora_down, x, lora_A, None, dropout)[2]
+        up = Up(lora_B, s, factor)
     frozen = Weight(weight, weight_scale_inv)
     y = _run_scaled(ops.fp8_block_linear, Scaled(x8, scale_inv), frozen, bias, up, x.dtype)
     return y, x8, scale_inv, s
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
-    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, scaling, p, site, backward_dtype, power_of_two
+    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, scaling, p, site, backward_dtype, power_of_two
 ):  # fmt: skip
     rows, cols = x.shape
     y, x8 = empty(x, rows, weight.shape[0]), empty(x, rows, cols, dtype=torch.uint8)
@@ -97,8 +126,9 @@ def block_linear_backward(
     lora_A: Tensor | None,
     lora_B: Tensor | None,
     slot: Tensor | None,
-    scaling: float,
-    p: float,
+    handle: Tensor | None,
+    scaling: float | None,
+    p: float | None,
     site: int,
     backward_dtype: torch.dtype,
     power_of_two: bool,
@@ -107,11 +137,12 @@ def block_linear_backward(
 
     dx reads the weight, dA reads x8, dB reads s, and dbias the bias.
     """
-    dy, mask = dy.contiguous(), _dropout(slot, p, site)
+    numbers = _Numbers(handle, scaling, p, site, backward_dtype, power_of_two)
+    dy, (factor, mask) = dy.contiguous(), numbers.known(slot)
     none = dy.new_empty(0)
     dx, dA, dB, dbias, ds = none, none, none, none, None
     if lora_B is not None:
-        up = Up(lora_B, s, scaling)
+        up = Up(lora_B, s, factor)
         _, _, ds, found = _run(ops.quantize_grad, dy, up, None, backward_dtype, None)
         dB = none if s is None else found
     if x8 is not None and ds is not None:
@@ -129,8 +160,8 @@ def block_linear_backward(
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    dy, x8, x_scale_inv, s, weight, weight_scale_inv, bias, lora_A, lora_B, slot, scaling, p, site, backward_dtype,
-    power_of_two,
+    dy, x8, x_scale_inv, s, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, scaling, p, site,
+    backward_dtype, power_of_two,
 ):  # fmt: skip
     none = [empty(dy, 0) for _ in range(4)]
     return (
@@ -142,7 +173,7 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, weight_scale_inv, bias, lora_A, lora_B, slot, *numbers = inputs
+    _, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, *numbers = inputs
     _, x8, scale_inv, s = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(x8, scale_inv, s)
@@ -158,6 +189,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
         lora_A if adapted else None,
         lora_B if adapted else None,
         slot if adapted else None,
+        handle,
     )
     ctx.numbers, ctx.inputs = numbers, len(inputs)
     ctx.needs = (of_x, of_A, of_B, of_bias)
@@ -189,18 +221,22 @@ def block_linear(
         weight: bytes uint8 [N, K] with scale_inv fp32 [⌈N/128⌉, ⌈K/128⌉].
         bias: [N] or None.
         adapter: A [R, K] and B [N, R], or None for both.
-        call: the recipe, the adapter's numbers and the random slot.
+        call: the recipe, the random slot and the adapter's numbers.
 
     Returns:
         [..., N] in x's dtype (the autocast dtype under autocast).
+
+    Raises:
+        TypeError: x is not float32, bfloat16 or float16.
+        ValueError: x's last dimension is not K, or x is on another device.
     """
+    check_input(x, weight.data)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    recipe, (scaling, p, site), slot = call
-    drawn = (0.0, 0) if slot is None else (p, site)  # layers without dropout share a trace
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    how = (recipe.backward_dtype, recipe.power_2_scale)
-    base, factors = (weight.data, weight.scale_inv, bias), (adapter.A, adapter.B)
-    y: Tensor = _forward(rows, *base, *factors, slot, scaling, *drawn, *how)[0]
+    recipe, slot, scaling, p, site, handle = call
+    numbers = (handle, scaling, p, site, recipe.backward_dtype, recipe.power_2_scale)
+    base = (weight.data, weight.scale_inv, bias)
+    y: Tensor = _forward(rows, *base, adapter.A, adapter.B, slot, *numbers)[0]
     return y.view(*x.shape[:-1], y.shape[1])

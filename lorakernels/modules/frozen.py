@@ -67,8 +67,7 @@ class FrozenFP8Linear(nn.Module):
     Attributes:
         weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None. While FSDP2 has
             it sharded (outside of forward), it is the parameter as it is stored.
-        weight_scale_inv: fp32 [1], or [⌈N/128⌉, ⌈K/128⌉] under BlockScaling, from the exact amax; None when `fp8` is
-            None. Only new weight values change it.
+        weight_scale_inv: fp32 [1], [⌈N/128⌉, ⌈K/128⌉] under BlockScaling, by the exact amax; None when `fp8` is None.
         fp8_state: scales and amax history of x and dy; None under BlockScaling.
         block_scaling: the recipe if it is a BlockScaling, else None.
         column: this layer's column of `fp8_state`.
@@ -133,7 +132,7 @@ class FrozenFP8Linear(nn.Module):
         self.column_x = None
         self.register_buffer("weight_t", None, persistent=False)
         self.renew_weight_t()
-        self._renew_handle()
+        self.renew_handle()
 
     @classmethod
     def from_weight(
@@ -317,13 +316,13 @@ class FrozenFP8Linear(nn.Module):
             numbers: the adapter's scaling, dropout probability and site.
             slot: int64 [2], Philox's key and offset; None draws no mask.
         """
-        if self.block_scaling is not None:
-            weight = Weight(self.stored, self.weight_scale_inv)
-            in_blocks = BlockCall(self.block_scaling, numbers, slot)
-            return block_linear(x, weight, self.bias, adapter, in_blocks)
         if is_compiling():
             scaling, p, _ = numbers
             return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
+        if self.block_scaling is not None:
+            weight = Weight(self.stored, self.weight_scale_inv)
+            in_blocks = BlockCall(self.block_scaling, slot, *numbers)
+            return block_linear(x, weight, self.bias, adapter, in_blocks)
         state, training = self.fp8_state, self.training
         if state is not None:
             state.begin(x.device, self._column, training)
@@ -354,8 +353,12 @@ class FrozenFP8Linear(nn.Module):
         **options: Any,
     ) -> Tensor:
         """`with_adapter` in a trace. It reads no number that differs between layers, so that they share the trace."""
-        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         handle = self._handle.tensor
+        if self.block_scaling is not None:
+            weight = Weight(self.stored, self.weight_scale_inv)
+            in_blocks = BlockCall(self.block_scaling, slot, handle=handle, **options)
+            return block_linear(x, weight, self.bias, Adapter(*adapter), in_blocks)
+        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
     def _numbers(self) -> Numbers:
@@ -368,7 +371,7 @@ class FrozenFP8Linear(nn.Module):
         """What stands for this layer's numbers in a trace. It is another one after a number has changed."""
         return self._handle
 
-    def _renew_handle(self) -> None:
+    def renew_handle(self) -> None:
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
@@ -379,7 +382,7 @@ class FrozenFP8Linear(nn.Module):
         """Make a handle on the weight's device. An op that is given a "meta" handle would silently compute nothing."""
         stored = self._parameters["weight"]
         if stored is not None and stored.device != self._handle.tensor.device:
-            self._renew_handle()
+            self.renew_handle()
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """Write new values into the stored weight, its scale_inv and its transposed copy."""
@@ -443,7 +446,7 @@ class FrozenFP8Linear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hold_bytes_as(STORAGE)
-        self._renew_handle()
+        self.renew_handle()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

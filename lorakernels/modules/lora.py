@@ -231,7 +231,7 @@ class LoRALinear(MergeableLinear):
         """
         if self.merged or self.disable_adapters:
             return super().forward(x)
-        if is_compiling() and self.block_scaling is None:
+        if is_compiling():
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             return self._compiled(x, (self.lora_A, self.lora_B), slot)

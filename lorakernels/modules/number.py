@@ -22,6 +22,6 @@ def number(name: str) -> Any:
     def put(layer: Any, value: Any) -> None:
         layer.__dict__[name] = value
         if "_handle" in layer.__dict__:
-            layer._renew_handle()
+            layer.renew_handle()
 
     return property(get, put)

@@ -106,11 +106,12 @@ def take_weight(
     if weight is None:
         return False
     if weight.dtype in BYTES:
-        if blocks is not None or storage is None:
-            if scale_inv is not None and scale_inv.shape == (1,) and blocks is not None:
+        if blocks is not None:
+            if scale_inv is not None and scale_inv.numel() == 1:
                 own[scale_key] = scale_inv = in_blocks(weight, scale_inv)
-            if scale_inv is None or scale_inv.shape != (1,):
-                check_block_scales(scale_key, weight, scale_inv)
+            check_block_scales(scale_key, weight, scale_inv)
+        elif storage is None and scale_inv is not None and scale_inv.dim() == 2:
+            check_block_scales(scale_key, weight, scale_inv)
         elif scale_inv is None or scale_inv.numel() != 1:
             found = None if scale_inv is None else f"shape {tuple(scale_inv.shape)}"
             raise ValueError(f"FP8 bytes need one {scale_key}, found {found}")

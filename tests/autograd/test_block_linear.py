@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora
 from lorakernels.modules.weights import quantize_weight
@@ -29,7 +30,7 @@ def arguments(drops: bool, adapted: bool) -> tuple:
     tensors = [torch.randn(7, 200), torch.randn(131), *factors]
     x, bias, lora_A, lora_B = (None if t is None else t.requires_grad_() for t in tensors)
     slot = torch.tensor([3, 5]) if drops else None
-    numbers = (2.0, 0.3 if drops else 0.0, 1, torch.float8_e5m2, False)
+    numbers = (None, 2.0, 0.3 if drops else 0.0, 1, torch.float8_e5m2, False)
     return x, weight, scales, bias, lora_A, lora_B, slot, *numbers
 
 
@@ -56,9 +57,10 @@ def test_compiled_as_one_graph_it_gives_the_same_bits(p, device):
     assert all(map(torch.equal, *found))
 
 
-def test_layers_that_are_compiled_one_by_one_share_a_trace():
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_layers_that_are_compiled_one_by_one_share_a_trace(p):
     torch._dynamo.reset()
-    model, counted = net(), torch._dynamo.testing.CompileCounter()
+    model, counted = net(p), CompileCounter()
     for layer in (model[0], model[2]):
         torch.compile(layer, fullgraph=True, backend=counted, dynamic=False)(torch.randn(4, 200))
     assert counted.frame_count == 1

@@ -387,5 +387,7 @@ def test_patch_says_what_it_cannot_do():
         restore(model)
     with pytest.raises(TypeError, match="LoraConfig, got IA3Config"):
         register(peft.IA3Config())
-    with pytest.raises(TypeError, match="fp8 must be a DelayedScaling or None, got True"):
+    with pytest.raises(
+        TypeError, match="fp8 must be a DelayedScaling, a BlockScaling or None, got True"
+    ):
         register(config(), fp8=True)

@@ -355,7 +355,7 @@ def test_bad_checkpoint_changes_nothing(change, error, message):
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match="LlamaForCausalLM has no FP8Linear"):
         convert_fp8_model(llama())
-    with pytest.raises(TypeError, match="fp8 must be a DelayedScaling, got None"):
+    with pytest.raises(TypeError, match="fp8 must be a DelayedScaling or a BlockScaling, got None"):
         convert_fp8_model(block_fp8(llama()), fp8=None)
 
 
