@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lorakernels import (
+    BlockScaling,
     DelayedScaling,
     FrozenFP8Linear,
     LoRAConfig,
@@ -69,6 +70,15 @@ def test_the_bytes_are_those_of_load_quantized(folder: Path, dtype: torch.dtype)
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, expected.model(input_ids=ids).logits)
     assert not model.training and not any(p.is_meta for p in model.parameters())
+
+
+def test_in_blocks_there_is_no_state(folder: Path) -> None:
+    model = loaded(folder, fp8=BlockScaling())
+    expected = load_quantized(folder, device="cpu", fp8=BlockScaling(), progress=False)
+    same(expected.model, model)
+    layers = [m for m in model.modules() if isinstance(m, FrozenFP8Linear)]
+    assert len(layers) == 14 and all(m.recipe == BlockScaling() for m in layers)
+    assert all(m.fp8_state is None for m in layers)
 
 
 def test_one_weight_at_a_time_is_in_full_precision(folder: Path, monkeypatch: Any) -> None:

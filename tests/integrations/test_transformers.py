@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    FrozenFP8Linear,
+    LoRAConfig,
+    LoRALinear,
+    apply_lora,
+)
 from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 
 transformers = pytest.importorskip("transformers")
@@ -212,6 +219,33 @@ def test_equal_blocks_keep_their_bytes():
     new = frozen_from_fp8_linear(old, DelayedScaling())
     assert torch.equal(new.weight.view(torch.uint8), old.weight.view(torch.uint8))
     assert torch.equal(new.dequantized_weight(), dequantize(old))
+
+
+def test_blocks_keep_their_bytes_under_block_scaling():
+    model = block_fp8(llama())
+    old = {
+        path: (m.weight.detach().clone(), m.weight_scale_inv.detach().clone())
+        for path, m in model.named_modules()
+        if isinstance(m, finegrained.FP8Linear)
+    }
+    paths = convert_fp8_model(model, fp8=BlockScaling())
+    report = apply_lora(
+        model, LoRAConfig(r=4, target_modules=["q_proj", "down_proj"], fp8=BlockScaling())
+    )
+    assert len(paths) == len(old) == 14 and report.fp8_state is None
+    for path, (weight, scales) in old.items():
+        new = model.get_submodule(path)
+        assert torch.equal(new.stored, weight.view(torch.uint8))
+        assert torch.equal(new.weight_scale_inv, scales)
+    model(input_ids=tokens()).logits.sum().backward()
+
+
+def test_blocks_of_another_size_are_refused_before_a_change():
+    old = fp8_linear(nn.Linear(200, 144))
+    old.block_size = (200, 128)
+    old.weight_scale_inv = nn.Parameter(torch.ones(1, 2), requires_grad=False)
+    with pytest.raises(ValueError, match=r"blocks of \(128, 128\) under BlockScaling"):
+        frozen_from_fp8_linear(old, BlockScaling())
 
 
 def test_scales_may_be_powers_of_two_as_bytes():
