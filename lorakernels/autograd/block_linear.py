@@ -147,7 +147,7 @@ def block_linear_backward(
         dB = none if s is None else found
     if x8 is not None and ds is not None:
         assert lora_A is not None
-        x = dequantize_rows(Scaled(x8, x_scale_inv)).to(dy.dtype)
+        x = dequantize_rows(Scaled(x8, x_scale_inv), dtype=dy.dtype)
         dA = _run(ops.lora_grad_a, ds, Scaled(x), mask, lora_A.dtype)
     if weight is not None:
         dy8 = Scaled(*_run(ops.quantize_blocks, dy, backward_dtype, power_of_two))

@@ -49,11 +49,39 @@ def power_below(scale: Tensor) -> Tensor:
     return bits.view(torch.float32).clamp(max=_MOST_POWER)
 
 
-def dequantize_rows(x: Scaled, dtype: torch.dtype = E4M3) -> Tensor:
-    """fp32 [M, K] of bytes of `dtype` and their scale_inv [⌈K/128⌉, M]."""
+def dequantize_rows(
+    x: Scaled, fp8_dtype: torch.dtype = E4M3, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[M, K] in `dtype` of bytes of `fp8_dtype` and their scale_inv [⌈K/128⌉, M]. Each value is rounded once."""
     assert x.scale_inv is not None
-    by_element = x.scale_inv.t().repeat_interleave(BLOCK, 1)[:, : x.data.shape[1]]
-    return x.data.view(dtype).float() * by_element
+    return _multiplied(x.data.view(fp8_dtype).to(dtype), x.scale_inv.t(), 1)
+
+
+def dequantize_weight_blocks(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[N, K] in `dtype` of e4m3 bytes (uint8 or e4m3) and their scale_inv [⌈N/128⌉, ⌈K/128⌉], each rounded once."""
+    assert weight.scale_inv is not None
+    return _multiplied(weight.data.view(E4M3).to(dtype), weight.scale_inv, BLOCK)
+
+
+def _multiplied(values: Tensor, scales: Tensor, rows: int) -> Tensor:
+    """`values` [M, K] times the scale of their block of `rows` × 128, in place, so that no fp32 copy is made of them.
+
+    FP8 values are exact in 16 bits. The products are fp32's before they are rounded to `values`' dtype.
+    """
+    for row, high, of_row in _parts(values.shape[0], rows):
+        for col, wide, of_col in _parts(values.shape[1], BLOCK):
+            tiles = values[row].unflatten(0, (-1, high))[..., col].unflatten(2, (-1, wide))
+            tiles *= scales[of_row, None, of_col, None]
+    return values
+
+
+def _parts(size: int, block: int) -> list[tuple[slice, int, slice]]:
+    """The whole blocks of a dimension, and the rest: (its elements, elements of a block, its blocks)."""
+    whole = size // block
+    found = [(slice(whole * block), block, slice(whole))] if whole else []
+    if rest := size % block:
+        found.append((slice(whole * block, size), rest, slice(whole, whole + 1)))
+    return found
 
 
 def quantize_weight_blocks(
@@ -75,12 +103,3 @@ def quantize_weight_blocks(
         scales = 1.0 / power_below(1.0 / scales)
     raw = (tiles / scales[:, None, :, None]).clamp(-most, most).to(E4M3)
     return raw.view(padded.shape)[:n, :k].contiguous(), scales
-
-
-def dequantize_weight_blocks(weight: Weight) -> Tensor:
-    """fp32 [N, K] of e4m3 bytes (uint8 or e4m3) and their scale_inv [⌈N/128⌉, ⌈K/128⌉]."""
-    assert weight.scale_inv is not None
-    rows, cols = weight.data.shape
-    by_row = weight.scale_inv.repeat_interleave(BLOCK, 0)[:rows]
-    by_element = by_row.repeat_interleave(BLOCK, 1)[:, :cols]
-    return weight.data.view(E4M3).float() * by_element

@@ -100,8 +100,8 @@ def by_torch(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """A product of dequantized operands in `out_dtype`, to which the branch is added in fp32."""
-    wide = dequantize_weight_blocks(weight).to(out_dtype)
-    acc = dequantize_rows(dy, fp8_dtype).to(out_dtype) @ wide
+    wide = dequantize_weight_blocks(weight, out_dtype)
+    acc = dequantize_rows(dy, fp8_dtype, out_dtype) @ wide
     return _with_branch(acc.float(), ds, lora_A, dropout, out_dtype)
 
 

@@ -97,8 +97,8 @@ def by_torch(
     residual: Tensor | None = None,
 ) -> Tensor:
     """A product of dequantized operands in `out_dtype`, then one PyTorch kernel for each other term."""
-    wide = dequantize_weight_blocks(weight).to(out_dtype)
-    y = dequantize_rows(x).to(out_dtype) @ wide.t()
+    wide = dequantize_weight_blocks(weight, out_dtype)
+    y = dequantize_rows(x, dtype=out_dtype) @ wide.t()
     return with_terms(y, bias, up, out_dtype, residual)
 
 

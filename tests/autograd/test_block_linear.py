@@ -111,17 +111,27 @@ def test_under_autocast_it_computes_in_the_autocast_dtype(dtype):
 
 
 @pytest.mark.gpu
-def test_captured_it_reads_the_new_input():
+def test_captured_it_reads_the_new_input_and_gradient():
+    """Forward and backward in one graph. A replay has the bits of an eager call with the same input."""
     model = net(device="cuda").bfloat16()
-    x = torch.randn(64, 200, device="cuda", dtype=torch.bfloat16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.no_grad():
-        model(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    x = torch.randn(64, 200, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def step() -> list[torch.Tensor]:
         y = model(x)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
+        return [y, *torch.autograd.grad(y, [x, *trained], dy)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
     with torch.no_grad():
-        assert torch.equal(y, model(x))
+        x.copy_(torch.randn_like(x))
+        dy.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(map(torch.equal, found, step()))

@@ -65,7 +65,8 @@ def bound(call: Call) -> Iterator[Checked]:
         exact = exact + exact_branch(s @ a, dropout)
         size = size + exact_branch(s.abs() @ a.abs(), dropout)
         depth += len(a)
-    yield near_block_gemm(call, (d, w), exact, size, depth)._replace(name="dx")
+    found = near_block_gemm(ops.fp8_block_grad_input, call, exact, size, depth)
+    yield found._replace(name="dx")
 
 
 DY = torch.zeros(3, 130, dtype=torch.uint8)
