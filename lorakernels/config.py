@@ -24,6 +24,15 @@ _TE_ONLY: Mapping[str, object] = {
     "fp8_mha": False,
     "override_linear_precision": (False, False, False),
 }
+# Fields of Transformer Engine's Float8BlockScaling: its blocks, of which there is one kind here, and its scales.
+_TE_BLOCKS: Mapping[str, object] = {
+    "x_block_scaling_dim": 1,
+    "w_block_scaling_dim": 2,
+    "grad_block_scaling_dim": 1,
+    "fp8_dpa": False,
+    "fp8_mha": False,
+}
+_TE_QUANT = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad")
 _WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)"
@@ -161,6 +170,34 @@ class BlockScaling:
     def __post_init__(self) -> None:
         _choice("BlockScaling", "fp8_format", self.fp8_format, ("E4M3", "HYBRID"))
         _bool("BlockScaling", "power_2_scale", self.power_2_scale)
+
+    @classmethod
+    def from_te(cls, recipe: Any) -> BlockScaling:
+        """The same recipe from Transformer Engine's `Float8BlockScaling`, read by its attributes: TE is not imported.
+
+        Raises:
+            TypeError: `recipe` is of another kind.
+            ValueError: a field asks for other blocks, an amax_epsilon, FP8 attention, pure E5M2, or for powers of two
+                in some tensors only. The message names the field, what was found and what is possible.
+        """
+        names = [*_TE_QUANT, "fp8_format", "x_block_scaling_dim"]
+        if isinstance(recipe, type) or not all(hasattr(recipe, name) for name in names):
+            raise TypeError(
+                "recipe must be a transformer_engine.common.recipe.Float8BlockScaling object, got "
+                f"{getattr(recipe, '__name__', type(recipe).__name__)}"
+            )
+        for name, possible in _TE_BLOCKS.items():
+            if (found := getattr(recipe, name, possible)) != possible:
+                raise _unexpected(cls.__name__, name, found, repr(possible))
+        power = getattr(recipe, _TE_QUANT[0]).power_2_scale
+        for name in _TE_QUANT:
+            params = getattr(recipe, name)
+            if params.amax_epsilon != 0.0:
+                raise _unexpected(cls.__name__, f"{name}.amax_epsilon", params.amax_epsilon, "0.0")
+            if params.power_2_scale != power:
+                found, expected = params.power_2_scale, f"{power!r}, as {_TE_QUANT[0]}'s"
+                raise _unexpected(cls.__name__, f"{name}.power_2_scale", found, expected)
+        return cls(getattr(recipe.fp8_format, "name", recipe.fp8_format), power)
 
     @property
     def backward_dtype(self) -> torch.dtype:

@@ -153,12 +153,14 @@ class LoRAReport:
         if isinstance(module, LoRALinear):
             reason = self.reasons.get(path, ("lora", "matches target_modules"))[1]
             return _lora_row(path, reason, module)
+        held = ", e4m3 in blocks" if getattr(module, "block_scaling", None) is not None else ""
         if path in self.reasons:
-            return ModuleReport(path, *self.reasons[path], kind)
+            action, reason = self.reasons[path]
+            return ModuleReport(path, action, reason + held, kind)
         trained = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
         if trained:
             return ModuleReport(path, "bias", f"trained: {', '.join(trained)}", kind)
-        return ModuleReport(path or "(root)", "frozen", "not a target", kind)
+        return ModuleReport(path or "(root)", "frozen", f"not a target{held}", kind)
 
 
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:

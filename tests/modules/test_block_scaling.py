@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,54 @@ def held(layer: FrozenFP8Linear) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_recipe_refuses(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def te_recipe(power: bool = True, **changes):
+    """With the attributes of transformer_engine.common.recipe.Float8BlockScaling."""
+    quant = SimpleNamespace(power_2_scale=power, amax_epsilon=0.0)
+    fields = {
+        "fp8_format": SimpleNamespace(name="E4M3"),
+        "x_block_scaling_dim": 1,
+        "w_block_scaling_dim": 2,
+        "grad_block_scaling_dim": 1,
+        "fp8_quant_fwd_inp": quant,
+        "fp8_quant_fwd_weight": quant,
+        "fp8_quant_bwd_grad": quant,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def test_it_is_made_of_transformer_engine_s_recipe():
+    assert BlockScaling.from_te(te_recipe()) == BlockScaling(power_2_scale=True)
+    hybrid = te_recipe(False, fp8_format=SimpleNamespace(name="HYBRID"))
+    assert BlockScaling.from_te(hybrid) == BlockScaling("HYBRID")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        (te_recipe(x_block_scaling_dim=2), ValueError, "x_block_scaling_dim must be 1, got 2"),
+        (
+            te_recipe(fp8_quant_bwd_grad=SimpleNamespace(power_2_scale=False, amax_epsilon=0.0)),
+            ValueError,
+            "fp8_quant_bwd_grad.power_2_scale must be True, as fp8_quant_fwd_inp's, got False",
+        ),
+        (
+            te_recipe(fp8_quant_fwd_inp=SimpleNamespace(power_2_scale=True, amax_epsilon=1e-4)),
+            ValueError,
+            "fp8_quant_fwd_inp.amax_epsilon must be 0.0, got 0.0001",
+        ),
+        (te_recipe(fp8_format=SimpleNamespace(name="E5M2")), ValueError, "fp8_format must be 'E4M3'"),
+        (te_recipe(fp8_mha=True), ValueError, "fp8_mha must be False, got True"),
+        (DelayedScaling(), TypeError, "Float8BlockScaling object, got DelayedScaling"),
+    ],
+    ids=["blocks", "some powers", "epsilon", "e5m2", "attention", "another recipe"],
+)  # fmt: skip
+def test_what_transformer_engine_s_recipe_may_not_ask(recipe, error, message):
+    with pytest.raises(error, match=message):
+        BlockScaling.from_te(recipe)
 
 
 @pytest.mark.parametrize("power", [False, True], ids=["exact", "powers of two"])
@@ -234,6 +283,8 @@ class TestAdaptersOverFrozenLayers:
         report = apply_lora(model, LoRAConfig(target_modules=["1"]))
         assert model[0].recipe == BLOCKS and model[1].recipe == DelayedScaling()
         assert list(report.fp8_state.names) == ["1"]
+        shown = {row.name: (row.base, row.reason) for row in report.modules}
+        assert shown["0"] == ("", "not a target, e4m3 in blocks") and shown["1"][0] == "e4m3"
         model(torch.randn(3, 300)).sum().backward()
 
 
