@@ -139,12 +139,12 @@ def block_linear_backward(
     """
     numbers = _Numbers(handle, scaling, p, site, backward_dtype, power_of_two)
     dy, (factor, mask) = dy.contiguous(), numbers.known(slot)
-    none = dy.new_empty(0)
-    dx, dA, dB, dbias, ds = none, none, none, none, None
+    dx, dA, dB, dbias = (dy.new_empty(0) for _ in range(4))
+    ds = None
     if lora_B is not None:
         up = Up(lora_B, s, factor)
         _, _, ds, found = _run(ops.quantize_grad, dy, up, None, backward_dtype, None)
-        dB = none if s is None else found
+        dB = dB if s is None else found
     if x8 is not None and ds is not None:
         assert lora_A is not None
         x = dequantize_rows(Scaled(x8, x_scale_inv), dtype=dy.dtype)

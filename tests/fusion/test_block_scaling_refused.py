@@ -11,6 +11,7 @@ import pytest
 from lorakernels import BlockScaling, LoRAConfig, apply_lora, fuse
 from lorakernels.parallel.layers import check_layers
 from lorakernels.parallel.tensor_check import check, found_in
+from lorakernels.parallel.tensor_layers import ColumnLoRA, cut
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,6 +24,10 @@ def model() -> Any:
     config = LoRAConfig(r=2, target_modules=["q_proj", "down_proj"], fp8=BlockScaling())
     apply_lora(made, config, frozen="fp8")
     return made
+
+
+def cut_in_two(model: Any) -> None:
+    cut(model.model.layers[0].self_attn.q_proj, ColumnLoRA, SimpleNamespace(size=2))  # type: ignore[arg-type]
 
 
 def split_in_two(model: Any) -> None:
@@ -38,8 +43,9 @@ def split_in_two(model: Any) -> None:
             r"layers.0\S* follows BlockScaling: only a base under DelayedScaling is sharded",
         ),
         (split_in_two, r"layers.0\S* follows BlockScaling: only layers under DelayedScaling, or plain ones, are split"),
+        (cut_in_two, r"q_proj follows BlockScaling: only layers under DelayedScaling, or plain ones, are split"),
     ],
-    ids=["fuse", "shard_base", "parallelize"],
+    ids=["fuse", "shard_base", "parallelize", "a parallel layer"],
 )  # fmt: skip
 def test_refused_by_name(change: Any, message: str, model: Any) -> None:
     before = [type(module) for module in model.modules()]
