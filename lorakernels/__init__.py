@@ -10,7 +10,7 @@ from lorakernels.autograd import (
 from lorakernels.checkpoints import Exported, check_export, export_model
 from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 from lorakernels.checkpoints.loading import Loaded, load_quantized
-from lorakernels.config import DelayedScaling, LoRAConfig, MMParams
+from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
 from lorakernels.fusion.unload import merge_and_unload, unload
 from lorakernels.loops import Attached, attach
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attached",
+    "BlockScaling",
     "DelayedScaling",
     "Exported",
     "FP8State",

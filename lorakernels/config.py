@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to adapt and how: LoRAConfig (PEFT's field names) and DelayedScaling (Transformer Engine's).
+"""What to adapt and how: LoRAConfig (PEFT's field names), DelayedScaling and BlockScaling (Transformer Engine's).
 
 Both validate themselves when made: an error names the field, the value and what is expected.
 """
@@ -24,6 +24,15 @@ _TE_ONLY: Mapping[str, object] = {
     "fp8_mha": False,
     "override_linear_precision": (False, False, False),
 }
+# Fields of Transformer Engine's Float8BlockScaling: its blocks, of which there is one kind here, and its scales.
+_TE_BLOCKS: Mapping[str, object] = {
+    "x_block_scaling_dim": 1,
+    "w_block_scaling_dim": 2,
+    "grad_block_scaling_dim": 1,
+    "fp8_dpa": False,
+    "fp8_mha": False,
+}
+_TE_QUANT = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad")
 _WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)"
@@ -141,11 +150,70 @@ class DelayedScaling:
 
 
 @dataclass(frozen=True)
+class BlockScaling:
+    """FP8 recipe: every block has a scale of its own, from the largest magnitude in it. There is no state.
+
+    Blocks are 128 × 128 of a weight, and 1 × 128 of x and dy along the dimension that is summed over, as in
+    Transformer Engine's Float8BlockScaling and in block-FP8 checkpoints. x and the weight are e4m3. dy is e4m3 with
+    "E4M3" and e5m2 with "HYBRID". A weight that comes in blocks of 128 × 128 keeps its bytes and scales.
+
+    `power_2_scale` rounds scales to powers of two, so that a scale never changes a mantissa. Transformer Engine has
+    this on by default; its `QParams` have the same field.
+
+    Raises:
+        TypeError, ValueError: a field has a wrong type or value.
+    """
+
+    fp8_format: Literal["E4M3", "HYBRID"] = "E4M3"
+    power_2_scale: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("BlockScaling", "fp8_format", self.fp8_format, ("E4M3", "HYBRID"))
+        _bool("BlockScaling", "power_2_scale", self.power_2_scale)
+
+    @classmethod
+    def from_te(cls, recipe: Any) -> BlockScaling:
+        """The same recipe from Transformer Engine's `Float8BlockScaling`, read by its attributes: TE is not imported.
+
+        Raises:
+            TypeError: `recipe` is of another kind.
+            ValueError: a field asks for other blocks, an amax_epsilon, FP8 attention, pure E5M2, or for powers of two
+                in some tensors only. The message names the field, what was found and what is possible.
+        """
+        names = [*_TE_QUANT, "fp8_format", "x_block_scaling_dim"]
+        if isinstance(recipe, type) or not all(hasattr(recipe, name) for name in names):
+            raise TypeError(
+                "recipe must be a transformer_engine.common.recipe.Float8BlockScaling object, got "
+                f"{getattr(recipe, '__name__', type(recipe).__name__)}"
+            )
+        for name, possible in _TE_BLOCKS.items():
+            if (found := getattr(recipe, name, possible)) != possible:
+                raise _unexpected(cls.__name__, name, found, repr(possible))
+        power = getattr(recipe, _TE_QUANT[0]).power_2_scale
+        for name in _TE_QUANT:
+            params = getattr(recipe, name)
+            if params.amax_epsilon != 0.0:
+                raise _unexpected(cls.__name__, f"{name}.amax_epsilon", params.amax_epsilon, "0.0")
+            if params.power_2_scale != power:
+                found, expected = params.power_2_scale, f"{power!r}, as {_TE_QUANT[0]}'s"
+                raise _unexpected(cls.__name__, f"{name}.power_2_scale", found, expected)
+        return cls(getattr(recipe.fp8_format, "name", recipe.fp8_format), power)
+
+    @property
+    def backward_dtype(self) -> torch.dtype:
+        return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
+
+
+Recipe = DelayedScaling | BlockScaling
+
+
+@dataclass(frozen=True)
 class LoRAConfig:
     """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus two of our own.
 
     `target_parameters` names the stacked weights of experts, "experts.gate_up_proj", as in PEFT, and takes no dropout.
-    `fp8=None` keeps the base weight in its own dtype. `weight_layout="both"` holds a second, transposed FP8 copy of it.
+    `fp8=None` keeps the base weight in its own dtype. `weight_layout="both"` holds a second, transposed FP8 copy of it,
+    under DelayedScaling alone.
 
     Raises:
         TypeError, ValueError: a field has a wrong type or value, or two fields do not fit together.
@@ -165,7 +233,7 @@ class LoRAConfig:
     use_rslora: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
     init_lora_weights: bool | Literal["gaussian"] = True
-    fp8: DelayedScaling | None = field(default_factory=DelayedScaling)
+    fp8: Recipe | None = field(default_factory=DelayedScaling)
     weight_layout: Literal["single", "both"] = "single"
 
     def __post_init__(self) -> None:
@@ -197,12 +265,13 @@ class LoRAConfig:
             raise _unexpected(
                 where, "init_lora_weights", self.init_lora_weights, "True, False or 'gaussian'"
             )
-        if not (self.fp8 is None or isinstance(self.fp8, DelayedScaling)):
+        if not (self.fp8 is None or isinstance(self.fp8, Recipe)):
             raise TypeError(
-                f"LoRAConfig.fp8 must be a DelayedScaling or None (the base stays as it is), "
+                "LoRAConfig.fp8 must be a DelayedScaling, a BlockScaling or None (the base stays as it is), "
                 f"got {self.fp8!r}"
             )
         _choice(where, "weight_layout", self.weight_layout, ("single", "both"))
+        check_layout(where, self.fp8, self.weight_layout)
 
     def rank_for(self, path: str) -> int:
         """The rank at `path`: the value of the first key in rank_pattern that matches, else `r`."""
@@ -243,6 +312,14 @@ class LoRAConfig:
                 f"LoRAConfig.layers_pattern={self.layers_pattern!r} needs layers_to_transform, "
                 "got None"
             )
+
+
+def check_layout(where: str, fp8: Recipe | None, weight_layout: str) -> None:
+    """ValueError for a second, transposed copy of a block-scaled weight: one copy serves both directions."""
+    if isinstance(fp8, BlockScaling) and weight_layout != "single":
+        raise ValueError(
+            f"{where}.weight_layout must be 'single' under BlockScaling, got {weight_layout!r}"
+        )
 
 
 def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import LoRALinear
+from lorakernels.numerics.blocks import dequantize_rows, quantize_rows
 from lorakernels.numerics.dropout import keep_scale
 from lorakernels.numerics.fp8 import FP8_MAX, amax_of, quantize_fp8, scale_of
 
@@ -43,6 +44,11 @@ def exact_lora(
     if state is not None:
         x8 = through_fp8(x, torch.float8_e4m3fn, state.forward[-1, column])
         dy8 = through_fp8(dy, state.recipe.backward_dtype, state.backward[-1, column])
+    if (blocks := layer.block_scaling) is not None:
+        how = blocks.power_2_scale
+        x8 = dequantize_rows(quantize_rows(x, torch.float8_e4m3fn, how)).double()
+        fmt = blocks.backward_dtype
+        dy8 = dequantize_rows(quantize_rows(dy.to(x.dtype), fmt, how), fmt).double()
     xd, xd8 = (torch.where(mask, t, 0.0) * factor for t in (x.double(), x8))
     s, ds = xd @ a.t(), layer.scaling * dy @ b
     unit = 2.0**-24 / (EPS[x.dtype] + 1e-5)

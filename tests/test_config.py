@@ -50,7 +50,7 @@ BAD_LORA = [
     ("bias", "some", ValueError, "'none' or 'all' or 'lora_only', got 'some'"),
     ("init_lora_weights", "pissa", ValueError, "True, False or 'gaussian', got 'pissa'"),
     ("init_lora_weights", 1, ValueError, "got 1"),
-    ("fp8", True, TypeError, "a DelayedScaling or None .*got True"),
+    ("fp8", True, TypeError, "a DelayedScaling, a BlockScaling or None .*got True"),
     ("weight_layout", "triple", ValueError, "'single' or 'both', got 'triple'"),
 ]
 BAD_RECIPE = [

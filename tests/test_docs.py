@@ -36,6 +36,7 @@ RUN_BY = {
     "README.md": ["test_ten_lines"],
     "docs/getting-started.md": ["test_a_peft_script", "test_a_loss_without_logits"],
     "docs/adapters.md": ["test_loading", "test_sharing", "test_experts", "test_saving"],
+    "docs/scales-and-dropout.md": ["test_a_recipe"],
     "docs/fused-layers.md": ["test_fused_layers"],
     "docs/plan.md": ["test_a_plan"],
     "docs/parallel.md": [
@@ -144,6 +145,12 @@ def test_saving(names: dict[str, Any], line: str) -> None:
     run(line, names)
     folder = re.findall(r'"([\w-]+)"', line)[0]
     assert list(Path(folder).glob("*.safetensors"))
+
+
+def test_a_recipe(names: dict[str, Any]) -> None:
+    run(blocks("docs/scales-and-dropout.md")[0], names)
+    assert names["report"].fp8_state is None
+    assert "base=e4m3 in blocks" in str(names["report"])
 
 
 def test_fused_layers(names: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorakernels import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
-from lorakernels.checkpoints.export import quantize_blocks
 from lorakernels.checkpoints.loading import FP8Weight
 from lorakernels.modules.convert import dequantize
+from lorakernels.numerics.blocks import quantize_weight_blocks
 
 BLOCK = (128, 128)
 
@@ -52,7 +52,7 @@ def in_blocks(model: nn.Module) -> nn.Module:
     """Every linear layer but the head with the weights that format="fp8" would hold."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and path != "lm_head":
-            raw, scales = quantize_blocks(module.weight.detach(), BLOCK)
+            raw, scales = quantize_weight_blocks(module.weight.detach(), BLOCK)
             weight = dequantize(FP8Weight(f"{path}.weight", raw, scales, BLOCK))
             module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
     return model

@@ -2,6 +2,7 @@
 """Which ops run forward and backward, and what is saved in between; nothing else."""
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
+from lorakernels.autograd.block_linear import BlockCall, block_linear
 from lorakernels.autograd.compiled_linear import (
     compiled_linear,
     is_compiling,
@@ -16,10 +17,12 @@ from lorakernels.autograd.shared_input import SharedInput, share_input, shared_l
 __all__ = [
     "Adapter",
     "AdapterNumbers",
+    "BlockCall",
     "Call",
     "LoRASpec",
     "SharedInput",
     "bias_dropout_add",
+    "block_linear",
     "check_input",
     "compiled_linear",
     "get_bias_dropout_add",

@@ -30,7 +30,7 @@ from lorakernels.checkpoints.peft_format import (
     to_peft_dict,
     write_files,
 )
-from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
+from lorakernels.config import DelayedScaling, LoRAConfig, Recipe, clean_path
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.holder import refuse_split
@@ -95,7 +95,7 @@ def load_adapter(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+    fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
     weight_layout: str = "single",
     is_trainable: bool = True,
     adapter_dtype: torch.dtype | None = torch.float32,

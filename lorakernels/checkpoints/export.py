@@ -36,9 +36,9 @@ from lorakernels.checkpoints.writer import (
 )
 from lorakernels.modules.convert import dequantize
 from lorakernels.modules.lora import delta_of
+from lorakernels.numerics.blocks import quantize_weight_blocks
 
 FORMATS = ("bf16", "fp8")
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _SPARE = 1 << 24  # bytes to leave free for configs, tokenizer and the file system
 
 
@@ -242,7 +242,7 @@ class _Merge:
             return {out.name: value}
         if out.block:
             self._check_finite(out.name, value)
-            bytes_, scales = quantize_blocks(value, out.block)
+            bytes_, scales = quantize_weight_blocks(value, out.block)
             return {out.name: bytes_, scale_name: scales}
         value = value.to(DTYPES[out.dtype])
         path = out.name.removesuffix(".weight")
@@ -269,18 +269,3 @@ class _Merge:
 
 def _as_float(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
-
-
-def quantize_blocks(weight: Tensor, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(e4m3 [N, K], scale_inv fp32 [⌈N/bn⌉, ⌈K/bk⌉]) of `weight` [N, K] in blocks of (bn, bk).
-
-    The largest absolute value of a block becomes 448. A block of zeros has scale 1.
-    """
-    weight = weight.float()
-    (n, k), (bn, bk) = weight.shape, block
-    padded = torch.nn.functional.pad(weight, (0, -k % bk, 0, -n % bn))
-    tiles = padded.view(padded.shape[0] // bn, bn, padded.shape[1] // bk, bk)
-    scales = tiles.abs().amax((1, 3)) / _FP8_MAX
-    scales[scales == 0] = 1.0
-    raw = (tiles / scales[:, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-    return raw.view(padded.shape)[:n, :k].contiguous(), scales

@@ -7,7 +7,7 @@ Floating-point values become bf16. Tensors in fp32 stay fp32 if the base's embed
 In the FP8 format, the weights of linear layers become e4m3 with one scale_inv per block, as defined by
 transformers' FineGrainedFP8Config. Layers whose sizes are not multiples of the block stay bf16, for two reasons.
 transformers derives the block from the shapes when it dequantizes, and vLLM shards by whole blocks. Projections
-that vLLM packs together with such a layer stay bf16 too.
+that vLLM packs together with such a layer stay bf16 too. What the base holds in FP8 stays FP8 in any case.
 """
 
 from __future__ import annotations
@@ -250,5 +250,6 @@ def _fp8_linear(
             group = {f"{parent}.{other}" for other in packed} & set(linear)
             if name in packed and not group <= whole:
                 whole -= group
+    whole |= {p for p in linear if (i := found.get(f"{p}.weight")) is not None and i.dtype == E4M3}
     experts = [p for p, _ in model.named_modules() if p.endswith(".experts")]
     return {f"{path}.weight" for path in whole}, [*(p for p in linear if p not in whole), *experts]

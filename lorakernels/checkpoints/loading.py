@@ -11,8 +11,9 @@ the device by itself and quantized there.
 * Device peak: the model, and the matrix being quantized once in `dtype` and twice in fp32.
 
 With `frozen="plain"` the result equals `from_pretrained(dtype=dtype)` followed by `apply_lora`, bit for bit. "fp8"
-also quantizes the linear layers without an adapter. A block-FP8 weight (e4m3 `weight`, `weight_scale_inv`) keeps
-its bytes if all its scales are equal. Otherwise it is requantized from its exact amax, one matrix at a time.
+also quantizes the linear layers without an adapter. Under BlockScaling, a block-FP8 weight (e4m3 `weight`,
+`weight_scale_inv`) keeps its bytes and scales. Under DelayedScaling it keeps its bytes if all its scales are equal.
+Otherwise it is requantized from its exact amax, one matrix at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from torch.overrides import TorchFunctionMode
 from lorakernels.checkpoints.loading_plan import Plan
 from lorakernels.checkpoints.sharded_loading import ShardedWeights
 from lorakernels.checkpoints.shards import Directory, Source
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
-from lorakernels.modules.convert import check_fp8_linear, dequantize, per_tensor_weight
+from lorakernels.modules.convert import check_fp8_linear, dequantize, held_weight
 from lorakernels.modules.experts import refuse_experts
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
@@ -60,7 +61,7 @@ class Loaded:
     Attributes:
         model: in eval mode.
         report: the adapters' report; None without `lora`.
-        fp8_state: the scales and amax histories of the FP8 layers.
+        fp8_state: the scales and amax histories of the FP8 layers; None under BlockScaling, which has none.
         tensors, bytes: how many tensors were read, and their size.
         peak_host_bytes: the largest sum of an open shard and a tensor read from it.
         seconds: the time that loading took.
@@ -69,7 +70,7 @@ class Loaded:
 
     model: nn.Module = field(repr=False)
     report: LoRAReport | None = field(repr=False)
-    fp8_state: FP8State
+    fp8_state: FP8State | None
     tensors: int
     bytes: int
     peak_host_bytes: int
@@ -85,7 +86,7 @@ def load_quantized(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     lora: LoRAConfig | None = None,
-    fp8: DelayedScaling | None = None,
+    fp8: Recipe | None = None,
     frozen: str = "fp8",
     adapter_dtype: torch.dtype | None = torch.float32,
     rng_state: PhiloxState | PhiloxStates | None = None,
@@ -107,7 +108,7 @@ def load_quantized(
             FP8.
         lora: selects the layers that get adapters, as in `apply_lora`. Adapter values come from torch's generator.
             None adds no adapters.
-        fp8: recipe of the activations' scales; None takes `lora`'s, or the default.
+        fp8: the recipe, a DelayedScaling or a BlockScaling; None takes `lora`'s, or DelayedScaling().
         frozen: "fp8" or "plain" (in `dtype`) for linear layers without an adapter. The output head, routers, tied
             weights and layers that are not a plain `nn.Linear` are always plain.
         adapter_dtype, rng_state: as for `apply_lora`.
@@ -124,8 +125,9 @@ def load_quantized(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if a weight is
-            not finite, or a kind of quantization is not known. Everything but the values is checked before the first
-            value is read.
+            not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
+            for with a `mesh` or `offload`, or of a checkpoint with blocks other than 128 × 128. Everything but the
+            values is checked before the first value is read.
         ImportError: transformers is not installed.
     """
     began = time.perf_counter()
@@ -142,7 +144,8 @@ def load_quantized(
         model = _build(config, model_class, dtype, attn_implementation)
         _read_generation_config(model, source)
         plan = Plan(model, files.tensors, lora, frozen, block)
-        _check_layout(lora, mesh, offload)
+        _check_layout(lora, recipe, mesh, offload)
+        _check_block(plan, recipe)
     shards = None
     if mesh is not None or as_offload(offload).fraction:
         shards = ShardedWeights(model, plan.quantized, Place.of(mesh, target), offload)
@@ -171,23 +174,35 @@ def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
     return partial(comm.together, comm.patient(mesh.get_group()))
 
 
-def _check_layout(lora: LoRAConfig | None, mesh: Any, offload: float | Offload) -> None:
-    if (
-        (mesh is not None or as_offload(offload).fraction)
-        and lora is not None
-        and lora.weight_layout != "single"
-    ):
+def _check_layout(
+    lora: LoRAConfig | None, recipe: Recipe, mesh: Any, offload: float | Offload
+) -> None:
+    if mesh is None and not as_offload(offload).fraction:
+        return
+    if isinstance(recipe, BlockScaling):
+        raise ValueError(
+            "a sharded or offloaded base must follow DelayedScaling, found BlockScaling: leave out mesh and offload"
+        )
+    if lora is not None and lora.weight_layout != "single":
         raise ValueError(
             f"lora.weight_layout must be 'single' for a sharded base, found {lora.weight_layout!r}"
         )
 
 
-def _recipe(lora: LoRAConfig | None, fp8: DelayedScaling | None) -> DelayedScaling:
+def _check_block(plan: Plan, recipe: Recipe) -> None:
+    if isinstance(recipe, BlockScaling) and plan.scales and plan.block != BLOCK:
+        raise ValueError(
+            f"the checkpoint's weight_block_size must be {BLOCK} under BlockScaling, found {plan.block}; "
+            "DelayedScaling requantizes other blocks with one scale"
+        )
+
+
+def _recipe(lora: LoRAConfig | None, fp8: Recipe | None) -> Recipe:
     if lora is None:
         return fp8 or DelayedScaling()
     if lora.fp8 is None:
         raise ValueError(
-            "lora.fp8 must be a DelayedScaling, found None: load_quantized holds the base in FP8"
+            "lora.fp8 must be a DelayedScaling or a BlockScaling, found None: load_quantized holds the base in FP8"
         )
     if fp8 not in (None, lora.fp8):
         raise ValueError(f"fp8 is {fp8}, lora.fp8 {lora.fp8}: give one of them")
@@ -292,14 +307,16 @@ class _Loader:
         model: nn.Module,
         files: Source,
         plan: Plan,
-        recipe: DelayedScaling,
+        recipe: Recipe,
         places: _Places,
     ) -> None:
         lora, self.device, self.shards = places
         self.model, self.files, self.plan = model, files, plan
         self.recipe = recipe
         self.layout = "single" if lora is None else lora.weight_layout
-        self.state = FP8State(plan.quantized, recipe, self.device)
+        self.state: FP8State | None = None
+        if isinstance(recipe, DelayedScaling):
+            self.state = FP8State(plan.quantized, recipe, self.device)
         self.peak_host_bytes = 0
         self._quantized, self._adapted = set(plan.quantized), set(plan.adapted)
         self._scales: dict[str, Tensor] = {}
@@ -370,13 +387,15 @@ class _Loader:
         self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
     ) -> None:
         """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
-        try:
-            held = quantize_weight(tensor.to(own.dtype)) if fp8 is None else per_tensor_weight(fp8)
-        except ValueError as error:
-            raise ValueError(f"{path}.weight: {error}") from error
         layout = "single" if path in self._adapted else self.layout
         spec = FrozenSpec(self.recipe, layout, self.state, path)
-        weight = Weight(*held)
+        try:
+            if fp8 is None:
+                weight = Weight(*quantize_weight(tensor.to(own.dtype), spec.blocks))
+            else:
+                weight = held_weight(fp8, self.recipe)
+        except ValueError as error:
+            raise ValueError(f"{path}.weight: {error}") from error
         if self.shards is not None and path in self.shards:
             weight = weight._replace(data=self.shards.keep(path, weight.data))
         new = FrozenFP8Linear.from_weight(weight, module.bias, spec)

@@ -20,7 +20,7 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import LoRAConfig, Recipe
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -84,7 +84,7 @@ _INIT_OTHER_MATHS = ("mica",)
 def from_peft_dict(
     data: dict[str, Any],
     *,
-    fp8: DelayedScaling | None,
+    fp8: Recipe | None,
     weight_layout: str = "single",
 ) -> LoRAConfig:
     """The LoRAConfig of a parsed adapter_config.json.
@@ -158,7 +158,7 @@ def to_peft_dict(
     }
 
 
-def read_config(folder: Path, fp8: DelayedScaling | None, weight_layout: str) -> LoRAConfig:
+def read_config(folder: Path, fp8: Recipe | None, weight_layout: str) -> LoRAConfig:
     """The LoRAConfig in `folder`. Every error names the file."""
     file = _existing(folder, CONFIG_NAME)
     try:

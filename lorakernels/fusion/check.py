@@ -158,6 +158,10 @@ def _check_projections(
         if _is_plain(module) and state is not None and not bool(weight.isfinite().all()):
             raise ValueError(f"{path}.{name}.weight must be finite to be held in FP8")
         if isinstance(module, FrozenFP8Linear):
+            if module.block_scaling is not None:
+                raise ValueError(
+                    f"{path}.{name} follows BlockScaling: fused layers follow DelayedScaling or are plain"
+                )
             recipes = [None if f is None else f.recipe for f in (module.fp8_state, state)]
             if recipes[0] != recipes[1]:
                 raise ValueError(

@@ -25,7 +25,7 @@ from lorakernels.autograd import (
     check_input,
     lora_linear,
 )
-from lorakernels.config import DelayedScaling
+from lorakernels.config import Recipe
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.convert import to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -65,7 +65,7 @@ class LoraKernelsLinear(PeftLinear):
         base_layer: nn.Module,
         adapter_name: str,
         *,
-        fp8: DelayedScaling | None = None,
+        fp8: Recipe | None = None,
         weight_layout: str = "single",
         **kwargs: Any,
     ) -> None:

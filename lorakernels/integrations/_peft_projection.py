@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lorakernels.config import BlockScaling
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.state.fp8 import FP8State
@@ -148,6 +149,10 @@ class PeftProjection(LoRALinear):
     @property
     def fp8_state(self) -> FP8State | None:
         return getattr(self.base, "fp8_state", None)
+
+    @property
+    def block_scaling(self) -> BlockScaling | None:  # type: ignore[override]
+        return getattr(self.base, "block_scaling", None)
 
     @property
     def column(self) -> int:

@@ -23,7 +23,7 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
-from lorakernels.config import DelayedScaling
+from lorakernels.config import DelayedScaling, Recipe, check_layout
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
@@ -67,7 +67,7 @@ class PeftReport:
 class _Make:
     """Called by PEFT's dispatch for an nn.Linear. Returns None to leave the module to PEFT's own classes."""
 
-    fp8: DelayedScaling | None
+    fp8: Recipe | None
     weight_layout: str
 
     def __call__(self, target: nn.Module, adapter_name: str, **kwargs: Any) -> nn.Module | None:
@@ -88,7 +88,7 @@ class _Make:
 def register(
     config: peft.LoraConfig,
     *,
-    fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+    fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
     weight_layout: str = "single",
 ) -> peft.LoraConfig:
     """Let PEFT build our layer for every linear layer that `config` targets. Returns `config`.
@@ -98,7 +98,7 @@ def register(
     plain nn.Linear are left to PEFT. `report(model)` lists all layers.
 
     Raises:
-        TypeError: `config` is not a peft.LoraConfig, or `fp8` not a DelayedScaling.
+        TypeError: `config` is not a peft.LoraConfig, or `fp8` neither a DelayedScaling nor a BlockScaling.
         ValueError: `weight_layout` is not known, or an adapter needs the base in full precision and `fp8` is not None.
             The second is raised when PEFT builds the layer.
     """
@@ -113,7 +113,7 @@ def register(
 def patch(
     model: nn.Module,
     *,
-    fp8: DelayedScaling | None = None,
+    fp8: Recipe | None = None,
     weight_layout: str = "single",
     restorable: bool = True,
 ) -> PeftReport:
@@ -123,7 +123,7 @@ def patch(
     weights too, for `restore`; False frees them.
 
     Raises:
-        TypeError: `fp8` is not a DelayedScaling.
+        TypeError: `fp8` is neither a DelayedScaling nor a BlockScaling.
         ValueError: `model` has no LoRA layer of PEFT's. With `fp8`, also if a layer is merged, a variant needs the
             base in full precision, or a weight is not finite.
     """
@@ -145,7 +145,9 @@ def patch(
     if fp8 is None or not ready:
         return report(model)
     devices = {layer.base_layer.weight.device for layer in ready.values()}
-    state = FP8State(list(ready), fp8, devices.pop()) if len(devices) == 1 else None
+    state = None
+    if isinstance(fp8, DelayedScaling) and len(devices) == 1:
+        state = FP8State(list(ready), fp8, devices.pop())
     for name, layer in ready.items():
         original = layer.base_layer
         layer.use_fp8_base(FrozenSpec(fp8, weight_layout, state, name))
@@ -195,11 +197,12 @@ def report(model: nn.Module) -> PeftReport:
     return PeftReport(rows, one)
 
 
-def _check_fp8(fp8: DelayedScaling | None, weight_layout: str) -> None:
-    if fp8 is not None and not isinstance(fp8, DelayedScaling):
-        raise TypeError(f"fp8 must be a DelayedScaling or None, got {fp8!r}")
+def _check_fp8(fp8: Recipe | None, weight_layout: str) -> None:
+    if fp8 is not None and not isinstance(fp8, Recipe):
+        raise TypeError(f"fp8 must be a DelayedScaling, a BlockScaling or None, got {fp8!r}")
     if weight_layout not in ("single", "both"):
         raise ValueError(f"weight_layout must be 'single' or 'both', got {weight_layout!r}")
+    check_layout("register", fp8, weight_layout)
 
 
 def _check_bases(ready: dict[str, Any], merged: list[str]) -> None:

@@ -24,7 +24,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lorakernels.config import DelayedScaling
+from lorakernels.config import DelayedScaling, Recipe, check_layout
 from lorakernels.integrations.transformers import forget_quantizer
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
@@ -49,7 +49,7 @@ class LoRAKernelsConfig(QuantizationConfigMixin):
     """How `from_pretrained` holds linear layers.
 
     Args:
-        fp8: recipe of the activations' scales.
+        fp8: the recipe, a DelayedScaling or a BlockScaling.
         weight_layout: "both" also keeps each weight transposed, as in `LoRAConfig`.
         modules_to_not_convert: ends of the paths of layers that stay plain.
 
@@ -60,14 +60,15 @@ class LoRAKernelsConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        fp8: DelayedScaling = DelayedScaling(),  # noqa: B008  (frozen)
+        fp8: Recipe = DelayedScaling(),  # noqa: B008  (frozen)
         weight_layout: str = "single",
         modules_to_not_convert: list[str] | None = None,
     ) -> None:
-        if not isinstance(fp8, DelayedScaling):
-            raise TypeError(f"fp8 must be a DelayedScaling, found {fp8!r}")
+        if not isinstance(fp8, Recipe):
+            raise TypeError(f"fp8 must be a DelayedScaling or a BlockScaling, found {fp8!r}")
         if weight_layout not in ("single", "both"):
             raise ValueError(f"weight_layout must be 'single' or 'both', found {weight_layout!r}")
+        check_layout("LoRAKernelsConfig", fp8, weight_layout)
         names = [] if modules_to_not_convert is None else modules_to_not_convert
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"modules_to_not_convert must be a list of names, found {names!r}")
@@ -158,9 +159,9 @@ class LoRAKernelsQuantizer(HfQuantizer):
                 f"{path}.weight is {list(weight.shape)} in the checkpoint, {list(old.weight.shape)} in the model"
             )
         config, device = self.quantization_config, weight.device
-        if device not in self._states:
+        if isinstance(config.fp8, DelayedScaling) and device not in self._states:
             self._states[device] = FP8State(self._targets, config.fp8, device)
-        spec = FrozenSpec(config.fp8, config.weight_layout, self._states[device], path)
+        spec = FrozenSpec(config.fp8, config.weight_layout, self._states.get(device), path)
         new = FrozenFP8Linear.from_weight(Weight(weight), old.bias, spec)
         if old.bias is not None:
             assert new.bias is not None

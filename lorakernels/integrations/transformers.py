@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from lorakernels.checkpoints.adapters import save_adapter
-from lorakernels.config import DelayedScaling
+from lorakernels.config import DelayedScaling, Recipe
 from lorakernels.loops import Attached, attach
-from lorakernels.modules.convert import check_fp8_linear, to_frozen
+from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
@@ -42,18 +42,21 @@ from lorakernels.state.philox import PhiloxState
 def convert_fp8_model(
     model: nn.Module,
     *,
-    fp8: DelayedScaling = DelayedScaling(),  # noqa: B008  (frozen)
+    fp8: Recipe = DelayedScaling(),  # noqa: B008  (frozen)
     weight_layout: str = "single",
 ) -> list[str]:
     """Replace every FP8Linear of `model` by a FrozenFP8Linear, in place. Returns their paths.
 
     transformers then no longer counts the model as quantized, so Trainer takes it once it has adapters. Scales of the
-    layers' inputs follow `fp8`. They are in one FP8State if the layers are on one device.
+    layers' inputs follow `fp8`. Under DelayedScaling they are in one FP8State if the layers are on one device. Under
+    BlockScaling there is no state, and the layers keep their bytes and scales.
 
     Raises:
-        ValueError: there is no FP8Linear, its scales do not fit its weight, or a value is not finite.
-        TypeError: a layer holds FP8 or FP4 in another way, or `fp8` is not a DelayedScaling. Nothing is changed before
-            all layers are checked, and an exception in the middle leaves the model as it was.
+        ValueError: there is no FP8Linear, its scales do not fit its weight, a value is not finite, or a BlockScaling
+            is asked for where blocks are not 128 × 128.
+        TypeError: a layer holds FP8 or FP4 in another way, or `fp8` is neither a DelayedScaling nor a BlockScaling.
+
+    Nothing is changed before all layers are checked, and an exception in the middle leaves the model as it was.
     """
     _check_recipe(fp8)
     paths = [path for path, module in model.named_modules() if is_fp8_linear(module)]
@@ -61,8 +64,12 @@ def convert_fp8_model(
         raise ValueError(f"{type(model).__name__} has no FP8Linear: nothing to convert")
     for path, module in model.named_modules():
         _check_module(path, module)
+        if path in paths:
+            check_block_size(path, module, fp8)
     devices = {_tensor(model.get_submodule(path).weight).device for path in paths}
-    state = FP8State(paths, fp8, devices.pop()) if len(devices) == 1 else None
+    state = None
+    if isinstance(fp8, DelayedScaling) and len(devices) == 1:
+        state = FP8State(paths, fp8, devices.pop())
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     with all_or_nothing(model, configs.values()) as before:
         for path in paths:
@@ -78,7 +85,7 @@ def convert_fp8_model(
 
 def frozen_from_fp8_linear(
     module: nn.Module,
-    fp8: DelayedScaling | None,
+    fp8: Recipe | None,
     *,
     weight_layout: str = "single",
     fp8_state: FP8State | None = None,
@@ -220,9 +227,11 @@ def _check_module(path: str, module: nn.Module) -> None:
     check_fp8_linear(path, module)
 
 
-def _check_recipe(fp8: DelayedScaling | None) -> None:
-    if not isinstance(fp8, DelayedScaling):
-        raise TypeError(f"an FP8 checkpoint stays FP8: fp8 must be a DelayedScaling, got {fp8!r}")
+def _check_recipe(fp8: Recipe | None) -> None:
+    if not isinstance(fp8, Recipe):
+        raise TypeError(
+            f"an FP8 checkpoint stays FP8: fp8 must be a DelayedScaling or a BlockScaling, got {fp8!r}"
+        )
 
 
 def _tensor(value: object) -> Tensor:

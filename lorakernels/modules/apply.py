@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels.config import LoRAConfig
+from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.modules.columns import join_state, joining
-from lorakernels.modules.convert import check_fp8_linear, to_frozen, to_lora
+from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.experts import match_experts, unstack
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
@@ -102,7 +102,8 @@ def _apply(
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
         names = [*paths, *beside]
-        fp8_state = None if config.fp8 is None else FP8State(names, config.fp8, device)
+        delayed = config.fp8 if isinstance(config.fp8, DelayedScaling) else None
+        fp8_state = None if delayed is None else FP8State(names, delayed, device)
         tied = tied_pointers(model)
         model.requires_grad_(False)
         for site, path in enumerate(paths):
@@ -154,7 +155,7 @@ def _check_frozen(frozen: str, config: LoRAConfig) -> None:
         raise ValueError(f'frozen must be "plain" or "fp8", found {frozen!r}')
     if frozen == "fp8" and config.fp8 is None:
         raise ValueError(
-            'frozen="fp8" needs a DelayedScaling in config.fp8 for the layers to follow, found None'
+            'frozen="fp8" needs a DelayedScaling or a BlockScaling in config.fp8 for the layers to follow, found None'
         )
 
 
@@ -199,9 +200,12 @@ def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
     if not new.holds_fp8:
         return "; weight untied" if untie(new, tied) else ""
     if is_fp8_linear(old):
-        return "; block FP8 held with one scale"
-    if not isinstance(old, FrozenFP8Linear):
+        kept = new.block_scaling is not None
+        return "; block FP8 kept" if kept else "; block FP8 held with one scale"
+    if not isinstance(old, FrozenFP8Linear) or not old.holds_fp8:
         return ""
+    if old.block_scaling is not None and new.block_scaling is None:
+        return "; block FP8 held with one scale"
     theirs, ours = old.fp8_state, new.fp8_state
     if theirs is None or ours is None or theirs.recipe == ours.recipe:
         return "; FP8 bytes and scales kept"
@@ -226,6 +230,7 @@ def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> No
         refuse_held(module, "put an adapter over")
         if is_fp8_linear(module):
             check_fp8_linear(path, module)
+            check_block_size(path, module, config.fp8)
             continue
         weight = module.weight
         assert isinstance(weight, torch.Tensor)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from lorakernels.config import DelayedScaling
+from lorakernels.config import Recipe
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.state.fp8 import FP8State
@@ -28,7 +28,7 @@ def join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> No
 
 
 def joining(
-    model: nn.Module, targets: Iterable[str], recipe: DelayedScaling | None, device: torch.device
+    model: nn.Module, targets: Iterable[str], recipe: Recipe | None, device: torch.device
 ) -> dict[str, FrozenFP8Linear]:
     """{path: layer} of the FP8 layers outside `targets` whose own state has this recipe and device.
 

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lorakernels.config import LoRAConfig
+from lorakernels.config import BlockScaling, LoRAConfig, Recipe
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
+from lorakernels.modules.weights import in_blocks
+from lorakernels.numerics.blocks import BLOCK
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
@@ -28,7 +30,7 @@ def check_fp8_linear(path: str, module: nn.Module) -> None:
 
     Raises:
         TypeError: the weight is not e4m3, or there are no scales.
-        ValueError: the scales' shape does not fit the weight's, or a value is not finite.
+        ValueError: the scales' shape does not fit the weight's, a value is not finite, or a scale is negative.
     """
     weight, scales = module.weight, getattr(module, "weight_scale_inv", None)
     assert isinstance(weight, Tensor)
@@ -45,6 +47,9 @@ def check_fp8_linear(path: str, module: nn.Module) -> None:
         )
     if not (weight.is_meta or scales.is_meta or _is_finite(module)):
         raise ValueError(f"{path}.weight must be finite to be held in FP8, found inf or NaN in it")
+    if not scales.is_meta and bool((_scales(module) < 0).any()):
+        least = float(_scales(module).min())
+        raise ValueError(f"{path}.weight_scale_inv must not be negative, found {least}")
 
 
 def _is_finite(module: nn.Module) -> bool:
@@ -90,6 +95,34 @@ def per_tensor_weight(module: nn.Module) -> tuple[Tensor, Tensor]:
     return quantize_weight(dequantize(module))
 
 
+def check_block_size(path: str, module: nn.Module, recipe: Recipe | None) -> None:
+    """Refuse an FP8Linear whose blocks are not 128 × 128, where a BlockScaling is to keep them.
+
+    Raises:
+        ValueError: the block has another size.
+    """
+    block = tuple(_block_size(module))
+    if isinstance(recipe, BlockScaling) and _scales(module).numel() > 1 and block != (BLOCK,) * 2:
+        raise ValueError(
+            f"{path}.weight_scale_inv must be of blocks of ({BLOCK}, {BLOCK}) under BlockScaling, found {block}; "
+            "DelayedScaling requantizes other blocks with one scale"
+        )
+
+
+def held_weight(module: nn.Module, recipe: Recipe | None) -> Weight:
+    """An FP8Linear's weight as a layer holds it under `recipe`: its very bytes in blocks, or `per_tensor_weight`.
+
+    One scale for the whole tensor becomes each block's.
+    """
+    if not isinstance(recipe, BlockScaling):
+        return Weight(*per_tensor_weight(module))
+    check_block_size("FP8Linear", module, recipe)
+    weight, scales = module.weight, _scales(module)
+    assert isinstance(weight, Tensor)
+    scales = in_blocks(weight, scales) if scales.numel() == 1 else scales.clone()
+    return Weight(weight.detach().view(torch.uint8), scales)
+
+
 def _block_size(module: nn.Module) -> Sequence[int]:
     block = getattr(module, "block_size", None)
     return tuple(block) if isinstance(block, Sequence) else ()
@@ -123,7 +156,7 @@ def to_lora(
             module, config, adapter_dtype=adapter_dtype, fp8_state=fp8_state, name=name
         )
     new = LoRALinear.from_weight(
-        _held(module, plain=config.fp8 is None),
+        _held(module, config.fp8),
         _bias(module),
         config,
         adapter_dtype=adapter_dtype,
@@ -141,7 +174,7 @@ def to_frozen(module: nn.Module, spec: FrozenSpec) -> FrozenFP8Linear:
     The bias is frozen. The new layer is in training or eval mode as the old one was.
     """
     if is_fp8_linear(module):
-        weight = Weight(*per_tensor_weight(module))
+        weight = held_weight(module, spec.fp8)
     else:
         assert isinstance(module, nn.Linear)
         weight = Weight(module.weight.detach())
@@ -161,11 +194,18 @@ def _bias(module: nn.Module) -> Tensor | None:
     return module.bias if isinstance(module.bias, Tensor) else None
 
 
-def _held(module: nn.Module, plain: bool) -> Weight:
-    """The weight as LoRALinear will hold it: bytes and scale_inv, or a plain tensor."""
-    if isinstance(module, FrozenFP8Linear):
-        if module.weight_scale_inv is None or plain:
-            dtype = None if module.weight_scale_inv is None else torch.bfloat16
-            return Weight(module.dequantized_weight(dtype or module.weight.dtype))
-        return Weight(module.stored.detach(), module.weight_scale_inv.clone())
-    return Weight(*((dequantize(module).bfloat16(),) if plain else per_tensor_weight(module)))
+def _held(module: nn.Module, recipe: Recipe | None) -> Weight:
+    """The weight as a LoRALinear will hold it under `recipe`: bytes and scale_inv, or a plain tensor."""
+    if not isinstance(module, FrozenFP8Linear):
+        if recipe is None:
+            return Weight(dequantize(module).bfloat16())
+        return held_weight(module, recipe)
+    if module.weight_scale_inv is None or recipe is None:
+        dtype = None if module.weight_scale_inv is None else torch.bfloat16
+        return Weight(module.dequantized_weight(dtype or module.weight.dtype))
+    data, scale_inv = module.stored.detach(), module.weight_scale_inv.clone()
+    if isinstance(recipe, BlockScaling) and module.block_scaling is None:
+        return Weight(data, in_blocks(data, scale_inv))
+    if not isinstance(recipe, BlockScaling) and module.block_scaling is not None:
+        return Weight(*quantize_weight(module.dequantized_weight()))
+    return Weight(data, scale_inv)

@@ -15,15 +15,18 @@ from lorakernels import ops
 from lorakernels.autograd import (
     Adapter,
     AdapterNumbers,
+    BlockCall,
     Call,
     LoRASpec,
+    block_linear,
     check_input,
     compiled_linear,
     is_compiling,
     lora_linear,
 )
-from lorakernels.config import DelayedScaling
+from lorakernels.config import BlockScaling, DelayedScaling, Recipe
 from lorakernels.modules.holder import bring, refuse_held, refuse_move
+from lorakernels.modules.number import number
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
@@ -45,34 +48,13 @@ def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def number(name: str) -> Any:
-    """A property for a value that compiled ops look up by the layer's handle: setting it makes a new handle.
-
-    Each such value has a property because FSDP2 cannot put FP8 parameters into modules whose class has its own
-    `__setattr__`.
-    """
-
-    def get(layer: Any) -> Any:
-        try:
-            return layer.__dict__[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def put(layer: Any, value: Any) -> None:
-        layer.__dict__[name] = value
-        if "_handle" in layer.__dict__:
-            layer._renew_handle()
-
-    return property(get, put)
-
-
 def is_sharded(parameter: Tensor | None) -> bool:
     """True for a DTensor. FSDP2 keeps parameters sharded in DTensors outside of their module's forward."""
     return hasattr(parameter, "device_mesh")
 
 
 class FrozenFP8Linear(nn.Module):
-    """A linear layer whose weight is frozen and stored in FP8 (e4m3, one scale), 1 byte per parameter.
+    """A linear layer whose weight is frozen and stored in FP8 (e4m3), 1 byte per parameter.
 
     Args:
         in_features, out_features: K and N.
@@ -85,9 +67,9 @@ class FrozenFP8Linear(nn.Module):
     Attributes:
         weight: [N, K], the e4m3 view of the stored bytes, or the plain parameter when `fp8` is None. While FSDP2 has
             it sharded (outside of forward), it is the parameter as it is stored.
-        weight_scale_inv: fp32 [1], from the weight's exact amax; None when `fp8` is None. Only new weight values
-            change it.
-        fp8_state: scales and amax history of x and dy.
+        weight_scale_inv: fp32 [1], [⌈N/128⌉, ⌈K/128⌉] under BlockScaling, by the exact amax; None when `fp8` is None.
+        fp8_state: scales and amax history of x and dy; None under BlockScaling.
+        block_scaling: the recipe if it is a BlockScaling, else None.
         column: this layer's column of `fp8_state`.
         column_x: the column of x, if another layer owns it (LoRALinearGroup); else None.
 
@@ -100,6 +82,7 @@ class FrozenFP8Linear(nn.Module):
 
     weight_scale_inv: Tensor | None
     weight_t: Tensor | None
+    block_scaling: BlockScaling | None = None
     fp8_state = number("fp8_state")
     _column: int  # where `column` is kept, also in a pickle
     column = number("_column")
@@ -110,7 +93,7 @@ class FrozenFP8Linear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+        fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -137,7 +120,8 @@ class FrozenFP8Linear(nn.Module):
         spec.check(weight, bias)
         data, scale_inv = weight.data.contiguous(), weight.scale_inv
         if spec.fp8 is not None and scale_inv is None:
-            data, scale_inv = quantize_weight(data)
+            data, scale_inv = quantize_weight(data, spec.blocks)
+        self.block_scaling = spec.blocks
         self.out_features, self.in_features = data.shape
         self.weight_layout, self.name = spec.weight_layout, spec.name
         self._parameters["weight"] = _frozen(data if scale_inv is None else data.view(STORAGE))
@@ -148,7 +132,7 @@ class FrozenFP8Linear(nn.Module):
         self.column_x = None
         self.register_buffer("weight_t", None, persistent=False)
         self.renew_weight_t()
-        self._renew_handle()
+        self.renew_handle()
 
     @classmethod
     def from_weight(
@@ -157,7 +141,8 @@ class FrozenFP8Linear(nn.Module):
         """A layer over these very tensors, in training mode.
 
         Args:
-            weight: `data` [N, K] is a plain weight, or e4m3 bytes (uint8 or e4m3) if there is a `scale_inv` fp32 [1].
+            weight: `data` [N, K] is a plain weight, or e4m3 bytes (uint8 or e4m3) if there is a `scale_inv`, fp32 [1],
+                or [⌈N/128⌉, ⌈K/128⌉] under BlockScaling.
                 With `spec.fp8` a plain one is quantized from its exact amax. `t` is not read.
             bias: [N] or None; it does not train.
             spec: recipe, layout, FP8 state and name.
@@ -177,7 +162,7 @@ class FrozenFP8Linear(nn.Module):
     def from_linear(
         cls,
         linear: nn.Linear,
-        fp8: DelayedScaling | None = DelayedScaling(),  # noqa: B008  (frozen)
+        fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
         *,
         weight_layout: str = "single",
         fp8_state: FP8State | None = None,
@@ -225,8 +210,13 @@ class FrozenFP8Linear(nn.Module):
 
     @property
     def holds_fp8(self) -> bool:
-        """Whether the weight is e4m3 bytes with a scale, and not a plain tensor."""
+        """Whether the weight is e4m3 bytes with scales, and not a plain tensor."""
         return self.weight_scale_inv is not None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """What x and dy follow; None over a plain weight."""
+        return self.block_scaling if self.fp8_state is None else self.fp8_state.recipe
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's, which `layer.weight = parameter` calls. Only FP8 bytes may replace FP8 bytes.
@@ -329,6 +319,10 @@ class FrozenFP8Linear(nn.Module):
         if is_compiling():
             scaling, p, _ = numbers
             return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
+        if self.block_scaling is not None:
+            weight = Weight(self.stored, self.weight_scale_inv)
+            in_blocks = BlockCall(self.block_scaling, slot, *numbers)
+            return block_linear(x, weight, self.bias, adapter, in_blocks)
         state, training = self.fp8_state, self.training
         if state is not None:
             state.begin(x.device, self._column, training)
@@ -359,8 +353,12 @@ class FrozenFP8Linear(nn.Module):
         **options: Any,
     ) -> Tensor:
         """`with_adapter` in a trace. It reads no number that differs between layers, so that they share the trace."""
-        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         handle = self._handle.tensor
+        if self.block_scaling is not None:
+            weight = Weight(self.stored, self.weight_scale_inv)
+            in_blocks = BlockCall(self.block_scaling, slot, handle=handle, **options)
+            return block_linear(x, weight, self.bias, Adapter(*adapter), in_blocks)
+        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
     def _numbers(self) -> Numbers:
@@ -373,7 +371,7 @@ class FrozenFP8Linear(nn.Module):
         """What stands for this layer's numbers in a trace. It is another one after a number has changed."""
         return self._handle
 
-    def _renew_handle(self) -> None:
+    def renew_handle(self) -> None:
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
@@ -384,7 +382,7 @@ class FrozenFP8Linear(nn.Module):
         """Make a handle on the weight's device. An op that is given a "meta" handle would silently compute nothing."""
         stored = self._parameters["weight"]
         if stored is not None and stored.device != self._handle.tensor.device:
-            self._renew_handle()
+            self.renew_handle()
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
         """Write new values into the stored weight, its scale_inv and its transposed copy."""
@@ -448,7 +446,7 @@ class FrozenFP8Linear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hold_bytes_as(STORAGE)
-        self._renew_handle()
+        self.renew_handle()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -474,7 +472,8 @@ class FrozenFP8Linear(nn.Module):
         absent = missing_keys if strict else []
         columns = take_columns(own, prefix, recipe, absent, error_msgs)
         try:
-            quantized = take_weight(own, prefix, STORAGE if self.holds_fp8 else None)
+            storage = STORAGE if self.holds_fp8 else None
+            quantized = take_weight(own, prefix, storage, self.block_scaling)
         except ValueError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return
@@ -494,6 +493,7 @@ class FrozenFP8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         base = "e4m3" if self.weight_scale_inv is not None else str(self.weight.dtype)[6:]
+        base += " in blocks" if self.block_scaling is not None else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, base={base}"

@@ -314,6 +314,10 @@ def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
         if isinstance(member, GroupedLoRALinear):
             raise ValueError(f"{member.name!r} is in a group already: {member.group}")
         refuse_split(repr(member.name), member, "a group of such layers")
+        if member.block_scaling is not None:
+            raise ValueError(
+                f"{member.name!r} follows BlockScaling: members of a group must follow DelayedScaling or be plain"
+            )
     names = [member.name for member in members]
     if len({id(member) for member in members}) < max(len(members), 2):
         raise ValueError(f"a group needs two or more different members, found {names}")

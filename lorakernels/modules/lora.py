@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
 from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.frozen import is_sharded, number
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.modules.number import number
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
 from lorakernels.state.fp8 import FP8State

@@ -68,7 +68,7 @@ class MergeableLinear(FrozenFP8Linear):
 
     def _as_held(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.holds_fp8:
-            return quantize_weight(total)
+            return quantize_weight(total, self.block_scaling)
         merged = total.to(self.stored.dtype)
         if not bool(merged.isfinite().all()):
             name = self.name or type(self).__name__

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lorakernels.autograd.linear_plan import ways_of_kinds
-from lorakernels.config import LoRAConfig
+from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
@@ -27,6 +27,14 @@ OF_LINEAR = (  # the ops that a linear layer runs
     "lora_grad_a",
     "transpose_fp8",
     "amax_and_scale_update",
+)
+OF_BLOCK_LINEAR = (  # under BlockScaling
+    "quantize_blocks",
+    "quantize_lora_down",
+    "fp8_block_linear",
+    "quantize_grad",
+    "fp8_block_grad_input",
+    "lora_grad_a",
 )
 
 
@@ -85,7 +93,12 @@ class LoRAReport:
 
     @property
     def scales_in_charge(self) -> str:
-        """Who keeps the FP8 scales current: "auto", "explicit", a manager's name, or "none" without FP8."""
+        """Who keeps the FP8 scales current: "auto", "explicit", a manager's name, or "none" without FP8.
+
+        Under BlockScaling it is "each block": there is nothing to keep.
+        """
+        if isinstance(self.config.fp8, BlockScaling):
+            return "each block"
         return "none" if self.fp8_state is None else self.fp8_state.in_charge
 
     @property
@@ -140,17 +153,19 @@ class LoRAReport:
         if isinstance(module, LoRALinear):
             reason = self.reasons.get(path, ("lora", "matches target_modules"))[1]
             return _lora_row(path, reason, module)
+        held = ", e4m3 in blocks" if getattr(module, "block_scaling", None) is not None else ""
         if path in self.reasons:
-            return ModuleReport(path, *self.reasons[path], kind)
+            action, reason = self.reasons[path]
+            return ModuleReport(path, action, reason + held, kind)
         trained = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
         if trained:
             return ModuleReport(path, "bias", f"trained: {', '.join(trained)}", kind)
-        return ModuleReport(path or "(root)", "frozen", "not a target", kind)
+        return ModuleReport(path or "(root)", "frozen", f"not a target{held}", kind)
 
 
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
     device, state = module.lora_A.device, module.fp8_state
-    fp8 = module.weight_scale_inv is not None
+    fp8, in_blocks = module.holds_fp8, module.block_scaling is not None
     place = Place(
         capability_of(device) if device.type == "cuda" else (0, 0),
         (module.out_features, module.in_features),
@@ -158,7 +173,11 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
     )
     chosen = implementations("cuda" if device.type == "cuda" else "cpu", place)
-    chosen = {op: taken for op, taken in chosen.items() if op in OF_LINEAR}
+    chosen = {
+        op: taken
+        for op, taken in chosen.items()
+        if op in (OF_BLOCK_LINEAR if in_blocks else OF_LINEAR)
+    }
     return ModuleReport(
         path,
         "lora",
@@ -169,7 +188,7 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         module.r,
         module.scaling,
         module.lora_dropout,
-        "e4m3" if fp8 else str(module.weight.dtype)[6:],
+        ("e4m3 in blocks" if in_blocks else "e4m3") if fp8 else str(module.weight.dtype)[6:],
         {op: impl for op, (impl, _) in chosen.items()},
         {op: why for op, (_, why) in chosen.items()},
         _shares_x(module),

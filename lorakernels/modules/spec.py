@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.config import DelayedScaling
-from lorakernels.modules.weights import BYTES
+from lorakernels.config import BlockScaling, DelayedScaling, Recipe, check_layout
+from lorakernels.modules.weights import BYTES, scales_shape
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 
@@ -21,11 +21,11 @@ class FrozenSpec:
     Attributes:
         fp8: the recipe for x and dy, and then the weight is held in FP8. None keeps the weight as it is.
         weight_layout: "single", or "both" to keep Wᵀ too, for FP8 only.
-        fp8_state: the model's FP8State; None makes a state for the layer alone.
+        fp8_state: the model's FP8State; None makes a state for the layer alone. BlockScaling has none.
         name: the layer's name, and its entry in `fp8_state`.
     """
 
-    fp8: DelayedScaling | None
+    fp8: Recipe | None
     weight_layout: str = "single"
     fp8_state: FP8State | None = None
     name: str = ""
@@ -34,6 +34,11 @@ class FrozenSpec:
     def entry(self) -> str:
         """The layer's entry in its FP8 state. A layer without a name has one, too."""
         return self.name or "linear"
+
+    @property
+    def blocks(self) -> BlockScaling | None:
+        """The recipe if it has a scale for each block."""
+        return self.fp8 if isinstance(self.fp8, BlockScaling) else None
 
     def check(self, weight: Weight, bias: Tensor | None) -> None:
         """Refuse parts that do not make a layer.
@@ -44,6 +49,7 @@ class FrozenSpec:
             KeyError: the state has no such entry.
         """
         data, scale_inv = weight.data, weight.scale_inv
+        check_layout(self.entry, self.fp8, self.weight_layout)
         if data.dim() != 2:
             raise ValueError(f"{self.entry}: weight must be [N, K], found {tuple(data.shape)}")
         if bias is not None and bias.shape != data.shape[:1]:
@@ -59,12 +65,13 @@ class FrozenSpec:
             raise TypeError(
                 f"{self.entry}: a weight with a scale_inv must be uint8 or e4m3, found {data.dtype}"
             )
-        if scale_inv.shape != (1,):
+        expected = (1,) if self.blocks is None else scales_shape(data)
+        if tuple(scale_inv.shape) != expected:
             shape = tuple(scale_inv.shape)
-            raise ValueError(f"{self.entry}: scale_inv must be [1], found {shape}")
+            raise ValueError(f"{self.entry}: scale_inv must be {list(expected)}, found {shape}")
         if self.fp8 is None:
             raise ValueError(
-                f"{self.entry}: fp8 must be a DelayedScaling for an FP8 weight, found None"
+                f"{self.entry}: fp8 must be a DelayedScaling or a BlockScaling for an FP8 weight, found None"
             )
 
     def _check_state(self, state: FP8State, device: torch.device) -> None:
@@ -79,7 +86,7 @@ class FrozenSpec:
         state.column(self.entry)
 
     def state_on(self, device: torch.device) -> FP8State | None:
-        """The state that the layer follows, made here if none is given; None without `fp8`."""
-        if self.fp8 is None:
+        """The state that the layer follows, made here if none is given; None without a DelayedScaling."""
+        if not isinstance(self.fp8, DelayedScaling):
             return None
         return self.fp8_state or FP8State([self.entry], self.fp8, device)

@@ -14,9 +14,12 @@ from lorakernels.ops.bias_dropout_add import (
 )
 from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
 from lorakernels.ops.cross_entropy import cross_entropy_, cross_entropy_fp8
+from lorakernels.ops.fp8_block_grad_input import fp8_block_grad_input
+from lorakernels.ops.fp8_block_linear import fp8_block_linear
 from lorakernels.ops.fp8_grad_input import fp8_grad_input
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
 from lorakernels.ops.lora_grad_a import lora_grad_a
+from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.quantize_grad import quantize_grad, quantize_grad_and_mask
 from lorakernels.ops.quantize_lora_down import quantize_lora_down
 from lorakernels.ops.rms_norm import rms_norm_backward, rms_norm_quantize
@@ -44,9 +47,12 @@ __all__ = [
     "block_diagonal_parts",
     "cross_entropy_",
     "cross_entropy_fp8",
+    "fp8_block_grad_input",
+    "fp8_block_linear",
     "fp8_grad_input",
     "fp8_linear_lora",
     "lora_grad_a",
+    "quantize_blocks",
     "quantize_grad",
     "quantize_grad_and_mask",
     "quantize_lora_down",

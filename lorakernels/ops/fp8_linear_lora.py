@@ -322,7 +322,7 @@ def by_cublaslt(
     )
     if by_column:
         y = (y * weight.scale_inv).to(out_dtype)
-    return _with_terms(y, bias, up, out_dtype, residual)
+    return with_terms(y, bias, up, out_dtype, residual)
 
 
 def by_dequantized(
@@ -336,7 +336,7 @@ def by_dequantized(
 ) -> Tensor:
     """A product in `out_dtype`, then one PyTorch kernel for each other term."""
     y = dequantized_linear(x, weight, out_dtype)
-    return _with_terms(y, bias, up, out_dtype, residual)
+    return with_terms(y, bias, up, out_dtype, residual)
 
 
 def by_torch(
@@ -353,10 +353,10 @@ def by_torch(
         y = x.data @ weight.data.to(x.data.dtype).t()
     else:
         y = reference(x, weight, None, None, out_dtype)
-    return _with_terms(y, bias, up, out_dtype, residual)
+    return with_terms(y, bias, up, out_dtype, residual)
 
 
-def _with_terms(
+def with_terms(
     y: Tensor,
     bias: Tensor | None,
     up: Up | None,

@@ -93,6 +93,8 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
     weight = stored(linear)
     if not linear.holds_fp8:
         yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
+    if linear.block_scaling is not None:
+        yield "follows BlockScaling: only a base under DelayedScaling is sharded"
     if is_split(linear):
         yield "is split over tensor-parallel ranks, whose base cannot be sharded yet"
     if linear.weight_layout != "single":

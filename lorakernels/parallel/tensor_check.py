@@ -126,6 +126,8 @@ def _objections(module: nn.Module, how: str, size: int) -> Iterator[str]:
         yield f"has {name} {by}, which must be a multiple of the {size} ranks"
     if module.weight.requires_grad:
         yield "has a weight that trains: only adapters and biases of split layers can"
+    if getattr(module, "block_scaling", None) is not None:
+        yield "follows BlockScaling: only layers under DelayedScaling, or plain ones, are split over ranks"
     if getattr(module, "merged", False):
         yield "is merged: call unmerge_lora first"
     if is_held(module):

@@ -164,8 +164,13 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         flat: see `Part`.
 
     Raises:
-        ValueError: the layer's FP8 state belongs to another group.
+        ValueError: the layer's FP8 state belongs to another group, or it follows BlockScaling.
     """
+    if layer.block_scaling is not None:
+        raise ValueError(
+            f"{layer.name or 'this layer'} follows BlockScaling: only layers under DelayedScaling, or plain ones, are "
+            "split over ranks"
+        )
     scales = shared(layer.fp8_state, ranks)
     for name, dim in kind.dimensions.items():
         whole = layer._parameters.get(name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from lorakernels import LoRAReport
+from lorakernels import BlockScaling, LoRAReport
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head, takes_starts
 from lorakernels.train.options import FinetuneOptions
@@ -40,6 +40,8 @@ def choices(report: LoRAReport, runtime: Runtime, fused: Fused, where: str) -> l
 
 def _precision(model: Any, report: LoRAReport) -> str:
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    if isinstance(report.config.fp8, BlockScaling):
+        return f"{dtype}, frozen weights in FP8 blocks"
     return f"{dtype}, frozen weights in FP8" if report.fp8_state is not None else dtype
 
 

@@ -239,7 +239,8 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
     """
     import torch
 
-    from lorakernels import DelayedScaling, load_adapter
+    from lorakernels import load_adapter
+    from lorakernels.train.job import recipe_of
     from lorakernels.train.model import load_model, pick_dtype
     from lorakernels.train.runtime import fuse_layers
 
@@ -249,7 +250,7 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
     fresh: Any = load_model(
         Path(str(options.output)) / "base", pick_dtype(options.dtype, device), device
     )
-    report = load_adapter(fresh, result.adapter, fp8=DelayedScaling() if options.fp8 else None)
+    report = load_adapter(fresh, result.adapter, fp8=recipe_of(options))
     if report.fp8_state is not None:
         saved = session.checkpoints.load(session.adapter_step, device)
         report.fp8_state.load_state_dict(saved.state["fp8"])

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import (
+    BlockScaling,
     DelayedScaling,
     LoRAConfig,
     LoRAReport,
@@ -297,6 +298,13 @@ def add_adapters(
         raise ModelError(str(error)) from error
 
 
+def recipe_of(options: FinetuneOptions) -> DelayedScaling | BlockScaling | None:
+    """What the base follows; None for a plain one."""
+    if not options.fp8:
+        return None
+    return BlockScaling() if options.fp8_recipe == "block" else DelayedScaling()
+
+
 def lora_config(options: FinetuneOptions) -> LoRAConfig:
     try:
         return LoRAConfig(
@@ -307,7 +315,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
             exclude_modules=options.exclude_modules or None,
             use_rslora=options.use_rslora,
             weight_layout=options.weight_layout,  # type: ignore[arg-type]
-            fp8=DelayedScaling() if options.fp8 else None,
+            fp8=recipe_of(options),
         )
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error

@@ -19,8 +19,8 @@ AT_LEAST = {
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
-    "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_head",
-    "gradient_checkpointing",
+    "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
+    "fp8_head", "gradient_checkpointing",
 )  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def _check_runtime(options: FinetuneOptions) -> None:
         raise OptionError(
             f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
         )
+    _check_recipe(options)
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:
@@ -133,6 +134,23 @@ def _check_runtime(options: FinetuneOptions) -> None:
         raise OptionError(
             "offload is for an FP8 base of --model with weight_layout single: drop --offload, or --demo, --no-fp8 "
             "and weight_layout both"
+        )
+
+
+def _check_recipe(options: FinetuneOptions) -> None:
+    """What block scaling does not have."""
+    if options.fp8_recipe != "block":
+        return
+    if not options.fp8:
+        raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
+    for name in ("fuse", "shard_base", "offload", "memory_budget", "offload_activations"):
+        if value := getattr(options, name):
+            raise OptionError(
+                f"fp8_recipe block runs unfused layers over a whole base, got {name} {value}: drop one of them"
+            )
+    if options.weight_layout != "single":
+        raise OptionError(
+            f"fp8_recipe block needs weight_layout single, got {options.weight_layout}: drop one of them"
         )
 
 

@@ -15,6 +15,7 @@ from lorakernels.train.running_options import RunningOptions
 
 DTYPES = ("auto", "float32", "bfloat16")
 LAYOUTS = ("single", "both")
+RECIPES = ("delayed", "block")
 FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
@@ -112,6 +113,13 @@ class FinetuneOptions(RunningOptions):
     use_rslora: bool = option(False, "adapter", "rank-stabilised scaling")
     fp8: bool = option(
         True, "adapter", "hold the frozen base weights in FP8; --no-fp8 keeps them in dtype"
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "adapter",
+        "delayed: one scale for each tensor; block: one for each 128 x 128 of a weight and 1 x 128 of activations, "
+        "which keeps a block-FP8 checkpoint's bytes and runs unfused layers",
+        choices=RECIPES,
     )
 
     seq_len: int = option(

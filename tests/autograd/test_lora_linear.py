@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams, ops
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    FP8State,
+    LoRAConfig,
+    LoRALinear,
+    MMParams,
+    ops,
+)
 from lorakernels.autograd import linear
 from lorakernels.modules import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
@@ -25,7 +33,8 @@ SLOT = (0x1234_5678_9ABC_DEF, 7)
 def make_layer(k, n, r, *, p=0.0, bias=True, fp8=HYBRID, dtype=torch.float32, device="cpu"):
     """The middle one of three tensors in its FP8 state, dropout site 3: a column or site mixed up would show."""
     config = LoRAConfig(r=r, lora_alpha=2 * r, lora_dropout=p, fp8=fp8, bias="lora_only")
-    state = FP8State(["before", "it", "after"], fp8, device) if fp8 else None
+    delayed = isinstance(fp8, DelayedScaling)
+    state = FP8State(["before", "it", "after"], fp8, device) if delayed else None
     layer = LoRALinear(
         k, n, bias, config, device, dtype, adapter_dtype=torch.float32, fp8_state=state, name="it"
     )
@@ -69,7 +78,15 @@ def check(layer, x, dy, p, dtype, extra=0.0):
     r=st.sampled_from([1, 3, 8, 16, 64]),
     p=st.sampled_from([0.0, 0.1]),
     bias=st.booleans(),
-    fp8=st.sampled_from([DelayedScaling(), DelayedScaling(fp8_format="E4M3"), None]),
+    fp8=st.sampled_from(
+        [
+            DelayedScaling(),
+            DelayedScaling(fp8_format="E4M3"),
+            BlockScaling(),
+            BlockScaling("HYBRID", power_2_scale=True),
+            None,
+        ]
+    ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
     scales=st.sampled_from([(0.0, 0.0), (100.0, 3.0), (448.0, 60000.0), (0.5, 0.25)]),
@@ -78,7 +95,7 @@ def test_matches_float64(m, k, n, r, p, bias, fp8, dtype, seed, scales):
     """Scales as delayed scaling leaves them: none yet, fitting, saturating, much too small."""
     torch.manual_seed(seed)
     layer = make_layer(k, n, r, p=p, bias=bias, fp8=fp8, dtype=dtype)
-    if fp8:
+    if layer.fp8_state is not None:
         layer.fp8_state.in_charge = "test"
         layer.fp8_state.forward[-1] = torch.tensor([7.0, scales[0], 9.0])
         layer.fp8_state.backward[-1] = torch.tensor([7.0, scales[1], 9.0])

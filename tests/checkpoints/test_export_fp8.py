@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import export_model, load_quantized
-from lorakernels.checkpoints.export import quantize_blocks
+from lorakernels.numerics.blocks import quantize_weight_blocks
 from tests.checkpoints.exported import (
     load_base,
     logits,
@@ -49,7 +49,7 @@ def test_blocks_have_scales_of_their_own(shape):
     weight = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
     weight[:, : min(64, shape[1])] = 0
     weight[0, 0] = 0
-    raw, scales = quantize_blocks(weight, (128, 128))
+    raw, scales = quantize_weight_blocks(weight, (128, 128))
     assert raw.shape == shape and raw.is_contiguous() and raw.dtype == E4M3
     assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128)) and bool((scales > 0).all())
     assert_within_e4m3(raw, scales, weight)
@@ -60,7 +60,7 @@ def test_blocks_have_scales_of_their_own(shape):
 
 
 def test_a_block_of_zeros_has_a_scale_of_one():
-    raw, scales = quantize_blocks(torch.zeros(130, 128), (128, 128))
+    raw, scales = quantize_weight_blocks(torch.zeros(130, 128), (128, 128))
     assert torch.equal(scales, torch.ones(2, 1)) and not raw.float().any()
 
 

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from lorakernels import LoRAConfig, apply_lora, merge_lora
+from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora, merge_lora
 from lorakernels.modules import frozen
 from tests.processes import on_ranks
 
 WORLD = 2
 
 
-def net():
+def net(recipe=DelayedScaling()):  # noqa: B008  (frozen)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
-    apply_lora(model, LoRAConfig(r=4, target_modules=["0", "2"]))
+    apply_lora(model, LoRAConfig(r=4, target_modules=["0", "2"], fp8=recipe))
     for layer in (model[0], model[2]):
         nn.init.normal_(layer.lora_B, std=0.2)
     return model
@@ -33,9 +33,7 @@ def loss_of(model, x):
     return model(x).pow(2).mean()
 
 
-def worker(rank, device, wrap, storage):
-    frozen.STORAGE = storage
-    model = net().to(device)
+def wrapped_as(wrap, model, device):
     if wrap == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
@@ -50,14 +48,33 @@ def worker(rank, device, wrap, storage):
         wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
         with pytest.raises(RuntimeError, match="sharded"):
             merge_lora(model)
+    return wrapped
+
+
+def full_gradients(model):
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+    return {n: g.cpu().numpy() for n, g in full.items()}
+
+
+def worker(rank, device, wrap, storage):
+    frozen.STORAGE = storage
+    model = net().to(device)
+    wrapped = wrapped_as(wrap, model, device)
     for _ in range(2):
         model.zero_grad()
         loss_of(wrapped, batch().chunk(WORLD)[rank].to(device)).backward()
         model[0].fp8_state.reduce_and_update()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
     scales = torch.cat((model[0].fp8_state.forward[-1], model[0].fp8_state.backward[-1]))
-    return {n: g.cpu().numpy() for n, g in full.items()}, scales.cpu().numpy()
+    return full_gradients(model), scales.cpu().numpy()
+
+
+def worker_in_blocks(rank, device, wrap, storage):
+    frozen.STORAGE = storage
+    model = net(BlockScaling()).to(device)
+    wrapped = wrapped_as(wrap, model, device)  # DDP reduces in backward, as long as it lives
+    loss_of(wrapped, batch().chunk(WORLD)[rank].to(device)).backward()
+    return full_gradients(model)
 
 
 @pytest.mark.slow
@@ -93,3 +110,25 @@ def test_gradients_are_those_of_the_full_batch(wrap, storage, backend):
             # each rank's dy has its own amax in the first steps, so its e5m2 grid differs: 2 mantissa bits, 2⁻³
             error = (torch.tensor(grads[name]) - parameter.grad).norm() / parameter.grad.norm()
             assert error < 0.1, (name, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrap", "storage", "allowed"),
+    [("ddp", torch.uint8, 1e-5), ("fsdp2", frozen.STORAGE, 1e-5), ("fsdp2, bf16", frozen.STORAGE, 0.1)],
+    ids=["ddp", "fsdp2", "fsdp2, bf16"],
+)  # fmt: skip
+def test_gradients_in_blocks_are_those_of_the_full_batch(wrap, storage, allowed):
+    """A row has its own scales, whichever rank has it, so that only fp32 sums are in another order.
+
+    Under the bf16 policy, x and the adapters are bf16: 2⁻⁸ of each, and bytes of FP8 that fall to the other side, 2⁻⁴.
+    """
+    if wrap != "ddp" and TorchVersion(torch.__version__) < "2.9":
+        pytest.skip("torch 2.8's FSDP2 sums gradients over gloo, a plain nn.Linear's too")
+    grads, _ = on_ranks(worker_in_blocks, WORLD, "gloo", wrap, storage)
+    model = net(BlockScaling())
+    loss_of(model, batch()).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            error = (torch.tensor(grads[name]) - parameter.grad).norm() / parameter.grad.norm()
+            assert error < allowed, (name, error)

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, training_state_dict
+from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear, training_state_dict
 
 peft = pytest.importorskip("peft")
 from lorakernels.integrations.peft import patch, register, report, restore  # noqa: E402
 
 FP8 = DelayedScaling()
-BASES = pytest.mark.parametrize("fp8", [None, FP8], ids=["plain base", "FP8 base"])
+BASES = pytest.mark.parametrize(
+    "fp8", [None, FP8, BlockScaling()], ids=["plain base", "FP8 base", "FP8 blocks"]
+)
 # fp32, the same sums in another order
 FP32 = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -123,7 +125,7 @@ def test_eval_drops_nothing_and_train_draws_from_torch():
     assert torch.equal(ours(x), first) and not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("fp8", [None, FP8], ids=["plain base", "FP8 base"])
+@BASES
 def test_training_moves_adapters_only(fp8):
     model = wrapped(MLP(), fp8, lora_dropout=0.1)
     before = base_bytes(model)
@@ -353,7 +355,7 @@ def test_patch_and_restore(fp8):
     y, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
     parameters = {name: id(p) for name, p in model.named_parameters()}
     shown = patch(model, fp8=fp8)
-    assert len(shown.fused) == 2 and (shown.fp8_state is None) == (fp8 is None)
+    assert len(shown.fused) == 2 and (shown.fp8_state is not None) == (fp8 == FP8)
     if fp8 is None:
         torch.testing.assert_close(model(x), y, **FP32)
         assert {name: id(p) for name, p in model.named_parameters()} == parameters
@@ -387,5 +389,7 @@ def test_patch_says_what_it_cannot_do():
         restore(model)
     with pytest.raises(TypeError, match="LoraConfig, got IA3Config"):
         register(peft.IA3Config())
-    with pytest.raises(TypeError, match="fp8 must be a DelayedScaling or None, got True"):
+    with pytest.raises(
+        TypeError, match="fp8 must be a DelayedScaling, a BlockScaling or None, got True"
+    ):
         register(config(), fp8=True)

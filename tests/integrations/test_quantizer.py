@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lorakernels import (
+    BlockScaling,
     DelayedScaling,
     FrozenFP8Linear,
     LoRAConfig,
@@ -71,17 +72,26 @@ def test_the_bytes_are_those_of_load_quantized(folder: Path, dtype: torch.dtype)
     assert not model.training and not any(p.is_meta for p in model.parameters())
 
 
+def test_in_blocks_there_is_no_state(folder: Path) -> None:
+    model = loaded(folder, fp8=BlockScaling())
+    expected = load_quantized(folder, device="cpu", fp8=BlockScaling(), progress=False)
+    same(expected.model, model)
+    layers = [m for m in model.modules() if isinstance(m, FrozenFP8Linear)]
+    assert len(layers) == 14 and all(m.recipe == BlockScaling() for m in layers)
+    assert all(m.fp8_state is None for m in layers)
+
+
 def test_one_weight_at_a_time_is_in_full_precision(folder: Path, monkeypatch: Any) -> None:
     """When a weight is quantized, no other target has memory of its own in the checkpoint's dtype."""
     seen: list[int] = []
     real = frozen.quantize_weight
 
-    def watched(weight: Any) -> Any:
+    def watched(weight: Any, *blocks: Any) -> Any:
         seen.append(id(weight))
         plain = [m for m in models[-1].modules() if type(m) is nn.Linear] if models else []
         held = [m for m in plain if not m.weight.is_meta and m is not models[-1].lm_head]
         assert held == []
-        return real(weight)
+        return real(weight, *blocks)
 
     models: list[Any] = []
     from lorakernels.integrations import quantizer

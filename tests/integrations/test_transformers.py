@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    FrozenFP8Linear,
+    LoRAConfig,
+    LoRALinear,
+    apply_lora,
+)
 from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 
 transformers = pytest.importorskip("transformers")
@@ -214,6 +221,33 @@ def test_equal_blocks_keep_their_bytes():
     assert torch.equal(new.dequantized_weight(), dequantize(old))
 
 
+def test_blocks_keep_their_bytes_under_block_scaling():
+    model = block_fp8(llama())
+    old = {
+        path: (m.weight.detach().clone(), m.weight_scale_inv.detach().clone())
+        for path, m in model.named_modules()
+        if isinstance(m, finegrained.FP8Linear)
+    }
+    paths = convert_fp8_model(model, fp8=BlockScaling())
+    report = apply_lora(
+        model, LoRAConfig(r=4, target_modules=["q_proj", "down_proj"], fp8=BlockScaling())
+    )
+    assert len(paths) == len(old) == 14 and report.fp8_state is None
+    for path, (weight, scales) in old.items():
+        new = model.get_submodule(path)
+        assert torch.equal(new.stored, weight.view(torch.uint8))
+        assert torch.equal(new.weight_scale_inv, scales)
+    model(input_ids=tokens()).logits.sum().backward()
+
+
+def test_blocks_of_another_size_are_refused_before_a_change():
+    old = fp8_linear(nn.Linear(200, 144))
+    old.block_size = (200, 128)
+    old.weight_scale_inv = nn.Parameter(torch.ones(1, 2), requires_grad=False)
+    with pytest.raises(ValueError, match=r"blocks of \(128, 128\) under BlockScaling"):
+        frozen_from_fp8_linear(old, BlockScaling())
+
+
 def test_scales_may_be_powers_of_two_as_bytes():
     old = fp8_linear(nn.Linear(200, 144))
     exponents = torch.randint(-3, 3, old.weight_scale_inv.shape)
@@ -355,7 +389,7 @@ def test_bad_checkpoint_changes_nothing(change, error, message):
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match="LlamaForCausalLM has no FP8Linear"):
         convert_fp8_model(llama())
-    with pytest.raises(TypeError, match="fp8 must be a DelayedScaling, got None"):
+    with pytest.raises(TypeError, match="fp8 must be a DelayedScaling or a BlockScaling, got None"):
         convert_fp8_model(block_fp8(llama()), fp8=None)
 
 

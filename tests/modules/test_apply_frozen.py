@@ -104,7 +104,11 @@ def test_frozen_fp8_is_what_load_quantized_gives(kind: str, layout: str, tmp_pat
     ("options", "frozen", "message"),
     [
         ({}, "bf16", 'frozen must be "plain" or "fp8", found \'bf16\''),
-        ({"fp8": None}, "fp8", 'frozen="fp8" needs a DelayedScaling in config.fp8'),
+        (
+            {"fp8": None},
+            "fp8",
+            'frozen="fp8" needs a DelayedScaling or a BlockScaling in config.fp8',
+        ),
     ],
     ids=["another word", "no recipe"],
 )

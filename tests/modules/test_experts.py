@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from lorakernels import (  # noqa: E402
+    BlockScaling,
     DelayedScaling,
     LoRAConfig,
     LoRALinear,
@@ -184,10 +185,10 @@ def test_a_token_without_an_expert_adds_nothing() -> None:
     assert torch.equal(ours(x, index, weights)[1], torch.zeros(32))
 
 
-def test_fp8_experts_train_and_hold_one_byte_each() -> None:
+@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=["delayed", "blocks"])
+def test_fp8_experts_train_and_hold_one_byte_each(recipe: Any) -> None:
     model = mixtral()
-    exact = adapted(mixtral())(IDS).logits
-    report = apply_lora(model, LoRAConfig(r=4, target_parameters=BOTH, fp8=DelayedScaling()))
+    report = apply_lora(model, LoRAConfig(r=4, target_parameters=BOTH, fp8=recipe))
     layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
     assert len(layers) == 2 * 2 * 4 and all(m.holds_fp8 for m in layers)
     assert "target_parameters" in str(report)
@@ -198,9 +199,9 @@ def test_fp8_experts_train_and_hold_one_byte_each() -> None:
         optimizer.zero_grad()
         model(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
-        report.fp8_state.reduce_and_update()
+        if report.fp8_state is not None:
+            report.fp8_state.reduce_and_update()
     assert model(input_ids=IDS, labels=IDS).loss < first - 0.05
-    assert exact.shape == model(IDS).logits.shape
 
 
 def test_merge_unmerge_and_unload() -> None:

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, PhiloxStates, apply_lora
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    LoRAConfig,
+    PhiloxState,
+    PhiloxStates,
+    apply_lora,
+)
 from lorakernels.modules import lora as lora_module
 
 
@@ -54,7 +61,9 @@ def gradients(net, how, device, steps=3):
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("rng", [None, 5], ids=["torch's generator", "PhiloxState"])
-@pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
+@pytest.mark.parametrize(
+    "fp8", [DelayedScaling(), BlockScaling(), None], ids=["fp8", "blocks", "plain"]
+)
 def test_checkpointing_gives_the_same_bits(reentrant, rng, fp8, device):
     state = None if rng is None else PhiloxState(rng, device)
     net = Net(fp8=fp8, rng_state=state).to(device)

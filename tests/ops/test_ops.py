@@ -31,6 +31,11 @@ SCHEMAS = (
     " -> Tensor[]",
     "cross_entropy_(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
     "cross_entropy_fp8(Tensor logits, Tensor labels, SymInt ignore_index) -> (Tensor, Tensor)",
+    "fp8_block_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
+    " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
+    " SymInt col0=0, Tensor? dropped=None) -> Tensor",
+    "fp8_block_linear(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s,"
+    " Tensor? lora_B, float scaling, ScalarType out_dtype, Tensor? residual=None) -> Tensor",
     "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
     " Tensor? weight_t, Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
@@ -38,6 +43,7 @@ SCHEMAS = (
     " Tensor? lora_B, float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None) -> Tensor",
     "lora_grad_a(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, Tensor? dropped=None) -> Tensor",
+    "quantize_blocks(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
     "quantize_grad(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
     " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from lorakernels import LoRAConfig
+from lorakernels import BlockScaling, LoRAConfig
 from lorakernels.cli.__main__ import main
 from lorakernels.train import demo
 from lorakernels.train.byte_tokenizer import byte_tokenizer
@@ -472,3 +472,4 @@ def test_config_of_the_adapter_follows_the_options() -> None:
         weight_layout="both",
     )
     assert lora_config(options) == expected
+    assert lora_config(FinetuneOptions(fp8_recipe="block")).fp8 == BlockScaling()

@@ -106,6 +106,18 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ),
         ({"offload": 1.0}, "offload must be at least 0 and below 1, got 1.0"),
         ({"offload": 0.3, "fp8": False}, "offload is for an FP8 base"),
+        ({"fp8_recipe": "rows"}, "fp8_recipe must be one of delayed, block, got 'rows'"),
+        ({"fp8_recipe": "block", "fp8": False}, "fp8_recipe block is for a base in FP8"),
+        (
+            {"fp8_recipe": "block", "fuse": True},
+            "runs unfused layers over a whole base, got fuse True",
+        ),
+        ({"fp8_recipe": "block", "offload": 0.5}, "over a whole base, got offload 0.5"),
+        ({"fp8_recipe": "block", "shard_base": True}, "over a whole base, got shard_base True"),
+        (
+            {"fp8_recipe": "block", "weight_layout": "both"},
+            "fp8_recipe block needs weight_layout single",
+        ),
         ({"demo": True}, "demo brings its own model and data"),
         (
             {"demo": True, "model": None, "data": [], "eval_data": ["f"]},

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dx = dy W + mask ⊙ (ds A) / (1 − p), over a base with a scale for each 128 × 128 block.
+
+    dx[m, k] = Σ_b dys[b, m] · ws[b, ⌊k/128⌋] · Σ_{n in block b} dy8[m, n] w8[n, k]  +  …
+
+dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]; w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds [M, R],
+A [R, K], dx [M, K]. A block of W has the same scale in both directions, so that its bytes serve both: no second copy.
+
+PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The branch
+comes after the product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
+from lorakernels.numerics.dropout import masked
+from lorakernels.ops import checks
+from lorakernels.ops.fp8_block_linear import check_scales
+from lorakernels.ops.hardware import Place
+from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.values import Dropout, Scaled, Weight
+
+
+def reference(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx [M, K] in `out_dtype`, summed in fp32 and rounded once; the mask is drawn again.
+
+    `fp8_dtype` is the type of dy's bytes. Where `dropout.dropped` holds the mask, a kernel may read that instead.
+
+    Raises:
+        ValueError: a scale_inv, the slot, or a mask that has been drawn already does not fit.
+    """
+    check(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
+    acc = dequantize_rows(dy, fp8_dtype) @ dequantize_weight_blocks(weight)
+    return _with_branch(acc, ds, lora_A, dropout, out_dtype)
+
+
+def _with_branch(
+    acc: Tensor,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """fp32 sums and the adapter's branch, rounded once."""
+    if ds is not None and lora_A is not None:
+        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), dropout)
+        acc += branch * factor
+    return acc.to(out_dtype)
+
+
+def fake(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return empty(dy.data, dy.data.shape[0], weight.data.shape[1], dtype=out_dtype)
+
+
+def check(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """ValueError unless scales are [⌈N/128⌉, M] and [⌈N/128⌉, ⌈K/128⌉], and slot and mask fit."""
+    (rows, depth), cols = dy.data.shape, weight.data.shape[1]
+    if weight.data.shape[0] != depth:
+        raise ValueError(f"weight must be [{depth}, K], found {list(weight.data.shape)}")
+    check_scales("dy_scale_inv", dy.scale_inv, (blocks_of(depth), rows))
+    check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(depth), blocks_of(cols)))
+    checks.slot(dropout, dy.data.device)
+    checks.dropped(dropout, rows, cols, dy.data.device)
+
+
+def by_torch(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A product of dequantized operands in `out_dtype`, to which the branch is added in fp32."""
+    wide = dequantize_weight_blocks(weight, out_dtype)
+    acc = dequantize_rows(dy, fp8_dtype, out_dtype) @ wide
+    return _with_branch(acc.float(), ds, lora_A, dropout, out_dtype)
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"
+
+
+fp8_block_grad_input = define(
+    Op(
+        "fp8_block_grad_input",
+        reference,
+        fake,
+        check,
+        (Implementation("torch", by_torch),),
+        chosen,
+    ),
+    "(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv, Tensor? ds,"
+    " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"
+    " Tensor? dropped=None) -> Tensor",
+)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y = x Wᵀ + bias + scaling · s Bᵀ + residual, over a base with a scale for each 128 × 128 block.
+
+    y[m, n] = Σ_b xs[b, m] · ws[⌊n/128⌋, b] · Σ_{k in block b} x8[m, k] w8[n, k]  +  …
+
+x8 [M, K] and w8 [N, K] are bytes of e4m3; xs fp32 [⌈K/128⌉, M] and ws fp32 [⌈N/128⌉, ⌈K/128⌉] are their scale_inv.
+bias [N], s [M, R], B [N, R], residual and y [M, N]. The scales are applied to partial sums of 128 products in fp32, so
+that the tensor cores' short sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report,
+section 3.3).
+
+PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The other
+terms come after the product, so that y is rounded up to four times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
+from lorakernels.ops.fp8_linear_lora import with_terms
+from lorakernels.ops.hardware import Place
+from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.values import Scaled, Up, Weight
+
+
+def reference(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y [M, N] in `out_dtype`, summed in fp32 and rounded once.
+
+    Raises:
+        ValueError: a scale_inv, the bias, lora_B or the residual does not fit.
+    """
+    check(x, weight, bias, up, out_dtype, residual)
+    acc = dequantize_rows(x) @ dequantize_weight_blocks(weight).t()
+    if up is not None and up.s is not None:
+        acc += up.scaling * (up.s.float() @ up.lora_B.to(up.s.dtype).float().t())
+    if bias is not None:
+        acc += bias.float()
+    if residual is not None:
+        acc += residual.float()
+    return acc.to(out_dtype)
+
+
+def fake(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    *others: object,
+) -> Tensor:
+    return empty(x.data, x.data.shape[0], weight.data.shape[0], dtype=out_dtype)
+
+
+def check(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> None:
+    """ValueError unless scales are [⌈K/128⌉, M] and [⌈N/128⌉, ⌈K/128⌉], and the other terms fit y [M, N]."""
+    (rows, depth), cols = x.data.shape, weight.data.shape[0]
+    if weight.data.shape[1] != depth:
+        raise ValueError(f"weight must be [N, {depth}], found {list(weight.data.shape)}")
+    check_scales("x_scale_inv", x.scale_inv, (blocks_of(depth), rows))
+    check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(cols), blocks_of(depth)))
+    if residual is not None and residual.shape != (rows, cols):
+        raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
+    if bias is not None and bias.shape != (cols,):
+        raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
+    if up is not None and up.s is not None and up.lora_B.shape != (cols, up.s.shape[1]):
+        raise ValueError(f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}")
+
+
+def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> None:
+    """ValueError unless `found` is float32 of the shape `expected`."""
+    if found is None or tuple(found.shape) != expected or found.dtype != torch.float32:
+        what = None if found is None else f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"{name} must be float32 {list(expected)}, found {what}")
+
+
+def by_torch(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A product of dequantized operands in `out_dtype`, then one PyTorch kernel for each other term."""
+    wide = dequantize_weight_blocks(weight, out_dtype)
+    y = dequantize_rows(x, dtype=out_dtype) @ wide.t()
+    return with_terms(y, bias, up, out_dtype, residual)
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"
+
+
+fp8_block_linear = define(
+    Op(
+        "fp8_block_linear",
+        reference,
+        fake,
+        check,
+        (Implementation("torch", by_torch),),
+        chosen,
+    ),
+    "(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s, Tensor? lora_B,"
+    " float scaling, ScalarType out_dtype, Tensor? residual=None) -> Tensor",
+)

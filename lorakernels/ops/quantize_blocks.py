@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""x8, scale_inv = x in FP8, with a scale for each 1 × 128 block along the last dimension.
+
+x [M, K], x8 uint8 [M, K], scale_inv fp32 [⌈K/128⌉, M]: x ≈ x8 · scale_inv. There is no amax history, so that nothing
+is written but the results. Reading x once and writing both takes 3MK + MK/32 bytes in bf16. PyTorch's kernels, one
+after the other, read and write fp32 copies of x in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.numerics.blocks import blocks_of, quantize_rows
+from lorakernels.numerics.fp8 import FP8_MAX
+from lorakernels.ops import checks
+from lorakernels.ops.hardware import Place
+from lorakernels.ops.register import Implementation, Op, define, empty
+
+
+def reference(
+    x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(x8, scale_inv) as `numerics.blocks.quantize_rows` defines them, in `fp8_dtype`, e4m3 or e5m2.
+
+    Raises:
+        ValueError: x is not a matrix.
+        TypeError: x is not float32, bfloat16 or float16, or `fp8_dtype` is another type.
+    """
+    check(x, fp8_dtype, power_of_two)
+    data, scale_inv = quantize_rows(x, fp8_dtype, power_of_two)
+    assert scale_inv is not None
+    return data, scale_inv
+
+
+def fake(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    rows, cols = x.shape
+    scale_inv = empty(x, blocks_of(cols), rows, dtype=torch.float32)
+    return empty(x, rows, cols, dtype=torch.uint8), scale_inv
+
+
+def check(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> None:
+    """ValueError unless x is a matrix; TypeError unless it is of a dtype that is computed in, and FP8 e4m3 or e5m2."""
+    checks.matrix("x", x)
+    checks.floats("x", x)
+    if fp8_dtype not in FP8_MAX:
+        raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {fp8_dtype}")
+
+
+def chosen(place: Place) -> tuple[str, str]:
+    return "torch", "one PyTorch kernel after the other, under BlockScaling alone"
+
+
+quantize_blocks = define(
+    Op(
+        "quantize_blocks",
+        reference,
+        fake,
+        check,
+        (Implementation("torch", reference),),
+        chosen,
+    ),
+    "(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
+)

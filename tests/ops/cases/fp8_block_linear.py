@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8_block_linear: cases, and a bound from float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.ops import Scaled, Up, Weight
+from lorakernels.ops.register import Op
+from tests.ops.contract import (
+    BF16,
+    E4M3,
+    FP16,
+    FP32,
+    Arguments,
+    Call,
+    Case,
+    Checked,
+    Contract,
+    Made,
+    Refusal,
+    near,
+    rounded_again,
+)
+
+
+def scales(m: Made, *shape: int) -> Tensor:
+    """From 1/4 to 4, so that a scale of another block is far off."""
+    return 4.0 ** (2 * m.rand(*shape) - 1)
+
+
+def blocks(size: int) -> int:
+    return -(-size // 128)
+
+
+def wide_rows(x: Scaled, fp8: torch.dtype = E4M3) -> Tensor:
+    """float64 [M, K], one element after the other by its own index."""
+    assert x.scale_inv is not None
+    of = torch.arange(x.data.shape[1], device=x.data.device) // 128
+    return x.data.view(fp8).double() * x.scale_inv.double()[of].t()
+
+
+def wide_weight(weight: Weight) -> Tensor:
+    """float64 [N, K]."""
+    assert weight.scale_inv is not None
+    rows, cols = (torch.arange(n, device=weight.data.device) // 128 for n in weight.data.shape)
+    return weight.data.view(E4M3).double() * weight.scale_inv.double()[rows][:, cols]
+
+
+def near_block_gemm(
+    op: Op[..., Any], call: Call, exact: Tensor, size: Tensor, depth: int
+) -> Checked:
+    """One rounding at the store, and fp32 sums of `depth` products.
+
+    On a GPU each block's sum of 128 products stays on the FP8 tensor cores, which keep 13 bits below the largest term
+    (DeepSeek-V3 report, 3.3.2, found 14). Four additions of 32 products lose 2⁻¹¹ of the largest sum of a block at
+    most, and the magnitudes of a block's products bound that. `size` is their sum over all blocks. A cut product loses
+    2⁻¹³ of the largest of its block, which is within the same magnitudes, for each of 128.
+
+    PyTorch's way rounds both operands to 16 bits, which `rounded_again` has where a kernel of ours comes before it.
+    """
+    found = call.results[0]
+    lost = 0.0
+    if found.is_cuda:
+        of_torch = op.implementations[0].name == "torch"
+        lost = 3 * torch.finfo(BF16).eps / 2 if of_torch else 2.0**-10
+    return near("y", found, exact, size, depth + 4, coarse=rounded_again(call, BF16) + lost)
+
+
+class Linear(NamedTuple):
+    """Makes y's operands. Rank 0: no adapter."""
+
+    n: int
+    k: int
+    rank: int
+    bias: torch.dtype | None = FP32
+    b: torch.dtype = FP32
+    out: torch.dtype = BF16
+    scaling: float = 2.0
+    residual: bool = False
+
+    def __call__(self, m: Made) -> Arguments:
+        n, k, rank, bias, b, out, scaling, has_residual = self
+        x = Scaled(m.fp8(m.rows, k), scales(m, blocks(k), m.rows))
+        weight = Weight(m.fp8(n, k), scales(m, blocks(n), blocks(k)) / k**0.5)
+        up = None
+        if rank:
+            up = Up((m.randn(n, rank) / rank**0.5).to(b), m.randn(m.rows, rank, dtype=out), scaling)
+        given = None if bias is None else m.randn(n, dtype=bias)
+        residual = m.randn(m.rows, n, dtype=out) if has_residual else None
+        return x, weight, given, up, out, residual
+
+
+def bound(call: Call) -> Iterator[Checked]:
+    """`near_block_gemm`; B is rounded to s's dtype, and every term is added in fp32."""
+    x, weight, bias, up, _, residual = call.before
+    d, w = wide_rows(x), wide_weight(weight).t()
+    exact, size = d @ w, d.abs() @ w.abs()
+    depth = x.data.shape[1]
+    if up is not None and up.s is not None:
+        s, b = up.s.double(), up.lora_B.to(up.s.dtype).double().t()
+        exact, size = exact + up.scaling * s @ b, size + abs(up.scaling) * s.abs() @ b.abs()
+        depth += len(b)
+    for term in (bias, residual):
+        if term is not None:
+            exact, size = exact + term.double(), size + term.double().abs()
+    yield near_block_gemm(ops.fp8_block_linear, call, exact, size, depth)
+
+
+BYTES = torch.zeros(4, 130, dtype=torch.uint8)
+W = Weight(torch.zeros(5, 130, dtype=torch.uint8), torch.ones(1, 2))
+CONTRACTS = (
+    Contract(
+        ops.fp8_block_linear,
+        {
+            "blocks": Case(Linear(256, 256, 3)),
+            "part of a block, residual": Case(Linear(144, 208, 0, bias=None, residual=True)),
+            "fp16": Case(Linear(16, 48, 5, b=FP16, out=FP16)),
+            "fp32, odd sizes": Case(Linear(131, 130, 3, out=FP32)),
+        },
+        bound,
+        {
+            "512x512x512": Case(Linear(512, 512, 16), 512),
+            "one row": Case(Linear(16, 16, 1, bias=BF16, scaling=0.5), 1),
+            "ragged": Case(Linear(272, 528, 60, residual=True), 300),
+            "rank 300": Case(Linear(1024, 1024, 300), 65),
+            "SmolLM2's down": Case(Linear(576, 1536, 16, bias=None), 777),
+            "no adapter": Case(Linear(8208, 1040, 0, bias=FP16, out=FP16), 1000),
+        },
+        {
+            "x": Scaled(BYTES, torch.ones(2, 4)),
+            "weight": W,
+            "bias": None,
+            "up": None,
+            "out_dtype": FP32,
+            "residual": None,
+        },
+        {
+            "scales of rows": Refusal(
+                {"x": Scaled(BYTES, torch.ones(4, 2))},
+                ValueError,
+                r"x_scale_inv must be float32 \[2, 4\], found torch.float32 \[4, 2\]",
+            ),
+            "scales of another block": Refusal(
+                {"weight": W._replace(scale_inv=torch.ones(1, 3))},
+                ValueError,
+                r"weight_scale_inv must be float32 \[1, 2\], found torch.float32 \[1, 3\]",
+            ),
+            "weight": Refusal(
+                {"weight": Weight(torch.zeros(5, 6, dtype=torch.uint8), torch.ones(1, 1))},
+                ValueError,
+                r"weight must be \[N, 130\], found \[5, 6\]",
+            ),
+            "residual": Refusal(
+                {"residual": torch.ones(4, 6)}, ValueError, r"residual must be \[4, 5\], found \[4, 6\]"
+            ),
+            "bias": Refusal({"bias": torch.ones(4)}, ValueError, r"bias must be \[5\], found \[4\]"),
+            "lora_B": Refusal(
+                {"up": Up(torch.ones(5, 2), torch.ones(4, 3), 1.0)},
+                ValueError,
+                r"lora_B must be \[5, 3\], found \[5, 2\]",
+            ),
+        },
+    ),
+)  # fmt: skip

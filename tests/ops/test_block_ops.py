@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beyond the contract of the ops of BlockScaling: PyTorch's way of a GPU on the CPU, and what scales are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorakernels import ops
+from lorakernels.numerics.blocks import dequantize_rows, quantize_rows
+from lorakernels.ops import Scaled
+from tests.ops.cases import CONTRACTS
+from tests.ops.contract import E4M3, E5M2, Call, cloned, tensors
+
+NAMES = ("fp8_block_linear", "fp8_block_grad_input")
+CASES = [(name, case) for name in NAMES for case in CONTRACTS[name].cases]
+ROUNDINGS = 4  # both operands, the product, and the terms after it
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_pytorch_s_way_is_within_the_bound(name, case):
+    """On a GPU without a kernel of ours. On a CPU the reference runs instead, in fp32."""
+    contract = CONTRACTS[name]
+    arguments = contract.cases[case].arguments("cpu", rows=40)
+    before = cloned(arguments)
+    (by_torch,) = (i for i in contract.op.implementations if i.name == "torch")
+    done = Call(before, arguments, tuple(tensors(by_torch.run(*arguments))), ROUNDINGS)
+    assert all(each.is_right() for each in contract.bound(done))
+    assert all(map(torch.equal, tensors(arguments), tensors(before))), "operands are left alone"
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_a_block_s_largest_magnitude_is_the_format_s(fp8):
+    x = torch.randn(5, 300) * 10.0 ** torch.randint(-6, 6, (5, 1))
+    data, scale_inv = ops.quantize_blocks(x, fp8)
+    for j, block in enumerate(data.view(fp8).float().split(128, 1)):
+        assert (block.abs().amax(1) == torch.finfo(fp8).max).all()
+        amax = x.split(128, 1)[j].abs().amax(1)
+        # fp8_max / amax and its inverse are rounded once each
+        torch.testing.assert_close(scale_inv[j], amax / torch.finfo(fp8).max, rtol=2**-22, atol=0.0)
+
+
+def test_an_outlier_costs_its_own_block_alone():
+    """With one scale for the tensor, it would push the others below e4m3's least step."""
+    x = torch.randn(3, 256) * 1e-4
+    x[1, 7] = 1e4
+    found = dequantize_rows(quantize_rows(x, E4M3))
+    # 2⁻⁴ of the value, or half of e4m3's least step 2⁻⁹ where the block's amax is 448
+    least = 2.0**-10 * x.abs().amax() / 448
+    wrong = (found - x).abs() > 2.0**-4 * x.abs() + 2.0**-10 * 1e-3 / 448
+    assert not wrong[[0, 2]].any() and not wrong[1, 128:].any()
+    assert ((found - x).abs()[1] <= 2.0**-4 * x[1].abs() + least).all() and wrong[1, :128].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dequantized_to_16_bits_each_value_is_rounded_once(dtype):
+    x = quantize_rows(torch.randn(7, 200), E4M3)
+    assert torch.equal(dequantize_rows(x, dtype=dtype), dequantize_rows(x).to(dtype))
+
+
+def test_scales_of_rows_lie_side_by_side():
+    x8, scale_inv = ops.quantize_blocks(torch.randn(40, 300), E4M3)
+    assert scale_inv.shape == (3, 40) and scale_inv.is_contiguous() and x8.is_contiguous()
+    exact = dequantize_rows(Scaled(x8[9:10].contiguous(), scale_inv[:, 9:10].contiguous()))
+    assert torch.equal(dequantize_rows(Scaled(x8, scale_inv))[9:10], exact)
