@@ -75,7 +75,7 @@ def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]
         experts = experts_of(model, lambda layer: isinstance(layer, LoRALinear))
     else:
         named = named_parameters(model, config)
-        experts = {clean_path(path): len(parameter) for path, parameter in named.items()}
+        experts = {clean_path(path): shape[0] for path, shape in named.items()}
     return stacks(experts, _PREFIX)
 
 
@@ -92,8 +92,7 @@ def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
 def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
     """The keys, shapes and dtypes that `adapter_tensors` will have once `config` is applied to `model`."""
     found: dict[str, Slot] = {}
-    for path, parameter in named_parameters(model, config).items():
-        experts, n, k = parameter.shape
+    for path, (experts, n, k) in named_parameters(model, config).items():
         r = config.rank_for(f"{path}.0")
         for number in range(experts):
             key = f"{_PREFIX}{clean_path(path)}.{number}"

@@ -32,13 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lorakernels.checkpoints.expert_files import with_experts
 from lorakernels.checkpoints.loading_plan import Plan
 from lorakernels.checkpoints.sharded_loading import ShardedWeights
 from lorakernels.checkpoints.shards import Directory, Source
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, held_weight
-from lorakernels.modules.experts import refuse_experts
+from lorakernels.modules.experts import LoRAExperts, restack
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
@@ -133,7 +134,6 @@ def load_quantized(
     began = time.perf_counter()
     if frozen not in ("fp8", "plain"):
         raise ValueError(f'frozen must be "fp8" or "plain", found {frozen!r}')
-    refuse_experts(lora, "load_quantized")
     recipe = _recipe(lora, fp8)
     target = _device(device)
     together = _together(mesh)
@@ -143,9 +143,11 @@ def load_quantized(
         block = block_size_of(config)
         model = _build(config, model_class, dtype, attn_implementation)
         _read_generation_config(model, source)
+        files = with_experts(files, model, block)
         plan = Plan(model, files.tensors, lora, frozen, block)
         _check_layout(lora, recipe, mesh, offload)
         _check_block(plan, recipe)
+        _check_experts(model, mesh, offload)
     shards = None
     if mesh is not None or as_offload(offload).fraction:
         shards = ShardedWeights(model, plan.quantized, Place.of(mesh, target), offload)
@@ -159,6 +161,7 @@ def load_quantized(
             report = apply_lora(
                 model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
             )
+        restack(model)
     sharded = None if shards is None else shards.finish()
     state = loader.state if report is None or report.fp8_state is None else report.fp8_state
     seconds = time.perf_counter() - began
@@ -186,6 +189,14 @@ def _check_layout(
     if lora is not None and lora.weight_layout != "single":
         raise ValueError(
             f"lora.weight_layout must be 'single' for a sharded base, found {lora.weight_layout!r}"
+        )
+
+
+def _check_experts(model: nn.Module, mesh: Any, offload: float | Offload) -> None:
+    held = any(isinstance(module, LoRAExperts) for module in model.modules())
+    if held and (mesh is not None or as_offload(offload).fraction):
+        raise ValueError(
+            "a sharded or offloaded base takes no mixture of experts: leave out mesh and offload"
         )
 
 

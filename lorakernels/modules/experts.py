@@ -126,29 +126,47 @@ def _without_parameters(module: nn.Module) -> nn.Module:
     return kept
 
 
-def named_parameters(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Parameter]:
-    """{path: stacked parameter [E, N, K]} that `target_parameters` names, in the model's order.
+def named_parameters(model: nn.Module, config: LoRAConfig) -> dict[str, tuple[int, int, int]]:
+    """{path of a stacked parameter that `target_parameters` names: (E, N, K)}, in the model's order.
+
+    A parameter that LoRAExperts holds layer by layer counts as well.
 
     Raises:
         ValueError: a name matches no parameter.
         TypeError: a parameter is not one of the stacked experts that LoRAExperts computes.
     """
-    found = {
-        path: parameter
-        for path, parameter in model.named_parameters()
-        if config.names_parameter(clean_path(path))
-    }
-    clean = list(map(clean_path, found))
+    there = [path for path, _ in model.named_parameters()]
+    held = _held(model)
+    clean = {path: clean_path(path) for path in (*there, *held)}
+    found = [path for path in clean if config.names_parameter(clean[path])]
     for name in config.target_parameters or ():
-        if not any(path == name or path.endswith(f".{name}") for path in clean):
-            stacked = sorted({path.rpartition(".")[2] for path in _stacked(model)})
+        if not any(clean[path] == name or clean[path].endswith(f".{name}") for path in found):
+            stacked = sorted({path.rpartition(".")[2] for path in (*_stacked(model), *held)})
             raise ValueError(
                 f"LoRAConfig.target_parameters: no parameter ends with {name!r}; stacked experts here: "
                 f"{', '.join(stacked) or 'none'}"
             )
+    shapes: dict[str, tuple[int, int, int]] = {}
     for path in found:
         owner, _, name = path.rpartition(".")
-        _check_experts(path, model.get_submodule(owner), name)
+        if path not in held:
+            why = why_not_experts(model.get_submodule(owner), name)
+            if why:
+                raise TypeError(f"target_parameters: {path!r} {why}")
+        e, n, k = held[path] if path in held else model.get_parameter(path).shape
+        shapes[path] = (e, n, k)
+    return shapes
+
+
+def _held(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """{path that a stacked parameter would have: (E, N, K)} of every LoRAExperts."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoRAExperts):
+            for name in STACKED:
+                first = getattr(module, name)[0]
+                shape = (module.num_experts, first.out_features, first.in_features)
+                found[f"{path}.{name}" if path else name] = shape
     return found
 
 
@@ -156,29 +174,31 @@ def _stacked(model: nn.Module) -> Iterator[str]:
     return (path for path, parameter in model.named_parameters() if parameter.dim() == 3)
 
 
-def _check_experts(path: str, owner: nn.Module, name: str) -> None:
+def stacked_experts(model: nn.Module) -> list[str]:
+    """The paths of the modules with stacked experts that LoRAExperts computes."""
+    owners = dict.fromkeys(path.rpartition(".")[0] for path in _stacked(model))
+    return [path for path in owners if not why_not_experts(model.get_submodule(path), STACKED[0])]
+
+
+def why_not_experts(owner: nn.Module, name: str) -> str:
+    """Why LoRAExperts cannot take the place of the owner of the parameter `name`, "" if it can."""
     own = set(owner._parameters)
     if name not in STACKED or own != set(STACKED) or not callable(getattr(owner, "act_fn", None)):
-        raise TypeError(
-            f"target_parameters: {path!r} is of a {type(owner).__name__} with the parameters {sorted(own)}; expected "
+        return (
+            f"is of a {type(owner).__name__} with the parameters {sorted(own)}; expected "
             f"experts with {' and '.join(STACKED)} [E, N, K] and act_fn, as in Mixtral and Qwen3-MoE"
         )
     for attribute, expected in _LAYOUT.items():
         if (found := getattr(owner, attribute, expected)) != expected:
-            raise TypeError(
-                f"target_parameters: {path!r} has {attribute}={found!r}, expected {expected!r}"
-            )
+            return f"has {attribute}={found!r}, expected {expected!r}"
     if any(getattr(owner, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks")):
-        raise TypeError(
-            f"target_parameters: the owner of {path!r} has hooks, which would never run again"
-        )
+        return "is of a module with hooks, which would never run again"
     gate_up, down = (owner._parameters[each] for each in STACKED)
     assert gate_up is not None and down is not None
     if gate_up.dim() != 3 or down.shape != (len(gate_up), gate_up.shape[2], gate_up.shape[1] // 2):
         shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
-        raise TypeError(
-            f"target_parameters: {path!r}: expected gate_up_proj [E, 2 F, H] and down_proj [E, H, F], found {shapes}"
-        )
+        return f"must be of gate_up_proj [E, 2 F, H] and down_proj [E, H, F], found {shapes}"
+    return ""
 
 
 def unstack(model: nn.Module, config: LoRAConfig) -> None:
@@ -187,16 +207,22 @@ def unstack(model: nn.Module, config: LoRAConfig) -> None:
     Raises:
         ValueError, TypeError: as `named_parameters`; nothing is changed then.
     """
-    owners = dict.fromkeys(path.rpartition(".")[0] for path in named_parameters(model, config))
-    for path in owners:
-        owner = model.get_submodule(path)
+    for path in dict.fromkeys(path.rpartition(".")[0] for path in named_parameters(model, config)):
+        unstack_owner(model, path)
+
+
+def unstack_owner(model: nn.Module, path: str) -> None:
+    """Put LoRAExperts in the place of the stacked experts at `path`."""
+    owner = model.get_submodule(path)
+    if not isinstance(owner, LoRAExperts):
         replace(model, owner, LoRAExperts(owner))
 
 
 def restack(model: nn.Module) -> None:
-    """Put stacked experts back in the place of every LoRAExperts, whose layers are plain again."""
+    """Put stacked experts back in the place of every LoRAExperts whose layers are all plain."""
     for module in [m for m in model.modules() if isinstance(m, LoRAExperts)]:
-        replace(model, module, module.stacked_again())
+        if all(type(layer) is nn.Linear for name in STACKED for layer in getattr(module, name)):
+            replace(model, module, module.stacked_again())
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -281,15 +307,6 @@ def stacks(experts: Mapping[str, int], prefix: str) -> list[Stack]:
             parts = tuple(f"{prefix}{path}.{number}" for number in range(experts[path]))
             found.append(Stack(key, parts))
     return found
-
-
-def refuse_experts(config: LoRAConfig | None, what: str) -> None:
-    """Raise ValueError for a config with `target_parameters`, which `what` does not take."""
-    if config is not None and config.target_parameters:
-        raise ValueError(
-            f"LoRAConfig.target_parameters={list(config.target_parameters)!r} is not supported by {what}: load the "
-            "model by transformers and call apply_lora"
-        )
 
 
 def experts_of(model: nn.Module, adapted: Callable[[Any], bool]) -> dict[str, int]:
