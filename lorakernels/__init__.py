@@ -8,7 +8,7 @@ from lorakernels.autograd import (
     quantize_head,
 )
 from lorakernels.checkpoints import Exported, check_export, export_model
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
 from lorakernels.checkpoints.loading import Loaded, load_quantized
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
@@ -16,6 +16,7 @@ from lorakernels.fusion.unload import merge_and_unload, unload
 from lorakernels.loops import Attached, attach
 from lorakernels.modules import (
     FrozenFP8Linear,
+    LoRAExperts,
     LoRALinear,
     LoRALinearGroup,
     LoRAReport,
@@ -45,6 +46,7 @@ __all__ = [
     "FuseReport",
     "LoRAConfig",
     "Loaded",
+    "LoRAExperts",
     "LoRALinear",
     "LoRALinearGroup",
     "LoRAReport",
@@ -66,6 +68,7 @@ __all__ = [
     "group_projections",
     "linear_cross_entropy",
     "load_adapter",
+    "read_adapter",
     "load_quantized",
     "merge_and_unload",
     "merge_lora",

@@ -26,7 +26,7 @@ from lorakernels.modules.merge import lora_modules
 from lorakernels.modules.targets import match_saved, match_targets
 from lorakernels.modules.trained_parts import saved_modules
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _SHOWN = 6
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,14 +50,14 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     layers = lora_modules(model)
     bias = bias_mode(layers.values())
     for name, layer in layers.items():
-        key = _PREFIX + clean_path(name)
+        key = PREFIX + clean_path(name)
         found[f"{key}.lora_A.weight"] = layer.lora_A
         found[f"{key}.lora_B.weight"] = layer.lora_B
         if bias != "none" and layer.bias is not None:
             found[f"{key}.base_layer.bias"] = layer.bias
     for name, module in saved_modules(model).items():
         found.update(
-            (_PREFIX + clean_path(f"{name}.{key}"), value)
+            (PREFIX + clean_path(f"{name}.{key}"), value)
             for key, value in module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         )
@@ -65,7 +65,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         below = {f"{name}.bias" for name in layers}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
-                found.setdefault(_PREFIX + clean_path(name), parameter)
+                found.setdefault(PREFIX + clean_path(name), parameter)
     return found
 
 
@@ -76,7 +76,7 @@ def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]
     else:
         named = named_parameters(model, config)
         experts = {clean_path(path): shape[0] for path, shape in named.items()}
-    return stacks(experts, _PREFIX)
+    return stacks(experts, PREFIX)
 
 
 def bias_mode(layers: Iterable[LoRALinear]) -> str:
@@ -95,7 +95,7 @@ def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
     for path, (experts, n, k) in named_parameters(model, config).items():
         r = config.rank_for(f"{path}.0")
         for number in range(experts):
-            key = f"{_PREFIX}{clean_path(path)}.{number}"
+            key = f"{PREFIX}{clean_path(path)}.{number}"
             found[f"{key}.lora_A.weight"] = Slot((r, k), torch.float32)
             found[f"{key}.lora_B.weight"] = Slot((n, r), torch.float32)
     only_experts = config.target_parameters and not config.target_modules
@@ -103,19 +103,19 @@ def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
     for path in paths:
         module, r, key = model.get_submodule(path), config.rank_for(path), clean_path(path)
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
-        found[f"{_PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-        found[f"{_PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+        found[f"{PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
+        found[f"{PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
         if config.bias != "none" and module.bias is not None:
-            found[f"{_PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
+            found[f"{PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
     for path in match_saved(model, config):
         held = slots(model.get_submodule(path).state_dict())
-        found.update((_PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
+        found.update((PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
     if config.bias == "all":
         below = {f"{path}.bias" for path in paths}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
                 slot = Slot(tuple(parameter.shape), parameter.dtype)
-                found.setdefault(_PREFIX + clean_path(name), slot)
+                found.setdefault(PREFIX + clean_path(name), slot)
     return found
 
 
@@ -170,7 +170,7 @@ def without_peft_copies(tensors: dict[str, Tensor], saved: list[str]) -> dict[st
     PEFT then also saves the biases inside its wrapper of a saved module, under the wrapper's own names.
     """
     copies = tuple(
-        f"{_PREFIX}{path}.{inner}."
+        f"{PREFIX}{path}.{inner}."
         for path in saved
         for inner in ("original_module", "modules_to_save")
     )

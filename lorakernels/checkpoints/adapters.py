@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.checkpoints.adapter_keys import (
+    PREFIX,
     adapter_tensors,
     check_keys,
     expected_slots,
@@ -141,6 +142,26 @@ def load_adapter(
             report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
         _copy_values(model, tensors, is_trainable)
     return _report_now(model) if adapted or not is_trainable else report
+
+
+def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """{parameter's name in `model`: tensor} of every lora_A and lora_B in the adapter at `path`, on the CPU.
+
+    `model` is adapted, and is not changed. What the file has of other layers is in the result, too.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is damaged.
+    """
+    tensors = read_weights(Path(path))
+    for stack in stacks_of(model):
+        stack.split(tensors)
+    ends = (".lora_A.weight", ".lora_B.weight")
+    return {
+        key.removeprefix(PREFIX).removesuffix(".weight"): tensor
+        for key, tensor in tensors.items()
+        if key.startswith(PREFIX) and key.endswith(ends)
+    }
 
 
 def _task_type(model: nn.Module) -> str | None:

@@ -143,7 +143,8 @@ def load_quantized(
         block = block_size_of(config)
         model = _build(config, model_class, dtype, attn_implementation)
         _read_generation_config(model, source)
-        files = with_experts(files, model, block)
+        if frozen == "fp8" if lora is None else lora.target_parameters:
+            files = with_experts(files, model, block)
         plan = Plan(model, files.tensors, lora, frozen, block)
         _check_layout(lora, recipe, mesh, offload)
         _check_block(plan, recipe)

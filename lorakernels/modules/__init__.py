@@ -2,6 +2,7 @@
 """The layers that hold parameters, and the calls that put them into a model. autograd/ and ops/ compute."""
 
 from lorakernels.modules.apply import apply_lora
+from lorakernels.modules.experts import LoRAExperts
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup
 from lorakernels.modules.grouping import group_projections
@@ -18,6 +19,7 @@ from lorakernels.modules.report import LoRAReport, ModuleReport
 __all__ = [
     "FrozenFP8Linear",
     "GroupedLoRALinear",
+    "LoRAExperts",
     "LoRALinear",
     "LoRALinearGroup",
     "LoRAReport",

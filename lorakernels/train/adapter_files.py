@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from torch import Tensor, nn
+from torch import nn
 
 from lorakernels.train.files import write_bytes
 
 WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # prefix of PEFT's names
 CARD = "README.md"
 
 
@@ -53,20 +51,6 @@ class AdapterFiles:
         for name, data in {**self.beside, **card}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_bytes(folder / name, data)
-
-
-def read_trained(data: bytes) -> dict[str, Tensor]:
-    """{parameter name in the model: tensor} of the adapters' matrices.
-
-    ``data`` are the bytes of an adapter_model.safetensors.
-    """
-    found = safetensors.torch.load(data)
-    ends = (".lora_A.weight", ".lora_B.weight")
-    return {
-        key.removeprefix(_PREFIX).removesuffix(".weight"): tensor
-        for key, tensor in found.items()
-        if key.startswith(_PREFIX) and key.endswith(ends)
-    }
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

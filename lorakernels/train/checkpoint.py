@@ -26,9 +26,10 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles, read_trained
+from lorakernels import read_adapter
+from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles
 from lorakernels.train.errors import CheckpointError, describe_os_error
 from lorakernels.train.files import recover_dir, replace_dir, write_bytes
 from lorakernels.train.manifest import (
@@ -134,7 +135,7 @@ class Checkpoints:
         rest = {name: tensor.detach() for name, tensor in checkpoint.tensors.items()}
         if self.adapter is not None:
             self.adapter.write(folder)
-            for name, held in read_trained((folder / WEIGHTS).read_bytes()).items():
+            for name, held in read_adapter(self.adapter.model, folder).items():
                 if name in rest and _same(rest[name].cpu(), held):
                     del rest[name]
         (folder / FOLDER).mkdir()
@@ -209,7 +210,8 @@ class Checkpoints:
         try:
             tensors = {}
             if WEIGHTS in names:
-                tensors = read_trained((directory / WEIGHTS).read_bytes())
+                model = nn.Module() if self.adapter is None else self.adapter.model
+                tensors = read_adapter(model, directory)
             if TENSORS in names:
                 tensors |= safetensors.torch.load((directory / TENSORS).read_bytes())
             state = {

@@ -313,6 +313,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
             lora_dropout=options.lora_dropout,
             target_modules=targets_of(options.target_modules),
             exclude_modules=options.exclude_modules or None,
+            target_parameters=options.target_parameters or None,
             use_rslora=options.use_rslora,
             weight_layout=options.weight_layout,  # type: ignore[arg-type]
             fp8=recipe_of(options),

@@ -36,6 +36,7 @@ PEERS = {
         "lora_target_modules", "lora_target", "lora_targets", "lora_target_linear", "lora_modules",
     ),
     "exclude_modules": ("lora_exclude_modules",),
+    "target_parameters": ("lora_target_parameters",),
     "use_rslora": ("rslora", "lora_use_rslora", "peft_use_rslora"),
     "fp8": ("load_in_fp8", "use_fp8"),
     "seq_len": (

@@ -110,6 +110,14 @@ class FinetuneOptions(RunningOptions):
         default_factory=list,
         metadata=about("adapter", "module names to leave alone", metavar="NAME"),
     )
+    target_parameters: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "adapter",
+            "stacked weights of experts to adapt, experts.gate_up_proj and experts.down_proj; needs lora_dropout 0",
+            metavar="NAME",
+        ),
+    )
     use_rslora: bool = option(False, "adapter", "rank-stabilised scaling")
     fp8: bool = option(
         True, "adapter", "hold the frozen base weights in FP8; --no-fp8 keeps them in dtype"

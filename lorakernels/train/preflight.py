@@ -148,7 +148,8 @@ def _experts(model: nn.Module) -> str | None:
     held = sum(sizes[name] for name in experts)
     return (
         f"{type(model).__name__} is a mixture of experts: {held:,} of its {sum(sizes.values()):,} parameters are those "
-        "of experts, which get no adapter and are not held in FP8; the layers around them are trained"
+        "of experts, which get no adapter and are not held in FP8; the layers around them are trained. "
+        "--target-parameters adapts experts"
     )
 
 

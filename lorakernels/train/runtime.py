@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lorakernels import (
     FP8State,
     FuseReport,
+    LoRAExperts,
     LoRALinear,
     PhiloxState,
     fuse,
@@ -351,6 +352,8 @@ def _why_not(
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:
         return "dropout does not draw from a state in device memory"
+    if any(isinstance(module, LoRAExperts) for module in model.modules()):
+        return "the host waits in LoRAExperts for the number of each expert's tokens"
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout = {config.attention_dropout} draws from torch's generator"

@@ -23,7 +23,6 @@ from lorakernels import (  # noqa: E402
     load_quantized,
     save_adapter,
 )
-from lorakernels.modules.experts import LoRAExperts  # noqa: E402
 from lorakernels.modules.frozen import FrozenFP8Linear  # noqa: E402
 from tests.modules.test_experts import BOTH, FAMILIES, IDS  # noqa: E402
 
@@ -77,16 +76,22 @@ def test_experts_without_an_adapter_are_held_in_fp8(family: str, tmp_path: Path)
             assert (error <= weight.abs() * 2**-4 + weight.abs().max() / 448 * 2**-10).all()
 
 
-def test_plain_experts_are_transformers_own(tmp_path: Path) -> None:
-    expected = saved("Mixtral", tmp_path)
-    lora = LoRAConfig(r=4, target_modules=["q_proj"])
-    model = load(tmp_path, lora=lora, frozen="plain").model
-    assert not any(isinstance(m, LoRAExperts) for m in model.modules())
-    assert type(model.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
-    own = dict(expected.named_parameters())
-    for name, parameter in model.named_parameters():
-        if "experts" in name:
-            assert torch.equal(parameter, own[name])
+def test_without_target_parameters_an_adapter_s_base_is_transformers_to_load(
+    tmp_path: Path,
+) -> None:
+    saved("Mixtral", tmp_path)
+    with pytest.raises(ValueError, match=r"missing \(model.layers.0.mlp.experts.down_proj"):
+        load(tmp_path, lora=LoRAConfig(r=4, target_modules=["q_proj"]))
+
+
+def test_one_stack_alone_is_adapted_and_the_other_one_held(tmp_path: Path) -> None:
+    """Plain where nothing else is held in FP8, and then not stacked again: one half has adapters."""
+    saved("Mixtral", tmp_path)
+    lora = LoRAConfig(r=4, target_parameters=BOTH[1:])
+    for frozen, kind in (("fp8", FrozenFP8Linear), ("plain", nn.Linear)):
+        experts = load(tmp_path, lora=lora, frozen=frozen).model.model.layers[0].mlp.experts
+        assert all(type(m) is kind for m in experts.gate_up_proj)
+        assert all(isinstance(m, LoRALinear) for m in experts.down_proj)
 
 
 def test_an_adapter_loads_over_experts_that_are_held_already(tmp_path: Path) -> None:
