@@ -375,7 +375,7 @@ def test_every_element_is_written_and_nothing_beside(name: str, case: str) -> No
     op, arguments = OPS[name], case_of(name, case).arguments("cuda")
     twins, rooms = cloned(arguments), list[tuple[Tensor, int]]()
     first = op.takes(*arguments)
-    if first is not op.implementations[0]:
+    if first is not op.implementations[0] or first.name == "torch":
         pytest.skip("PyTorch's kernels run this case")
     with between_guards(rooms):  # what it writes to as well
         given = tree_map_only(
