@@ -6,8 +6,9 @@
 dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]; w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds [M, R],
 A [R, K], dx [M, K]. A block of W has the same scale in both directions, so that its bytes serve both: no second copy.
 
-PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The branch
-comes after the product.
+cuBLASLt multiplies the blocks themselves, for sizes that it takes, on a copy of Wᵀ that is made for the call. PyTorch's
+way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The branch comes
+after the product.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.dropout import masked
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops import checks
-from lorakernels.ops.fp8_block_linear import check_scales
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks
+from lorakernels.ops.hardware import why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
 
 
@@ -105,8 +109,42 @@ def by_torch(
     return _with_branch(acc.float(), ds, lora_A, dropout, out_dtype)
 
 
-def chosen(place: Place) -> tuple[str, str]:
-    return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"
+def why_not_cublaslt(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """None if cuBLASLt takes these operands; otherwise the reason why not."""
+    (rows, depth), cols = dy.data.shape, weight.data.shape[1]
+    capability = capability_of(dy.data.device)
+    return why_not_cublaslt_blocks(capability, (rows, cols, depth), out_dtype)
+
+
+def by_cublaslt(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`torch._scaled_mm` of the blocks and a copy of Wᵀ, to which the branch is added in fp32."""
+    assert dy.scale_inv is not None and weight.scale_inv is not None
+    dx = torch._scaled_mm(
+        dy.data.view(fp8_dtype),
+        transpose_fp8(weight.data).view(E4M3).t(),
+        scale_a=dy.scale_inv.t(),
+        scale_b=weight.scale_inv.t().contiguous().t(),
+        out_dtype=out_dtype,
+    )
+    if ds is None or lora_A is None:
+        return dx
+    return _with_branch(dx.float(), ds, lora_A, dropout, out_dtype)
 
 
 fp8_block_grad_input = define(
@@ -115,8 +153,11 @@ fp8_block_grad_input = define(
         reference,
         fake,
         check,
-        (Implementation("torch", by_torch),),
-        chosen,
+        (
+            Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
+            Implementation("torch", by_torch),
+        ),
+        chosen_blocks,
     ),
     "(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv, Tensor? ds,"
     " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"

@@ -8,8 +8,9 @@ bias [N], s [M, R], B [N, R], residual and y [M, N]. The scales are applied to p
 that the tensor cores' short sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report,
 section 3.3).
 
-PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The other
-terms come after the product, so that y is rounded up to four times.
+cuBLASLt multiplies the blocks themselves, for sizes that it takes. PyTorch's way dequantizes both operands, in
+`out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The other terms come after the product, so that y is
+rounded up to four times.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.fp8_linear_lora import with_terms
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import Place, why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Scaled, Up, Weight
 
@@ -102,8 +105,49 @@ def by_torch(
     return with_terms(y, bias, up, out_dtype, residual)
 
 
-def chosen(place: Place) -> tuple[str, str]:
-    return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"
+def why_not_cublaslt(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> str | None:
+    """None if cuBLASLt takes these operands; otherwise the reason why not."""
+    (rows, depth), cols = x.data.shape, weight.data.shape[0]
+    capability = capability_of(x.data.device)
+    return why_not_cublaslt_blocks(capability, (rows, cols, depth), out_dtype)
+
+
+def by_cublaslt(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`torch._scaled_mm` of the blocks, then one PyTorch kernel for each other term."""
+    assert x.scale_inv is not None and weight.scale_inv is not None
+    y = torch._scaled_mm(
+        x.data.view(E4M3),
+        weight.data.view(E4M3).t(),
+        scale_a=x.scale_inv.t(),
+        scale_b=weight.scale_inv.t(),
+        out_dtype=out_dtype,
+    )
+    return with_terms(y, bias, up, out_dtype, residual)
+
+
+def chosen_blocks(place: Place) -> tuple[str, str]:
+    """What doctor says of a product in blocks."""
+    why_not = why_not_cublaslt_blocks(place.capability, (4, 16, 512), torch.bfloat16)
+    if why_not:
+        return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"
+    return (
+        "cublaslt",
+        "torch._scaled_mm, M, N, K in multiples of 4, 16, 512, under BlockScaling alone",
+    )
 
 
 fp8_block_linear = define(
@@ -112,8 +156,11 @@ fp8_block_linear = define(
         reference,
         fake,
         check,
-        (Implementation("torch", by_torch),),
-        chosen,
+        (
+            Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
+            Implementation("torch", by_torch),
+        ),
+        chosen_blocks,
     ),
     "(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s, Tensor? lora_B,"
     " float scaling, ScalarType out_dtype, Tensor? residual=None) -> Tensor",

@@ -68,6 +68,21 @@ def why_not_cublaslt(capability: tuple[int, int], rows: int, n: int, k: int) -> 
     return "no rows" if rows == 0 else None
 
 
+def why_not_cublaslt_blocks(
+    capability: tuple[int, int], sizes: tuple[int, int, int], out_dtype: torch.dtype
+) -> str | None:
+    """None if `torch._scaled_mm` multiplies [M, K] × [K, N] with scales of 1 × 128 and 128 × 128; else the reason."""
+    rows, n, k = sizes
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    fits = rows and not rows % 4 and not n % FP8_GEMM_MULTIPLE and not k % 512
+    if fits and capability == (9, 0) and cuda >= (12, 9) and out_dtype == torch.bfloat16:
+        return None
+    return (
+        "cuBLASLt multiplies blocks on Hopper, from CUDA 12.9 on, into bfloat16, with M in multiples of 4, N of 16 and "
+        f"K of 512; found compute capability {capability}, CUDA {torch.version.cuda}, {out_dtype}, {rows} × {n} × {k}"
+    )
+
+
 def why_not_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """None if FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
     if capability >= FP8_GEMM_CAPABILITY:

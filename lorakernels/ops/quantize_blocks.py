@@ -2,19 +2,22 @@
 """x8, scale_inv = x in FP8, with a scale for each 1 × 128 block along the last dimension.
 
 x [M, K], x8 uint8 [M, K], scale_inv fp32 [⌈K/128⌉, M]: x ≈ x8 · scale_inv. There is no amax history, so that nothing
-is written but the results. Reading x once and writing both takes 3MK + MK/32 bytes in bf16. PyTorch's kernels, one
-after the other, read and write fp32 copies of x in between.
+is written but the results. Triton's kernel reads x once and writes both: 3MK + MK/32 bytes in bf16. PyTorch's kernels,
+one after the other, read and write fp32 copies of x in between.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from lorakernels.kernels.triton.quantize_blocks import launch
 from lorakernels.numerics.blocks import blocks_of, quantize_rows
 from lorakernels.numerics.fp8 import FP8_MAX
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
 from lorakernels.ops.register import Implementation, Op, define, empty
 
 
@@ -47,8 +50,18 @@ def check(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> None
         raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {fp8_dtype}")
 
 
-def chosen(place: Place) -> tuple[str, str]:
-    return "torch", "one PyTorch kernel after the other, under BlockScaling alone"
+def why_not_triton(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> str | None:
+    """None if Triton's kernel takes x; otherwise the reason why not."""
+    return why_not_layer_kernel(x=x)
+
+
+def by_triton(
+    x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One kernel; the reference's bits."""
+    data, scale_inv = fake(x, fp8_dtype)
+    launch(x, data, scale_inv, fp8_dtype, power_of_two)
+    return data, scale_inv
 
 
 quantize_blocks = define(
@@ -57,8 +70,8 @@ quantize_blocks = define(
         reference,
         fake,
         check,
-        (Implementation("torch", reference),),
-        chosen,
+        (Implementation("triton", by_triton, why_not_triton), Implementation("torch", reference)),
+        partial(chosen_layer_kernel, "one read, under BlockScaling alone"),
     ),
     "(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
 )
