@@ -40,4 +40,15 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
+// Calls of the driver need a context. A thread that has called no CUDA yet, as autograd's at its first backward, has
+// none.
+inline void bind_context() {
+  thread_local bool bound = false;
+  if (bound) return;
+  int device = 0;
+  LORAKERNELS_CHECK_CUDA(cudaGetDevice(&device));
+  LORAKERNELS_CHECK_CUDA(cudaSetDevice(device));
+  bound = true;
+}
+
 }  // namespace lorakernels

@@ -11,16 +11,6 @@ namespace {
 
 using LaunchKernelEx = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
 
-// Calls of the driver need a context. A thread that has not called CUDA yet has none.
-void bind_context() {
-  thread_local bool bound = false;
-  if (bound) return;
-  int device = 0;
-  LORAKERNELS_CHECK_CUDA(cudaGetDevice(&device));
-  LORAKERNELS_CHECK_CUDA(cudaSetDevice(device));
-  bound = true;
-}
-
 }  // namespace
 
 void LaunchList::launch(const LaunchValues& values, void* stream, int device) const {

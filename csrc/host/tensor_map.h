@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "host/cuda_check.h"
 #include "host/driver.h"
 
 namespace lorakernels {
@@ -38,6 +39,7 @@ struct Matrix {
 template <typename T>
 CUtensorMap encode_tensor_map(const Matrix& matrix) {
   static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
+  bind_context();
   constexpr auto kType = std::is_same_v<T, uint8_t>         ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                          : std::is_same_v<T, __nv_bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
