@@ -121,7 +121,7 @@ CONTRACTS = (
     Contract(
         ops.fp8_block_linear,
         {
-            "blocks": Case(Linear(256, 256, 3), why_not=BLOCKS, is_traced=True),
+            "blocks": Case(Linear(256, 512, 3), 8),
             "part of a block, residual": Case(Linear(144, 208, 0, bias=None, residual=True), why_not=BLOCKS),
             "fp16": Case(Linear(16, 48, 5, b=FP16, out=FP16), why_not=BLOCKS),
             "fp32, odd sizes": Case(Linear(131, 130, 3, out=FP32), why_not=BLOCKS),
