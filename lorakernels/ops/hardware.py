@@ -73,7 +73,7 @@ def why_not_cublaslt_blocks(
 ) -> str | None:
     """None if `torch._scaled_mm` multiplies [M, K] × [K, N] with scales of 1 × 128 and 128 × 128; else the reason."""
     rows, n, k = sizes
-    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    cuda = tuple(map(int, (torch.version.cuda or "12.9").split(".")[:2]))  # None: there is no GPU
     fits = rows and not rows % 4 and not n % FP8_GEMM_MULTIPLE and not k % 512
     if fits and capability == (9, 0) and cuda >= (12, 9) and out_dtype == torch.bfloat16:
         return None
