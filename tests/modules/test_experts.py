@@ -308,3 +308,34 @@ def test_the_file_says_what_peft_would(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert sorted(config["target_parameters"])[0].endswith("experts.down_proj")
     assert config["target_modules"] == []
+
+
+@pytest.mark.parametrize("history", [None, 2], ids=["plain", "a history of two"])
+def test_an_expert_without_tokens_has_gradients_of_zero_and_keeps_its_scales(
+    history: int | None,
+) -> None:
+    """For more steps than amaxes are kept."""
+    recipe = None if history is None else DelayedScaling(amax_history_len=history)
+    model = mixtral()
+    state = apply_lora(model, LoRAConfig(r=4, target_parameters=BOTH, fp8=recipe)).fp8_state
+    experts = model.model.layers[0].mlp.experts
+    idle = (experts.gate_up_proj[3], experts.down_proj[3])
+    x, weights = torch.randn(6, 32), torch.rand(6, 2)
+
+    def train(first: int, second: int) -> None:
+        model.zero_grad()
+        experts(x, torch.tensor([[first, second]] * 6), weights).square().sum().backward()
+        if state is not None:
+            state.reduce_and_update()
+
+    def scales() -> list[float]:
+        return [] if state is None else [float(state.forward[-1, m.column]) for m in idle]
+
+    train(0, 3)
+    before = scales()
+    assert all(value > 0 for value in before)
+    for _ in range(4):
+        train(0, 1)
+        assert not any(m.lora_A.grad.any() or m.lora_B.grad.any() for m in idle)
+    assert scales() == before
+    assert experts(x, torch.tensor([[3, 2]] * 6), weights).isfinite().all()
