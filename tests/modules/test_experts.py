@@ -318,7 +318,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero_and_keeps_its_scales(
     recipe = None if history is None else DelayedScaling(amax_history_len=history)
     model = mixtral()
     state = apply_lora(model, LoRAConfig(r=4, target_parameters=BOTH, fp8=recipe)).fp8_state
-    experts = model.model.layers[0].mlp.experts
+    experts = model.train().model.layers[0].mlp.experts
     idle = (experts.gate_up_proj[3], experts.down_proj[3])
     x, weights = torch.randn(6, 32), torch.rand(6, 2)
 
