@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled dot product attention through the fastest backend that takes the tensors: torch's, or cuDNN's graphs.
 
+"fp8" is FP8 forward and 16-bit backward (fp8_attention.py), which "auto" never takes: it rounds q, k, v and out.
 "cudnn_graph" is cuDNN's graphs of graphed_attention.py. They take what torch's cuDNN refuses: packed sequences, and
 causal rows under deterministic algorithms.
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lorakernels.autograd import fp8_attention as fp8
 from lorakernels.autograd import graphed_attention as graphed
 from lorakernels.device import capability_of, cudnn_folders
 
@@ -40,7 +42,9 @@ _IS_ENABLED = {
     "math": torch.backends.cuda.math_sdp_enabled,
 }
 GRAPH = "cudnn_graph"
-BACKENDS = (*_ENABLE, GRAPH)
+FP8 = "fp8"
+BACKENDS = (*_ENABLE, GRAPH, FP8)
+OWN = (GRAPH, FP8)  # by graphs of ours
 SHORT = 128  # tokens of the longest packed sequence up to which flash is faster than graphs
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALVES = (torch.bfloat16, torch.float16)
@@ -72,17 +76,20 @@ def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ca
 
     Raises:
         ValueError: `wanted` is unknown, or does not take these tensors.
-        RuntimeError: `wanted` is "cudnn" or "cudnn_graph", and this process has loaded parts of two cuDNNs.
+        RuntimeError: `wanted` is a backend of cuDNN, and this process has loaded parts of two cuDNNs.
     """
     check(wanted)
+    if wanted == FP8:
+        _takes_graph(wanted, _why_not_causal(mask, causal) or fp8.why_not(q, k, v))
+        return FP8
     capability = capability_of(q.device) if q.is_cuda else None
     names = preference(capability, mask is not None) if wanted == "auto" else (wanted,)
     if capability is None and wanted != GRAPH:
         return names[0]
     for name in names:
         if name == GRAPH:
-            masked = "it is causal and takes no mask" if mask is not None or not causal else ""
-            if _takes_graph(wanted, masked or graphed.why_not(q, k, v, False)):
+            why = _why_not_causal(mask, causal) or graphed.why_not(q, k, v, False)
+            if _takes_graph(wanted, why):
                 return name
             continue
         heads = (q, *expanded(name, q, k, v))
@@ -105,6 +112,8 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor, short: bool = Fa
     backend for a mask. `short`: no sequence is longer than SHORT tokens.
     """
     check(wanted)
+    if wanted == FP8:
+        _takes_graph(wanted, fp8.PACKED)
     if wanted == GRAPH and _takes_graph(wanted, graphed.why_not(q, k, v, True)):
         return GRAPH
     if wanted == "auto" and _takes_graph(wanted, _why_not_packed(q, k, v, short)):
@@ -123,17 +132,21 @@ def check(wanted: str) -> None:
         raise ValueError(f"attention must be one of {['auto', *BACKENDS]}, found {wanted!r}")
 
 
+def _why_not_causal(mask: Tensor | None, causal: bool) -> str:
+    return "it is causal and takes no mask" if mask is not None or not causal else ""
+
+
 def _takes_graph(wanted: str, objection: str) -> bool:
     """Whether cuDNN's graphs can run. If they are `wanted`, an objection is raised instead."""
     if objection:
-        if wanted == GRAPH:
+        if wanted in OWN:
             raise ValueError(
-                f"attention={GRAPH!r} does not take these rows: {objection}; try 'auto'"
+                f"attention={wanted!r} does not take these rows: {objection}; try 'auto'"
             )
         return False
     if mixed := _mixed_cudnn():
-        if wanted == GRAPH:
-            raise RuntimeError(f"attention={GRAPH!r}: {mixed}")
+        if wanted in OWN:
+            raise RuntimeError(f"attention={wanted!r}: {mixed}")
         warnings.warn(f"attention without cuDNN: {mixed}", RuntimeWarning, stacklevel=3)
     return not mixed
 
@@ -190,6 +203,8 @@ def attend(
     name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
     """out [B, H, T, D] of q [B, H, T, D], k and v [B, Hk, T, D], by the backend that `choose` returned."""
+    if name == FP8:
+        return fp8.attend_rows(q, k, v, scale).out
     if name == GRAPH:
         return graphed.attend_rows(q, k, v, scale)
     k, v = expanded(name, q, k, v)

@@ -21,11 +21,13 @@ each adapted input, and two matrices of stacked B's: q, k, v have one, gate and 
     "recompute"  computes these inputs again, unquantized, from h, out, h2, gate and up; dA alone reads them,
                  and RMSNorm's may differ in the last bit from what forward quantized (ops/rms_norm.py)
     "fp8"        as "recompute", with gate and up in e4m3, which SwiGLU writes: one scale for 256 columns of a row
+
+FP8 attention (fp8_attention.py) keeps q, k, v and out as bytes. `output` keeps the same bytes in place of out or x8.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -86,11 +88,16 @@ class QKVCall:
 
 @dataclass(frozen=True)
 class OutputCall:
-    """What `output` needs besides autograd's tensors. With `adds=False` its result is o(out), without the residual."""
+    """What `output` needs besides autograd's tensors. With `adds=False` its result is o(out), without the residual.
+
+    `bytes_`, if given, are e4m3 bytes [M, H D] of which out is the value. An FP8 base multiplies them, and backward
+    reads them instead of out.
+    """
 
     to: Projections
     save: str
     adds: bool = True
+    bytes_: Scaled | None = None
 
 
 @dataclass(frozen=True)
@@ -259,15 +266,21 @@ class OutputNode(torch.autograd.Function):
     ) -> Tensor:
         to, trained = call.to, Trained.of(call.to, params)
         operand, s = quantize_down(_joined(out), to)
+        bytes_ = call.bytes_
+        if bytes_ is not None and to.quantized:
+            operand = bytes_  # x8 would round them a second time
         added = flat(residual) if call.adds else None
         y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
         wanted = Wanted.of(ctx.needs_input_grad[0], ctx.needs_input_grad[3:], trained)
-        full = call.save == "full" and to.quantized  # over a plain base x8 would be out itself
-        ctx.call, ctx.wanted, ctx.full, ctx.heads = call, wanted, full, (out.shape[1], out.shape[3])
+        if bytes_ is None and call.save == "full" and to.quantized:
+            bytes_ = operand  # over a plain base x8 would be out itself
+        full = bytes_ is not None
+        ctx.call, ctx.wanted, ctx.full = replace(call, bytes_=None), wanted, full
+        ctx.heads = (out.shape[1], out.shape[3])
         keep(
             ctx,
             out=out if wanted.needs.A and not full else None,
-            **adapter_tensors("", trained, s, operand if full else None, wanted),
+            **adapter_tensors("", trained, s, bytes_, wanted),
             **weights("", to, wanted),
         )
         return y.view(residual.shape)

@@ -223,10 +223,11 @@ def norm_qkv(
 def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor | None]) -> Tensor:
     """residual [B, T, K] + o(out [B, H, T, D]). `params`: as `Trained` lists them.
 
-    With `call.adds=False` the residual gives the shape and dtype alone, and has no gradient.
+    With `call.adds=False` the residual gives the shape and dtype alone, and has no gradient. With `call.bytes_` it runs
+    by the ops.
     """
     y: Tensor | None = None
-    if out.is_cuda:
+    if out.is_cuda and call.bytes_ is None:
         out = (
             out.transpose(1, 2).contiguous().transpose(1, 2)
         )  # mostly no copy: attention wrote it so

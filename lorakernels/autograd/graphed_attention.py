@@ -37,7 +37,18 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:
         why_not_here(q.device)
         or _why_not_shapes(q, k, v)
         or _why_not_strides(q, k, v, packed)
-        or ("rows have one token" if q.shape[2] == 1 and not packed else "")
+        or _why_not_size(q, packed)
+    )
+
+
+def why_not_copies(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """As `why_not`, for rows on a GPU that has cuDNN's graphs, and for copies that lie as cuDNN takes them."""
+    return _why_not_shapes(q, k, v) or _why_not_size(q, False)
+
+
+def _why_not_size(q: Tensor, packed: bool) -> str:
+    return (
+        ("rows have one token" if q.shape[2] == 1 and not packed else "")
         or ("" if packed else _why_not_memory(q.shape[0], q.shape[1], q.shape[2], q.device))
         or ("" if kernel.built() < MOST else f"graphs for {MOST // 2} shapes are built already")
     )

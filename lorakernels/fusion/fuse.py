@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lorakernels.autograd import attention as attention_backends
+from lorakernels.autograd import fp8_attention
 from lorakernels.autograd.decoder_plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
@@ -159,8 +160,8 @@ def fuse(
         tokens: number of tokens in a microbatch, for the budget and the report.
         shared_dropout: True draws one mask for the adapters of q, k, v, and one for gate, up. False draws one mask per
             adapter, as PEFT does, and runs a few more kernels. A packed projection has one adapter.
-        attention: "auto", "cudnn", "cudnn_graph", "flash", "efficient" or "math" (docs/attention.md). Only "auto" takes
-            scores with a cap (Gemma 2).
+        attention: "auto", "cudnn", "cudnn_graph", "fp8", "flash", "efficient" or "math" (docs/attention.md). Only
+            "auto" takes scores with a cap (Gemma 2). "fp8" takes long causal rows on a Hopper GPU alone.
         offload_activations: with "fp8", gate and up wait for backward in pinned host memory, and with "checkpoint" the
             layer's input does. They are copied beside the kernels. A budget may then choose both forms as well.
         keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
@@ -198,10 +199,11 @@ def fuse(
         adapter = _an_adapter(model)
         state = adapter.fp8_state
         check_layers(layers, state, shared_dropout)
-        _check_capped(layers, attention)
+        _check_attention(layers, attention)
         first = next(iter(layers.values()))
         element = first.get_parameter(f"{spec_of(first).all_norms[0]}.weight").element_size()
-        sizes = [LayerSize.of(layer, state is not None) for layer in layers.values()]
+        in_fp8 = attention == attention_backends.FP8
+        sizes = [LayerSize.of(layer, state is not None, in_fp8) for layer in layers.values()]
         modes = [save] * len(sizes)
         if memory_budget is not None:
             modes = fit(sizes, memory_budget, tokens or 1, element, forms)
@@ -246,13 +248,18 @@ def unfuse(model: nn.Module) -> None:
         )
 
 
-def _check_capped(layers: Mapping[str, nn.Module], attention: str) -> None:
-    """Refuse a backend for scores with a cap, which none of them has."""
+def _check_attention(layers: Mapping[str, nn.Module], attention: str) -> None:
+    """Refuse a backend for scores with a cap, which none of them has, and FP8 where no rows could have it."""
     for path, layer in layers.items():
-        if attention != "auto" and (cap := spec_of(layer).cap_of(layer)) is not None:
+        spec = spec_of(layer)
+        if attention != "auto" and (cap := spec.cap_of(layer)) is not None:
             raise ValueError(
                 f'{path} caps attention\'s scores at {cap}: attention must be "auto", found {attention!r}'
             )
+        if attention == attention_backends.FP8:
+            device = next(layer.parameters()).device
+            if why := fp8_attention.why_not_here(device, spec.heads(layer).dim):
+                raise ValueError(f"{path} has no attention={attention!r}: {why}; try 'auto'")
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:

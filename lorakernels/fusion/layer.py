@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lorakernels.autograd import fp8_attention
 from lorakernels.autograd.attention import (
+    FP8,
     SHORT,
     attend,
     attend_capped,
@@ -27,8 +29,11 @@ from lorakernels.autograd.rms_norm import rms_norm
 from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.offload import ActivationOffload
+from lorakernels.values import Scaled
 
-Attended = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → out
+Attended = Callable[
+    [Tensor, Tensor, Tensor], tuple[Tensor, Scaled | None]
+]  # q, k, v → out, its bytes
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -223,11 +228,14 @@ def _run(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
     first, second = map(parts.scale, parts.norms)
     of_q, of_k = map(parts.scale, parts.head_norms)
     q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
-    if call.o.adds:
-        h = output(attended(q, k, v), residual, call.o, call.params[1])
-        return mlp(h, second, call.mlp, call.params[2])
-    branch = output(attended(q, k, v), residual.detach(), call.o, call.params[1])
-    h = _added(parts, residual, branch, parts.post_norms[0])
+    out, bytes_ = attended(q, k, v)
+    del q, k, v  # with bytes_ nobody keeps them, nor out
+    to_o = call.o if bytes_ is None else replace(call.o, bytes_=bytes_)
+    found = output(out, residual if to_o.adds else residual.detach(), to_o, call.params[1])
+    del out
+    if to_o.adds:
+        return mlp(found, second, call.mlp, call.params[2])
+    h = _added(parts, residual, found, parts.post_norms[0])
     return _added(parts, h, mlp(h, second, call.mlp, call.params[2]), parts.post_norms[1])
 
 
@@ -277,14 +285,17 @@ def _recomputed(parts: Parts, call: _Call) -> _Call:
     return replace(call, mlp=replace(call.mlp, output=False))
 
 
-def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attended(
+    parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Scaled | None]:
+    """out [B, H, T, D], and with FP8 attention the bytes of which it is the value."""
     mask, causal, starts, longest = visible
     if parts.cap is not None:
         parts.chosen[("capped",)] = "eager"
         how = parts.heads.scale, parts.cap
         if starts is not None:
-            return attend_capped_packed(q, k, v, starts, *how)
-        return attend_capped(q, k, v, mask, causal, *how)
+            return attend_capped_packed(q, k, v, starts, *how), None
+        return attend_capped(q, k, v, mask, causal, *how), None
     shape = None if mask is None else mask.shape
     exact = torch.are_deterministic_algorithms_enabled()
     short = longest <= SHORT
@@ -293,10 +304,12 @@ def _attended(parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor) 
     if starts is not None:
         if name is None:
             name = parts.chosen[key] = choose_packed(parts.attention, q, k, v, short)
-        return attend_packed(name, q, k, v, starts, longest, parts.heads.scale)
+        return attend_packed(name, q, k, v, starts, longest, parts.heads.scale), None
     if name is None:
         name = parts.chosen[key] = choose(parts.attention, q, k, v, mask, causal)
-    return attend(name, q, k, v, mask, causal, parts.heads.scale)
+    if name == FP8:
+        return fp8_attention.attend_rows(q, k, v, parts.heads.scale)
+    return attend(name, q, k, v, mask, causal, parts.heads.scale), None
 
 
 def _check_call(

@@ -15,6 +15,8 @@ not with "full". Norms behind them keep their inputs and rstd: 2 M K e + 8 M. No
 have one rstd a token. Attention whose scores are capped keeps no logsumexp, and out is kept for an adapted o alone, if
 not as x8.
 
+FP8 attention keeps a byte for each element of q, k, v and out, which an adapted o reads too, without an x8 of its own.
+
 With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
 "fp8-offload" and "checkpoint-offload" count what stays on the device.
 
@@ -63,9 +65,10 @@ class LayerSize:
     post_norms: bool = False
     heads_together: bool = False
     capped: bool = False
+    fp8_attention: bool = False
 
     @classmethod
-    def of(cls, layer: nn.Module, fp8: bool) -> LayerSize:
+    def of(cls, layer: nn.Module, fp8: bool, fp8_attention: bool = False) -> LayerSize:
         """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8."""
         spec = spec_of(layer)
         heads = spec.heads(layer)
@@ -86,6 +89,7 @@ class LayerSize:
             bool(spec.post_norms),
             spec.norms_whole(layer),
             spec.cap_of(layer) is not None,
+            fp8_attention,
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
@@ -100,7 +104,8 @@ class LayerSize:
         k, f, d, h, hk = self.hidden, self.ffn, self.head_dim, self.heads, self.kv_heads
         if save == "checkpoint":
             return tokens * k * element
-        row = ((2 * h + 2 * hk) * d + sum(self.ranks)) * element + self._norms(save, element)
+        row = (2 * h + 2 * hk) * d * (1 if self.fp8_attention else element)
+        row += sum(self.ranks) * element + self._norms(save, element)
         if not self.capped:
             row += 4 * h
         elif not self.ranks[1] or (save == "full" and self.fp8):
@@ -109,7 +114,7 @@ class LayerSize:
             row += (h + hk) * d * element + 4 * (2 if self.heads_together else h + hk)
         row += 2 * f + 4 * packed_scales(1, 2 * f)[1] if save == "fp8" else 2 * f * element
         if save == "full":
-            inputs = (k, h * d if self.fp8 else 0, k, f)
+            inputs = (k, h * d if self.fp8 and not self.fp8_attention else 0, k, f)
             adapted = sum(n for n, rank in zip(inputs, self.ranks, strict=True) if rank)
             row += adapted * (1 if self.fp8 else element)
         return tokens * row + self.stacked

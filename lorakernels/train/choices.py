@@ -17,6 +17,7 @@ from lorakernels.train.runtime import Fused, Runtime
 
 NAMES = {
     "cudnn_graph": "cuDNN's graphs",
+    "fp8": "cuDNN's FP8 forward and 16-bit backward",
     "packed": "FlashAttention-2 by where documents begin",
     "cudnn": "cuDNN",
     "flash": "FlashAttention-2",

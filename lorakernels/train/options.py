@@ -19,7 +19,7 @@ RECIPES = ("delayed", "block")
 FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
 SAVE = ("full", "recompute", "fp8", "checkpoint")
-ATTENTION = ("auto", "cudnn", "flash", "efficient", "math", "cudnn_graph")
+ATTENTION = ("auto", "cudnn", "flash", "efficient", "math", "cudnn_graph", "fp8")
 
 
 @dataclass
@@ -234,7 +234,8 @@ class FinetuneOptions(RunningOptions):
     attention: str = option(
         "auto",
         "runtime",
-        "attention backend of fused layers",
+        "attention backend of fused layers; fp8: forward in FP8 and backward in 16 bits, for long rows on a Hopper "
+        "GPU, with --no-isolate-documents",
         choices=ATTENTION,
     )
     shared_dropout: bool = option(

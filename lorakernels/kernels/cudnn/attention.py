@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.kernels.cudnn.form import At, Form, frontend, operation
+from lorakernels.kernels.cudnn.form import FACTORS, At, Form, frontend, operation
 
 
 class _Graph(NamedTuple):
@@ -158,6 +158,20 @@ def forward(
     stats = torch.empty(n, dtype=torch.float32, device=q.device)
     given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats}
     _execute(form, False, q.device, given, offsets)
+    return out, stats
+
+
+def forward_fp8(form: Form, data: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """o8 uint8 [B, T, H, D] and stats fp32 [B, H, T] of `numerics.fp8_attention.quantize_heads`' result, in rows."""
+    heads, kv = form.heads, form.kv_heads
+    out = torch.empty((*data.shape[:2], heads, form.dim), dtype=torch.uint8, device=data.device)
+    stats = torch.empty((form.rows, heads, form.longest), dtype=torch.float32, device=data.device)
+    amaxes = torch.empty(2, 4, dtype=torch.float32, device=data.device)  # cuDNN's, read by nobody
+    q, k, v = data.split([heads, kv, kv], 2)
+    given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats}
+    given |= {At.AMAX_S: amaxes[0], At.AMAX_O: amaxes[1]}
+    given |= dict(zip(FACTORS, factors.unbind(), strict=False))
+    _execute(form, False, data.device, given, None)
     return out, stats
 
 

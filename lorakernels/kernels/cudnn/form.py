@@ -12,10 +12,11 @@ import torch
 OLDEST = 91900  # 9.19.0, the one that was tried
 # nvidia-cudnn-frontend's. 1.26 asks cuDNN 9.19 for an attribute that it lacks.
 TRIED = ("1.23.", "1.28.")
+FP8_TRIED = "1.28."
 
 
 class At(IntEnum):
-    """The tensors of both graphs."""
+    """The tensors of all graphs. From DESCALE_Q on they are of FP8 alone: one fp32 number each."""
 
     Q = 1
     K = 2
@@ -31,6 +32,18 @@ class At(IntEnum):
     AT_OUT = 12
     AT_KV = 13
     AT_STATS = 14
+    DESCALE_Q = 15
+    DESCALE_K = 16
+    DESCALE_V = 17
+    DESCALE_S = 18
+    SCALE_S = 19
+    SCALE_O = 20
+    AMAX_S = 21
+    AMAX_O = 22
+
+
+# what q, k, v and P are multiplied by, P's and out's scale: in the order of numerics/fp8_attention.py
+FACTORS = (At.DESCALE_Q, At.DESCALE_K, At.DESCALE_V, At.DESCALE_S, At.SCALE_S, At.SCALE_O)
 
 
 class Form(NamedTuple):
@@ -43,7 +56,7 @@ class Form(NamedTuple):
         heads, kv_heads, dim: H, Hk, D.
         strides: of q, k and v in elements, each (of a row, of a head, of a token). Packed, cuDNN reads no
             first one, but cuDNN 9.10 refuses 0. Of a token, all three have one, or q has that of out.
-        dtype: bf16 or fp16.
+        dtype: bf16 or fp16, or e4m3 of q, k, v and out, for forward over rows.
         scale: the factor of q kᵀ.
         deterministic: whether backward sums in the same order each time. It takes 2 B H T² more bytes meanwhile.
     """
@@ -70,6 +83,13 @@ class Form(NamedTuple):
         return _own(self, self.kv_heads)
 
 
+_IO = {
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "HALF",
+    torch.float8_e4m3fn: "FP8_E4M3",
+}
+
+
 def _own(form: Form, heads: int) -> tuple[int, int, int]:
     return form.longest * heads * form.dim, form.dim, heads * form.dim
 
@@ -90,7 +110,7 @@ def operation(form: Form, backward: bool, **where: Any) -> Any:
     """cuDNN's graph of one operation, which cuDNN has checked. `where`: a handle, or `sm_version`, for no GPU."""
     cudnn = frontend()
     kinds = cudnn.data_type
-    io = kinds.BFLOAT16 if form.dtype == torch.bfloat16 else kinds.HALF
+    io = getattr(kinds, _IO[form.dtype])
     graph = cudnn.pygraph(
         io_data_type=io,
         intermediate_data_type=kinds.FLOAT,
@@ -143,7 +163,8 @@ class _Builder:
     def _found(self, made: Any, at: At, layout: tuple[list[int], list[int]], offsets: At) -> None:
         made.set_output(True).set_uid(int(at))
         made.set_dim(layout[0]).set_stride(layout[1])
-        made.set_data_type(self.kinds.FLOAT if at is At.STATS else self.io)
+        own = at in (At.STATS, At.AMAX_S, At.AMAX_O)
+        made.set_data_type(self.kinds.FLOAT if own else self.io)
         self._packed(made, offsets)
 
     def _stats(self) -> tuple[list[int], list[int]]:
@@ -170,11 +191,31 @@ class _Builder:
         ]
         if backward:
             return self._add_backward(qkv)
+        if form.dtype == torch.float8_e4m3fn:
+            return self._add_fp8(qkv)
         out, stats = self.graph.sdpa(
             name="attention", q=qkv[0], k=qkv[1], v=qkv[2], is_inference=False, **self.options
         )
         self._found(out, At.OUT, (self._dims(form.heads), self._strided(form.out)), At.AT_OUT)
         self._found(stats, At.STATS, self._stats(), At.AT_STATS)
+
+    def _add_fp8(self, qkv: list[Any]) -> None:
+        one = [1, 1, 1, 1]
+        factors = {at.name.lower(): self._tensor(at, one, one, self.kinds.FLOAT) for at in FACTORS}
+        found = self.graph.sdpa_fp8(
+            name="attention_fp8",
+            q=qkv[0],
+            k=qkv[1],
+            v=qkv[2],
+            is_inference=False,
+            **factors,
+            **self.options,
+        )
+        out = (self._dims(self.form.heads), self._strided(self.form.out))
+        layouts = (out, self._stats(), (one, one), (one, one))
+        places = (At.OUT, At.STATS, At.AMAX_S, At.AMAX_O)
+        for made, at, layout in zip(found, places, layouts, strict=True):
+            self._found(made, at, layout, At.AT_OUT)
 
     def _add_backward(self, qkv: list[Any]) -> None:
         form = self.form
