@@ -13,10 +13,10 @@ from torch import Tensor
 from lorakernels.autograd import attention
 from lorakernels.autograd import fp8_attention as fp8
 from lorakernels.autograd import graphed_attention as graphed
-from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
 from lorakernels.numerics import fp8_attention as plain
 from lorakernels.numerics.fp8 import E4M3
+from tests.fp8_attention import emulate
 
 SCALE = 128**-0.5
 BF16 = torch.bfloat16
@@ -74,25 +74,7 @@ class Exact:
 @pytest.fixture
 def emulation(monkeypatch: pytest.MonkeyPatch) -> list[described.Form]:
     """cuDNN's part by the plain formulas on the CPU. Returns the forms that it was handed."""
-    forms: list[described.Form] = []
-
-    def forward(form: Any, data: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        forms.append(form)
-        return plain.attention_fp8(data, factors, form.heads, form.scale)
-
-    def backward(form: Any, kept: Any, dout: Tensor, offsets: None) -> tuple[Tensor, ...]:
-        assert dout.is_contiguous() and offsets is None
-        forms.append(form)
-        q, k, v, out, stats = kept
-        for x, strides in zip((q, k, v), form.strides, strict=True):
-            assert x.stride() == (*strides, 1)
-        given = [x.float() for x in (q, k, v, out.transpose(1, 2), stats, dout.transpose(1, 2))]
-        found = plain.attention_backward(*given, form.scale)
-        return tuple(x.transpose(1, 2).to(form.dtype) for x in found)
-
-    monkeypatch.setattr(kernel, "forward_fp8", forward)
-    monkeypatch.setattr(kernel, "backward", backward)
-    return forms
+    return emulate(monkeypatch)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
