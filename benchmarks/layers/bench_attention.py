@@ -42,10 +42,12 @@ PROVIDERS = {
     "auto": ("auto", False),
     "flash": ("flash", False),
     "cudnn_graph": ("cudnn_graph", False),
+    "fp8": ("fp8", False),
     "auto, deterministic": ("auto", True),
     "cudnn_graph, deterministic": ("cudnn_graph", True),
 }
 BOUND = 2.0**-6  # P and dP are rounded to bf16, as in tests/autograd/test_attention.py
+FP8_BOUND = 0.2  # q, k, v, P and out are rounded to e4m3, each element by up to 2^-4 of itself
 
 
 class Case(NamedTuple):
@@ -135,11 +137,11 @@ def expected(case: Case) -> list[Tensor]:
     return found
 
 
-def fault(found: list[Tensor], right: list[Tensor]) -> str:
+def fault(found: list[Tensor], right: list[Tensor], bound: float = BOUND) -> str:
     """What is wrong, "" if nothing is."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
         error = float((a.double() - b).norm() / b.norm())
-        if not error < BOUND:
+        if not error < bound:
             return f"{name} is {error:.1e} from float64"
     return ""
 
@@ -180,7 +182,7 @@ def measured(case: Case, backend: str, right: list[Tensor], setting: Setting) ->
         yield {**nothing, "check": f"not taken: {' '.join(str(error).split())[:300]}"}
         return
     peak: object = (torch.cuda.max_memory_allocated() - before) >> 20 if on_gpu else ""
-    if wrong := fault(found, right):
+    if wrong := fault(found, right, FP8_BOUND if backend == "fp8" else BOUND):
         yield {**nothing, "check": f"WRONG: {wrong}"}
         return
     del found

@@ -122,6 +122,11 @@ def _check_runtime(options: FinetuneOptions) -> None:
             f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
         )
     _check_recipe(options)
+    if options.attention == "fp8" and options.isolate_documents:
+        raise OptionError(
+            "attention fp8 needs rows that are causal as a whole, which cuDNN's FP8 takes alone: give "
+            "--no-isolate-documents"
+        )
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:

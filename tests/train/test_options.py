@@ -26,7 +26,7 @@ def test_help_documents_every_option() -> None:
         assert len(item.metadata["help"]) > 10
     for choices in (
         "{auto,step,layer}",
-        "{auto,cudnn,flash,efficient,math,cudnn_graph}",
+        "{auto,cudnn,flash,efficient,math,cudnn_graph,fp8}",
         "{single,both}",
     ):
         assert choices in shown
@@ -88,7 +88,12 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ),
         (
             {"attention": "flahs"},
-            "attention must be one of auto, cudnn, flash, efficient, math, cudnn_graph, got",
+            "attention must be one of auto, cudnn, flash, efficient, math, cudnn_graph, fp8, got",
+        ),
+        (
+            {"attention": "fp8"},
+            "attention fp8 needs rows that are causal as a whole, which cuDNN's FP8 takes alone: give "
+            "--no-isolate-documents",
         ),
         ({"offload_activations": True}, "needs save fp8 or checkpoint, or a memory_budget, got"),
         ({"memory_budget": float("inf")}, "memory_budget must be positive and finite, got inf"),
