@@ -13,6 +13,7 @@ from torch import Tensor
 from lorakernels.autograd import attention
 from lorakernels.autograd import fp8_attention as fp8
 from lorakernels.autograd import graphed_attention as graphed
+from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
 from lorakernels.numerics import fp8_attention as plain
 from lorakernels.numerics.fp8 import E4M3
@@ -208,6 +209,28 @@ def test_another_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(described, "frontend", lambda: SimpleNamespace(__version__="1.23.0"))
     here = torch.device("cuda", 0)
     assert "1.23.0 was not tried with FP8: take 1.28.0" in fp8.why_not_here(here, 128)
+
+
+def test_cudnn_is_handed_each_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, and at an address that is a multiple of 16 bytes, as those of q, k, v and out are."""
+    handed: dict[described.At, Tensor] = {}
+    monkeypatch.setattr(kernel, "_execute", lambda *given: handed.update(given[3]))
+    q, k, v = heads("cpu", 2, 24, (4, 2))
+    data, factors = plain.quantize_heads(q, k, v)
+    factors[:, 0] = torch.arange(1.0, plain.FACTORS + 1)  # so that no two are equal
+    kernel.forward_fp8(fp8._form(q, 2, SCALE, E4M3), data, factors)
+    found = {at.name: float(t.reshape(-1)[0]) for at, t in handed.items() if len(t) == 4}
+    assert {name: found[name] - 1 for name in found if "SCALE" in name} == {
+        "DESCALE_Q": plain.OF_Q,
+        "DESCALE_K": plain.OF_K,
+        "DESCALE_V": plain.OF_V,
+        "DESCALE_S": plain.OF_P,
+        "SCALE_S": plain.TO_P,
+        "SCALE_O": plain.TO_OUT,
+    }
+    assert not [at.name for at, t in handed.items() if t.data_ptr() % 16]
+    assert torch.equal(handed[described.At.K], data[:, :, 4:6])
+    assert torch.equal(handed[described.At.V], data[:, :, 6:])
 
 
 def test_cudnn_takes_the_description() -> None:
