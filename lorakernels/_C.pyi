@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from lorakernels.kernels.arguments import (
     Address,
+    GroupedWeight,
     ProductSizes,
     RankSizes,
     Scale,
@@ -39,6 +40,7 @@ class _Fp8GemmLimits:
         int  # of the output's columns, where fp8_grad_input takes the weight untransposed
     )
     depth_multiple: int
+    group_rows: int  # at whose multiples a group begins
 
 class _Limits:
     quantize_lora_down: _QuantizeLoraDownLimits
@@ -140,6 +142,29 @@ def fp8_grad_input(
     dy: Scaled,
     weight: Weight,
     dropout: Dropout | None,
+    sizes: ProductSizes,
+    types: tuple[str, str, Literal["e4m3fn", "e5m2"]],
+    tiles: Tiles,
+    where: Where,
+) -> None: ...
+
+# types: of y and s, and of B. Matrices of groups lie one after the other, and so do x's scale_inv.
+def grouped_linear_lora(
+    y: Address,
+    x: Scaled,
+    weight: GroupedWeight,
+    up: Up | None,
+    sizes: ProductSizes,
+    types: tuple[str, str],
+    tiles: Tiles,
+    where: Where,
+) -> None: ...
+
+# as fp8_grad_input; the weights are multiplied as they lie
+def grouped_grad_input(
+    out: tuple[Address, Address, Address],
+    dy: Scaled,
+    weight: GroupedWeight,
     sizes: ProductSizes,
     types: tuple[str, str, Literal["e4m3fn", "e5m2"]],
     tiles: Tiles,

@@ -47,6 +47,22 @@ class ProductSizes(NamedTuple):
     rank: int
 
 
+class GroupedWeight(NamedTuple):
+    """Frozen matrices of groups of rows, one after the other.
+
+    Attributes:
+        data: uint8 [G, N, K], bytes of e4m3.
+        scale_inv: fp32 [G].
+        group_of: int32 [M / 128], whose 128 rows are; negative: not computed.
+        groups: G.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+    group_of: Tensor
+    groups: int
+
+
 class Tiles(NamedTuple):
     """How a product is cut: whether sums along depth are split, a tile's sides, and the GPU's multiprocessors."""
 

@@ -42,6 +42,7 @@ SPILLED_BYTES = {"fp8_gemm_kernel": 48}  # written and read once a tile, outside
 # what the kernel is written for: products of FP8 and of 16-bit operands by warpgroups, and the tensor copy engine
 INSTRUCTIONS = {
     "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
+    "sm90_grouped_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "sm90_grad_input_untransposed.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},

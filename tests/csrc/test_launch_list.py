@@ -31,6 +31,7 @@ GEMM = {
     "multiprocessors": 132,
 }
 GRAD_INPUT = GEMM | DROPOUT | {"a_dtype": "bfloat16", "format": "e5m2"}
+GROUPED = GEMM | {"rows": 128, "groups": 2}
 SHAPE = {"rows": 64, "cols": 256}
 RANK = SHAPE | {"rank": 8}
 DRAWN = DROPOUT | {"dropped": None}  # there is no mask to read
@@ -53,6 +54,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMM
         | {"by_column": True, "scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16"}
         | {"weight_t": None},
+    ),
+    "grouped_grad_input": (
+        "grouped_grad_input",
+        GROUPED | {"a_dtype": "bfloat16", "format": "e5m2"},
+    ),
+    "grouped_linear_lora": (
+        "grouped_linear_lora",
+        GROUPED | {"splits": False, "scaling": 2.0, "b_dtype": "bfloat16"},
     ),
     "lora_grad_a": ("lora_grad_a", RANK | DROPOUT | {"ds_pitch": 8, "out_dtype": "bfloat16"}),
     "quantize_grad": (
@@ -124,7 +133,7 @@ def test_every_address_is_relocated(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_null_stays_null(case: str) -> None:
     """Except what the bindings themselves ask for."""
-    needed = {"slot", "partial", "current", "backward"}
+    needed = {"slot", "partial", "current", "backward", "group_of"}
     names = pointers(case)
     with recording() as launches:
         recorded = submit(case, lambda i: symbolic(0, 4096 * i) if names[i] in needed else 0)

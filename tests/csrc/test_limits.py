@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lorakernels import _C
+from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops.hardware import FP8_GEMM_MULTIPLE
 
 
@@ -42,7 +43,9 @@ def test_python_has_the_same_limits() -> None:
 
 
 def test_the_choice_gives_the_fp8_gemms_nothing_beyond_their_limits() -> None:
-    for multiple in vars(_C.limits.fp8_gemm).values():
+    limits = dict(vars(_C.limits.fp8_gemm))
+    assert limits.pop("group_rows") == GROUP_ROWS
+    for multiple in limits.values():
         assert FP8_GEMM_MULTIPLE % multiple == 0
 
 

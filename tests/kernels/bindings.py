@@ -11,6 +11,7 @@ from lorakernels import _C
 DROPOUT = ("slot", "p", "site", "row0", "col0", "dropped")
 WHERE, SIZES, RANK = ("stream", "device"), ("rows", "cols"), ("rows", "cols", "rank")
 SCALE, WEIGHT = ("amax", "kept", "partials"), ("weight", "weight_scale_inv", "weight_t")
+GROUPED = ("weight", "weight_scale_inv", "group_of", "groups")
 PRODUCT, TILES = (*SIZES, "depth", "rank"), ("splits", "tile_rows", "tile_cols", "multiprocessors")
 STATES = ("forward", "backward", "current", "n", "history_len")
 RECIPE = ("fp8_max_forward", "fp8_max_backward", "margin", "amax_compute_algo")
@@ -49,6 +50,25 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "up": ("B", "s", "scaling"),
         "sizes": PRODUCT,
         "types": ("dtype", "b_dtype", "bias_dtype", "by_column"),
+        "tiles": TILES,
+        "where": WHERE,
+    },
+    "grouped_grad_input": {
+        "out": ("dx", "ds", "A"),
+        "dy": ("dy8", "dy_scale_inv"),
+        "weight": GROUPED,
+        "sizes": PRODUCT,
+        "types": ("dtype", "a_dtype", "format"),
+        "tiles": TILES,
+        "where": WHERE,
+    },
+    "grouped_linear_lora": {
+        "y": "y",
+        "x": ("x8", "x_scale_inv"),
+        "weight": GROUPED,
+        "up": ("B", "s", "scaling"),
+        "sizes": PRODUCT,
+        "types": ("dtype", "b_dtype"),
         "tiles": TILES,
         "where": WHERE,
     },

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -54,6 +55,16 @@ struct GradOut {
   static constexpr auto members() { return in_order(&GradOut::dx, &GradOut::ds, &GradOut::A); }
 };
 
+// Weights of as many groups, one after the other, and whose rows are whose (Fp8GemmParams).
+struct GroupedWeight {
+  Address data, scale_inv, group_of;
+  int64_t groups;
+
+  static constexpr auto members() {
+    return in_order(&GroupedWeight::data, &GroupedWeight::scale_inv, &GroupedWeight::group_of, &GroupedWeight::groups);
+  }
+};
+
 struct GradTypes {
   std::string dtype, a_dtype, format;
 
@@ -80,6 +91,14 @@ void check(const std::string& op, const Fp8GemmParams& params) {
                    std::to_string(kMost) + "; got rows " + std::to_string(rows) + ", cols " + std::to_string(cols) +
                    ", depth " + std::to_string(depth));
   }
+  if (params.groups > 0 &&
+      (rows % Limits::kGroupRows != 0 || (params.untransposed && depth % Limits::kGroupRows != 0) ||
+       (rows > 0 && params.group_of == nullptr) || params.groups > kMost / std::max(cols, depth))) {
+    refuse(op, "groups begin at multiples of " + std::to_string(Limits::kGroupRows) +
+                   " rows, and so do the matrices of dx; they need group_of, and at most " + std::to_string(kMost) +
+                   " rows of matrices; got rows " + std::to_string(rows) + ", depth " + std::to_string(depth) +
+                   ", groups " + std::to_string(params.groups));
+  }
   if (params.untransposed && cols % Limits::kUntransposedColsMultiple != 0) {
     refuse(op, "a weight that is not transposed takes cols a multiple of " +
                    std::to_string(Limits::kUntransposedColsMultiple) + ", got cols " + std::to_string(cols));
@@ -96,6 +115,15 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     refuse(op, op == "fp8_grad_input" ? "a_dtype must be dtype or 'float32'" : "b_dtype must be dtype or 'float32'");
   }
   const std::pair tile{params.tile_rows, params.tile_cols};
+  if (params.groups > 0) {
+    const bool takes = tile == std::pair{128, 128} || (tile == std::pair{128, 256} && !params.untransposed);
+    if (params.dtype != FloatType::kBFloat16) refuse(op, "groups are computed in bfloat16");
+    if (!takes || (params.splits && !params.untransposed)) {
+      refuse(op, "groups take tiles of 128 × 128, and of 128 × 256 for y, whose sums do not split; got " +
+                     std::to_string(tile.first) + " × " + std::to_string(tile.second));
+    }
+    return;
+  }
   const std::pair large = params.splits         ? std::pair{192, 128}
                           : params.untransposed ? std::pair{256, 128}
                                                 : std::pair{128, 256};
@@ -149,18 +177,50 @@ void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, 
   submit("fp8_grad_input", params, launch, where.stream, where.device);
 }
 
+void put_groups(Fp8GemmParams& params, const GroupedWeight& weight) {
+  params.group_of = weight.group_of.as<const int32_t>(), params.groups = weight.groups;
+}
+
+void grouped_linear_lora(const Address& y, const Scaled& x, const GroupedWeight& weight, const std::optional<Up>& up,
+                         const ProductSizes& sizes, const Dtypes& types, const Tiles& tiles, const Where& where) {
+  Fp8GemmParams params = gemm_params(x, weight.data, weight.scale_inv, sizes, tiles);
+  const Up factors = up.value_or(Up{});
+  put_groups(params, weight);
+  params.out = y.as<void>();
+  params.u = factors.s.as<const void>(), params.v = factors.B.as<const void>(), params.factor = factors.scaling;
+  params.dtype = half_type("dtype", types.first), params.v_dtype = float_type("b_dtype", types.second);
+  check("grouped_linear_lora", params);
+  submit("grouped_linear_lora", params, &launch_grouped_linear_lora, where.stream, where.device);
+}
+
+void grouped_grad_input(const GradOut& out, const Scaled& dy, const GroupedWeight& weight, const ProductSizes& sizes,
+                        const GradTypes& types, const Tiles& tiles, const Where& where) {
+  Fp8GemmParams params = gemm_params(dy, weight.data, weight.scale_inv, sizes, tiles);
+  put_groups(params, weight);
+  params.out = out.dx.as<void>(), params.untransposed = true;
+  params.u = out.ds.as<const void>(), params.v = out.A.as<const void>(), params.factor = 1.0f;
+  params.dtype = half_type("dtype", types.dtype), params.v_dtype = float_type("a_dtype", types.a_dtype);
+  params.is_e5m2 = is_e5m2("format", types.format);
+  check("grouped_grad_input", params);
+  submit("grouped_grad_input", params, &launch_grouped_grad_input, where.stream, where.device);
+}
+
 }  // namespace
 
 void register_fp8_gemm(py::module_& m) {
   add_limits(m, "fp8_gemm",
              py::dict(py::arg("cols_multiple") = Limits::kColsMultiple,
                       py::arg("untransposed_cols_multiple") = Limits::kUntransposedColsMultiple,
-                      py::arg("depth_multiple") = Limits::kDepthMultiple));
+                      py::arg("depth_multiple") = Limits::kDepthMultiple, py::arg("group_rows") = Limits::kGroupRows));
   m.def("fp8_linear_lora", &fp8_linear_lora, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("up"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of s and B are multiples of 8");
   m.def("fp8_grad_input", &fp8_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("dropout"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
         "rows of ds are multiples of 8; with weight.t, that is multiplied");
+  m.def("grouped_linear_lora", &grouped_linear_lora, py::arg("y"), py::arg("x"), py::arg("weight"), py::arg("up"),
+        py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of s and B are multiples of 8");
+  m.def("grouped_grad_input", &grouped_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("sizes"),
+        py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of ds are multiples of 8");
 }
 
 }  // namespace lorakernels

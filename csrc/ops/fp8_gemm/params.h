@@ -5,9 +5,10 @@
 //   fp8_grad_input    dx = dy8 W8 + factor · keep ⊙ (ds A)                 u = ds, v = A
 //
 // The operands' scales are multiplied in. `keep` is the dropout mask by the rule of device/philox.h, drawn again or
-// given as bits. Hopper's FP8 tensor cores read only operands whose rows run along the contraction. For fp8_linear_lora
-// W8 is stored that way. fp8_grad_input takes it transposed, or untransposed as it is stored (sm90_untransposed.h). For
-// sm_90a.
+// given as bits. The rows may be in groups with a weight and an adapter each, as those of experts are; a group begins
+// at a multiple of kGroupRows rows. Hopper's FP8 tensor cores read only operands whose rows run along the contraction.
+// For fp8_linear_lora W8 is stored that way. fp8_grad_input takes it transposed, or untransposed as it is stored
+// (sm90_untransposed.h). For sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,7 @@ struct Fp8GemmLimits {
   static constexpr int64_t kColsMultiple = 8;  // also of first_col and u_stride
   static constexpr int64_t kUntransposedColsMultiple = 16;
   static constexpr int64_t kDepthMultiple = 16;
+  static constexpr int64_t kGroupRows = 128;  // at whose multiples a group of rows begins
 };
 
 struct Fp8GemmParams {
@@ -42,6 +44,8 @@ struct Fp8GemmParams {
   float factor;                  // of the adapter's product
   DropoutParams dropout;         // fp8_grad_input only; first_col a multiple of 8
   const uint32_t* dropped;       // [rows, dropped_words(cols)], the mask; null: draw it
+  const int32_t* group_of;       // [rows / kGroupRows], or null: whose group such rows are; negative: not computed
+  int64_t groups;                // right, right_scale_inv, v: one after the other; left_scale_inv is [groups], too
   FloatType dtype;               // kBFloat16 or kFloat16
   FloatType v_dtype;             // dtype, or kFloat32 to be rounded to it
   FloatType bias_dtype;          // any
@@ -56,7 +60,7 @@ struct Fp8GemmParams {
 template <typename Visit>
 void each_address(Fp8GemmParams& params, const Visit& visit) {
   visit(params.out, params.left, params.right, params.left_scale_inv, params.right_scale_inv, params.u, params.v);
-  visit(params.bias, params.residual, params.dropped);
+  visit(params.bias, params.residual, params.dropped, params.group_of);
   each_address(params.dropout, visit);
 }
 
@@ -64,5 +68,8 @@ void each_address(Fp8GemmParams& params, const Visit& visit) {
 void launch_fp8_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_fp8_grad_input(const Fp8GemmParams& params, void* stream, int device);
 void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* stream, int device);
+// With groups; in bf16, tiles of 128 rows, no bias, residual or mask. The gradient takes the weight untransposed.
+void launch_grouped_linear_lora(const Fp8GemmParams& params, void* stream, int device);
+void launch_grouped_grad_input(const Fp8GemmParams& params, void* stream, int device);
 
 }  // namespace lorakernels

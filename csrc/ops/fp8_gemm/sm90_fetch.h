@@ -42,13 +42,21 @@ struct Helper {
     }
   }
 
+  // v of a group.
+  __device__ const void* v_of(int group) const {
+    if constexpr (!Tile::kGrouped) return params.v;
+    const int64_t elements = Tile::kLinear ? params.cols * params.u_stride : params.rank * params.cols;
+    const int64_t bytes = params.v_dtype == FloatType::kFloat32 ? 4 : 2;
+    return static_cast<const uint8_t*>(params.v) + group * elements * bytes;
+  }
+
   // Fetches columns of v as [column half][kRankStep] rows of 128 bytes.
-  __device__ void fetch_columns(int col0, int rank0) const {
+  __device__ void fetch_columns(const void* v, int col0, int rank0) const {
     constexpr int kChunks = Tile::kCols / 8;
 #pragma unroll 1
     for (int i = thread(); i < kRankStep * kChunks; i += kHelpers) {
       const int row = i / kChunks, chunk = i % kChunks;
-      fetch_eight(base + Tile::kOffsetV + chunk / 8 * (kRankStep * 128) + Rows::offset(row, chunk % 8), params.v,
+      fetch_eight(base + Tile::kOffsetV + chunk / 8 * (kRankStep * 128) + Rows::offset(row, chunk % 8), v,
                   params.v_dtype == FloatType::kFloat32, (rank0 + row) * params.cols + col0 + chunk * 8,
                   rank0 + row < params.rank && col0 + chunk * 8 < params.cols);
     }
@@ -56,7 +64,7 @@ struct Helper {
 
   // The same for kGradInputUntransposed. Of each 16 columns the 8 even ones come first, then the odd ones: this is the
   // order in which sm90_untransposed.h has the rows of W8ᵀ.
-  __device__ void fetch_permuted_columns(int col0, int rank0) const {
+  __device__ void fetch_permuted_columns(const void* v, int col0, int rank0) const {
     constexpr int kSixteens = Tile::kCols / 16;
 #pragma unroll 1
     for (int i = thread(); i < kRankStep * kSixteens; i += kHelpers) {
@@ -65,14 +73,14 @@ struct Helper {
       if (rank0 + row < params.rank && col < params.cols) {
         const int64_t from = (rank0 + row) * params.cols + col;
         if (params.v_dtype == FloatType::kFloat32) {
-          const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(params.v) + from);
+          const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(v) + from);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float4 four = source[j];
             word[2 * j] = packed<T>(four.x, four.y), word[2 * j + 1] = packed<T>(four.z, four.w);
           }
         } else {
-          const auto source = reinterpret_cast<const uint4*>(static_cast<const T*>(params.v) + from);
+          const auto source = reinterpret_cast<const uint4*>(static_cast<const T*>(v) + from);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const uint4 eight = source[j];
@@ -101,14 +109,14 @@ struct Helper {
                                 packed<T>(high.z, high.w)));
   }
 
-  __device__ void fetch_scales(int col0) const {
-    const float scale = *params.left_scale_inv;
+  __device__ void fetch_scales(int col0, int group) const {
+    const float scale = params.left_scale_inv[group];
 #pragma unroll 1
     for (int i = thread(); i < Tile::kCols; i += kHelpers) {
       const bool exists = col0 + i < params.cols;
       const int64_t col = exists ? col0 + i : 0;
       const float bias = params.bias == nullptr ? 0.0f : as_float(params.bias, col, params.bias_dtype);
-      store_float(base + Tile::kOffsetScales + i * 4, scale * params.right_scale_inv[params.by_column ? col : 0]);
+      store_float(base + Tile::kOffsetScales + i * 4, scale * params.right_scale_inv[params.by_column ? col : group]);
       store_float(base + Tile::kOffsetScales + (Tile::kCols + i) * 4, bias);
     }
   }
@@ -152,18 +160,20 @@ struct Helper {
 
   __device__ void fetch_tiles(Extras<Tile, kRankStep> extras) const {
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
-      const int row0 = tiles.row(), col0 = tiles.col();
+      const int row0 = tiles.row(), col0 = tiles.col(), group = tiles.group(params);
+      if (Tile::kGrouped && group < 0) continue;
+      const void* v = v_of(group);
       for (int time = 0; time < extras.times; ++time) {
         for (int step = 0; step < extras.steps; ++step, extras.advance()) {
           wait_for(extras.empty, extras.round ^ 1);
           fetch_rows(base + Tile::kOffsetU, params.u, false, Tile::kRows, row0, params.rows, step * kRankStep);
           if constexpr (Tile::kLinear) {
-            fetch_rows(base + Tile::kOffsetV, params.v, params.v_dtype == FloatType::kFloat32, Tile::kCols, col0,
-                       params.cols, step * kRankStep);
-            if (time + step == 0) fetch_scales(col0);
+            fetch_rows(base + Tile::kOffsetV, v, params.v_dtype == FloatType::kFloat32, Tile::kCols, col0, params.cols,
+                       step * kRankStep);
+            if (time + step == 0) fetch_scales(col0, group);
           } else {
-            Tile::kUntransposed ? fetch_permuted_columns(col0, step * kRankStep)
-                                : fetch_columns(col0, step * kRankStep);
+            Tile::kUntransposed ? fetch_permuted_columns(v, col0, step * kRankStep)
+                                : fetch_columns(v, col0, step * kRankStep);
             if (params.dropout.threshold > 0 && time + step == 0) {
               params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
             }
@@ -183,14 +193,19 @@ __device__ void copy_operands(const Fp8GemmParams& params, const CUtensorMap& le
   TileRing<Tile::kStages, Tile::kStageBytes> ring(base, base + Tile::kOffsetBarriers);
   const int steps = count_steps<kMultiple>(params);
   for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
-    const int row = tiles.row(), col = tiles.col();
+    const int row = tiles.row(), col = tiles.col(), group = tiles.group(params);
+    if (Tile::kGrouped && group < 0) continue;
+    // where a group's matrix begins in right, and where all of them end
+    const int first = group * static_cast<int>(Tile::kUntransposed ? params.depth : params.cols);
+    const int end = static_cast<int>(params.groups * params.depth);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const int at = step * kStepDepth;
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), Tile::kStageBytes);
       copy_box(ring.tile(), left, at, row, ring.full());
-      copy_box(ring.tile() + Tile::kBytesLeft, right, Tile::kUntransposed ? col : at, Tile::kUntransposed ? at : col,
-               ring.full());
+      const bool beyond = Tile::kGrouped && Tile::kUntransposed && at >= params.depth;  // zeros, not the next matrix
+      copy_box(ring.tile() + Tile::kBytesLeft, right, Tile::kUntransposed ? col : at,
+               beyond ? end : first + (Tile::kUntransposed ? at : col), ring.full());
     }
   }
 }

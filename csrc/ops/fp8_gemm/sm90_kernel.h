@@ -21,13 +21,13 @@
 namespace lorakernels {
 namespace {
 
-template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep>
-__global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads, 1)
+template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep, bool kGrouped>
+__global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep, kGrouped>::kThreads, 1)
     fp8_gemm_kernel(const __grid_constant__ CUtensorMap left, const __grid_constant__ CUtensorMap right,
                     const __grid_constant__ CUtensorMap out, const __grid_constant__ CUtensorMap residual,
                     const __grid_constant__ Fp8GemmParams params) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = Tiling<kProduct, kShape, kRankStep>;
+  using Tile = Tiling<kProduct, kShape, kRankStep, kGrouped>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared), barriers = base + Tile::kOffsetBarriers;
   if (threadIdx.x == 0) {
@@ -62,22 +62,24 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep>::kThreads,
 #endif
 }
 
-template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep>
+template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep, bool kGrouped = false>
 void launch(const Fp8GemmParams& params, cudaStream_t stream) {
-  using Tile = Tiling<kProduct, kShape, kRankStep>;
+  using Tile = Tiling<kProduct, kShape, kRankStep, kGrouped>;
   static_assert(Tile::kFits);
-  const auto kernel = fp8_gemm_kernel<kProduct, T, kE5M2, kSplits, kShape, kRankStep>;
+  const auto kernel = fp8_gemm_kernel<kProduct, T, kE5M2, kSplits, kShape, kRankStep, kGrouped>;
   const int64_t tiles =
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
+  const int64_t groups = kGrouped ? params.groups : 1;
   const auto result = [&](const void* data) {
     constexpr int kRows = Tile::kUntransposed ? 64 : kBoxRows;
     return data == nullptr ? CUtensorMap{} : tensor_map<T>(data, params.rows, params.cols, kRows);
   };
   launch_kernel(kernel, blocks, Tile::kThreads, Tile::kBytes, stream, true,
                 tensor_map<uint8_t>(params.left, params.rows, params.depth, Tile::kRows),
-                Tile::kUntransposed ? tensor_map<uint8_t>(params.right, params.depth, params.cols, kStepDepth)
-                                    : tensor_map<uint8_t>(params.right, params.cols, params.depth, Tile::kCols),
+                Tile::kUntransposed
+                    ? tensor_map<uint8_t>(params.right, groups * params.depth, params.cols, kStepDepth)
+                    : tensor_map<uint8_t>(params.right, groups * params.cols, params.depth, Tile::kCols),
                 result(params.out), result(params.residual), params);
 }
 

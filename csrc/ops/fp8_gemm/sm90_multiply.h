@@ -247,10 +247,12 @@ struct Consumer {
   }
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap& residual, Extras<Tile, kRankStep> extras) {
+    static_assert(Tile::kLinear || !Tile::kGrouped, "each tile would need a scale of its own");
     const float scale = Tile::kLinear ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
     const bool adds = Tile::kLinear && params.residual != nullptr;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
+      if (tiles.group(params) < 0) continue;
       const int row = tiles.row() + group * kBlockRows + warp() % 4 * kBoxRows, col0 = tiles.col();
       const auto col = [&](int block) { return col0 + Tile::block_col(block); };
       if (adds) request_residual(residual, row, col(0));

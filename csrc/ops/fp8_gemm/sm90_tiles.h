@@ -28,8 +28,10 @@ using Rows = SwizzledRows<128>;
 enum class Product { kLinear, kGradInput, kGradInputUntransposed };
 enum class Shape { kSmall, kTall, kTallest, kWide };  // 128 × 128, 192 × 128, 256 × 128, 128 × 256
 
-template <Product kProduct, Shape kShape, int kRankStep>
+// kInGroups: a row tile multiplies the matrices of its own group.
+template <Product kProduct, Shape kShape, int kRankStep, bool kInGroups = false>
 struct Tiling {
+  static constexpr bool kGrouped = kInGroups;
   static constexpr bool kLinear = kProduct == Product::kLinear,
                         kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;
@@ -56,6 +58,7 @@ struct Tiling {
                        kResiduals = kExtras + 2;  // barriers: the ring's, then 2, then one for each warp
   static constexpr int kBytes = kOffsetBarriers + (kResiduals + (kLinear ? kConsumers * 4 : 0)) * 8;
   static constexpr bool kFits = kBytes <= 227 * 1024;
+  static_assert(!kGrouped || kRows == Fp8GemmLimits::kGroupRows);
 
   static __device__ int block_col(int block) { return block * kBlockCols; }
 };
@@ -76,6 +79,10 @@ struct Tiles {
   __device__ int in_group() const { return min(rows - first(), kGroup); }
   __device__ int row() const { return (first() + at % (kGroup * cols) % in_group()) * Tile::kRows; }
   __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
+  // Whose matrices the tile multiplies; negative: nobody's, and it is passed over.
+  __device__ int group(const Fp8GemmParams& params) const {
+    return Tile::kGrouped ? params.group_of[row() / Tile::kRows] : 0;
+  }
 };
 
 // How many times kStepDepth of a tile's operands are fetched. What lies beyond the depth is zeros.

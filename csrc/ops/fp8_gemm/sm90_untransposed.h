@@ -198,9 +198,12 @@ struct UntransposedConsumer {
   }
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap&, Extras<Tile, kRankStep> extras) {
-    const float scale = *params.left_scale_inv * *params.right_scale_inv;
+    float scale = Tile::kGrouped ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
+      const int of = tiles.group(params);
+      if (of < 0) continue;
+      if (Tile::kGrouped) scale = params.left_scale_inv[of] * params.right_scale_inv[of];
       sum_up(ring);
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
