@@ -74,6 +74,22 @@ class Weight(NamedTuple):
     t: Tensor | None = None
 
 
+class Groups(NamedTuple):
+    """Rows [M, …] in G groups, each with matrices of its own, as the tokens of G experts (numerics/groups.py).
+
+    A group begins at a multiple of 128 rows. What lies behind its end, in its last 128, belongs to nobody.
+
+    Attributes:
+        group_of: int32 [M / 128], whose 128 rows are; −1 where they are nobody's.
+        starts: int32 [G], the first row of each group.
+        ends: int32 [G], the row behind its last.
+    """
+
+    group_of: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
 class LogitChange(NamedTuple):
     """What a model does to its head's logits z before the loss: cap · tanh(scale · z / cap), or scale · z.
 

@@ -14,10 +14,17 @@ from lorakernels.ops.bias_dropout_add import (
 )
 from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
 from lorakernels.ops.cross_entropy import cross_entropy_, cross_entropy_fp8
+from lorakernels.ops.expert_route import expert_route
+from lorakernels.ops.expert_sum import expert_sum, expert_sum_backward
 from lorakernels.ops.fp8_block_grad_input import fp8_block_grad_input
 from lorakernels.ops.fp8_block_linear import fp8_block_linear
 from lorakernels.ops.fp8_grad_input import fp8_grad_input
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
+from lorakernels.ops.grouped_grad_input import grouped_grad_input
+from lorakernels.ops.grouped_linear_lora import grouped_linear_lora
+from lorakernels.ops.grouped_lora_grad_a import grouped_lora_grad_a
+from lorakernels.ops.grouped_quantize_grad import grouped_quantize_grad
+from lorakernels.ops.grouped_quantize_lora_down import grouped_quantize_lora_down
 from lorakernels.ops.lora_grad_a import lora_grad_a
 from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.quantize_grad import quantize_grad, quantize_grad_and_mask
@@ -30,10 +37,11 @@ from lorakernels.ops.swiglu import (
     swiglu_quantize_grad,
 )
 from lorakernels.ops.transpose_fp8 import transpose_fp8
-from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
+from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
 
 __all__ = [
     "Dropout",
+    "Groups",
     "Scaled",
     "Scaling",
     "SideBySide",
@@ -47,10 +55,18 @@ __all__ = [
     "block_diagonal_parts",
     "cross_entropy_",
     "cross_entropy_fp8",
+    "expert_route",
+    "expert_sum",
+    "expert_sum_backward",
     "fp8_block_grad_input",
     "fp8_block_linear",
     "fp8_grad_input",
     "fp8_linear_lora",
+    "grouped_grad_input",
+    "grouped_linear_lora",
+    "grouped_lora_grad_a",
+    "grouped_quantize_grad",
+    "grouped_quantize_lora_down",
     "lora_grad_a",
     "quantize_blocks",
     "quantize_grad",

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lorakernels.numerics.dropout import dropped_words
+from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops.hardware import FLOATS
-from lorakernels.values import Dropout, Scaling
+from lorakernels.values import Dropout, Groups, Scaling
 
 
 def slot(dropout: Dropout | None, device: torch.device) -> None:
@@ -75,3 +76,49 @@ def state(scaling: Scaling | None, device: torch.device, name: str = "state") ->
             f"{name} must be float32 [history length + 1, tensors] on {device}, "
             f"found {state.dtype} {tuple(state.shape)} on {state.device}"
         )
+
+
+def groups(groups: Groups, rows: int, device: torch.device) -> None:
+    """`rows` is a multiple of 128, and Groups are int32 on the tensors' device, with one entry for each 128 rows."""
+    if rows % GROUP_ROWS:
+        raise ValueError(f"rows in groups must be a multiple of {GROUP_ROWS}, found {rows}")
+    vector("group_of", groups.group_of, rows // GROUP_ROWS, device, torch.int32)
+    vector("starts", groups.starts, groups.ends.shape[0], device, torch.int32)
+    vector("ends", groups.ends, groups.ends.shape[0], device, torch.int32)
+
+
+def of_groups(
+    name: str,
+    tensor: Tensor,
+    groups: Groups,
+    sizes: tuple[int | None, int | None],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """It is [G, *sizes] of `dtype`, or of any that is computed in; a size of None is any."""
+    expected = (groups.ends.shape[0], *sizes)
+    fits = tensor.dim() == 3 and all(
+        size in (None, found) for size, found in zip(expected, tensor.shape, strict=True)
+    )
+    if not fits or tensor.device != groups.ends.device:
+        said = ", ".join("…" if size is None else str(size) for size in expected)
+        raise ValueError(
+            f"{name} must be [{said}] on {groups.ends.device}, found {list(tensor.shape)} on {tensor.device}"
+        )
+    if dtype is None:
+        floats(name, tensor)
+    elif tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, found {tensor.dtype}")
+
+
+def scales_of_groups(name: str, scales: Tensor | None, groups: Groups) -> None:
+    """There is a float32 for each group."""
+    if scales is None:
+        raise ValueError(f"{name} must be float32 [{groups.ends.shape[0]}], found None")
+    vector(name, scales, groups.ends.shape[0], groups.ends.device, torch.float32)
+
+
+def places(place: Tensor, device: torch.device) -> None:
+    """They are int32 [T, J] on the tensors' device."""
+    matrix("place", place)
+    if place.dtype != torch.int32 or place.device != device:
+        raise TypeError(f"place must be int32 on {device}, found {place.dtype} on {place.device}")

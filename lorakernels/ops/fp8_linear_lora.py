@@ -240,7 +240,7 @@ def launch_csrc(
     """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands."""
     assert weight.scale_inv is not None
     (rows, cols), depth = y.shape, x.data.shape[1]
-    factors = _padded_factors(up, y.dtype)
+    factors = padded_factors(up, y.dtype)
     rank = 0 if up is None or factors is None else up.lora_B.shape[1]
     b_dtype = y.dtype if factors is None else factors.lora_B.dtype
     dtypes = map(name, (y.dtype, b_dtype, y.dtype if bias is None else bias.dtype))
@@ -258,9 +258,9 @@ def launch_csrc(
     )
 
 
-def _padded_factors(up: Up | None, dtype: torch.dtype) -> Up | None:
+def padded_factors(up: Up | None, dtype: torch.dtype) -> Up | None:
     """s and B as csrc reads them, B in `dtype` or fp32; None without a term to add."""
-    if up is None or up.s is None or up.lora_B.shape[1] == 0:
+    if up is None or up.s is None or up.lora_B.shape[-1] == 0:
         return None
     lora_B = up.lora_B
     if lora_B.dtype not in (dtype, torch.float32):
@@ -270,7 +270,7 @@ def _padded_factors(up: Up | None, dtype: torch.dtype) -> Up | None:
 
 def _padded(factor: Tensor) -> Tensor:
     """With rows of a multiple of 16 bytes, zeros behind the rank, 16-byte aligned."""
-    rank = factor.shape[1]
+    rank = factor.shape[-1]
     if rank % 8:
         return F.pad(factor, (0, -rank % 8))
     return factor.clone() if factor.data_ptr() % 16 else factor

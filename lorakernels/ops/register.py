@@ -23,13 +23,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from lorakernels.ops.hardware import Place
-from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
+from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _LIBRARY = torch.library.Library("lorakernels", "FRAGMENT")
 # Names of fields that the schema derives from the parameter's.
 _BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv", "t": "{}_t"}
+_VALUES = (Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight)
 # What the flat arguments are where an optional value is None.
 _ABSENT: dict[type, tuple[Any, ...]] = {
     Dropout: (None, 0.0, 0, 0, 0, None),
@@ -138,7 +139,7 @@ def _function(
     It is compiled from text: a loop over the arguments costs each call several times as much. torch.compile also traces
     such a function without a guard on every name in it.
     """
-    known = {kind.__name__: kind for kind in (Dropout, Scaled, Scaling, SideBySide, Up, Weight)}
+    known = {kind.__name__: kind for kind in _VALUES}
     source = f"lambda {', '.join(parameters)}: target({', '.join(arguments)})"
     return eval(source, {"target": target, "new": tuple.__new__, **known})
 

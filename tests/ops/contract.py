@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lorakernels.numerics.fp8 import quantize, scale_that_tells
-from lorakernels.ops import Dropout, Scaled, Scaling, Weight
+from lorakernels.ops import Dropout, Groups, Scaled, Scaling, Weight
 from lorakernels.ops.register import Op
 
 BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
@@ -47,6 +47,31 @@ class Made:
     def dropout(self, p: float = 0.3, row0: int = 0, col0: int = 0) -> Dropout:
         slot = torch.tensor([2**40 + 77, 2**33 + 5], device=self.device)
         return Dropout(slot, p, 3, row0, col0)
+
+    def groups(self) -> tuple[Groups, list[tuple[int, slice, slice]]]:
+        """Groups that take all rows, and of each block of 128 its group, its rows, and those that are the group's.
+
+        Of three groups the second has no row. The others end inside of their last block. M is a multiple of 128.
+        """
+        blocks = self.rows // 128
+        counts = [128 * (blocks - 1) - 28 if blocks > 1 else 0, 0, 77 if blocks else 0]
+        starts, group_of = [], list[int]()
+        for g, count in enumerate(counts):
+            starts.append(128 * len(group_of))
+            group_of += [g] * -(-count // 128)
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        made = (
+            torch.tensor(t, dtype=torch.int32, device=self.device) for t in (group_of, starts, ends)
+        )
+        found = [
+            (
+                g,
+                slice(128 * i, 128 * i + 128),
+                slice(128 * i, max(128 * i, min(ends[g], 128 * i + 128))),
+            )
+            for i, g in enumerate(group_of)
+        ]
+        return Groups(*made), found
 
     def scaling(self, kind: str = "kept") -> Scaling | None:
         """By column 1 of a state: "kept", a scale that saturates some; "unset", 0; "eval"; "none"."""

@@ -31,6 +31,9 @@ SCHEMAS = (
     " -> Tensor[]",
     "cross_entropy_(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
     "cross_entropy_fp8(Tensor logits, Tensor labels, SymInt ignore_index) -> (Tensor, Tensor)",
+    "expert_route(Tensor chosen, SymInt experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "expert_sum(Tensor y, Tensor place, Tensor? weights) -> Tensor",
+    "expert_sum_backward(Tensor dout, Tensor y, Tensor place, Tensor weights) -> (Tensor, Tensor)",
     "fp8_block_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
     " SymInt col0=0, Tensor? dropped=None) -> Tensor",
@@ -41,6 +44,18 @@ SCHEMAS = (
     " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
     "fp8_linear_lora(Tensor x, Tensor? x_scale_inv, Tensor weight, Tensor? weight_scale_inv, Tensor? bias, Tensor? s,"
     " Tensor? lora_B, float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None) -> Tensor",
+    "grouped_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
+    " Tensor group_of, Tensor starts, Tensor ends, Tensor? ds, Tensor? lora_A, ScalarType out_dtype, bool split=True)"
+    " -> Tensor",
+    "grouped_linear_lora(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor group_of,"
+    " Tensor starts, Tensor ends, Tensor? s, Tensor? lora_B, float scaling, ScalarType out_dtype) -> Tensor",
+    "grouped_lora_grad_a(Tensor ds, Tensor x, Tensor x_scale_inv, Tensor group_of, Tensor starts, Tensor ends,"
+    " ScalarType out_dtype) -> Tensor",
+    "grouped_quantize_grad(Tensor dy, Tensor group_of, Tensor starts, Tensor ends, Tensor? lora_B, Tensor? s,"
+    " Tensor(a6!) state, SymInt column, bool delayed, float scaling, ScalarType fp8_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "grouped_quantize_lora_down(Tensor x, Tensor rows, Tensor group_of, Tensor starts, Tensor ends, Tensor? lora_A,"
+    " Tensor(a6!) state, SymInt column, bool delayed) -> (Tensor, Tensor, Tensor)",
     "lora_grad_a(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, Tensor? dropped=None) -> Tensor",
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
