@@ -97,8 +97,9 @@ def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
     for index, layer in enumerate(layers):
         if any(getattr(m, "_compiled_call_impl", None) is not None for m in layer.modules()):
             return f"layer {index} is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"
-        if any(isinstance(m, LoRAExperts) for m in layer.modules()):
-            return f"layer {index} has LoRAExperts: the host waits there for the number of each expert's tokens"
+        for experts in (m for m in layer.modules() if isinstance(m, LoRAExperts)):
+            if why_not := experts.why_not_stacked():
+                return f"layer {index} has LoRAExperts, which run one by one, as the host counts tokens: {why_not}"
     states = {id(s) for layer in layers for s in fp8_states(layer)}
     if len(states) > 1:
         return f"the layers have {len(states)} FP8States: give them one, as apply_lora and fuse do"

@@ -7,8 +7,9 @@ transformers 5 holds experts as two stacked parameters, `gate_up_proj` [E, 2 F, 
 `LoRAConfig.target_parameters` names them as in PEFT. Here each of the E matrices becomes an `nn.Linear` over the same
 memory, at `….experts.gate_up_proj.3`, which `apply_lora` then adapts as any other.
 
-The tokens are sorted by their experts on the device. The host waits once a layer for their numbers, so that a CUDA
-graph cannot capture it.
+The tokens are sorted by their experts on the device. On Hopper, experts in FP8 with one scale each run as one stack
+(expert_stack.py): a launch serves them all, and a CUDA graph can hold it. Elsewhere they run one after the other, and
+the host waits once a layer for the numbers of their tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lorakernels.autograd.grouped_linear import ExpertSum, SwiGLU, grouped_linear
 from lorakernels.config import LoRAConfig, clean_path
+from lorakernels.modules.expert_stack import stacked, why_not_stacked
+from lorakernels.ops.expert_route import routing as route
 
 STACKED = ("gate_up_proj", "down_proj")
 # What transformers' decorator of experts says of their layout, and what LoRAExperts computes
@@ -69,11 +73,16 @@ class LoRAExperts(nn.Module):
             top_k_weights: [T, J].
 
         Raises:
-            RuntimeError: the stream is being captured.
+            RuntimeError: the stream is being captured, and the experts run one after the other.
         """
+        x = _under_autocast(hidden_states)
+        why_not = self.why_not_stacked(x.dtype)
+        if why_not is None and len(x):
+            return self._stacked(x, top_k_index, top_k_weights).to(hidden_states.dtype)
         if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "LoRAExperts cannot be captured: the host waits for the number of each expert's tokens"
+                "LoRAExperts cannot be captured: the host waits for the number of each expert's tokens, since "
+                f"{why_not or 'there are none'}"
             )
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
@@ -86,6 +95,25 @@ class LoRAExperts(nn.Module):
         back[order] = torch.arange(len(order), device=order.device)
         y = torch.cat(found)[back].view(*top_k_index.shape, -1)  # [T, J, H]
         return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def why_not_stacked(self, dtype: torch.dtype = torch.bfloat16) -> str | None:
+        """None if all experts run with one launch, for tokens of `dtype`; otherwise the reason why not."""
+        if dtype != torch.bfloat16:
+            return f"the tokens are {dtype}, not bfloat16"
+        reasons = (why_not_stacked(getattr(self, name)) for name in STACKED)
+        return next(filter(None, reasons), None)
+
+    def _stacked(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        routing = route(top_k_index, self.num_experts)
+        gate_up = grouped_linear(x, routing, True, stacked(self.gate_up_proj))
+        if isinstance(self.act_fn, nn.SiLU) or self.act_fn is nn.functional.silu:
+            act = SwiGLU.apply(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            act = (self.act_fn(gate) * up).contiguous()
+        y = grouped_linear(act, routing, False, stacked(self.down_proj))
+        out: Tensor = ExpertSum.apply(y, top_k_weights.contiguous(), routing.place)
+        return out
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """One expert's output [M, H] for its tokens x [M, H]."""
@@ -110,6 +138,12 @@ class LoRAExperts(nn.Module):
             trained = any(layer.weight.requires_grad for layer in layers)
             module.register_parameter(name, nn.Parameter(weight, requires_grad=trained))
         return module.train(self.training)
+
+
+def _under_autocast(x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _linear_over(weight: Tensor) -> nn.Linear:

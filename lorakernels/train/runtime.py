@@ -352,8 +352,9 @@ def _why_not(
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:
         return "dropout does not draw from a state in device memory"
-    if any(isinstance(module, LoRAExperts) for module in model.modules()):
-        return "the host waits in LoRAExperts for the number of each expert's tokens"
+    for module in model.modules():
+        if isinstance(module, LoRAExperts) and (why_not := module.why_not_stacked()):
+            return f"LoRAExperts run one by one, as the host counts tokens: {why_not}"
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout = {config.attention_dropout} draws from torch's generator"

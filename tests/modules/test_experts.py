@@ -300,7 +300,9 @@ def test_a_model_with_experts_of_ours_is_not_saved_under_names_that_nobody_knows
 
 def test_graphs_are_refused_with_the_reason() -> None:
     layers = adapted(mixtral()).model.layers
-    assert "layer 0 has LoRAExperts: the host waits" in str(why_no_graphs(layers, on_gpu=False))
+    assert "layer 0 has LoRAExperts, which run one by one" in str(
+        why_no_graphs(layers, on_gpu=False)
+    )
 
 
 def test_the_file_says_what_peft_would(tmp_path: Path) -> None:
