@@ -48,6 +48,8 @@ void launch_fp8_grad_input_untransposed(const Fp8GemmParams&, void*, int) { not_
 void launch_grouped_linear_lora(const Fp8GemmParams&, void*, int) { not_compiled("grouped_linear_lora"); }
 void launch_grouped_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("grouped_grad_input"); }
 
+void launch_fp8_block_linear(const Fp8GemmParams&, void*, int) { not_compiled("fp8_block_linear"); }
+
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
 
 QuantizeLoraDownPlan quantize_lora_down_plan(int64_t, int64_t, int64_t, int) { not_compiled("quantize_lora_down"); }

@@ -69,6 +69,7 @@ CSRC_TILES = {
     "turned": {(192, 128): 1.38, (128, 128): 0.97},
     "fast": {(128, 256): 1.71, (128, 128): 0.9},
     "turned fast": {(256, 128): 1.73, (128, 128): 0.91},
+    "blocks": {(192, 128): 1.38, (128, 128): 1.0},
 }
 
 
@@ -108,7 +109,8 @@ def csrc_tile(
     """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols] soonest; their time.
 
     Time: rounds over the multiprocessors, weighted by what a tile takes.
-    how: of CSRC_TILES: "split" or "fast" sums of the forward or of dgrad with Wᵀ, "turned" ones of dgrad with W.
+    how: of CSRC_TILES: "split" or "fast" sums of the forward or of dgrad with Wᵀ, "turned" ones of dgrad with W;
+    "blocks": sums of 128, each times its scales.
     """
 
     def time(tile: tuple[int, int]) -> float:

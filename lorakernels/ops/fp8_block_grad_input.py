@@ -21,7 +21,7 @@ from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_w
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops import checks
-from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks
+from lorakernels.ops.fp8_block_linear import check_scales, chosen_product
 from lorakernels.ops.hardware import why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
@@ -157,7 +157,7 @@ fp8_block_grad_input = define(
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
             Implementation("torch", by_torch),
         ),
-        chosen_blocks,
+        chosen_product,
     ),
     "(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv, Tensor? ds,"
     " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"

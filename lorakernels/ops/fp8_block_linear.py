@@ -8,9 +8,10 @@ bias [N], s [M, R], B [N, R], residual and y [M, N]. The scales are applied to p
 that the tensor cores' short sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report,
 section 3.3).
 
-cuBLASLt multiplies the blocks themselves, for sizes that it takes. PyTorch's way dequantizes both operands, in
-`out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The other terms come after the product, so that y is
-rounded up to four times.
+csrc/ops/fp8_gemm on Hopper adds the other terms in registers and rounds y once. cuBLASLt multiplies the blocks
+themselves, for sizes that it takes. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
+CPU, and multiplies those. Behind these two the other terms come after the product, so that y is rounded up to four
+times.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ from torch import Tensor
 from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.ops.fp8_linear_lora import with_terms
-from lorakernels.ops.hardware import Place, why_not_cublaslt_blocks
+from lorakernels.ops.fp8_linear_lora import launch_csrc, with_terms
+from lorakernels.ops.fp8_linear_lora import why_not_csrc_kernel as why_not_csrc_linear
+from lorakernels.ops.hardware import (
+    FP8_GEMM_MULTIPLE,
+    Place,
+    why_not_cublaslt_blocks,
+    why_not_wgmma_gemm,
+)
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Scaled, Up, Weight
 
@@ -91,6 +98,35 @@ def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> 
         raise ValueError(f"{name} must be float32 {list(expected)}, found {what}")
 
 
+def why_not_csrc_kernel(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> str | None:
+    """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    for label, scales in (("x", x.scale_inv), ("weight", weight.scale_inv)):
+        if scales is not None and not scales.is_contiguous():
+            return f"{label}_scale_inv must be contiguous, found strides {scales.stride()}"
+    return why_not_csrc_linear(x, weight, bias, up, out_dtype, False, residual)
+
+
+def by_csrc(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
+    y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
+    launch_csrc(y, x, weight, bias, up, False, residual)
+    return y
+
+
 def by_torch(
     x: Scaled,
     weight: Weight,
@@ -141,6 +177,15 @@ def by_cublaslt(
 
 def chosen_blocks(place: Place) -> tuple[str, str]:
     """What doctor says of a product in blocks."""
+    n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
+    if not why_not_wgmma_gemm(place.capability, n, k):
+        sizes = "" if place.sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
+        return "csrc", f"one kernel for bf16 and fp16, any rank{sizes}, under BlockScaling alone"
+    return chosen_product(place)
+
+
+def chosen_product(place: Place) -> tuple[str, str]:
+    """The same where the adapter's term is added behind the product."""
     why_not = why_not_cublaslt_blocks(place.capability, (4, 16, 512), torch.bfloat16)
     if why_not:
         return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"
@@ -157,6 +202,7 @@ fp8_block_linear = define(
         fake,
         check,
         (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
             Implementation("torch", by_torch),
         ),

@@ -237,22 +237,26 @@ def launch_csrc(
     split: bool,
     residual: Tensor | None,
 ) -> None:
-    """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands."""
+    """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands. A weight_scale_inv of blocks is 2-D."""
     assert weight.scale_inv is not None
     (rows, cols), depth = y.shape, x.data.shape[1]
     factors = padded_factors(up, y.dtype)
     rank = 0 if up is None or factors is None else up.lora_B.shape[1]
     b_dtype = y.dtype if factors is None else factors.lora_B.dtype
     dtypes = map(name, (y.dtype, b_dtype, y.dtype if bias is None else bias.dtype))
+    in_blocks = weight.scale_inv.dim() == 2
+    by_column = not in_blocks and weight.scale_inv.numel() > 1
     multiprocessors = multiprocessors_of(y.get_device())
-    tile = tune.csrc_tile(rows, cols, "split" if split else "fast", multiprocessors)[0]
-    extension().fp8_linear_lora(
+    how = "blocks" if in_blocks else "split" if split else "fast"
+    tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
+    run = extension().fp8_block_linear if in_blocks else extension().fp8_linear_lora
+    run(
         (y, bias, residual),
         x,
         weight,
         factors,
         ProductSizes(rows, cols, depth, rank),
-        (*dtypes, weight.scale_inv.numel() > 1),
+        (*dtypes, by_column),
         Tiles(split, *tile, multiprocessors),
         where(y),
     )

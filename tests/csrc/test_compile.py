@@ -28,6 +28,7 @@ REGISTERS = {
     "sum_row_slices_kernel": 64,
     "transpose_fp8_kernel": 64,
     "fp8_gemm_kernel": 168,  # one block of 384 threads (or 512: 128); setmaxnreg shares them out anew
+    "fp8_block_gemm_kernel": 168,  # as fp8_gemm_kernel
     "quantize_grad_kernel": 255,  # one block of 256 threads, or of 384 that draw: DRAWING_REGISTERS
     "sum_shares_kernel": 64,
     "amax_and_scale_update_kernel": 64,
@@ -43,6 +44,7 @@ SPILLED_BYTES = {"fp8_gemm_kernel": 48}  # written and read once a tile, outside
 INSTRUCTIONS = {
     "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
     "sm90_grouped_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
+    "fp8_block_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
     "sm90_grad_input_untransposed.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},

@@ -124,6 +124,13 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     }
     return;
   }
+  if (params.in_blocks) {
+    if (tile != std::pair{128, 128} && tile != std::pair{192, 128} && tile != std::pair{128, 256}) {
+      refuse(op, "a tile of blocks is 128 × 128, 192 × 128 or 128 × 256, got " + std::to_string(tile.first) + " × " +
+                     std::to_string(tile.second));
+    }
+    return;
+  }
   const std::pair large = params.splits         ? std::pair{192, 128}
                           : params.untransposed ? std::pair{256, 128}
                                                 : std::pair{128, 256};
@@ -149,8 +156,8 @@ Fp8GemmParams gemm_params(const Scaled& left, Address right, Address right_scale
   return params;
 }
 
-void fp8_linear_lora(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
-                     const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
+Fp8GemmParams linear_params(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
+                            const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles) {
   Fp8GemmParams params = gemm_params(x, weight.data, weight.scale_inv, sizes, tiles);
   const Up factors = up.value_or(Up{});
   params.out = out.y.as<void>(), params.bias = out.bias.as<const void>();
@@ -159,8 +166,22 @@ void fp8_linear_lora(const LinearOut& out, const Scaled& x, const Weight& weight
   params.by_column = types.by_column;
   params.dtype = half_type("dtype", types.dtype), params.v_dtype = float_type("b_dtype", types.b_dtype);
   params.bias_dtype = float_type("bias_dtype", types.bias_dtype);
+  return params;
+}
+
+void fp8_linear_lora(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
+                     const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
+  const Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
   check("fp8_linear_lora", params);
   submit("fp8_linear_lora", params, &launch_fp8_linear_lora, where.stream, where.device);
+}
+
+void fp8_block_linear(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
+                      const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
+  Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
+  params.in_blocks = true;
+  check("fp8_block_linear", params);
+  submit("fp8_block_linear", params, &launch_fp8_block_linear, where.stream, where.device);
 }
 
 void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, const std::optional<Dropout>& dropout,
@@ -214,6 +235,9 @@ void register_fp8_gemm(py::module_& m) {
                       py::arg("depth_multiple") = Limits::kDepthMultiple, py::arg("group_rows") = Limits::kGroupRows));
   m.def("fp8_linear_lora", &fp8_linear_lora, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("up"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of s and B are multiples of 8");
+  m.def("fp8_block_linear", &fp8_block_linear, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("up"),
+        py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
+        "with scales of 1 × 128 of x and 128 × 128 of the weight; rows of s and B are multiples of 8");
   m.def("fp8_grad_input", &fp8_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("dropout"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
         "rows of ds are multiples of 8; with weight.t, that is multiplied");

@@ -29,8 +29,9 @@ struct Fp8GemmParams {
   void* out;                     // [rows, cols] of dtype, 16-byte aligned
   const uint8_t* left;           // [rows, depth] e4m3, or e5m2 for fp8_grad_input, 16-byte aligned
   const uint8_t* right;          // [cols, depth] e4m3, 16-byte aligned; untransposed: [depth, cols]
-  const float* left_scale_inv;   // [1], the factor of each element of left
-  const float* right_scale_inv;  // [1], or [cols] for fp8_linear_lora: one for each row of right
+  const float* left_scale_inv;   // [1], the factor of each element of left; in_blocks: [⌈depth / 128⌉, rows]
+  const float* right_scale_inv;  // [1], or in_blocks one of each block of the weight, or [cols] for fp8_linear_lora:
+                                 // one for each row of right
   bool by_column;                // right_scale_inv is [cols]
   const void* u;                 // [rows, u_stride] of dtype, 16-byte aligned; null with rank 0
   const void* v;                 // [rank, cols], or [cols, u_stride] for fp8_linear_lora; 16-byte aligned
@@ -51,6 +52,7 @@ struct Fp8GemmParams {
   FloatType bias_dtype;          // any
   bool is_e5m2;                  // left
   bool untransposed;             // fp8_grad_input only; cols is then a multiple of 16
+  bool in_blocks;                // each 1 × 128 of left and 128 × 128 of right has a scale
   bool splits;                   // add sums of 512 along depth in fp32: FP8 tensor cores keep fewer bits
   int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else: 128 × 256, untransposed 256 × 128
   int64_t multiprocessors;       // of the device
@@ -71,5 +73,7 @@ void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* strea
 // With groups; in bf16, tiles of 128 rows, no bias, residual or mask. The gradient takes the weight untransposed.
 void launch_grouped_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_grouped_grad_input(const Fp8GemmParams& params, void* stream, int device);
+// With scales of blocks. right_scale_inv is [⌈cols / 128⌉, ⌈depth / 128⌉].
+void launch_fp8_block_linear(const Fp8GemmParams& params, void* stream, int device);
 
 }  // namespace lorakernels

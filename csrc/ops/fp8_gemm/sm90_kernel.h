@@ -21,13 +21,10 @@
 namespace lorakernels {
 namespace {
 
-template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep, bool kGrouped>
-__global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep, kGrouped>::kThreads, 1)
-    fp8_gemm_kernel(const __grid_constant__ CUtensorMap left, const __grid_constant__ CUtensorMap right,
-                    const __grid_constant__ CUtensorMap out, const __grid_constant__ CUtensorMap residual,
-                    const __grid_constant__ Fp8GemmParams params) {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = Tiling<kProduct, kShape, kRankStep, kGrouped>;
+// What a block of the kernel does. kMultiple: of steps along depth.
+template <typename T, typename Tile, typename Multiplies, int kRankStep, int kMultiple>
+__device__ __forceinline__ void compute_tiles(const CUtensorMap& left, const CUtensorMap& right, const CUtensorMap& out,
+                                              const CUtensorMap& residual, const Fp8GemmParams& params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared), barriers = base + Tile::kOffsetBarriers;
   if (threadIdx.x == 0) {
@@ -45,13 +42,11 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep, kGrouped>:
   }
   __syncthreads();
   begin_after_previous_kernel();
-  using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, kSplits, Tile, kRankStep>,
-                                        Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
   const Extras<Tile, kRankStep> extras(barriers + Tile::kExtras * 8, params, Multiplies::kFills);
   if (threadIdx.x < 128) {
     give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      copy_operands<Tile, kSplits ? kPartSteps : Tile::kUntransposed ? 2 : 1>(params, left, right, base);
+      copy_operands<Tile, kMultiple>(params, left, right, base);
     } else if (threadIdx.x >= 32 && extras.any) {
       Helper<T, Tile, kRankStep>(params, base).fetch_tiles(extras);
     }
@@ -59,18 +54,15 @@ __global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep, kGrouped>:
     take_registers<Tile::kConsumerRegisters>();
     Multiplies(params, base).work(out, residual, extras);
   }
-#endif
 }
 
-template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep, bool kGrouped = false>
-void launch(const Fp8GemmParams& params, cudaStream_t stream) {
-  using Tile = Tiling<kProduct, kShape, kRankStep, kGrouped>;
+template <typename T, typename Tile, typename Kernel>
+void launch_over_tiles(const Kernel& kernel, const Fp8GemmParams& params, cudaStream_t stream) {
   static_assert(Tile::kFits);
-  const auto kernel = fp8_gemm_kernel<kProduct, T, kE5M2, kSplits, kShape, kRankStep, kGrouped>;
   const int64_t tiles =
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
-  const int64_t groups = kGrouped ? params.groups : 1;
+  const int64_t groups = Tile::kGrouped ? params.groups : 1;
   const auto result = [&](const void* data) {
     constexpr int kRows = Tile::kUntransposed ? 64 : kBoxRows;
     return data == nullptr ? CUtensorMap{} : tensor_map<T>(data, params.rows, params.cols, kRows);
@@ -81,6 +73,26 @@ void launch(const Fp8GemmParams& params, cudaStream_t stream) {
                     ? tensor_map<uint8_t>(params.right, groups * params.depth, params.cols, kStepDepth)
                     : tensor_map<uint8_t>(params.right, groups * params.cols, params.depth, Tile::kCols),
                 result(params.out), result(params.residual), params);
+}
+
+template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep, bool kGrouped>
+__global__ void __launch_bounds__(Tiling<kProduct, kShape, kRankStep, kGrouped>::kThreads, 1)
+    fp8_gemm_kernel(const __grid_constant__ CUtensorMap left, const __grid_constant__ CUtensorMap right,
+                    const __grid_constant__ CUtensorMap out, const __grid_constant__ CUtensorMap residual,
+                    const __grid_constant__ Fp8GemmParams params) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  using Tile = Tiling<kProduct, kShape, kRankStep, kGrouped>;
+  using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, kSplits, Tile, kRankStep>,
+                                        Consumer<T, kE5M2, kSplits, Tile, kRankStep>>;
+  constexpr int kMultiple = kSplits ? kPartSteps : Tile::kUntransposed ? 2 : 1;
+  compute_tiles<T, Tile, Multiplies, kRankStep, kMultiple>(left, right, out, residual, params);
+#endif
+}
+
+template <Product kProduct, typename T, bool kE5M2, bool kSplits, Shape kShape, int kRankStep, bool kGrouped = false>
+void launch(const Fp8GemmParams& params, cudaStream_t stream) {
+  launch_over_tiles<T, Tiling<kProduct, kShape, kRankStep, kGrouped>>(
+      fp8_gemm_kernel<kProduct, T, kE5M2, kSplits, kShape, kRankStep, kGrouped>, params, stream);
 }
 
 template <Product kProduct, typename T, bool kE5M2, bool kSplits>

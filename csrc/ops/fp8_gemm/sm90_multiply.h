@@ -53,9 +53,9 @@ struct Consumer {
   }
 
   // to = (to if add) + the product over 128 along depth, of one block.
-  __device__ void multiply(float (&to)[kSums], uint32_t tile, bool add) const {
+  __device__ void multiply(float (&to)[kSums], uint32_t tile, bool add, int block = 0) const {
     const uint64_t a = Rows::descriptor(tile + group * (kBlockRows * kStepDepth));
-    const uint64_t b = Rows::descriptor(tile + Tile::kBytesLeft);
+    const uint64_t b = Rows::descriptor(tile + Tile::kBytesLeft + block * (kBlockCols * kStepDepth));
 #pragma unroll
     for (int i = 0; i < kStepDepth / 32; ++i) wgmma_fp8<kE5M2>(to, moved(a, i * 32), moved(b, i * 32), add || i > 0);
   }
@@ -119,6 +119,78 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) settle(sum[block]);
     done_with(before);
+  }
+
+  // sum[block] += factors ⊙ part, once the tensor cores have written it. `low` and `high` are a thread's two rows'.
+  __device__ void promote(float (&part)[kSums], int block, float low, float high) {
+    settle(part);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[block][i] += part[i] * (i % 4 < 2 ? low : high);
+  }
+
+  // The sums of operands with scales of 1 × 128 and 128 × 128: a step's products are summed by the tensor cores, times
+  // the scales and over the steps by fp32. row: a thread's first. The other warpgroups multiply while one adds.
+  __device__ void sum_scaled_blocks(Ring& ring, int row, int col) {
+    const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));
+    const uint32_t last = rows - 1, above = min(row + 8u, last) - min(static_cast<uint32_t>(row), last);
+    uint32_t left = min(static_cast<uint32_t>(row), last), right = col / kBlockCols * steps;
+    // what lies beyond the columns is not stored, and takes the scales of what is there
+    const uint32_t to_next = kBlocks > 1 && col + kBlockCols < params.cols ? steps : 0;
+    float part[kSums];
+    clear(part);
+#pragma unroll
+    for (auto& each : sum) clear(each);
+#pragma unroll 1
+    for (uint32_t step = 0; step < steps; ++step, left += rows, ++right, ring.advance()) {
+      const float low = params.left_scale_inv[left], high = params.left_scale_inv[left + above];
+      float scale[kBlocks];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) scale[block] = params.right_scale_inv[right + block * to_next];
+      wait_for(ring.full(), ring.round);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        wgmma_fence();
+        multiply(part, ring.tile(), false, block);
+        wgmma_commit();
+        wgmma_wait();
+        if (block == kBlocks - 1) done_with(ring.empty());
+        promote(part, block, low * scale[block], high * scale[block]);
+      }
+    }
+  }
+
+  // The same with two parts: while one is added, the tensor cores fill the other. The steps are even.
+  __device__ void sum_scaled_block_pairs(Ring& ring, int row, int col) {
+    const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));
+    const uint32_t last = rows - 1, above = min(row + 8u, last) - min(static_cast<uint32_t>(row), last);
+    uint32_t left = min(static_cast<uint32_t>(row), last), right = col / kBlockCols * steps;
+    float part[2][kSums], low[2]{}, high[2]{};
+    clear(part[0]), clear(part[1]), clear(sum[0]);
+    uint32_t empty[2], step = 0;
+    const auto begin = [&](int at) {
+      const bool exists = step < steps;
+      const float scale = exists ? params.right_scale_inv[right + step] : 0.0f;
+      low[at] = exists ? params.left_scale_inv[left] * scale : 0.0f;
+      high[at] = exists ? params.left_scale_inv[left + above] * scale : 0.0f;
+      left += rows, ++step;
+      wait_for(ring.full(), ring.round);
+      wgmma_fence();
+      multiply(part[at], ring.tile(), false);
+      wgmma_commit();
+      empty[at] = ring.empty();
+      ring.advance();
+    };
+    const auto finish = [&](int at) {
+      done_with(empty[at]);
+      promote(part[at], 0, low[at], high[at]);
+    };
+#pragma unroll 1
+    for (int parts = count_steps<kPartSteps>(params) / kPartSteps; parts > 0; --parts) {
+      begin(0);
+#pragma unroll
+      for (int i = 1; i < kPartSteps; ++i) begin(i % 2), wgmma_wait<1>(), finish(1 - i % 2);
+      wgmma_wait(), finish(1);
+    }
   }
 
   // result = u v of a piece. If the rank fits into one step, u and v stay in shared memory for the tile's other pieces.
@@ -256,7 +328,11 @@ struct Consumer {
       const int row = tiles.row() + group * kBlockRows + warp() % 4 * kBoxRows, col0 = tiles.col();
       const auto col = [&](int block) { return col0 + Tile::block_col(block); };
       if (adds) request_residual(residual, row, col(0));
-      if constexpr (kSplits) {
+      if constexpr (Tile::kPairs) {
+        sum_scaled_block_pairs(ring, row + lane / 4, col0);
+      } else if constexpr (Tile::kScaledBlocks) {
+        sum_scaled_blocks(ring, row + lane / 4, col0);
+      } else if constexpr (kSplits) {
         sum_in_parts(ring);
       } else {
         sum_at_once(ring);

@@ -32,6 +32,7 @@ enum class Shape { kSmall, kTall, kTallest, kWide };  // 128 × 128, 192 × 128,
 template <Product kProduct, Shape kShape, int kRankStep, bool kInGroups = false>
 struct Tiling {
   static constexpr bool kGrouped = kInGroups;
+  static constexpr bool kScaledBlocks = false, kPairs = false;  // one scale for all of an operand, or for a column
   static constexpr bool kLinear = kProduct == Product::kLinear,
                         kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;
