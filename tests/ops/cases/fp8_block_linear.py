@@ -72,7 +72,6 @@ def near_block_gemm(
     return near("y", found, exact, size, depth + 4, coarse=rounded_again(call, BF16) + lost)
 
 
-
 class Linear(NamedTuple):
     """Makes y's operands. Rank 0: no adapter."""
 
