@@ -49,6 +49,7 @@ void launch_grouped_linear_lora(const Fp8GemmParams&, void*, int) { not_compiled
 void launch_grouped_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("grouped_grad_input"); }
 
 void launch_fp8_block_linear(const Fp8GemmParams&, void*, int) { not_compiled("fp8_block_linear"); }
+void launch_fp8_block_grad_input(const Fp8GemmParams&, void*, int) { not_compiled("fp8_block_grad_input"); }
 
 void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled("quantize_grad"); }
 

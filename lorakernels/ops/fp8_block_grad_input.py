@@ -6,9 +6,10 @@
 dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]; w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds [M, R],
 A [R, K], dx [M, K]. A block of W has the same scale in both directions, so that its bytes serve both: no second copy.
 
-cuBLASLt multiplies the blocks themselves, for sizes that it takes, on a copy of Wᵀ that is made for the call. PyTorch's
-way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. The branch comes
-after the product.
+csrc/ops/fp8_gemm on Hopper turns W on its way through the registers, adds the branch there and rounds dx once. cuBLASLt
+multiplies the blocks themselves, for sizes that it takes, on a copy of Wᵀ that is made for the call. PyTorch's way
+dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. Behind these two the
+branch comes after the product.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_w
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops import checks
-from lorakernels.ops.fp8_block_linear import check_scales, chosen_product
+from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
+from lorakernels.ops.fp8_grad_input import by_csrc as by_csrc_product
+from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
 from lorakernels.ops.hardware import why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
@@ -94,6 +97,34 @@ def check(
     checks.dropped(dropout, rows, cols, dy.data.device)
 
 
+def why_not_csrc_kernel(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    if why_not := why_not_gaps(dy=dy.scale_inv, weight=weight.scale_inv):
+        return why_not
+    return why_not_csrc_product(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
+
+
+def by_csrc(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """One kernel of csrc, for any rank, on W as it lies."""
+    return by_csrc_product(dy, fp8_dtype, weight._replace(t=None), ds, lora_A, dropout, out_dtype)
+
+
 def by_torch(
     dy: Scaled,
     fp8_dtype: torch.dtype,
@@ -154,10 +185,11 @@ fp8_block_grad_input = define(
         fake,
         check,
         (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
             Implementation("torch", by_torch),
         ),
-        chosen_product,
+        chosen_blocks,
     ),
     "(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv, Tensor? ds,"
     " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"

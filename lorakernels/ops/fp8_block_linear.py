@@ -107,9 +107,8 @@ def why_not_csrc_kernel(
     residual: Tensor | None = None,
 ) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
-    for label, scales in (("x", x.scale_inv), ("weight", weight.scale_inv)):
-        if scales is not None and not scales.is_contiguous():
-            return f"{label}_scale_inv must be contiguous, found strides {scales.stride()}"
+    if why_not := why_not_gaps(x=x.scale_inv, weight=weight.scale_inv):
+        return why_not
     return why_not_csrc_linear(x, weight, bias, up, out_dtype, False, residual)
 
 
@@ -125,6 +124,15 @@ def by_csrc(
     y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
     launch_csrc(y, x, weight, bias, up, False, residual)
     return y
+
+
+def why_not_gaps(**scales: Tensor | None) -> str | None:
+    """None if the scales, by their operand's name, have no gaps, as csrc reads them; otherwise the reason why not."""
+    for operand, scale_inv in scales.items():
+        if scale_inv is not None and not scale_inv.is_contiguous():
+            strides = scale_inv.stride()
+            return f"{operand}_scale_inv must be contiguous, found strides {strides}"
+    return None
 
 
 def by_torch(
@@ -181,11 +189,6 @@ def chosen_blocks(place: Place) -> tuple[str, str]:
     if not why_not_wgmma_gemm(place.capability, n, k):
         sizes = "" if place.sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
         return "csrc", f"one kernel for bf16 and fp16, any rank{sizes}, under BlockScaling alone"
-    return chosen_product(place)
-
-
-def chosen_product(place: Place) -> tuple[str, str]:
-    """The same where the adapter's term is added behind the product."""
     why_not = why_not_cublaslt_blocks(place.capability, (4, 16, 512), torch.bfloat16)
     if why_not:
         return "torch", "dequantized matmul, 2 bytes a weight of scratch, under BlockScaling alone"

@@ -177,7 +177,8 @@ def by_csrc(
     out_dtype: torch.dtype,
     split: bool = True,
 ) -> Tensor:
-    """One kernel of csrc, for any rank."""
+    """One kernel of csrc, for any rank. A weight_scale_inv of blocks is 2-D."""
+    assert weight.scale_inv is not None
     (rows, depth), cols = dy.data.shape, weight.data.shape[1]
     ds, lora_A = _factors(ds, lora_A, out_dtype)
     rank = 0 if lora_A is None else lora_A.shape[0]
@@ -185,12 +186,15 @@ def by_csrc(
         ds = lora_A = None
     mask = dropout if lora_A is not None and drops(dropout) else None
     multiprocessors = multiprocessors_of(dy.data.get_device())
+    in_blocks = weight.scale_inv.dim() == 2
     turned = weight.t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
     how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
+    how = "turned blocks" if in_blocks else how
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
+    run = extension().fp8_block_grad_input if in_blocks else extension().fp8_grad_input
     a_dtype = name(out_dtype if lora_A is None else lora_A.dtype)
     dx = dy.data.new_empty((rows, cols), dtype=out_dtype)
-    extension().fp8_grad_input(
+    run(
         (dx, ds, lora_A),
         dy,
         weight._replace(t=None) if turned else weight,

@@ -112,7 +112,8 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     refuse(op, "col0 must be a multiple of 8, got " + std::to_string(params.dropout.first_col));
   }
   if (params.v_dtype != params.dtype && params.v_dtype != FloatType::kFloat32) {
-    refuse(op, op == "fp8_grad_input" ? "a_dtype must be dtype or 'float32'" : "b_dtype must be dtype or 'float32'");
+    refuse(op, op == "fp8_grad_input" || op == "fp8_block_grad_input" ? "a_dtype must be dtype or 'float32'"
+                                                                      : "b_dtype must be dtype or 'float32'");
   }
   const std::pair tile{params.tile_rows, params.tile_cols};
   if (params.groups > 0) {
@@ -125,9 +126,11 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     return;
   }
   if (params.in_blocks) {
-    if (tile != std::pair{128, 128} && tile != std::pair{192, 128} && tile != std::pair{128, 256}) {
-      refuse(op, "a tile of blocks is 128 × 128, 192 × 128 or 128 × 256, got " + std::to_string(tile.first) + " × " +
-                     std::to_string(tile.second));
+    const bool takes = tile == std::pair{128, 128} || tile == std::pair{192, 128} ||
+                       (tile == std::pair{128, 256} && !params.untransposed);
+    if (!takes) {
+      refuse(op, "a tile of blocks is 128 × 128, 192 × 128, or 128 × 256 for y, got " + std::to_string(tile.first) +
+                     " × " + std::to_string(tile.second));
     }
     return;
   }
@@ -184,8 +187,9 @@ void fp8_block_linear(const LinearOut& out, const Scaled& x, const Weight& weigh
   submit("fp8_block_linear", params, &launch_fp8_block_linear, where.stream, where.device);
 }
 
-void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, const std::optional<Dropout>& dropout,
-                    const ProductSizes& sizes, const GradTypes& types, const Tiles& tiles, const Where& where) {
+Fp8GemmParams grad_params(const GradOut& out, const Scaled& dy, const Weight& weight,
+                          const std::optional<Dropout>& dropout, const ProductSizes& sizes, const GradTypes& types,
+                          const Tiles& tiles) {
   Fp8GemmParams params = gemm_params(dy, weight.t.value_or(weight.data), weight.scale_inv, sizes, tiles);
   params.out = out.dx.as<void>(), params.untransposed = !weight.t;
   params.u = out.ds.as<const void>(), params.v = out.A.as<const void>();
@@ -193,9 +197,26 @@ void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, 
   params.dropped = dropout ? dropout->dropped.as<const uint32_t>() : nullptr;
   params.dtype = half_type("dtype", types.dtype), params.v_dtype = float_type("a_dtype", types.a_dtype);
   params.is_e5m2 = is_e5m2("format", types.format);
+  return params;
+}
+
+void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, const std::optional<Dropout>& dropout,
+                    const ProductSizes& sizes, const GradTypes& types, const Tiles& tiles, const Where& where) {
+  const Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
   check("fp8_grad_input", params);
   const auto launch = params.untransposed ? launch_fp8_grad_input_untransposed : launch_fp8_grad_input;
   submit("fp8_grad_input", params, launch, where.stream, where.device);
+}
+
+void fp8_block_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight,
+                          const std::optional<Dropout>& dropout, const ProductSizes& sizes, const GradTypes& types,
+                          const Tiles& tiles, const Where& where) {
+  constexpr auto kOp = "fp8_block_grad_input";
+  Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
+  params.in_blocks = true;
+  if (!params.untransposed) refuse(kOp, "the weight is taken untransposed; weight.t must be None");
+  check(kOp, params);
+  submit(kOp, params, &launch_fp8_block_grad_input, where.stream, where.device);
 }
 
 void put_groups(Fp8GemmParams& params, const GroupedWeight& weight) {
@@ -241,6 +262,9 @@ void register_fp8_gemm(py::module_& m) {
   m.def("fp8_grad_input", &fp8_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("dropout"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
         "rows of ds are multiples of 8; with weight.t, that is multiplied");
+  m.def("fp8_block_grad_input", &fp8_block_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"),
+        py::arg("dropout"), py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
+        "with scales of 1 × 128 of dy and 128 × 128 of the weight; rows of ds are multiples of 8");
   m.def("grouped_linear_lora", &grouped_linear_lora, py::arg("y"), py::arg("x"), py::arg("weight"), py::arg("up"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of s and B are multiples of 8");
   m.def("grouped_grad_input", &grouped_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("sizes"),

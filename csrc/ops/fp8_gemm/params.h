@@ -73,7 +73,9 @@ void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* strea
 // With groups; in bf16, tiles of 128 rows, no bias, residual or mask. The gradient takes the weight untransposed.
 void launch_grouped_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_grouped_grad_input(const Fp8GemmParams& params, void* stream, int device);
-// With scales of blocks. right_scale_inv is [⌈cols / 128⌉, ⌈depth / 128⌉].
+// With scales of blocks. right_scale_inv is [⌈cols / 128⌉, ⌈depth / 128⌉], for the gradient [⌈depth / 128⌉, ⌈cols /
+// 128⌉], which takes the weight untransposed.
 void launch_fp8_block_linear(const Fp8GemmParams& params, void* stream, int device);
+void launch_fp8_block_grad_input(const Fp8GemmParams& params, void* stream, int device);
 
 }  // namespace lorakernels

@@ -10,8 +10,12 @@ namespace {
 
 template <Product kProduct, Shape kShape, int kRankStep>
 struct BlockTiling : Tiling<kProduct, kShape, kRankStep> {
+  using Base = Tiling<kProduct, kShape, kRankStep>;
   static constexpr bool kScaledBlocks = true;
-  static constexpr bool kPairs = kShape == Shape::kSmall;  // registers hold two sums of a step
+  static constexpr bool kPairs = Base::kLinear && kShape == Shape::kSmall;  // registers hold two sums of a step
+  static constexpr int kOffsetFactors = (Base::kBytes + 15) / 16 * 16;      // of rows, twice for each warpgroup
+  static constexpr int kBytes = kOffsetFactors + (Base::kUntransposed ? 2 * Base::kConsumers * Base::kRows * 4 : 0);
+  static constexpr bool kFits = kBytes <= 227 * 1024;
 };
 
 template <Product kProduct, typename T, bool kE5M2, Shape kShape, int kRankStep>
@@ -21,7 +25,8 @@ __global__ void __launch_bounds__(BlockTiling<kProduct, kShape, kRankStep>::kThr
                           const __grid_constant__ Fp8GemmParams params) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = BlockTiling<kProduct, kShape, kRankStep>;
-  using Multiplies = Consumer<T, kE5M2, true, Tile, kRankStep>;
+  using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, true, Tile, kRankStep>,
+                                        Consumer<T, kE5M2, true, Tile, kRankStep>>;
   compute_tiles<T, Tile, Multiplies, kRankStep, Tile::kPairs ? kPartSteps : 1>(left, right, out, residual, params);
 #endif
 }

@@ -24,7 +24,7 @@ struct UntransposedConsumer {
   static constexpr int kPieceBytes = kPieceRows * kBlockRows * 2;
   // Of the 4 operands of 32 along depth that a step has, how many are loaded at a time. The registers hold twice as
   // many, since half of them are multiplied meanwhile.
-  static constexpr int kLoads = kSplits && kSums > 64 ? 2 : 4;
+  static constexpr int kLoads = kSplits && (kSums > 64 || Tile::kScaledBlocks) ? 2 : 4;
   using Words = uint32_t[2][kLoads][4];
   const Fp8GemmParams& params;
   uint32_t base;
@@ -96,14 +96,68 @@ struct UntransposedConsumer {
     }
   }
 
-  __device__ void sum_up(Ring& ring) {
+  // Where the factor of a row of the tile is, of a step of either parity. A thread's rows 8 j + {0, 1} and, for an even
+  // j, 8 (j + 1) + {0, 1} are neighbours there, beyond the 2 (lane % 4) of its first.
+  __device__ uint32_t factor_of(int row, uint32_t step) const {
+    const int at = row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+    return base + Tile::kOffsetFactors + ((group * 2 + step % 2) * Tile::kRows + at) * 4;
+  }
+
+  // The sums of operands with scales of 1 × 128 and 128 × 128: a step's products are summed by the tensor cores, times
+  // the scales and over the steps by fp32. The tile's columns share a block of the weight. (row, col): where it begins.
+  __device__ void sum_scaled_blocks(Words& words, Ring& ring, uint32_t from, uint32_t even, int row, int col) {
+    constexpr int kEach = (Tile::kRows + 127) / 128;  // factors that a thread fetches for its warpgroup
+    const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));
+    const uint32_t blocks = Tiles<Tile>::count(params.cols, kBlockCols), block = col / kBlockCols;
+    const int thread = threadIdx.x % 128;
+    uint32_t before = 0;
+    float factor[kEach], part[kSums];
+    const auto fetch = [&](uint32_t step) {
+      const float scale = params.right_scale_inv[step * blocks + block];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const uint32_t at = min(row + thread + i * 128u, rows - 1);  // what lies beyond the rows is not stored
+        factor[i] = params.left_scale_inv[step * rows + at] * scale;
+      }
+    };
+    clear(part), clear(sum);
+    fetch(0);
+#pragma unroll 1
+    for (uint32_t step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (i * 128 + 128 <= Tile::kRows || thread < Tile::kRows % 128) {
+          store_float(factor_of(i * 128 + thread, step), factor[i]);
+        }
+      }
+      if (step + 1 < steps) fetch(step + 1);
+      multiply<1, false>(part, words, ring, from, even, step + 1 < steps, before);
+      meet_group();
+      wgmma_wait();
+      settle(part);
+      done_with(before);
+#pragma unroll
+      for (int j = 0; j < kSums / 4; j += 2) {
+        uint32_t word[4];
+        lorakernels::load_words(word, factor_of(8 * j + lane % 4 * 2, step));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          sum[4 * j + i] += part[4 * j + i] * __uint_as_float(word[i / 4 * 2 + i % 2]);
+        }
+      }
+    }
+  }
+
+  __device__ void sum_up(Ring& ring, int row, int col) {
     const uint32_t from = Tile::kBytesLeft + Rows::offset(row_to_load(), group * 4 + warp());
     uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064, before = 0;
     asm volatile("" : "+r"(even));  // stays in a register: the compiler would compute it again in the loop
     Words words;
     wait_for(ring.full(), ring.round);
     load_words(words[0], ring.tile() + from, even);
-    if constexpr (kSplits) {
+    if constexpr (Tile::kScaledBlocks) {
+      sum_scaled_blocks(words, ring, from, even, row, col);
+    } else if constexpr (kSplits) {
       float part[kSums];
       clear(part), clear(sum);
 #pragma unroll 1
@@ -198,13 +252,13 @@ struct UntransposedConsumer {
   }
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap&, Extras<Tile, kRankStep> extras) {
-    float scale = Tile::kGrouped ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
+    float scale = Tile::kScaledBlocks ? 1.0f : Tile::kGrouped ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       const int of = tiles.group(params);
       if (of < 0) continue;
       if (Tile::kGrouped) scale = params.left_scale_inv[of] * params.right_scale_inv[of];
-      sum_up(ring);
+      sum_up(ring, tiles.row(), tiles.col());
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         if (params.rank > 0) {
