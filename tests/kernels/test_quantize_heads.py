@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from lorakernels.kernels.triton import quantize_heads as kernels
 from lorakernels.numerics import fp8_attention as numerics
 from lorakernels.numerics.fp8 import E4M3
-from tests.kernels.by_triton import interpret
+from tests.kernels.by_triton import interpret, sm90_code, spills
 
 HEADS, KV_HEADS = 4, 2
 # what is put into q, k or v, and where: (tensor, value)
@@ -86,6 +87,35 @@ def test_the_gpu_agrees_with_the_reference(dtype: torch.dtype) -> None:
 )
 def test_scales_are_the_largest_powers_of_two(amax: float, scale: float) -> None:
     assert numerics.power_of_two_scale(torch.tensor([amax])).item() == scale
+
+
+STRIDES = {f"{x}_{of}": "i32" for x in "qkv" for of in ("batch", "head", "token")}
+THREE = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "M": "i32", "T": "i32", **STRIDES}
+SIZES = {"HEADS": 64, "KV_HEADS": 8, "D": 128, "TOKENS": kernels.TOKENS}
+OF_OUT = {"FIRST": numerics.OF_OUT, "Q_END": 64, "K_END": 64}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (kernels._amax_kernel, {"amaxes": "*fp32", **THREE}, SIZES),
+        (
+            kernels._quantize_kernel,
+            {"data": "*u8", "factors": "*fp32", "amaxes": "*fp32", **THREE},
+            {**SIZES, "NATIVE": True},
+        ),
+        (
+            kernels._dequantize_kernel,
+            {"to": "*bf16", "data": "*u8", "factors": "*fp32", "M": "i32"},
+            {**OF_OUT, "HEADS": 64, "D": 128, "TOKENS": kernels.TOKENS, "NATIVE": True},
+        ),
+    ],
+    ids=["amax", "quantize", "dequantize"],
+)
+def test_hopper_code_spills_nothing(
+    kernel: Any, types: dict[str, str], constants: dict[str, object], tmp_path: Any
+) -> None:
+    assert not spills(Counter(sm90_code(kernel, types, constants, kernels.WARPS, tmp_path)))
 
 
 if __name__ == "__main__":
