@@ -53,7 +53,8 @@ class Scaled(NamedTuple):
 
     Attributes:
         data: its elements, or uint8 bytes of an FP8 type.
-        scale_inv: fp32 [1], by which FP8 bytes are multiplied; None for a plain operand.
+        scale_inv: fp32 [1], by which FP8 bytes are multiplied, or [⌈K/128⌉, M] for each 1 × 128 of them; None for a
+            plain operand.
     """
 
     data: Tensor

@@ -21,7 +21,7 @@ from lorakernels import ops
 from lorakernels.autograd.linear_values import Adapter
 from lorakernels.autograd.lora_linear import check_input
 from lorakernels.config import BlockScaling
-from lorakernels.numerics.blocks import blocks_of, dequantize_rows
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import numbers_of
@@ -147,8 +147,7 @@ def block_linear_backward(
         dB = dB if s is None else found
     if x8 is not None and ds is not None:
         assert lora_A is not None
-        x = dequantize_rows(Scaled(x8, x_scale_inv), dtype=dy.dtype)
-        dA = _run(ops.lora_grad_a, ds, Scaled(x), mask, lora_A.dtype)
+        dA = _run(ops.lora_grad_a, ds, Scaled(x8, x_scale_inv), mask, lora_A.dtype)
     if weight is not None:
         dy8 = Scaled(*_run(ops.quantize_blocks, dy, backward_dtype, power_of_two))
         frozen = Weight(weight, weight_scale_inv)

@@ -4,7 +4,8 @@
 ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes
 of e4m3, 2MK of a plain x. It draws the mask on the way, or reads MK / 8 bytes of one that was drawn before. The product
 runs on the tensor cores in ds's dtype, in which e4m3 is exact. Its fp32 sums have an order that depends on the shape
-alone. They are multiplied by scale_inv and the dropout factor, and then rounded once.
+alone. They are multiplied by scale_inv and the dropout factor, and then rounded once. With a scale for each 1 × 128 of
+x, [⌈K/128⌉, M], its elements are multiplied by theirs in fp32 and rounded to ds's dtype before the product.
 
 PyTorch's kernels first write D(x) in ds's dtype and then read it: another 4MK bytes. They sum fp16 in fp32, because the
 sum before scale_inv could pass 65504, where fp16 ends.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import RankSizes, name, where
+from lorakernels.numerics.blocks import blocks_of, dequantize_rows
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import product
@@ -35,10 +37,10 @@ def reference(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.d
     """dA [R, K] in `out_dtype`; the mask is drawn, also where `dropout.dropped` has it.
 
     Raises:
-        ValueError: the slot, or a mask that has been drawn already, does not fit.
+        ValueError: the slot, a mask that has been drawn already, or the scales of blocks do not fit.
     """
     check(ds, x, dropout, out_dtype)
-    xd, factor = masked(dequantize(x), dropout)
+    xd, factor = masked(dequantize_rows(x) if in_blocks(x) else dequantize(x), dropout)
     return ((ds.float().t() @ xd) * factor).to(out_dtype)
 
 
@@ -47,9 +49,18 @@ def fake(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype)
 
 
 def check(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> None:
-    """ValueError if the slot, or a mask that has been drawn already, does not fit."""
+    """ValueError if the slot, a mask that has been drawn already, or the scales of blocks do not fit."""
     checks.slot(dropout, x.data.device)
-    checks.dropped(dropout, x.data.shape[0], x.data.shape[1], x.data.device)
+    (rows, cols), scale_inv = x.data.shape, x.scale_inv
+    checks.dropped(dropout, rows, cols, x.data.device)
+    if scale_inv is not None and in_blocks(x) and scale_inv.shape != (blocks_of(cols), rows):
+        expected = [blocks_of(cols), rows]
+        raise ValueError(f"x_scale_inv must be [1] or {expected}, found {list(scale_inv.shape)}")
+
+
+def in_blocks(x: Scaled) -> bool:
+    """Whether each 1 × 128 of x has a scale of its own."""
+    return x.scale_inv is not None and x.scale_inv.dim() == 2
 
 
 def why_not_csrc_kernel(
@@ -71,6 +82,8 @@ def why_not_csrc_kernel(
         return f"rank {ds.shape[1]} is not in 1 to {MAX_RANK}"
     if data.data_ptr() % 16 or not data.is_contiguous():
         return f"x must be contiguous and 16-byte aligned, found strides {data.stride()}"
+    if x.scale_inv is not None and not x.scale_inv.is_contiguous():
+        return f"x_scale_inv must be contiguous, found strides {x.scale_inv.stride()}"
     return None
 
 
@@ -95,7 +108,7 @@ def by_csrc(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dty
     ext.lora_grad_a(
         (dA, partial),
         (ds, ds.stride(0)),
-        x,
+        (*x, in_blocks(x)),
         RankSizes(rows, cols, rank),
         (name(ds.dtype), name(out_dtype)),
         dropout if drops(dropout) else None,
@@ -119,6 +132,8 @@ def by_torch(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dt
     """One PyTorch kernel after the other, for any dtype, shape and stride."""
     if ds.dtype == torch.float16:
         return reference(ds, x, dropout, out_dtype)
+    if in_blocks(x):
+        x = Scaled(dequantize_rows(x, dtype=ds.dtype))
     data, scale_inv = x
     values = (data if scale_inv is None else data.view(E4M3)).to(ds.dtype)
     xd, factor = masked(values, dropout)

@@ -39,13 +39,18 @@ REGISTERS = {
     "bias_grad_kernel": 64,
 }
 DRAWING_REGISTERS = 168  # quantize_grad_kernel<…, kDraws = true>
-SPILLED_BYTES = {"fp8_gemm_kernel": 48}  # written and read once a tile, outside of the loops
+SPILLED_BYTES = {  # written and read once a tile, outside of the loops; lora_grad_a: 4 bytes a step, drawing at rank 32
+    "fp8_gemm_kernel": 48,
+    "fp8_block_gemm_kernel": 48,
+    "lora_grad_a_kernel": 8,
+}
 # what the kernel is written for: products of FP8 and of 16-bit operands by warpgroups, and the tensor copy engine
 INSTRUCTIONS = {
     "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
     "sm90_grouped_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "fp8_block_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
     "sm90_grad_input_untransposed.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
+    "sm90_block_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},
     "quantize_lora_down_boxes_kernel": {"HMMA", "UTMALDG"},

@@ -18,6 +18,13 @@ struct Out {
   static constexpr auto members() { return in_order(&Out::dA, &Out::partial); }
 };
 
+struct Factors {
+  Address data, scale_inv;
+  bool in_blocks;  // scale_inv has one for each 1 × 128
+
+  static constexpr auto members() { return in_order(&Factors::data, &Factors::scale_inv, &Factors::in_blocks); }
+};
+
 struct Rows {
   Address data;
   int64_t pitch;  // elements between two rows
@@ -53,12 +60,13 @@ void check_layout(uintptr_t addresses, int64_t cols, int64_t ds_pitch, uint32_t 
   }
 }
 
-void lora_grad_a(const Out& out, const Rows& ds, const Scaled& x, const RankSizes& sizes, const Dtypes& dtypes,
+void lora_grad_a(const Out& out, const Rows& ds, const Factors& x, const RankSizes& sizes, const Dtypes& dtypes,
                  const std::optional<Dropout>& dropout, const Where& where) {
   const auto [rows, cols, rank] = sizes;
   const Address dropped = dropout ? dropout->dropped : Address{};
   const DropoutParams draw = params_of(dropout);
   check_shape(rows, cols, rank);
+  if (x.in_blocks && x.scale_inv.value == 0) throw std::invalid_argument("lora_grad_a: blocks need x.scale_inv");
   check_layout(out.dA.value | out.partial.value | ds.data.value | x.data.value | dropped.value, cols, ds.pitch,
                draw.first_col, x.scale_inv.value != 0);
   const LoraGradAParams params{out.dA.as<void>(),
@@ -73,7 +81,8 @@ void lora_grad_a(const Out& out, const Rows& ds, const Scaled& x, const RankSize
                                half_type("dtype", dtypes.first),
                                float_type("out_dtype", dtypes.second),
                                draw,
-                               dropped.as<const uint32_t>()};
+                               dropped.as<const uint32_t>(),
+                               x.in_blocks};
   submit("lora_grad_a", params, &launch_lora_grad_a, where.stream, where.device);
 }
 

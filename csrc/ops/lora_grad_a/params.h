@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // dA = dsᵀ D(x),  D(x) = mask ⊙ x / (1 − p), in one read of x [rows, cols], which is e4m3 bytes or has ds's dtype.
 // The mask is drawn by this kernel, or given as an earlier one drew it. Products run on the tensor cores in ds's dtype,
-// in which e4m3 is exact, with fp32 accumulation. They are summed in an order that depends on LoraGradAGrid alone. 1 /
-// (1 − p) and scale_inv are applied to the sum, which is rounded once.
+// in which e4m3 is exact, with fp32 accumulation. A scale for each 1 × 128 of x is multiplied in before, and rounded.
+// They are summed in an order that depends on LoraGradAGrid alone. 1 / (1 − p) and scale_inv are applied to the sum,
+// which is rounded once.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,7 @@ struct LoraGradAParams {
   float* partial;          // [slices, rank, cols] of LoraGradAGrid, 16-byte aligned
   const void* ds;          // [rows, rank], rows ds_pitch elements apart, 16-byte aligned
   const void* x;           // [rows, cols], row-major without gaps, 16-byte aligned
-  const float* scale_inv;  // [1]: x is e4m3 bytes; null: x has ds's dtype
+  const float* scale_inv;  // [1], or in_blocks [⌈cols / 128⌉, rows]: x is e4m3 bytes; null: x has ds's dtype
   int64_t rows;            // elements, below 2^31 - 2^16
   int64_t cols;            // elements, a multiple of 8, of 16 with scale_inv; below 2^31
   int64_t rank;            // 1 to 128
@@ -34,6 +35,7 @@ struct LoraGradAParams {
   FloatType out_dtype;
   DropoutParams dropout;
   const uint32_t* dropped;  // [rows, dropped_words(cols)], the mask; null: draw it
+  bool in_blocks;           // each 1 × 128 of x has a scale
 };
 
 // Visits what a LaunchList replaces (host/launch_list.h).

@@ -26,6 +26,7 @@ constexpr uint32_t kLowSigns = 0xDD99,
                    kHighSigns = 0xFFBB;  // the sign bits of the low, or of the high halves; two bytes each
 
 enum class Mask { kNone, kDrawn, kGiven };
+enum class Of { kPlain, kFp8, kFp8Blocks };  // x: has ds's dtype; is e4m3 bytes with one scale, or one for each 1 × 128
 
 // A draw whose sign bits say what is dropped, as Threshold::apply leaves it, from 32 columns' bits (device/dropout.h).
 __device__ PhiloxDraw signs_of_bits(uint32_t bits, uint32_t draw) {
@@ -50,28 +51,37 @@ __device__ uint2 halves_of_e4m3(uint32_t bytes) {
 }
 
 // Eight columns of two rows in T, with zeros where the signs of `first` and `second` drop them. A word holds both rows'
-// element of one column, as an MMA takes them.
-template <typename T, bool kFp8, bool kDropout>
+// element of one column, as an MMA takes them. `scales` are the two rows', of kFp8Blocks.
+template <typename T, Of kOf, bool kDropout>
 struct Pairs {
+  static constexpr bool kFp8 = kOf != Of::kPlain, kBlocks = kOf == Of::kFp8Blocks;
   uint32_t word[8];
 
-  __device__ Pairs(const uint32_t* row, const uint32_t* next, const PhiloxDraw& first, const PhiloxDraw& second) {
+  __device__ Pairs(const uint32_t* row, const uint32_t* next, const PhiloxDraw& first, const PhiloxDraw& second,
+                   [[maybe_unused]] float2 scales) {
 #pragma unroll
     for (int two = 0; two < 4; ++two) {  // columns 2 two, 2 two + 1
       const uint32_t a = first.word[two], b = second.word[two];
       uint32_t &low = word[2 * two], &high = word[2 * two + 1];
       if constexpr (kFp8) {
         uint32_t bytes = permuted(row[two / 2], next[two / 2], two % 2 == 0 ? kLowBytes : kHighBytes);
-        if constexpr (kDropout) bytes &= ~permuted(a, b, kSignsInTurn);
+        if constexpr (kDropout && !kBlocks) bytes &= ~permuted(a, b, kSignsInTurn);
         const uint2 halves = halves_of_e4m3(bytes);
         low = halves.x, high = halves.y;
-        if constexpr (!std::is_same_v<T, __half>) {
+        if constexpr (kBlocks) {
+          const float2 in_low = unpacked<__half>(low), in_high = unpacked<__half>(high);
+          low = packed<T>(in_low.x * scales.x, in_low.y * scales.y);
+          high = packed<T>(in_high.x * scales.x, in_high.y * scales.y);
+        } else if constexpr (!std::is_same_v<T, __half>) {
           const float2 in_low = unpacked<__half>(low), in_high = unpacked<__half>(high);
           low = packed<T>(in_low.x, in_low.y), high = packed<T>(in_high.x, in_high.y);
         }
       } else {
         low = permuted(row[two], next[two], kLowHalves), high = permuted(row[two], next[two], kHighHalves);
-        if constexpr (kDropout) low &= ~permuted(a, b, kLowSigns), high &= ~permuted(a, b, kHighSigns);
+      }
+      // a scale may be NaN, and what is dropped is 0
+      if constexpr (kDropout && (!kFp8 || kBlocks)) {
+        low &= ~permuted(a, b, kLowSigns), high &= ~permuted(a, b, kHighSigns);
       }
     }
   }
@@ -145,27 +155,52 @@ struct RingBits {
   }
 };
 
-template <bool kFp8, int kRank, Mask kMask>
+// The same for the rows' scales.
+template <int kStages, int kRows>
+struct RingScales {
+  static constexpr int kBytesOfBlock = kStages * kRows * 4 * (kThreads / 32);
+  float* base;
+
+  __device__ explicit RingScales(void* shared)
+      : base(static_cast<float*>(shared) + threadIdx.x / 32 * (kStages * kRows)) {}
+
+  static __device__ uint32_t copied_row() { return threadIdx.x % 32; }
+  __device__ void copy(int stage, const float* source, bool inside) const {
+    if (copied_row() >= kRows) return;
+    copy_async<4>(shared_address(base + stage * kRows + copied_row()), source, inside);
+  }
+
+  __device__ float scale(int stage, uint32_t row) const { return base[stage * kRows + row]; }
+};
+
+template <Of kOf, int kRank, Mask kMask>
 struct Tiling {
+  static constexpr bool kFp8 = kOf != Of::kPlain, kBlocks = kOf == Of::kFp8Blocks;
   static constexpr int kRows = !kFp8 && kRank <= 32 ? 2 : 4;  // that a thread has in a step
   static constexpr bool kGiven = kMask == Mask::kGiven, kFullRing = kFp8 && kRank == 64 && kGiven;
   static constexpr int kStages = (kFp8 || kRows == 2) && !kFullRing ? 4 : 3;
   using RingX = Ring<kStages, 4 * kRows, kFp8 ? 8 : 16>;
   using RingDs = Ring<kStages, 4 * kRows, kRank / 4>;
   using Bits = RingBits<kStages, 4 * kRows>;
+  using Scales = RingScales<kStages, 4 * kRows>;
   static constexpr int kTiles = kRank / 16;
   using Sums = float[8][kTiles][4];  // a thread's part of tiles of 16 ranks × 8 columns
-  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + (kGiven ? Bits::kBytesOfBlock : 0);
+  static constexpr int kRingBytes = RingX::kBytesOfBlock + RingDs::kBytesOfBlock + (kGiven ? Bits::kBytesOfBlock : 0) +
+                                    (kBlocks ? Scales::kBytesOfBlock : 0);
   static constexpr int kBytes = std::max(kRingBytes, static_cast<int>(kThreads / 2 * sizeof(Sums)));
   static_assert(kBytes <= 99 * 1024, "what every GPU from sm_86 on has");
+  static_assert(!kBlocks || Grid::kStripCols == 128, "a block's columns share their scales");
 };
 
-// sum += dsᵀ D(x) of 4 kRows rows. ds, x and dropped are a thread's numbers of each row, and its draws as signs.
-template <typename T, bool kFp8, bool kDropout, int kRows, int kTiles, int kWords>
+// sum += dsᵀ D(x) of 4 kRows rows. ds, x, dropped and scale are a thread's numbers of each row, and its draws as signs.
+template <typename T, Of kOf, bool kDropout, int kRows, int kTiles, int kWords>
 __device__ void add_products(float (&sum)[8][kTiles][4], const uint32_t (&ds)[kRows][kTiles],
-                             const uint32_t (&x)[kRows][kWords], const PhiloxDraw (&dropped)[kRows]) {
-  const Pairs<T, kFp8, kDropout> upper(x[0], x[1], dropped[0], dropped[1]);
-  const Pairs<T, kFp8, kDropout> lower(x[kRows - 2], x[kRows - 1], dropped[kRows - 2], dropped[kRows - 1]);
+                             const uint32_t (&x)[kRows][kWords], const PhiloxDraw (&dropped)[kRows],
+                             const float (&scale)[kRows]) {
+  constexpr int kLast = kRows - 1;
+  const Pairs<T, kOf, kDropout> upper(x[0], x[1], dropped[0], dropped[1], {scale[0], scale[1]});
+  const Pairs<T, kOf, kDropout> lower(x[kLast - 1], x[kLast], dropped[kLast - 1], dropped[kLast],
+                                      {scale[kLast - 1], scale[kLast]});
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const uint32_t a0 = permuted(ds[0][tile], ds[1][tile], kLowHalves);
@@ -215,13 +250,13 @@ __device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t co
 // of one draw. The MMAs contract over the rows, whose order is free if both operands share it, so a thread gives its
 // own rows. Column g of an MMA is one of the thread's 8 columns. Rows g and g + 8 of the i-th MMA over the ranks are
 // ranks kRank / 8 · g + 2 i and the next one.
-template <typename T, bool kFp8, int kRank, Mask kMask>
+template <typename T, Of kOf, int kRank, Mask kMask>
 __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     lora_grad_a_kernel(const LoraGradAParams params, uint32_t slice_rows) {
-  using Tile = Tiling<kFp8, kRank, kMask>;
+  using Tile = Tiling<kOf, kRank, kMask>;
   using RingX = typename Tile::RingX;
   using RingDs = typename Tile::RingDs;
-  constexpr int kStages = Tile::kStages, kRows = Tile::kRows, kTiles = Tile::kTiles, kElementBytes = kFp8 ? 1 : 2;
+  constexpr int kStages = Tile::kStages, kRows = Tile::kRows, kTiles = Tile::kTiles, kElementBytes = Tile::kFp8 ? 1 : 2;
   constexpr uint32_t kRowStep = Grid::kRowWarps * 4 * kRows;
   extern __shared__ uint4 shared[];
   begin_after_previous_kernel();
@@ -246,6 +281,8 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
   const int64_t words = dropped_words(params.cols);
   uint32_t bits_row = first_row + Tile::Bits::copied_row();
   const uint32_t* bits_ahead = params.dropped + bits_row * words + warp_col / 32;
+  const typename Tile::Scales ring_scales(reinterpret_cast<uint8_t*>(shared) + Tile::kRingBytes -
+                                          Tile::Scales::kBytesOfBlock);
   const auto copy_step = [&](int stage) {
 #pragma unroll
     for (int i = 0; i < RingX::kCopies; ++i) {
@@ -260,6 +297,10 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     if constexpr (kMask == Mask::kGiven) {
       ring_bits.copy(stage, bits_ahead, bits_row < slice_end);
       bits_ahead += kRowStep * words, bits_row += kRowStep;
+    }
+    if constexpr (Tile::kBlocks) {
+      const uint32_t scale_row = x_ahead - RingX::copied_row(0) + Tile::Scales::copied_row();
+      ring_scales.copy(stage, params.scale_inv + blockIdx.x * params.rows + scale_row, scale_row < slice_end);
     }
     commit_copies();
     x_ahead += kRowStep, ds_ahead += kRowStep, x += kRowStep * x_pitch, ds += kRowStep * ds_pitch;
@@ -304,7 +345,13 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
       keys.draw(draws);
       threshold.apply(draws);
     }
-    add_products<T, kFp8, kMask != Mask::kNone>(sum, of_ds, of_x, draws);
+    float scale[kRows]{};  // their stage is written anew in the next step
+    if constexpr (Tile::kBlocks) {
+      const int before = stage == 0 ? kStages - 1 : stage - 1;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) scale[i] = ring_scales.scale(before, 4 * i + t);
+    }
+    add_products<T, kOf, kMask != Mask::kNone>(sum, of_ds, of_x, draws, scale);
   }
 
   wait_for_copies<0>();
@@ -329,8 +376,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraG
   const int64_t fours = params.rank * params.cols / 4;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
   if (i >= fours) return;
-  const float factor =
-      dropout_survivor_scale(params.dropout.threshold) * (params.scale_inv == nullptr ? 1.0f : *params.scale_inv);
+  const float factor = dropout_survivor_scale(params.dropout.threshold) *
+                       (params.scale_inv == nullptr || params.in_blocks ? 1.0f : *params.scale_inv);
   float4 sum{};
 #pragma unroll 8
   for (int slice = 0; slice < slices; ++slice) {
@@ -350,38 +397,39 @@ __global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraG
   }
 }
 
-template <typename T, bool kFp8, int kRank, Mask kMask>
+template <typename T, Of kOf, int kRank, Mask kMask>
 void launch(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
-  const auto kernel = lora_grad_a_kernel<T, kFp8, kRank, kMask>;
-  constexpr int kBytes = Tiling<kFp8, kRank, kMask>::kBytes;
+  const auto kernel = lora_grad_a_kernel<T, kOf, kRank, kMask>;
+  constexpr int kBytes = Tiling<kOf, kRank, kMask>::kBytes;
   const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
                     static_cast<unsigned>(grid.parts));
   launch_kernel(kernel, blocks, kThreads, kBytes, stream, true, params, static_cast<uint32_t>(grid.slice_rows));
 }
 
-template <typename T, bool kFp8, Mask kMask>
+template <typename T, Of kOf, Mask kMask>
 void launch_rank(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
   switch (grid.padded_rank) {
     case 16:
-      return launch<T, kFp8, 16, kMask>(params, grid, stream);
+      return launch<T, kOf, 16, kMask>(params, grid, stream);
     case 32:
-      return launch<T, kFp8, 32, kMask>(params, grid, stream);
+      return launch<T, kOf, 32, kMask>(params, grid, stream);
     default:
-      return launch<T, kFp8, 64, kMask>(params, grid, stream);
+      return launch<T, kOf, 64, kMask>(params, grid, stream);
   }
 }
 
-template <typename T, bool kFp8>
+template <typename T, Of kOf>
 void launch_masked(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
-  if (params.dropout.threshold == 0) return launch_rank<T, kFp8, Mask::kNone>(params, grid, stream);
-  params.dropped == nullptr ? launch_rank<T, kFp8, Mask::kDrawn>(params, grid, stream)
-                            : launch_rank<T, kFp8, Mask::kGiven>(params, grid, stream);
+  if (params.dropout.threshold == 0) return launch_rank<T, kOf, Mask::kNone>(params, grid, stream);
+  params.dropped == nullptr ? launch_rank<T, kOf, Mask::kDrawn>(params, grid, stream)
+                            : launch_rank<T, kOf, Mask::kGiven>(params, grid, stream);
 }
 
 template <typename T>
 void launch_typed(const LoraGradAParams& params, const Grid& grid, cudaStream_t stream) {
-  params.scale_inv != nullptr ? launch_masked<T, true>(params, grid, stream)
-                              : launch_masked<T, false>(params, grid, stream);
+  if (params.in_blocks) return launch_masked<T, Of::kFp8Blocks>(params, grid, stream);
+  params.scale_inv != nullptr ? launch_masked<T, Of::kFp8>(params, grid, stream)
+                              : launch_masked<T, Of::kPlain>(params, grid, stream);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.ops import Dropout, Scaled
 from tests.ops.cases.bias_dropout_add import exact_branch
+from tests.ops.cases.fp8_block_linear import scales, wide_rows
 from tests.ops.contract import (
     BF16,
     FP16,
@@ -45,10 +46,13 @@ def made(
     out: torch.dtype,
     m: Made,
     col0: int = 0,
+    blocks: bool = False,
 ) -> Arguments:
     x = Scaled(m.randn(m.rows, k, dtype=dtype))
     if fp8:
         x = Scaled(bytes_of(m.rows, k, m), torch.full((1,), 0.037, device=m.device))
+    if blocks:
+        x = x._replace(scale_inv=0.037 * scales(m, -(-k // 128), m.rows))
     dropout = m.dropout(p, 7 if col0 else 0, col0) if p else None
     return m.randn(m.rows, rank, dtype=dtype), x, dropout, out
 
@@ -59,6 +63,11 @@ def other(name: str, change: object, m: Made) -> Arguments:
     if name == "ds":
         return change(ds), x, dropout, out  # type: ignore[operator]
     return ds, change(x), dropout, out  # type: ignore[operator]
+
+
+def blocks_for(ds_dtype: torch.dtype, m: Made) -> Arguments:
+    ds, x, dropout, out = made(144, 4, True, 0.1, BF16, FP32, m, blocks=True)
+    return ds.to(ds_dtype), x, dropout, out
 
 
 def column_by_column(x: Scaled) -> Scaled:
@@ -75,12 +84,16 @@ def bound(call: Call) -> Iterator[Checked]:
 
     Tensor cores round what they add to fewer bits than that sum's own: twice as much. PyTorch's kernels round dA before
     the scale, too, and an x of another dtype than ds.
+    An element of x times its block's scale is rounded to ds's dtype: half of its eps.
     """
     ds, x, dropout, _ = call.before
-    xd, d = exact_branch(wide(x), dropout), ds.double().t()
+    in_blocks = x.scale_inv is not None and x.scale_inv.dim() == 2
+    xd, d = exact_branch(wide_rows(x) if in_blocks else wide(x), dropout), ds.double().t()
     size = d.abs() @ xd.abs()
     again = rounded_again(call, BF16)
     coarse = 0.0 if x.scale_inv is not None or x.data.dtype == ds.dtype else again
+    if in_blocks and ds.dtype != FP32:
+        coarse += torch.finfo(ds.dtype).eps / 2
     yield near("dA", call.results[0], d @ xd, size, 2 * (len(ds) + 2), again, coarse)
 
 
@@ -122,6 +135,8 @@ CONTRACTS = (
             "every second column of ds": Case(partial(other, "ds", lambda ds: torch.cat((ds, ds), 1)[:, ::2])),
             "K % 16": Case(partial(made, 72, 4, True, 0.1, BF16, FP32), why_not="K = 72"),
             "rank": Case(partial(made, 64, 129, True, 0.1, BF16, FP32), why_not="rank 129"),
+            "blocks": Case(partial(made, 144, 3, True, 0.5, BF16, FP32, blocks=True)),
+            "blocks, fp32 ds": Case(partial(blocks_for, torch.float32), why_not="ds is torch.float32"),
             "col0": Case(partial(made, 64, 4, True, 0.1, BF16, FP32, col0=4), why_not="col0 = 4"),
             "fp32 ds": Case(partial(other, "ds", lambda ds: ds.float()), why_not="ds is torch.float32"),
             "column by column": Case(partial(other, "x", column_by_column), why_not="x must be contiguous"),
@@ -137,8 +152,20 @@ CONTRACTS = (
             )
             for m, k, r in SIZES
             for fp8, dtype, p in KINDS
+        }
+        | {
+            f"{m}x{k} r{r} x8 in blocks {dtype} p{p:g}": Case(partial(made, k, r, True, p, dtype, FP32, blocks=True), m)
+            for m, k, r in SIZES[::2]
+            for dtype, p in ((BF16, 0.1), (FP16, 0.0))
         },
         {"ds": torch.zeros(3, 4), "x": Scaled(torch.zeros(3, 100)), "dropout": None, "out_dtype": FP32},
-        MASKS,
+        MASKS
+        | {
+            "scales of blocks": Refusal(
+                {"x": Scaled(torch.zeros(3, 100, dtype=UINT8), torch.ones(3, 1))},
+                ValueError,
+                r"x_scale_inv must be \[1\] or \[1, 3\], found \[3, 1\]",
+            )
+        },
     ),
 )  # fmt: skip
