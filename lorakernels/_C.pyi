@@ -148,6 +148,28 @@ def fp8_grad_input(
     where: Where,
 ) -> None: ...
 
+# The same, with scale_inv [⌈K/128⌉, M] of x and dy, and a weight's of 128 × 128; by_column False, weight.t None.
+def fp8_block_linear(
+    out: tuple[Address, Address, Address],
+    x: Scaled,
+    weight: Weight,
+    up: Up | None,
+    sizes: ProductSizes,
+    types: tuple[str, str, str, bool],
+    tiles: Tiles,
+    where: Where,
+) -> None: ...
+def fp8_block_grad_input(
+    out: tuple[Address, Address, Address],
+    dy: Scaled,
+    weight: Weight,
+    dropout: Dropout | None,
+    sizes: ProductSizes,
+    types: tuple[str, str, Literal["e4m3fn", "e5m2"]],
+    tiles: Tiles,
+    where: Where,
+) -> None: ...
+
 # types: of y and s, and of B. Matrices of groups lie one after the other, and so do x's scale_inv.
 def grouped_linear_lora(
     y: Address,
@@ -173,11 +195,11 @@ def grouped_grad_input(
 def lora_grad_a_partial(rows: int, cols: int, rank: int, multiprocessors: int) -> int: ...
 
 # out: dA, and fp32 scratch of lora_grad_a_partial elements; ds: with the elements between two rows; dtypes: of ds (and
-# of x without a scale_inv), and of dA
+# of x without a scale_inv), and of dA; x: its bytes, scale_inv, and whether that has one for each 1 × 128
 def lora_grad_a(
     out: tuple[Address, Address],
     ds: tuple[Address, int],
-    x: Scaled,
+    x: tuple[Address, Address, bool],
     sizes: RankSizes,
     dtypes: tuple[str, str],
     dropout: Dropout | None,

@@ -32,8 +32,10 @@ GEMM = {
 }
 GRAD_INPUT = GEMM | DROPOUT | {"a_dtype": "bfloat16", "format": "e5m2"}
 GROUPED = GEMM | {"rows": 128, "groups": 2}
+LINEAR = GEMM | {"scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16", "weight_t": None}
 SHAPE = {"rows": 64, "cols": 256}
 RANK = SHAPE | {"rank": 8}
+GRAD_A = RANK | DROPOUT | {"ds_pitch": 8, "out_dtype": "bfloat16"}
 DRAWN = DROPOUT | {"dropped": None}  # there is no mask to read
 BIAS = SHAPE | DRAWN | {"bias_dtype": "float32"}
 UPDATE = {"n": 3, "history_len": 4, "fp8_max_forward": 448.0, "fp8_max_backward": 57344.0}
@@ -47,14 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bias_dropout_add_backward": ("bias_dropout_add_backward", BIAS),
     "dropout_mask": ("dropout_mask", SHAPE | DRAWN),
     "dropped_bits": ("dropped_bits", SHAPE | DRAWN),
+    "fp8_block_grad_input": ("fp8_block_grad_input", GRAD_INPUT | {"weight_t": None}),
+    "fp8_block_linear": ("fp8_block_linear", LINEAR | {"by_column": False}),
     "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"weight": 0}),
     "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"weight_t": None}),
-    "fp8_linear_lora": (
-        "fp8_linear_lora",
-        GEMM
-        | {"by_column": True, "scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16"}
-        | {"weight_t": None},
-    ),
+    "fp8_linear_lora": ("fp8_linear_lora", LINEAR | {"by_column": True}),
     "grouped_grad_input": (
         "grouped_grad_input",
         GROUPED | {"a_dtype": "bfloat16", "format": "e5m2"},
@@ -63,7 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "grouped_linear_lora",
         GROUPED | {"splits": False, "scaling": 2.0, "b_dtype": "bfloat16"},
     ),
-    "lora_grad_a": ("lora_grad_a", RANK | DROPOUT | {"ds_pitch": 8, "out_dtype": "bfloat16"}),
+    "lora_grad_a": ("lora_grad_a", GRAD_A | {"in_blocks": False}),
+    "lora_grad_a_of_blocks": ("lora_grad_a", GRAD_A | {"in_blocks": True}),
     "quantize_grad": (
         "quantize_grad",
         RANK

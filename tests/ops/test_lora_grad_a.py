@@ -194,6 +194,7 @@ CALL = {
     "ds": 16,
     "x": 16,
     "scale_inv": 4,
+    "in_blocks": False,
     "rows": 8,
     "cols": 16,
     "rank": 4,

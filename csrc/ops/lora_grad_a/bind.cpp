@@ -20,7 +20,7 @@ struct Out {
 
 struct Factors {
   Address data, scale_inv;
-  bool in_blocks;  // scale_inv has one for each 1 × 128
+  bool in_blocks;  // scale_inv, which is given, has one for each 1 × 128
 
   static constexpr auto members() { return in_order(&Factors::data, &Factors::scale_inv, &Factors::in_blocks); }
 };
@@ -66,7 +66,6 @@ void lora_grad_a(const Out& out, const Rows& ds, const Factors& x, const RankSiz
   const Address dropped = dropout ? dropout->dropped : Address{};
   const DropoutParams draw = params_of(dropout);
   check_shape(rows, cols, rank);
-  if (x.in_blocks && x.scale_inv.value == 0) throw std::invalid_argument("lora_grad_a: blocks need x.scale_inv");
   check_layout(out.dA.value | out.partial.value | ds.data.value | x.data.value | dropped.value, cols, ds.pitch,
                draw.first_col, x.scale_inv.value != 0);
   const LoraGradAParams params{out.dA.as<void>(),
