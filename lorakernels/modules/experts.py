@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from lorakernels.autograd.grouped_linear import ExpertSum, SwiGLU, grouped_linear
 from lorakernels.config import LoRAConfig, clean_path
@@ -64,8 +65,9 @@ class LoRAExperts(nn.Module):
     def num_experts(self) -> int:
         return len(self.gate_up_proj)
 
+    @_disable_dynamo
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The sum of each token's experts, [T, H] in hidden_states' dtype.
+        """The sum of each token's experts, [T, H] in hidden_states' dtype. torch.compile breaks its graph here.
 
         Args:
             hidden_states: [T, H].
@@ -104,7 +106,7 @@ class LoRAExperts(nn.Module):
         return next(filter(None, reasons), None)
 
     def _stacked(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        routing = route(top_k_index, self.num_experts)
+        x, routing = x.contiguous(), route(top_k_index.contiguous(), self.num_experts)
         gate_up = grouped_linear(x, routing, True, stacked(self.gate_up_proj))
         if isinstance(self.act_fn, nn.SiLU) or self.act_fn is nn.functional.silu:
             act = SwiGLU.apply(gate_up)

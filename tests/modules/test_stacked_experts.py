@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors_torch
 import torch
 from torch import Tensor, nn
 
@@ -176,6 +179,45 @@ def test_an_expert_that_differs_keeps_the_stack_apart(monkeypatch: pytest.Monkey
     experts.gate_up_proj[2].merge()
     assert "differ in their adapters" in str(experts.why_not_stacked())
     assert "torch.float16, not bfloat16" in str(experts.why_not_stacked(torch.float16))
+
+
+@pytest.mark.parametrize("choose", [one_by_one, as_a_stack], ids=["one by one", "a stack"])
+def test_a_compiled_model_gives_the_same(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph breaks at the experts, which run as they do without torch.compile, also for other numbers of tokens."""
+    choose(monkeypatch)
+    torch._dynamo.reset()
+    experts = model_of().eval().model.layers[0].mlp.experts
+    compiled = torch.compile(lambda *given: 2 * experts(*given), backend="eager")
+    for tokens in (5, 40):
+        given = Tokens(tokens, tokens=tokens)
+        with torch.no_grad():
+            args = (given.x, given.index, given.weights)
+            assert torch.equal(compiled(*args), 2 * experts(*args))
+
+
+def test_a_copy_and_a_file_of_stacked_experts_are_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each layer's weight is a part of one piece of memory, which a copy has anew and safetensors writes by parts."""
+    as_a_stack(monkeypatch)
+    model = model_of().eval()
+    experts = model.model.layers[0].mlp.experts
+    given = Tokens(1)
+    args = (given.x, given.index, given.weights)
+    with torch.no_grad():
+        expected = experts(*args)
+        state = {
+            k: v.view(torch.uint8) if v.element_size() == 1 else v
+            for k, v in experts.state_dict().items()
+        }
+        safetensors_torch.save_file(state, tmp_path / "experts.safetensors")
+        again = safetensors_torch.load_file(tmp_path / "experts.safetensors")
+        assert all(torch.equal(again[k], v) for k, v in state.items())
+        twin = copy.deepcopy(experts)
+        assert torch.equal(twin(*args), expected)
+        for layer in twin.gate_up_proj:
+            layer.stored.zero_()
+        assert torch.equal(experts(*args), expected) and not torch.equal(twin(*args), expected)
 
 
 def test_on_a_cpu_graphs_are_refused_with_the_reason() -> None:
