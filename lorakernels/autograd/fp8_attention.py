@@ -25,8 +25,8 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaled
 
 WIDTH = 128  # D. With 64 its forward takes 0.075 ms, that of bf16 0.040 (1×1024 tokens, 32 / 8 heads, one H200)
-# Tokens of a row, from which on forward gains more than quantizing, and dequantizing twice, cost. At 4096 tokens of
-# 32 / 8 heads it gains 0.08 ms, and these move 0.3 GB (docs/attention.md)
+# Tokens of a row. Forward and backward are 1.00 to 1.01 × as fast as in bf16 at 4096, 1.03 × (32 / 8 heads) and 1.06 ×
+# (64 / 8) at 8192, 1.10 × at 16384 (one H200, docs/attention.md)
 LEAST = 8192
 PACKED = (
     "cuDNN's FP8 takes no packed sequences on Hopper: take rows that are causal as a whole (finetune: "
@@ -57,8 +57,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
         return why
     if q.shape[2] < LEAST:
         return (
-            f"rows have {q.shape[2]} tokens, and FP8 is faster from {LEAST} on: with quantizing, forward is 1.2 × as "
-            "fast as in bf16 at 4096, which the rest of a step takes back, and 1.2 to 1.35 × at 8192"
+            f"rows have {q.shape[2]} tokens, and FP8 is faster from {LEAST} on: forward and backward were 0.94 × as "
+            "fast as in bf16 at 2048 tokens, 1.00 × at 4096, 1.03 to 1.06 × at 8192, 1.10 × at 16384"
         )
     if any(x.stride(3) != 1 for x in (q, k, v)):
         return "columns of q, k or v do not follow each other in memory"
