@@ -64,6 +64,7 @@ def tables(results: dict[str, list[Row]]) -> str:
         if results.get("sharded_base")
         else "",
         _graphs_table(results.get("graphs", [])),
+        _experts_table(results.get("experts", [])),
         _quality_table(results.get("quality", [])),
         _target_table(results),
     ]
@@ -207,6 +208,36 @@ def _floor_table(rows: list[Row], trained: list[Row]) -> str:
         "What no step over FP8 falls below on this GPU: cuBLASLt's FP8 products, cuDNN's attention and the head's "
         "products of a step, in one graph, at its power limit. Nothing else runs; ours is of the table above "
         f"(`make bench BENCH=floor`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _experts_table(rows: list[Row]) -> str:
+    """A mixture's experts: a line for each provider of each shape."""
+    if not rows:
+        return ""
+    head = [
+        "experts, hidden, ffn, of a token",
+        "",
+        "device, ms",
+        "host, ms",
+        "TFLOP/s",
+        "MiB of a call",
+    ]
+    lines, before = [head, ["---"] * len(head)], ""
+    for row in rows:
+        what = row["shape"].replace("x", ", ")
+        host = number(row["CPU µs"])
+        cells = [row["provider"], row["ms"], "–" if host is None else f"{host / 1e3:.1f}"]
+        lines.append(
+            ["" if what == before else what, *cells, row["TFLOP/s"] or "–", row["peak MiB"] or "–"]
+        )
+        before = what
+    title = (
+        f"Adapters of rank 16 on a mixture's experts, {times(rows[0]['tokens'])} tokens, forward and backward. A graph "
+        "replays in the device's time; a layer that is launched anew takes the longer one "
+        "(`make bench BENCH=experts`; "
+        f"{run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 

@@ -11,9 +11,10 @@ are read, as other layers are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,31 @@ def with_experts(source: Source, model: nn.Module, block: tuple[int, ...]) -> So
     if not any(isinstance(module, LoRAExperts) for module in model.modules()):
         return source
     return _Experts(source, block)
+
+
+class ExpertPart(NamedTuple):
+    """Which rows of an expert's layer a tensor of a checkpoint has.
+
+    Attributes:
+        layer: ….mlp.experts.gate_up_proj.3
+        place, parts: it is the place-th of as many equal parts, one below the other.
+    """
+
+    layer: str
+    place: int
+    parts: int
+
+
+def expert_parts(names: Iterable[str]) -> dict[str, ExpertPart]:
+    """{name of a weight in the files: its part}, of those that are of one expert."""
+    found = {}
+    for name in names:
+        match = _PART.fullmatch(name)
+        if match and match["end"] == "weight":
+            layer, place = _LAYER[match["part"]]
+            path = f"{match['owner']}mlp.experts.{layer}.{match['number']}"
+            found[name] = ExpertPart(path, place, _PARTS[layer])
+    return found
 
 
 class _Experts:

@@ -101,7 +101,7 @@ def export_model(
     config = config_of(base, None)
     block = block_size_of(config)
     skeleton = _skeleton(config)
-    found = read_adapter(skeleton, source)
+    found = read_adapter(skeleton, source, files)
     plan = plan_merge(skeleton, files, found, block, format == "fp8")
     recover(target)
     _check_target(target, overwrite)

@@ -12,21 +12,29 @@ that vLLM packs together with such a layer stay bf16 too. What the base holds in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapter_keys import check_keys, expected_slots, without_peft_copies
+from lorakernels.checkpoints.adapter_keys import (
+    check_keys,
+    expected_slots,
+    stacks_of,
+    without_peft_copies,
+)
+from lorakernels.checkpoints.expert_files import ExpertPart, expert_parts
 from lorakernels.checkpoints.loading_plan import E4M3, holders_of
 from lorakernels.checkpoints.peft_format import (
-    CONFIG_NAME,
     WEIGHTS_NAME,
     read_config,
     read_weights,
 )
 from lorakernels.checkpoints.shards import Source, TensorInfo
+from lorakernels.config import LoRAConfig
+from lorakernels.modules.experts import named_parameters
 from lorakernels.modules.targets import match_saved, match_targets
 
 _PREFIX = "base_model.model."
@@ -106,26 +114,27 @@ class MergePlan:
         return sum(size for out in self.outs for _, _, size in out.layout.values())
 
 
-def read_adapter(model: nn.Module, folder: Path) -> Adapter:
+def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
     """Read the adapter in `folder` and check that it fits `model`, which may be on the meta device.
+
+    Adapters of experts are those of the tensors that `files`, the base, have of each expert.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`.
     """
     config = read_config(folder, None, "single")
-    if config.target_parameters:
-        raise ValueError(
-            f"{folder / CONFIG_NAME}: target_parameters={list(config.target_parameters)!r} is not supported by export: "
-            "adapters on experts merge by merge_and_unload, and save_pretrained writes the model"
-        )
     tensors = read_weights(folder)
     try:
         slots, saved = expected_slots(model, config), match_saved(model, config)
-        paths = match_targets(model, config)
+        stacks, experts = stacks_of(model, config), named_parameters(model, config)
+        only_experts = config.target_parameters and not config.target_modules
+        paths = [] if only_experts else match_targets(model, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
+    for stack in stacks:
+        stack.split(tensors)
     check_keys(folder / WEIGHTS_NAME, slots, tensors)
     deltas = {}
     for path in paths:
@@ -133,11 +142,40 @@ def read_adapter(model: nn.Module, folder: Path) -> Adapter:
             tensors.pop(f"{_PREFIX}{path}.lora_{which}.weight") for which in ("A", "B")
         )
         deltas[path] = (lora_A, lora_B, config.scaling_for(path))
+    if experts:
+        deltas |= _of_experts(config, experts, tensors, files)
     values = {
         key.removeprefix(_PREFIX).replace(".base_layer.", "."): value
         for key, value in tensors.items()
     }
     return Adapter(deltas, values)
+
+
+def _of_experts(
+    config: LoRAConfig, experts: Mapping[str, Any], tensors: dict[str, Tensor], files: Source
+) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """Deltas of the files' tensors of each expert, whose adapters are taken out of `tensors`.
+
+    Raises:
+        ValueError: the files hold the experts of a layer in one tensor.
+    """
+    found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    by_layer: dict[str, list[tuple[str, ExpertPart]]] = {}
+    for name, part in expert_parts(files.tensors).items():
+        by_layer.setdefault(part.layer, []).append((name, part))
+    for path, (number, *_) in experts.items():
+        for expert in range(number):
+            layer = f"{path}.{expert}"
+            lora_A, lora_B = (tensors.pop(f"{_PREFIX}{layer}.lora_{each}.weight") for each in "AB")
+            if layer not in by_layer:
+                raise ValueError(
+                    f"the adapter changes {layer}, and the base does not hold a tensor for each projection of each "
+                    "expert: merge_and_unload merges it, and save_pretrained writes such files"
+                )
+            for name, part in by_layer[layer]:
+                rows = lora_B.chunk(part.parts)[part.place]
+                found[name.removesuffix(".weight")] = (lora_A, rows, config.scaling_for(layer))
+    return found
 
 
 def plan_merge(
