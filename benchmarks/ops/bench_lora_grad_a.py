@@ -3,7 +3,8 @@
 
     python benchmarks/ops/bench_lora_grad_a.py --output DIR [--shapes 8192x8192 …] [--ranks 16 64] [--p 0 0.1]
 
-    reads x8 [M, K], one byte an element; with --x x it reads x itself, two bytes, as over a plain base
+    reads x8 [M, K], one byte an element; with --x x it reads x itself, two bytes, as over a plain base;
+    with --x blocks x8 has a scale for each 1 × 128
 
 ds and dA are a rank's size and not counted. A given mask, a bit an element, is not counted either. The floor is those
 bytes at the bandwidth of a copy measured in the same run. Each provider is checked in float64 before it is timed. One
@@ -27,6 +28,7 @@ from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls
 from benchmarks.lib.op_checks import fault
 from benchmarks.lib.rows import Row
 from lorakernels import ops
+from lorakernels.numerics.blocks import quantize_rows
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.numerics.fp8 import E4M3, quantize_fp8
 from lorakernels.ops.lora_grad_a import by_torch
@@ -43,7 +45,7 @@ class Inputs:
     given: Dropout | None  # with the mask, drawn already
 
 
-def make_inputs(shape: str, rank: int, p: float, fp8: bool, device: torch.device) -> Inputs:
+def make_inputs(shape: str, rank: int, p: float, kind: str, device: torch.device) -> Inputs:
     rows, cols = map(int, shape.split("x"))
     generator = torch.Generator(device).manual_seed(7)
     ds, x = (
@@ -54,7 +56,9 @@ def make_inputs(shape: str, rank: int, p: float, fp8: bool, device: torch.device
     if p:
         dropout = Dropout(torch.tensor([11, 5], device=device), p, SITE)
         given = dropout._replace(dropped=dropped_bits(drawn_mask(dropout, rows, cols)))
-    if not fp8:
+    if kind == "blocks":
+        return Inputs(ds, quantize_rows(x, E4M3), dropout, given)
+    if kind == "x":
         return Inputs(ds, Scaled(x), dropout, given)
     x8 = quantize_fp8(x, torch.full((1,), 60.0, device=device), E4M3)
     scaled = Scaled(x8.view(torch.uint8), torch.full((1,), 1 / 60.0, device=device))
@@ -96,7 +100,7 @@ OPTIONS = (
     ),
     Option("ranks", [16, 64, 128]),
     Option("p", [0.0, 0.1]),
-    Option("x", ["x8"], choices=["x8", "x"]),
+    Option("x", ["x8"], choices=["x8", "x", "blocks"]),
     Option("providers", list(PROVIDERS), choices=PROVIDERS),
 )
 
@@ -104,7 +108,7 @@ OPTIONS = (
 def rows(setting: Setting) -> Iterator[Row]:
     args = setting.args
     for shape, rank, p, x in product(args.shapes, args.ranks, args.p, args.x):
-        i = make_inputs(shape, rank, p, x == "x8", setting.device)
+        i = make_inputs(shape, rank, p, x, setting.device)
         names = [name for name in args.providers if name != GIVEN or i.given is not None]
         calls = calls_of(PROVIDERS, names, i, check)
         case: Row = {"shape": shape, "rank": rank, "p": p, "reads": x}
