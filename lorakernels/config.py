@@ -34,6 +34,7 @@ _TE_BLOCKS: Mapping[str, object] = {
 }
 _TE_QUANT = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad")
+_PISSA_NITER = re.compile(r"pissa_niter_\d+")
 _WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)"
 )
@@ -213,7 +214,8 @@ class LoRAConfig:
 
     `target_parameters` names the stacked weights of experts, "experts.gate_up_proj", as in PEFT, and takes no dropout.
     `fp8=None` keeps the base weight in its own dtype. `weight_layout="both"` holds a second, transposed FP8 copy of it,
-    under DelayedScaling alone.
+    under DelayedScaling alone. "olora", "pissa" and "pissa_niter_N" start from the base weight and change it, as in
+    PEFT: `lorakernels.modules.initial` has the formulas.
 
     Raises:
         TypeError, ValueError: a field has a wrong type or value, or two fields do not fit together.
@@ -232,7 +234,7 @@ class LoRAConfig:
     modules_to_save: Collection[str] | None = None
     use_rslora: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
-    init_lora_weights: bool | Literal["gaussian"] = True
+    init_lora_weights: bool | str = True
     fp8: Recipe | None = field(default_factory=DelayedScaling)
     weight_layout: Literal["single", "both"] = "single"
 
@@ -261,9 +263,11 @@ class LoRAConfig:
         self._check_layers()
         _bool(where, "use_rslora", self.use_rslora)
         _choice(where, "bias", self.bias, ("none", "all", "lora_only"))
-        if not (isinstance(self.init_lora_weights, bool) or self.init_lora_weights == "gaussian"):
-            raise _unexpected(
-                where, "init_lora_weights", self.init_lora_weights, "True, False or 'gaussian'"
+        _initialization(where, self.init_lora_weights)
+        if self.target_parameters and self.changes_base:
+            raise ValueError(
+                f"LoRAConfig.init_lora_weights={self.init_lora_weights!r} changes the base weight, which the stacked "
+                "weights of target_parameters do not take: expected True, False or 'gaussian'"
             )
         if not (self.fp8 is None or isinstance(self.fp8, Recipe)):
             raise TypeError(
@@ -272,6 +276,11 @@ class LoRAConfig:
             )
         _choice(where, "weight_layout", self.weight_layout, ("single", "both"))
         check_layout(where, self.fp8, self.weight_layout)
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether `init_lora_weights` subtracts the initial adapter from the base weight: OLoRA and PiSSA."""
+        return isinstance(self.init_lora_weights, str) and self.init_lora_weights != "gaussian"
 
     def rank_for(self, path: str) -> int:
         """The rank at `path`: the value of the first key in rank_pattern that matches, else `r`."""
@@ -374,6 +383,15 @@ def _number(where: str, name: str, value: object, above: float | None = None) ->
 def _choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise _unexpected(where, name, value, " or ".join(map(repr, choices)))
+
+
+def _initialization(where: str, value: object) -> None:
+    named = isinstance(value, str) and (
+        value in ("gaussian", "olora", "pissa") or _PISSA_NITER.fullmatch(value)
+    )
+    if not (isinstance(value, bool) or named):
+        expected = "True, False, 'gaussian', 'olora', 'pissa' or 'pissa_niter_N' with a number N"
+        raise _unexpected(where, "init_lora_weights", value, expected)
 
 
 def _regex(name: str, pattern: str, expression: str) -> None:

@@ -48,7 +48,12 @@ BAD_LORA = [
     ("modules_to_save", [""], ValueError, "would match every module"),
     ("use_rslora", 1, TypeError, "True or False, got 1"),
     ("bias", "some", ValueError, "'none' or 'all' or 'lora_only', got 'some'"),
-    ("init_lora_weights", "pissa", ValueError, "True, False or 'gaussian', got 'pissa'"),
+    (
+        "init_lora_weights",
+        "pissa_niter_",
+        ValueError,
+        "True, False, .*'pissa_niter_N'.*, got 'pissa_niter_'",
+    ),
     ("init_lora_weights", 1, ValueError, "got 1"),
     ("fp8", True, TypeError, "a DelayedScaling, a BlockScaling or None .*got True"),
     ("weight_layout", "triple", ValueError, "'single' or 'both', got 'triple'"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +36,13 @@ CONFIG = LoRAConfig(r=4, target_modules="all-linear")
 RUN_BY = {
     "README.md": ["test_ten_lines"],
     "docs/getting-started.md": ["test_a_peft_script", "test_a_loss_without_logits"],
-    "docs/adapters.md": ["test_loading", "test_sharing", "test_experts", "test_saving"],
+    "docs/adapters.md": [
+        "test_loading",
+        "test_sharing",
+        "test_a_start_from_the_base",
+        "test_experts",
+        "test_saving",
+    ],
     "docs/scales-and-dropout.md": ["test_a_recipe"],
     "docs/fused-layers.md": ["test_fused_layers"],
     "docs/plan.md": ["test_a_plan"],
@@ -127,18 +134,25 @@ def test_sharing(names: dict[str, Any]) -> None:
     assert names["model"].model.layers[0].self_attn.q_proj.group is not None
 
 
+def test_a_start_from_the_base(names: dict[str, Any]) -> None:
+    run(blocks("docs/adapters.md")[2], names)
+    weights = safetensors.torch.load_file("pissa-adapter/adapter_model.safetensors")
+    ranks = {len(value) for key, value in weights.items() if ".lora_A." in key}
+    assert ranks == {32}
+
+
 def test_experts(names: dict[str, Any]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     config = transformers.MixtralConfig(vocab_size=64, **sizes, **heads)
     transformers.MixtralForCausalLM(config).save_pretrained("path/to/mixtral")
-    run(blocks("docs/adapters.md")[2], names)
+    run(blocks("docs/adapters.md")[3], names)
     assert "LoRA on 8 modules" in str(names["report"])
     assert Path("experts-adapter/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
-    "line", blocks("docs/adapters.md")[3].splitlines(), ids=lambda line: line.split("(")[0]
+    "line", blocks("docs/adapters.md")[4].splitlines(), ids=lambda line: line.split("(")[0]
 )
 def test_saving(names: dict[str, Any], line: str) -> None:
     apply_lora(names["model"], LoRAConfig(target_modules="all-linear"))

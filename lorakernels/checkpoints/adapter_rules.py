@@ -22,6 +22,7 @@ from torch import nn
 from lorakernels.checkpoints.adapter_keys import bias_mode
 from lorakernels.config import LoRAConfig, clean_path, matching
 from lorakernels.modules.experts import expert_layers
+from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.targets import choose, tails
 from lorakernels.modules.trained_parts import saved_modules
@@ -52,6 +53,7 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
         "modules_to_save": saved,
         "bias": _one_for_all("bias", biases, bias_mode(layers.values())),
         "lora_dropout": _one_for_all("lora_dropout", dropouts, mode(dropouts)),
+        "init_lora_weights": True if first.changes_base else first.init_lora_weights,
     }
 
 
@@ -133,7 +135,7 @@ def _ranks_and_alphas(layers: Mapping[str, LoRALinear]) -> dict[str, Any]:
             "alpha_pattern": _used(first.alpha_pattern, layers),
         }
     use_rslora = all(layer.config.use_rslora for layer in layers.values())
-    ranks: dict[str, int] = {path: layer.r for path, layer in layers.items()}
+    ranks: dict[str, int] = {path: _rank(layer) for path, layer in layers.items()}
     alphas = {path: _alpha(path, layer, use_rslora) for path, layer in layers.items()}
     r, alpha = mode(ranks.values()), mode(alphas.values())
     return {
@@ -151,8 +153,13 @@ def _says(config: LoRAConfig, path: str, layer: LoRALinear) -> bool:
         len(set(matching(pattern, path))) <= 1
         for pattern in (config.rank_pattern, config.alpha_pattern)
     )
-    same = config.rank_for(path) == layer.r and config.scaling_for(path) == layer.scaling
+    same = config.rank_for(path) == _rank(layer) and config.scaling_for(path) == layer.scaling
     return ordered and same
+
+
+def _rank(layer: LoRALinear) -> int:
+    """The rank in the file, which is twice the layer's if the file has its initial adapter, too."""
+    return layer.r if initial_of(layer) is None else 2 * layer.r
 
 
 def _used(pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def _alpha(path: str, layer: LoRALinear, use_rslora: bool) -> int | float:
         raise ValueError(
             f"{path}.scaling must be finite and greater than 0 to be saved, got {layer.scaling!r}"
         )
-    divisor = math.sqrt(layer.r) if use_rslora else layer.r
+    divisor = math.sqrt(_rank(layer)) if use_rslora else _rank(layer)
     near = round(layer.scaling * divisor)
     for alpha in (layer.lora_alpha, near):
         if alpha > 0 and alpha / divisor == layer.scaling:

@@ -23,6 +23,13 @@ from lorakernels.checkpoints.adapter_keys import (
     without_peft_copies,
 )
 from lorakernels.checkpoints.adapter_rules import describe
+from lorakernels.checkpoints.initial_adapters import (
+    check_initial_values,
+    check_scalings,
+    join_initial,
+    split_initial,
+    widen,
+)
 from lorakernels.checkpoints.peft_format import (
     TASK_TYPES,
     WEIGHTS_NAME,
@@ -57,11 +64,12 @@ def save_adapter(
     call this, and rank 0 writes.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
-    causal LM of transformers gets "CAUSAL_LM".
+    causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
+    unchanged base (initial_adapters.py).
 
     Raises:
         ValueError: `model` has no LoRALinear or is inside `disable_lora`, `task_type` is not one of PEFT's, or a
-            layer's scaling is not a positive number.
+            layer's scaling is not a positive number, or not that of its initialisation from the weight.
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
@@ -73,9 +81,11 @@ def save_adapter(
         refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
     if task_type not in (None, *TASK_TYPES):
         raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
+    check_scalings(layers)
     rules = describe(model, layers)
     parameters = adapter_tensors(model)
     tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
+    join_initial(model, tensors)
     for stack in stacks_of(model):
         stack.join(tensors)
     if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
@@ -122,6 +132,7 @@ def load_adapter(
         if adapted:
             _check_unmerged(model)
             expected = slots(adapter_tensors(model))
+            widen(model, expected)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
@@ -136,6 +147,7 @@ def load_adapter(
     check_keys(folder / WEIGHTS_NAME, expected, tensors)
     if adapted:
         _check_scaling(model, config, folder)
+        check_initial_values(model, split_initial(model, tensors), folder)
     with all_or_nothing(model):
         if not adapted:
             dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
@@ -147,7 +159,8 @@ def load_adapter(
 def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """{parameter's name in `model`: tensor} of every lora_A and lora_B in the adapter at `path`, on the CPU.
 
-    `model` is adapted, and is not changed. What the file has of other layers is in the result, too.
+    After "olora" and "pissa" the file's lora_A_init and lora_B_init are there, too. `model` is adapted, and is not
+    changed. What the file has of other layers is in the result, too.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -156,12 +169,14 @@ def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Te
     tensors = read_weights(Path(path))
     for stack in stacks_of(model):
         stack.split(tensors)
+    initial = split_initial(model, tensors)
     ends = (".lora_A.weight", ".lora_B.weight")
-    return {
+    found = {
         key.removeprefix(PREFIX).removesuffix(".weight"): tensor
         for key, tensor in tensors.items()
         if key.startswith(PREFIX) and key.endswith(ends)
     }
+    return found | initial
 
 
 def _task_type(model: nn.Module) -> str | None:

@@ -125,7 +125,8 @@ def load_quantized(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if a weight is
+        ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if `lora`
+            starts from the 16-bit weight ("olora", "pissa"), which is never there. Also if a weight is
             not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
             for with a `mesh` or `offload`, or of a checkpoint with blocks other than 128 × 128. Everything but the
             values is checked before the first value is read.
@@ -134,6 +135,11 @@ def load_quantized(
     began = time.perf_counter()
     if frozen not in ("fp8", "plain"):
         raise ValueError(f'frozen must be "fp8" or "plain", found {frozen!r}')
+    if lora is not None and lora.changes_base:
+        raise ValueError(
+            f"lora.init_lora_weights={lora.init_lora_weights!r} starts from the 16-bit weight, which load_quantized "
+            'never holds: load the model in 16 bits and call apply_lora(..., frozen="fp8")'
+        )
     recipe = _recipe(lora, fp8)
     target = _device(device)
     together = _together(mesh)

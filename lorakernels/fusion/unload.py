@@ -11,6 +11,7 @@ from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.experts import restack
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import refuse_held
+from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.pretrained import describe_tying, plain_dtype, release_saving
 from lorakernels.modules.trained_parts import forget_originals, swap_originals
@@ -20,6 +21,7 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace every LoRALinear and FrozenFP8Linear by a plain `nn.Linear`, in place. Returns `model`.
 
     If adapters are not merged, they are dropped: trained biases and `modules_to_save` get their original values back.
+    A weight that "olora" or "pissa" changed gets its initial adapter back, up to the rounding of what the layer holds.
     If they are merged, everything trained stays. A fused model is unfused first. All new weights are made before
     anything changes, so memory must hold them beside the old ones. Experts are stacked again.
 
@@ -120,6 +122,8 @@ def _plain_linear(name: str, layer: FrozenFP8Linear, dtype: torch.dtype, merge: 
 
 
 def _new_weight(layer: FrozenFP8Linear, dtype: torch.dtype, merge: bool) -> Tensor | None:
+    if isinstance(layer, LoRALinear) and not merge and initial_of(layer) is not None:
+        return layer.original_weight(dtype if layer.holds_fp8 else layer.weight.dtype)
     if layer.weight_scale_inv is None:
         if not (isinstance(layer, LoRALinear) and merge) or layer.merged:
             return None

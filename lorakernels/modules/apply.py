@@ -16,6 +16,7 @@ from lorakernels.modules.experts import match_experts, unstack
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.holder import refuse_held
+from lorakernels.modules.initial import check_initial
 from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
@@ -55,9 +56,10 @@ def apply_lora(
 
     Raises:
         ValueError: no module matches, the model has adapters already, the layers are on several devices, or a weight
-            is not finite. `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
+            is not finite. With "olora" and "pissa": a rank is larger than a side of its weight.
+            `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
         TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16. A parameter
-            is not of experts that LoRAExperts computes.
+            is not of experts that LoRAExperts computes. With "olora" and "pissa": a weight is held in FP8 already.
         RuntimeError: a graph holds the memory of an FP8 layer's state, or a weight is in a sharded base.
 
     All of this is checked before anything is changed. A later exception, such as a full device, restores the model:
@@ -95,6 +97,8 @@ def _apply(
     rest, stays = frozen_targets(model, paths, saved) if frozen == "fp8" else ([], {})
     device = _one_device(model, [*paths, *rest])
     _check_weights(model, [*paths, *rest], config)
+    for path in paths:
+        check_initial(path, _weight_of(model, path), config)
     there = joining(model, paths, config.fp8, device)
     unadapted = {*rest, *there}
     beside = [path for path, _ in model.named_modules() if path in unadapted]
@@ -197,6 +201,8 @@ def untie(layer: LoRALinear, tied: set[int]) -> bool:
 def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
     """Say for the report what happened to the weight. A plain weight that is tied to another module gets its own
     storage here, so that merging cannot write into the other module."""
+    if new.config.changes_base:
+        return f"; weight less its initial adapter ({new.config.init_lora_weights})"
     if not new.holds_fp8:
         return "; weight untied" if untie(new, tied) else ""
     if is_fp8_linear(old):
@@ -222,6 +228,12 @@ def _one_device(model: nn.Module, paths: list[str]) -> torch.device:
             "scales of all that it serves. Apply LoRA to the part of the model on each device"
         )
     return torch.device(devices.pop())
+
+
+def _weight_of(model: nn.Module, path: str) -> torch.Tensor:
+    weight = model.get_submodule(path).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> None:

@@ -15,6 +15,7 @@ from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compil
 from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.initial import NAMES, Initial, initial_adapter, initial_of
 from lorakernels.modules.mergeable import MergeableLinear
 from lorakernels.modules.number import number
 from lorakernels.modules.spec import FrozenSpec
@@ -56,10 +57,13 @@ class LoRALinear(MergeableLinear):
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.
+        lora_A_init, lora_B_init: buffers, there only after "olora" and "pissa" (modules/initial.py). `forward` computes
+            with them while `disable_adapters` is True, because the weight lacks their product.
 
     Raises:
         TypeError: the adapter's dtype is not float32, bfloat16 or float16.
-        ValueError, KeyError: as for FrozenFP8Linear.
+        ValueError, KeyError: as for FrozenFP8Linear; ValueError also for an initialisation from the weight, which
+            `from_linear` has.
     """
 
     site = number("site")
@@ -80,6 +84,10 @@ class LoRALinear(MergeableLinear):
         name: str = "",
     ) -> None:
         config = config or LoRAConfig()
+        if config.changes_base:
+            raise ValueError(
+                f"config.init_lora_weights={config.init_lora_weights!r} starts from a weight: use from_linear"
+            )
         super().__init__(
             in_features,
             out_features,
@@ -170,18 +178,29 @@ class LoRALinear(MergeableLinear):
         """A LoRALinear over these very tensors: `FrozenFP8Linear.from_weight` with a new adapter.
 
         `adapter_dtype=None` gives the adapters the dtype of a plain weight, else the bias's, or torch's default dtype.
+        Under "olora" and "pissa" the layer holds what the initial adapter leaves of the weight, in new memory.
 
         Raises:
             TypeError, ValueError, KeyError: as `FrozenFP8Linear.from_weight`; TypeError also for the adapter's dtype.
+                TypeError, ValueError: "olora" and "pissa" do not take the weight (`check_initial`).
         """
         spec = FrozenSpec(config.fp8, config.weight_layout, fp8_state, name)
-        new = super().from_weight(weight, bias, spec)
         dtype = adapter_dtype or first_plain_dtype((weight.data, bias))
-        new._add_adapter(config, weight.data.device, dtype)
+        initial = None
+        if config.changes_base:
+            initial = initial_adapter(name, weight.data, config, dtype)
+            kept = initial.rest if config.fp8 else initial.rest.to(weight.data.dtype)
+            weight = Weight(kept)
+        new = super().from_weight(weight, bias, spec)
+        new._add_adapter(config, weight.data.device, dtype, initial)
         return new
 
     def _add_adapter(
-        self, config: LoRAConfig, device: Any = None, dtype: torch.dtype | None = None
+        self,
+        config: LoRAConfig,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        initial: Initial | None = None,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
         if dtype not in ADAPTER_DTYPES:
@@ -200,13 +219,22 @@ class LoRALinear(MergeableLinear):
         self.lora_B = nn.Parameter(
             torch.empty(self.out_features, self.r, device=device, dtype=dtype)
         )
+        if initial is not None:
+            for name, value in zip(NAMES, (initial.A, initial.B), strict=True):
+                self.register_buffer(name, value)
+            self.init_scaling = initial.scaling
         self.reset_adapter()
         if config.bias != "none" and self.bias is not None:
             self.bias.requires_grad_(True)
 
     def reset_adapter(self) -> None:
-        """Initialise A and B as PEFT does for `config.init_lora_weights`: True, "gaussian" or False."""
+        """Initialise A and B as PEFT does for `config.init_lora_weights`. "olora" and "pissa" give A0 and B0 again."""
         if self.lora_A.is_meta:
+            return
+        if (initial := initial_of(self)) is not None:
+            with torch.no_grad():
+                self.lora_A.copy_(initial[0])
+                self.lora_B.copy_(initial[1])
             return
         if self.config.init_lora_weights == "gaussian":
             nn.init.normal_(self.lora_A, std=1 / self.r)
@@ -230,7 +258,7 @@ class LoRALinear(MergeableLinear):
             ValueError: x's last dimension is not K, or x is on another device.
         """
         if self.merged or self.disable_adapters:
-            return super().forward(x)
+            return super().forward(x) if self.merged else self._without_adapter(x)
         if is_compiling():
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
@@ -244,6 +272,14 @@ class LoRALinear(MergeableLinear):
         if self.training and numbers.p > 0:
             slot = draw_slot(self.rng_state, x.device)
         return self.with_adapter(x, adapter, numbers, slot)
+
+    def _without_adapter(self, x: Tensor) -> Tensor:
+        """x Wᵀ + bias. A weight that lacks an initial adapter computes with that one, without dropout."""
+        if (initial := initial_of(self)) is None:
+            return super().forward(x)
+        check_input(x, self._held)
+        numbers = AdapterNumbers(self.init_scaling, 0.0, self.site)
+        return self.with_adapter(x, Adapter(*initial), numbers, None)
 
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
         """How its own eager forwards ran since a number of it changed, each way once: "" by plans, or else why by the
@@ -261,6 +297,17 @@ class LoRALinear(MergeableLinear):
         Over an FP8 base this is more precise than the weight of a merged layer, which is rounded to e4m3.
         """
         return (self.base_weight() + self.delta_weight()).to(dtype)
+
+    def original_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight before there was an adapter, [N, K]: `base_weight`, with the initial adapter if it lacks one.
+
+        What "olora" and "pissa" take away is added in fp32 and the sum is rounded once to `dtype`. It equals the weight
+        that came up to the rounding of what the layer holds.
+        """
+        initial = initial_of(self)
+        if initial is None:
+            return self.base_weight(dtype)
+        return (self.base_weight() + delta_of(*initial, self.init_scaling)).to(dtype)
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.state.fp8 import FP8State
 
@@ -48,8 +49,19 @@ def forget_projections(model: nn.Module) -> None:
 
 
 def is_active(layer: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
-    """Whether `layer` computes an adapter, which is neither merged nor switched off."""
-    return isinstance(layer, LoRALinear) and not (layer.merged or layer.disable_adapters)
+    """Whether `layer` computes an adapter, which is neither merged nor switched off.
+
+    Raises:
+        ValueError: it is switched off in a group or a fused layer, but its weight lacks an initial adapter.
+    """
+    if not isinstance(layer, LoRALinear) or layer.merged:
+        return False
+    if layer.disable_adapters and initial_of(layer) is not None:
+        raise ValueError(
+            f"{layer.name or 'this layer'}: init_lora_weights={layer.config.init_lora_weights!r} has changed the "
+            "weight, so a fused layer or a group cannot switch its adapter off: unfuse, or leave it ungrouped"
+        )
+    return not layer.disable_adapters
 
 
 def adapted(model: nn.Module) -> Iterator[LoRALinear]:

@@ -14,6 +14,7 @@ from lorakernels.fusion.families import KNOWN, LayerSpec, family_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import is_held
+from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
@@ -126,6 +127,8 @@ def _objections(module: nn.Module, how: str, size: int) -> Iterator[str]:
         yield f"has {name} {by}, which must be a multiple of the {size} ranks"
     if module.weight.requires_grad:
         yield "has a weight that trains: only adapters and biases of split layers can"
+    if initial_of(module) is not None:
+        yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
     if getattr(module, "block_scaling", None) is not None:
         yield "follows BlockScaling: only layers under DelayedScaling, or plain ones, are split over ranks"
     if getattr(module, "merged", False):

@@ -253,7 +253,7 @@ def load_adapted(
 
     With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
     checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded over `mesh` or
-    offloaded.
+    offloaded. An initialisation from the 16-bit weight is such a case, and holds the same layers in FP8.
 
     Raises:
         ModelError: the model cannot be loaded or adapted.
@@ -293,7 +293,9 @@ def add_adapters(
     model: nn.Module, options: FinetuneOptions, random: PhiloxState | None = None
 ) -> LoRAReport:
     try:
-        return apply_lora(model, lora_config(options), rng_state=random)
+        lora = lora_config(options)
+        frozen = "fp8" if lora.changes_base and lora.fp8 else "plain"
+        return apply_lora(model, lora, rng_state=random, frozen=frozen)
     except (ValueError, TypeError) as error:
         raise ModelError(str(error)) from error
 
@@ -315,6 +317,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
             exclude_modules=options.exclude_modules or None,
             target_parameters=options.target_parameters or None,
             use_rslora=options.use_rslora,
+            init_lora_weights=options.init_lora_weights == "true" or options.init_lora_weights,
             weight_layout=options.weight_layout,  # type: ignore[arg-type]
             fp8=recipe_of(options),
         )

@@ -45,6 +45,9 @@ from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime
 from lorakernels.train.schedule import make_schedule
 
+# buffers of layers that OLoRA or PiSSA started from their base weight
+INITIAL = (".lora_A_init", ".lora_B_init")
+
 
 @dataclass
 class Counters:
@@ -110,6 +113,7 @@ class Trainer:
         head = decoder_and_head(model)[1] if options.fp8_head else None
         self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.initial = {name: b for name, b in model.named_buffers() if name.endswith(INITIAL)}
         self.device = next(iter(self.trainable.values())).device
         self.updater = Updater(self.trainable, options)
         self.optimizer = self.updater.optimizer
@@ -253,7 +257,7 @@ class Trainer:
             "runtime": {} if self.runtime is None else self.runtime.state_dict(),
         }
         trainer = {"counters": asdict(self.counters), **extra}
-        return Checkpoint(self.counters.step, dict(self.trainable), state, trainer)
+        return Checkpoint(self.counters.step, {**self.trainable, **self.initial}, state, trainer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore all state. Raises CheckpointError, which names the misfit, before anything is changed."""
@@ -302,11 +306,17 @@ class Trainer:
                 f"the checkpoint is of another run: its optimizer has groups of {groups[0]} parameters, this one of "
                 f"{groups[1]}"
             )
-        odd = sorted(set(tensors) ^ set(self.trainable))
+        odd = sorted(set(tensors) ^ {*self.trainable, *self.initial})
         if odd:
             raise CheckpointError(
                 f"the checkpoint is of another run: tensors differ, e.g. {', '.join(odd[:3])}"
             )
+        for name, value in self.initial.items():
+            if not torch.equal(tensors[name].to(value), value):
+                raise CheckpointError(
+                    f"the checkpoint's run took another {name} from the base weight than this run did: resume it on "
+                    "the same kind of device, with the same base and torch"
+                )
         for name, parameter in self.trainable.items():
             if tensors[name].shape != parameter.shape or tensors[name].dtype != parameter.dtype:
                 raise CheckpointError(

@@ -20,7 +20,7 @@ AT_LEAST = {
 }  # fmt: skip
 PLANNED = (
     "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
-    "fp8_head", "gradient_checkpointing",
+    "fp8_head", "gradient_checkpointing", "init_lora_weights",
 )  # fmt: skip
 
 
@@ -127,6 +127,12 @@ def _check_runtime(options: FinetuneOptions) -> None:
             "attention fp8 needs rows that are causal as a whole, which cuDNN's FP8 takes alone: give "
             "--no-isolate-documents"
         )
+    for name in ("shard_base", "offload"):
+        if getattr(options, name) and options.init_lora_weights not in ("true", "gaussian"):
+            raise OptionError(
+                f"init_lora_weights {options.init_lora_weights} starts from the 16-bit weight, which {name} never "
+                "holds: drop one of them"
+            )
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:

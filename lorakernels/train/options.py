@@ -119,6 +119,11 @@ class FinetuneOptions(RunningOptions):
         ),
     )
     use_rslora: bool = option(False, "adapter", "rank-stabilised scaling")
+    init_lora_weights: str = option(
+        "true",
+        "adapter",
+        "true, gaussian, or from the base weight: olora, pissa, pissa_niter_N; these hold what the start leaves of it",
+    )
     fp8: bool = option(
         True, "adapter", "hold the frozen base weights in FP8; --no-fp8 keeps them in dtype"
     )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lorakernels.modules import initial
 from lorakernels.train import job
 from lorakernels.train.manifest import MANIFEST, make_manifest
 from lorakernels.train.session import Session
@@ -85,6 +86,39 @@ def test_interrupted_and_resumed_run_is_the_whole_run(
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 2, (
         "before and after all steps"
     )
+
+
+@pytest.mark.parametrize("how", ["olora", "pissa_niter_4"])
+def test_a_run_that_starts_from_the_base_weight_is_resumed(
+    cli: Cli, base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], how: str,
+) -> None:  # fmt: skip
+    run = [*base_args, "--steps", 4, "--save-every", 0, "--init-lora-weights", how]
+    assert cli(*run, "--output", tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert cli(*run, "--output", tmp_path / "stopped") == 130
+    assert cli(*run, "--output", tmp_path / "stopped", "--resume") == 0
+    assert adapter(tmp_path / "stopped") == adapter(tmp_path / "whole")
+    config = json.loads((tmp_path / "whole" / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["init_lora_weights"]) == (8, True)
+
+
+def test_a_run_over_another_start_is_not_resumed(
+    cli: Cli, base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = [*base_args, "--steps", 4, "--save-every", 0, "--init-lora-weights", "olora"]
+    run += ["--output", tmp_path]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert cli(*run) == 130
+    real = initial._olora
+    monkeypatch.setattr(initial, "_olora", lambda w, r: tuple(2 * part for part in real(w, r)))
+    capsys.readouterr()
+    assert cli(*run, "--resume") == 1
+    assert "took another" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_half_written_checkpoint_is_passed_over(
