@@ -233,6 +233,7 @@ class LoRAConfig:
     alpha_pattern: Mapping[str, int | float] = field(default_factory=dict)
     modules_to_save: Collection[str] | None = None
     use_rslora: bool = False
+    use_dora: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
     init_lora_weights: bool | str = True
     fp8: Recipe | None = field(default_factory=DelayedScaling)
@@ -262,6 +263,12 @@ class LoRAConfig:
         self._set("modules_to_save", _saved(self.modules_to_save))
         self._check_layers()
         _bool(where, "use_rslora", self.use_rslora)
+        _bool(where, "use_dora", self.use_dora)
+        if self.use_dora and (self.target_parameters or self.changes_base):
+            other = "target_parameters" if self.target_parameters else "init_lora_weights"
+            raise ValueError(
+                f"LoRAConfig.use_dora=True does not go with {other}={getattr(self, other)!r}"
+            )
         _choice(where, "bias", self.bias, ("none", "all", "lora_only"))
         _initialization(where, self.init_lora_weights)
         if self.target_parameters and self.changes_base:

@@ -47,6 +47,7 @@ BAD_LORA = [
     ("modules_to_save", "lm_head", TypeError, "a list of names, got the string 'lm_head'"),
     ("modules_to_save", [""], ValueError, "would match every module"),
     ("use_rslora", 1, TypeError, "True or False, got 1"),
+    ("use_dora", "yes", TypeError, "True or False, got 'yes'"),
     ("bias", "some", ValueError, "'none' or 'all' or 'lora_only', got 'some'"),
     (
         "init_lora_weights",

@@ -5,6 +5,7 @@ base_model.model.<path>.lora_A.weight [R, K]    base_model.model.<path>.lora_B.w
 base_model.model.<owner>.lora_A.weight [E R, K]   base_model.model.<owner>.lora_B.weight [N, R E]
                                                 of the last adapted one of an owner's stacked parameters of E experts;
                                                 of the one before, <owner>.base_layer
+base_model.model.<path>.lora_magnitude_vector [N]   with use_dora
 base_model.model.<path>.base_layer.bias         a trained bias under an adapter
 base_model.model.<path>.bias                    any other trained bias
 base_model.model.<path>.<name>                  the tensors of modules_to_save
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import LoRAConfig, clean_path
+from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.experts import Stack, experts_of, named_parameters, stacks
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import lora_modules
@@ -27,6 +29,7 @@ from lorakernels.modules.targets import match_saved, match_targets
 from lorakernels.modules.trained_parts import saved_modules
 
 PREFIX = "base_model.model."
+ADAPTER_ENDS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 _SHOWN = 6
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,6 +56,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         key = PREFIX + clean_path(name)
         found[f"{key}.lora_A.weight"] = layer.lora_A
         found[f"{key}.lora_B.weight"] = layer.lora_B
+        if isinstance(layer, DoRALinear):
+            found[f"{key}.lora_magnitude_vector"] = layer.lora_magnitude_vector
         if bias != "none" and layer.bias is not None:
             found[f"{key}.base_layer.bias"] = layer.bias
     for name, module in saved_modules(model).items():
@@ -105,6 +110,8 @@ def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
         found[f"{PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
         found[f"{PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+        if config.use_dora:
+            found[f"{PREFIX}{key}.lora_magnitude_vector"] = Slot((n,), torch.float32)
         if config.bias != "none" and module.bias is not None:
             found[f"{PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
     for path in match_saved(model, config):
@@ -153,7 +160,7 @@ def check_keys(file: Path, expected: Mapping[str, Slot], tensors: dict[str, Tens
 
 
 def _is_broken(key: str, tensor: Tensor) -> bool:
-    is_adapter = key.endswith((".lora_A.weight", ".lora_B.weight"))
+    is_adapter = key.endswith(ADAPTER_ENDS)
     return is_adapter and tensor.dtype in _VALUES and not bool(tensor.isfinite().all())
 
 

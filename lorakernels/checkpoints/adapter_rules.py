@@ -34,8 +34,14 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
     """The fields of an adapter_config.json that recreate `layers` (path → layer) of `model` and its saved modules.
 
     Raises:
-        ValueError: no rules of PEFT's choose exactly these modules, or a scaling is not a positive number.
+        ValueError: no rules of PEFT's choose exactly these modules, only some layers have `use_dora`, or a scaling is
+            not a positive number.
     """
+    dora = {layer.config.use_dora: path for path, layer in layers.items()}
+    if len(dora) > 1:
+        raise ValueError(
+            f"use_dora must be the same in all layers of a file, found True in {dora[True]} and False in {dora[False]}"
+        )
     saved = _saved_names(model, [layer.config for layer in layers.values()])
     first = next(iter(layers.values())).config
     experts = expert_layers(model)

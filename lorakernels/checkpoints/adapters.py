@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.checkpoints.adapter_keys import (
+    ADAPTER_ENDS,
     PREFIX,
     adapter_tensors,
     check_keys,
@@ -157,7 +158,7 @@ def load_adapter(
 
 
 def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """{parameter's name in `model`: tensor} of every lora_A and lora_B in the adapter at `path`, on the CPU.
+    """{parameter's name in `model`: tensor} of lora_A, lora_B and lora_magnitude_vector at `path`, on the CPU.
 
     After "olora" and "pissa" the file's lora_A_init and lora_B_init are there, too. `model` is adapted, and is not
     changed. What the file has of other layers is in the result, too.
@@ -170,11 +171,10 @@ def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Te
     for stack in stacks_of(model):
         stack.split(tensors)
     initial = split_initial(model, tensors)
-    ends = (".lora_A.weight", ".lora_B.weight")
     found = {
         key.removeprefix(PREFIX).removesuffix(".weight"): tensor
         for key, tensor in tensors.items()
-        if key.startswith(PREFIX) and key.endswith(ends)
+        if key.startswith(PREFIX) and key.endswith(ADAPTER_ENDS)
     }
     return found | initial
 

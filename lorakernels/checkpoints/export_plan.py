@@ -28,6 +28,7 @@ from lorakernels.checkpoints.adapter_keys import (
 from lorakernels.checkpoints.expert_files import ExpertPart, expert_parts
 from lorakernels.checkpoints.loading_plan import E4M3, holders_of
 from lorakernels.checkpoints.peft_format import (
+    CONFIG_NAME,
     WEIGHTS_NAME,
     read_config,
     read_weights,
@@ -124,6 +125,10 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`.
     """
     config = read_config(folder, None, "single")
+    if config.use_dora:
+        raise ValueError(
+            f"{folder / CONFIG_NAME}: use_dora=True is not supported by export: merge by merge_and_unload"
+        )
     tensors = read_weights(folder)
     try:
         slots, saved = expected_slots(model, config), match_saved(model, config)

@@ -193,6 +193,10 @@ def _check_layout(
         raise ValueError(
             "a sharded or offloaded base must follow DelayedScaling, found BlockScaling: leave out mesh and offload"
         )
+    if lora is not None and lora.use_dora:
+        raise ValueError(
+            "lora.use_dora=True needs whole weights for its norms: leave out mesh and offload"
+        )
     if lora is not None and lora.weight_layout != "single":
         raise ValueError(
             f"lora.weight_layout must be 'single' for a sharded base, found {lora.weight_layout!r}"

@@ -46,6 +46,7 @@ _SHARED = (
     "alpha_pattern",
     "modules_to_save",
     "use_rslora",
+    "use_dora",
     "bias",
     "init_lora_weights",
 )
@@ -60,7 +61,6 @@ _MAY_BE_NULL = frozenset(
     )
 )
 _REFUSED = {
-    "use_dora": "weight-decomposed adapters (DoRA)",
     "alora_invocation_tokens": "adapters active from a token on (aLoRA)",
     "layer_replication": "replicated layers",
     "lora_bias": "a bias on lora_B",
@@ -101,6 +101,8 @@ def from_peft_dict(
     fields = {key: data[key] for key in _SHARED if key in data}
     for key in ("rank_pattern", "alpha_pattern"):
         fields[key] = fields.get(key) or {}
+    if fields.get("use_dora") is None:  # older files lack it
+        fields["use_dora"] = False
     for key, value in list(fields.items()):
         if value is None and key not in _MAY_BE_NULL:
             raise ValueError(f"{key} must be set, got null")
@@ -147,7 +149,6 @@ def to_peft_dict(
         "revision": None,
         "inference_mode": True,
         "fan_in_fan_out": False,
-        "use_dora": False,
         "lora_bias": False,
         "megatron_config": None,
         "megatron_core": "megatron.core",

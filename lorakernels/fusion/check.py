@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
+from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, refuse_split
@@ -158,6 +159,10 @@ def _check_projections(
         if _is_plain(module) and state is not None and not bool(weight.isfinite().all()):
             raise ValueError(f"{path}.{name}.weight must be finite to be held in FP8")
         if isinstance(module, FrozenFP8Linear):
+            if isinstance(module, DoRALinear):
+                raise ValueError(
+                    f"{path}.{name} has use_dora=True, which a fused layer does not compute"
+                )
             if module.block_scaling is not None:
                 raise ValueError(
                     f"{path}.{name} follows BlockScaling: fused layers follow DelayedScaling or are plain"

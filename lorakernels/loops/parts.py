@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.experts import LoRAExperts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear
@@ -97,6 +98,8 @@ def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
     for index, layer in enumerate(layers):
         if any(getattr(m, "_compiled_call_impl", None) is not None for m in layer.modules()):
             return f"layer {index} is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"
+        if any(isinstance(m, DoRALinear) for m in layer.modules()):
+            return f"layer {index} has use_dora=True, which runs eager only"
         for experts in (m for m in layer.modules() if isinstance(m, LoRAExperts)):
             if why_not := experts.why_not_stacked():
                 return f"layer {index} has LoRAExperts, which run one by one, as the host counts tokens: {why_not}"

@@ -2,6 +2,7 @@
 """The layers that hold parameters, and the calls that put them into a model. autograd/ and ops/ compute."""
 
 from lorakernels.modules.apply import apply_lora
+from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.experts import LoRAExperts
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup
@@ -17,6 +18,7 @@ from lorakernels.modules.merge import (
 from lorakernels.modules.report import LoRAReport, ModuleReport
 
 __all__ = [
+    "DoRALinear",
     "FrozenFP8Linear",
     "GroupedLoRALinear",
     "LoRAExperts",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import BlockScaling, LoRAConfig, Recipe
+from lorakernels.modules.dora import kind_for
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.spec import FrozenSpec
@@ -152,10 +153,10 @@ def to_lora(
     """
     if not is_fp8_linear(module) and not isinstance(module, FrozenFP8Linear):
         assert isinstance(module, nn.Linear)
-        return LoRALinear.from_linear(
+        return kind_for(config).from_linear(
             module, config, adapter_dtype=adapter_dtype, fp8_state=fp8_state, name=name
         )
-    new = LoRALinear.from_weight(
+    new = kind_for(config).from_weight(
         _held(module, config.fp8),
         _bias(module),
         config,

@@ -66,6 +66,7 @@ class LoRALinear(MergeableLinear):
             `from_linear` has.
     """
 
+    has_magnitude = False  # DoRALinear has one
     site = number("site")
     scaling = number("scaling")
     lora_dropout = number("lora_dropout")
@@ -205,6 +206,11 @@ class LoRALinear(MergeableLinear):
         dtype = dtype or torch.get_default_dtype()
         if dtype not in ADAPTER_DTYPES:
             raise TypeError(f"adapter dtype must be float32, bfloat16 or float16, found {dtype}")
+        if config.use_dora != self.has_magnitude:
+            kind = "a DoRALinear" if config.use_dora else "a LoRALinear"
+            raise ValueError(
+                f"config.use_dora={config.use_dora} needs {kind}, found {type(self).__name__}"
+            )
         self.config = config
         self.r = config.rank_for(self.name)
         self.lora_alpha = config.alpha_for(self.name)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import is_split
 from lorakernels.modules.lora import LoRALinear
@@ -95,6 +96,8 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
         yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
     if linear.block_scaling is not None:
         yield "follows BlockScaling: only a base under DelayedScaling is sharded"
+    if isinstance(linear, DoRALinear):
+        yield "has use_dora=True, whose norms need the whole weight: such a base is not sharded"
     if is_split(linear):
         yield "is split over tensor-parallel ranks, whose base cannot be sharded yet"
     if linear.weight_layout != "single":

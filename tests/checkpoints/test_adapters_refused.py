@@ -16,7 +16,7 @@ from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 from tests.adapter_files import CONFIG, WEIGHTS, Model, adapted, tensor_bytes
 
 REFUSED = [
-    ({"use_dora": True}, "use_dora=True is not supported.*DoRA"),
+    ({"use_dora": True}, r"4 missing:\n.*lora_magnitude_vector"),
     ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"lora_bias": True}, "lora_bias"),

@@ -113,7 +113,7 @@ def test_the_model_starts_as_the_base_and_goes_back_to_it(base, how, fp8):
     assert apart(model(x), base(x)) < bound
     randomize(model)
     model.train()
-    assert apart(model(x), base(x)) > 0.3
+    assert apart(model(x), base(x)) > 0.15  # more than any bound of this test
     with disable_lora(model):
         assert apart(model(x), base(x)) < bound
     unload(model)

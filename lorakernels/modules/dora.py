@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DoRALinear: y = m ⊙ (W + s · B A) x / ‖W + s · B A‖ + bias, a weight in magnitude and direction (arXiv 2402.09353).
+
+The norm is of each row, [N], in fp32, and counts as a constant in backward (section 4.3 there). W is the weight as it
+is held. It is made from the ops of LoRALinear and plain PyTorch, so it runs eager only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.autograd import check_input, is_compiling
+from lorakernels.config import LoRAConfig
+from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.holder import refuse_held
+from lorakernels.modules.initial import Initial
+from lorakernels.modules.lora import LoRALinear, delta_of
+from lorakernels.numerics.dropout import masked
+from lorakernels.state.philox import draw_slot
+from lorakernels.values import Dropout
+
+
+class DoRALinear(LoRALinear):
+    """A LoRALinear whose rows have trained magnitudes. `LoRAConfig.use_dora` selects it.
+
+    A forward makes W + s · B A in fp32 to take its norms: memory of [N, K] for as long as that lasts. With dropout it
+    multiplies W twice, by x and by D(x), as PEFT does.
+
+    Attributes:
+        lora_magnitude_vector: m [N], a Parameter in the adapter's dtype. It starts as ‖W + s · B A‖.
+
+    Raises:
+        TypeError, ValueError, KeyError: as for LoRALinear.
+    """
+
+    has_magnitude = True
+
+    def _add_adapter(
+        self,
+        config: LoRAConfig,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        initial: Initial | None = None,
+    ) -> None:
+        super()._add_adapter(config, device, dtype, initial)
+        self.lora_magnitude_vector = nn.Parameter(self.lora_A.new_empty(self.out_features))
+        self.reset_magnitude()
+
+    def reset_adapter(self) -> None:
+        """As LoRALinear's; m becomes ‖W + s · B A‖ again."""
+        super().reset_adapter()
+        if "lora_magnitude_vector" in self._parameters:
+            self.reset_magnitude()
+
+    @torch.no_grad()
+    def reset_magnitude(self) -> None:
+        """Set m to ‖W + s · B A‖, so that the layer computes what a LoRALinear would."""
+        if not self.lora_A.is_meta:
+            self.lora_magnitude_vector.copy_(self.norms())
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """fp32 [N]: ‖W + s · B A‖ of each row."""
+        return self._direction().norm(dim=1)
+
+    def _direction(self) -> Tensor:
+        """fp32 [N, K]: W + s · B A."""
+        product = delta_of(self.lora_A.detach(), self.lora_B.detach(), self.scaling)
+        return product.add_(self.base_weight())
+
+    def _factor(self) -> Tensor:
+        """fp32 [N]: m / ‖W + s · B A‖, differentiable in m; 0 for a row of zeros, which has no direction."""
+        norms = self.norms()
+        return self.lora_magnitude_vector.float() / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As LoRALinear's.
+
+        Raises:
+            TypeError, ValueError: as LoRALinear's.
+            RuntimeError: it is compiled or captured by a CUDA graph, or the weight is in a sharded base.
+        """
+        if self.merged or self.disable_adapters:
+            return super().forward(x)
+        self._check_eager(x)
+        if self.training and self.lora_dropout > 0:
+            return self._with_dropout(x)
+        y = super().forward(x)
+        bias = 0.0 if self.bias is None else self.bias.float()
+        return ((y.float() - bias) * self._factor() + bias).to(y.dtype)
+
+    def _with_dropout(self, x: Tensor) -> Tensor:
+        """PEFT's: x Wᵀ + bias + (g − 1) ⊙ D(x) Wᵀ + g ⊙ s · D(x) Aᵀ Bᵀ, where g = m / ‖W + s · B A‖."""
+        check_input(x, self._held)
+        rows = x.reshape(-1, x.shape[-1])
+        slot = draw_slot(self.rng_state, x.device)
+        kept, factor = masked(rows, Dropout(slot, self.lora_dropout, self.site))
+        kept = (kept * factor).view(x.shape)
+        y = FrozenFP8Linear.forward(self, x)
+        bias = 0.0 if self.bias is None else self.bias.float()
+        base = FrozenFP8Linear.forward(self, kept).float() - bias
+        down = kept.to(self.lora_A.dtype) @ self.lora_A.T
+        product = self.scaling * (down @ self.lora_B.T).float()
+        g = self._factor()
+        return (y.float() + (g - 1) * base + g * product).to(y.dtype)
+
+    def _check_eager(self, x: Tensor) -> None:
+        what = "torch.compile" if is_compiling() else ""
+        if not what and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            what = "a CUDA graph"
+        if what:
+            raise RuntimeError(
+                f"{self.name or 'DoRALinear'}: use_dora=True runs eager only, found {what}"
+            )
+        refuse_held(self, "take the norms of")
+
+    def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What merging adds, [N, K]: m ⊙ (W + s · B A) / ‖W + s · B A‖ − W."""
+        return (self.merged_weight() - self.base_weight()).to(dtype)
+
+    @torch.no_grad()
+    def merged_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """m ⊙ (W + s · B A) / ‖W + s · B A‖, [N, K], in fp32 and rounded once to `dtype`."""
+        return (self._factor()[:, None] * self._direction()).to(dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if prefix + "lora_A" not in destination:
+            destination.pop(prefix + "lora_magnitude_vector", None)
+
+
+def kind_for(config: LoRAConfig) -> type[LoRALinear]:
+    """The class of layer that `config` asks for."""
+    return DoRALinear if config.use_dora else LoRALinear

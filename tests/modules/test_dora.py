@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DoRA: a trained magnitude for each row, against float64, against PEFT's layers, and in PEFT's files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    LoRAConfig,
+    apply_lora,
+    disable_lora,
+    fuse,
+    group_projections,
+    load_quantized,
+    merge_and_unload,
+    merge_lora,
+    training_state_dict,
+    unload,
+    unmerge_lora,
+)
+from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
+from lorakernels.modules.dora import DoRALinear
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.numerics.dropout import dropout_keep, keep_scale
+from lorakernels.parallel import shard_base
+from lorakernels.state.philox import draw_slot
+from lorakernels.values import Dropout
+from tests.adapter_files import CONFIG, WEIGHTS, Model, peft_load, randomize
+
+RECIPES = {"plain": None, "delayed": DelayedScaling(), "block": BlockScaling()}
+# float32: sums of at most 20 products, through two layers and norms
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+# One rounding to e4m3 is at most 2⁻⁴ of a value; x and W are both rounded.
+FP8_BOUND = 2 * 2.0**-4
+
+
+def config(fp8: Any = None, **fields: Any) -> LoRAConfig:
+    given = {"target_modules": ["q", "v"], "r": 3, "lora_alpha": 5, "use_dora": True, **fields}
+    return LoRAConfig(**given, fp8=fp8)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).norm() / other.norm())
+
+
+def trained(base: nn.Module, fp8: Any = None, **fields: Any) -> Any:
+    model = copy.deepcopy(base)
+    apply_lora(model, config(fp8, **fields))
+    randomize(model)
+    return model.eval()
+
+
+def doubles(layer: DoRALinear) -> list[Tensor]:
+    parts = (layer.base_weight(), layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+    return [part.detach().double().requires_grad_() for part in parts]
+
+
+@pytest.fixture
+def base() -> Model:
+    torch.manual_seed(torch.seed() % 2**31)
+    return Model().eval()
+
+
+@pytest.mark.parametrize("fp8", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("p", [0.0, 0.4], ids=["whole", "dropout"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_values_and_gradients_are_the_definitions(fp8, p, bias):
+    k, n = 24, 40
+    layer = DoRALinear.from_linear(nn.Linear(k, n, bias), config(fp8, r=4, lora_dropout=p))
+    for parameter in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
+        nn.init.normal_(parameter)
+    x, dy = torch.randn(7, k, requires_grad=True), torch.randn(7, n)
+    seed = torch.seed() % 2**31
+    torch.manual_seed(seed)
+    y = layer.train()(x)
+    y.backward(dy)
+    weight, a, b, m = doubles(layer)
+    wide = x.detach().double().requires_grad_()
+    direction = weight + layer.scaling * (b @ a)
+    g = m / direction.detach().norm(dim=1)
+    rest = 0.0 if layer.bias is None else layer.bias.detach().double()
+    if p:
+        torch.manual_seed(seed)
+        keep = dropout_keep(Dropout(draw_slot(None, x.device), p, layer.site), *x.shape)
+        dropped = wide * keep * keep_scale(p)
+        lora = layer.scaling * (dropped @ a.T) @ b.T
+        expected = wide @ weight.T + rest + (g - 1) * (dropped @ weight.T) + g * lora
+    else:
+        expected = g * (wide @ direction.T) + rest
+    expected.backward(dy.double())
+    # dy is e5m2, a rounding of 2⁻³
+    limit, grads = (1e-5, 1e-5) if fp8 is None else (FP8_BOUND, 2 * 2.0**-3)
+    assert apart(y, expected) < limit
+    assert apart(x.grad, wide.grad) < grads
+    found = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+    for name, mine, theirs in zip("ABm", found, (a, b, m), strict=True):
+        assert apart(mine.grad, theirs.grad) < grads, name
+
+
+def test_weights_logits_and_gradients_are_pefts(base):
+    peft = pytest.importorskip("peft")
+    fields = {"target_modules": ["q", "v"], "r": 3, "lora_alpha": 5, "use_dora": True}
+    theirs = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**fields)).train()
+    ours = copy.deepcopy(base)
+    apply_lora(ours, config())
+    pairs = []
+    for name, layer in ours.train().named_modules():
+        if isinstance(layer, LoRALinear):
+            peer = theirs.base_model.model.get_submodule(name)
+            a, b = peer.lora_A["default"].weight, peer.lora_B["default"].weight
+            m = peer.lora_magnitude_vector["default"].weight
+            torch.testing.assert_close(layer.lora_magnitude_vector, m, **CLOSE)
+            randomize(layer)
+            own = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+            pairs += zip(own, (a, b, m), strict=True)
+    with torch.no_grad():
+        for mine, its in pairs:
+            its.copy_(mine)
+    x = torch.randn(6, 12)
+    y, reference = ours(x), theirs(x)
+    torch.testing.assert_close(y, reference, **CLOSE)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    reference.backward(dy)
+    for mine, its in pairs:
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("fp8", RECIPES.values(), ids=RECIPES)
+def test_starts_as_the_base_merges_and_goes_back(base, fp8):
+    model, x = copy.deepcopy(base), torch.randn(9, 12)
+    apply_lora(model, config(fp8))
+    start = model(x)
+    assert apart(start, base(x)) < (1e-5 if fp8 is None else FP8_BOUND)
+    randomize(model)
+    after = model(x)
+    assert apart(after, start) > 0.05
+    with disable_lora(model):
+        torch.testing.assert_close(model(x), start, **CLOSE)
+    layer = model.layers[0].q
+    weight, a, b, m = doubles(layer)
+    direction = weight + layer.scaling * (b @ a)
+    expected = (m / direction.norm(dim=1))[:, None] * direction
+    kept = layer.stored.clone()
+    merge_lora(model)
+    assert not any("lora" in key for key in layer.state_dict())
+    assert apart(layer.dequantized_weight(), expected) < (1e-6 if fp8 is None else 2.0**-4)
+    unmerge_lora(model)
+    assert torch.equal(layer.stored, kept)
+    plain = merge_and_unload(copy.deepcopy(model))
+    assert apart(plain.layers[0].q.weight, expected) < 1e-6
+    unload(model)
+    assert apart(model.layers[0].q.weight, weight) < 1e-6
+
+
+def test_a_row_of_zeros_stays_finite():
+    linear = nn.Linear(8, 5, bias=False)
+    linear.weight.data[2] = 0
+    layer = DoRALinear.from_linear(linear, config())
+    y = layer(torch.randn(3, 8))
+    y.sum().backward()
+    assert bool(y.isfinite().all()) and bool(layer.lora_magnitude_vector.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+def test_training_with_dropout_lowers_a_loss(fp8):
+    layer = DoRALinear.from_linear(nn.Linear(16, 16), config(fp8, lora_dropout=0.1)).train()
+    optimizer = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=0.05)
+    x, target = torch.randn(64, 16), torch.randn(64, 16)
+    losses = []
+    for _ in range(30):
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_pefts_files_both_ways(base, tmp_path):
+    model, x = trained(base), torch.randn(5, 12)
+    save_adapter(model, tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / CONFIG).read_text())["use_dora"] is True
+    held = load_file(tmp_path / "ours" / WEIGHTS)
+    assert held["base_model.model.layers.0.q.lora_magnitude_vector"].shape == (20,)
+    peer = peft_load(base, tmp_path / "ours").eval()
+    torch.testing.assert_close(peer(x), model(x), **CLOSE)
+    peer.save_pretrained(tmp_path / "theirs")
+    assert load_file(tmp_path / "theirs" / WEIGHTS).keys() == held.keys()
+    for fresh in (copy.deepcopy(base), trained(base)):  # plain, and over another adapter
+        load_adapter(fresh, tmp_path / "theirs", fp8=None)
+        assert torch.equal(fresh.eval()(x), model(x))
+    found = read_adapter(model, tmp_path / "theirs")
+    name = "layers.1.v.lora_magnitude_vector"
+    assert torch.equal(found[name], model.get_parameter(name))
+
+
+def test_a_state_dict_takes_the_magnitudes_along(base):
+    model, other, x = (
+        trained(base, DelayedScaling()),
+        trained(base, DelayedScaling()),
+        torch.ones(1, 12),
+    )
+    merge_lora(model)
+    state = training_state_dict(model)
+    unmerge_lora(model)
+    other.load_state_dict(state)
+    assert torch.equal(other(x), model(x))
+
+
+def test_a_file_without_magnitudes_is_refused(base, tmp_path):
+    save_adapter(trained(base, use_dora=False), tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"(?s)4 missing.*lora_magnitude_vector"):
+        load_adapter(trained(base), tmp_path / "plain", fp8=None)
+    mixed = trained(base, target_modules=["q"])
+    both = LoRAConfig(r=2, fp8=None)
+    mixed.layers[0].v = LoRALinear.from_linear(mixed.layers[0].v, both, name="layers.0.v")
+    with pytest.raises(ValueError, match="use_dora must be the same in all layers of a file"):
+        save_adapter(mixed, tmp_path / "mixed")
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 50, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    apply_lora(model, config(target_modules="all-linear"))
+    return model
+
+
+def test_what_does_not_compute_it_refuses_by_name():
+    model = llama()
+    with pytest.raises(ValueError, match=r"q_proj has use_dora=True, which a fused layer does not"):
+        fuse(model)
+    with pytest.raises(ValueError, match="has use_dora=True, which a group does not compute"):
+        group_projections(model, [("q_proj", "k_proj", "v_proj")])
+    assert all(type(m) is DoRALinear for m in model.modules() if isinstance(m, LoRALinear))
+    layer = model.model.layers[0].mlp.up_proj
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"use_dora=True runs eager only, found torch.compile"):
+        compiled(torch.randn(2, 32))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"target_parameters": ["e.down_proj"]}, "go with target_parameters"),
+        ({"init_lora_weights": "olora"}, "go with init_lora_weights='olora'"),
+    ],
+    ids=["experts", "olora"],
+)
+def test_a_config_refuses_what_does_not_go_together(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(use_dora=True, **fields)
+
+
+def test_each_class_refuses_the_others_config():
+    with pytest.raises(ValueError, match="use_dora=True needs a DoRALinear, found LoRALinear"):
+        LoRALinear(4, 4, config=config())
+    with pytest.raises(ValueError, match="use_dora=False needs a LoRALinear, found DoRALinear"):
+        DoRALinear(4, 4, config=LoRAConfig())
+
+
+def test_load_quantized_takes_it_over_a_whole_base_only(tmp_path):
+    model = unload(llama())
+    model.save_pretrained(tmp_path)
+    chosen = config(DelayedScaling(), target_modules="all-linear")
+    loaded = load_quantized(tmp_path, lora=chosen, device="cpu", progress=False)
+    layer = loaded.model.model.layers[0].mlp.up_proj
+    torch.testing.assert_close(
+        layer.lora_magnitude_vector.detach(), layer.base_weight().norm(dim=1)
+    )
+    with pytest.raises(ValueError, match="use_dora=True needs whole weights"):
+        load_quantized(tmp_path, lora=chosen, device="cpu", progress=False, offload=0.5)
+    with pytest.raises(ValueError, match="use_dora=True, whose norms need the whole weight"):
+        shard_base(loaded.model, None, offload=0.5)
