@@ -121,9 +121,37 @@ struct Consumer {
     done_with(before);
   }
 
-  // sum[block] += factors ⊙ part, once the tensor cores have written it. `low` and `high` are a thread's two rows'.
-  __device__ void promote(float (&part)[kSums], int block, float low, float high) {
-    settle(part);
+  // The scales of a step that a thread's sums are multiplied by: its two rows', and of each block of columns.
+  struct Factors {
+    float row[2], block[kBlocks];
+  };
+
+  // Where they are. What lies beyond the rows and columns is not stored, and takes the scales of what is there.
+  struct FactorsAt {
+    uint32_t rows, steps, left, above, right, to_next;
+
+    __device__ FactorsAt(const Fp8GemmParams& params, int row, int col)
+        : rows(static_cast<uint32_t>(params.rows)), steps(static_cast<uint32_t>(count_steps<1>(params))) {
+      left = min(static_cast<uint32_t>(row), rows - 1), above = min(row + 8u, rows - 1) - left;
+      right = col / kBlockCols * steps, to_next = kBlocks > 1 && col + kBlockCols < params.cols ? steps : 0;
+    }
+    __device__ void advance() { left += rows, ++right; }
+    __device__ Factors fetch(const Fp8GemmParams& params) const {
+      Factors factors{{params.left_scale_inv[left], params.left_scale_inv[left + above]}, {}};
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        factors.block[block] = params.right_scale_inv[right + block * to_next];
+      }
+      return factors;
+    }
+  };
+
+  // sum[block] += factors ⊙ part, once the tensor cores have written it. The factors are settled here, too: they were
+  // fetched a step before, and the compiler would multiply them at once and wait for them before the tensor cores
+  // start.
+  __device__ void promote(float (&part)[kSums], int block, Factors& factors) {
+    settle(part), settle(factors.row), settle(factors.block);
+    const float low = factors.row[0] * factors.block[block], high = factors.row[1] * factors.block[block];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sum[block][i] += part[i] * (i % 4 < 2 ? low : high);
   }
@@ -131,21 +159,17 @@ struct Consumer {
   // The sums of operands with scales of 1 × 128 and 128 × 128: a step's products are summed by the tensor cores, times
   // the scales and over the steps by fp32. row: a thread's first. The other warpgroups multiply while one adds.
   __device__ void sum_scaled_blocks(Ring& ring, int row, int col) {
-    const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));
-    const uint32_t last = rows - 1, above = min(row + 8u, last) - min(static_cast<uint32_t>(row), last);
-    uint32_t left = min(static_cast<uint32_t>(row), last), right = col / kBlockCols * steps;
-    // what lies beyond the columns is not stored, and takes the scales of what is there
-    const uint32_t to_next = kBlocks > 1 && col + kBlockCols < params.cols ? steps : 0;
+    FactorsAt at(params, row, col);
     float part[kSums];
     clear(part);
 #pragma unroll
     for (auto& each : sum) clear(each);
+    Factors next = at.fetch(params);
 #pragma unroll 1
-    for (uint32_t step = 0; step < steps; ++step, left += rows, ++right, ring.advance()) {
-      const float low = params.left_scale_inv[left], high = params.left_scale_inv[left + above];
-      float scale[kBlocks];
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) scale[block] = params.right_scale_inv[right + block * to_next];
+    for (uint32_t left = at.steps; left > 0; --left, ring.advance()) {
+      Factors factors = next;
+      if (left > 1) at.advance();
+      next = at.fetch(params);
       wait_for(ring.full(), ring.round);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -154,35 +178,33 @@ struct Consumer {
         wgmma_commit();
         wgmma_wait();
         if (block == kBlocks - 1) done_with(ring.empty());
-        promote(part, block, low * scale[block], high * scale[block]);
+        promote(part, block, factors);
       }
     }
   }
 
-  // The same with two parts: while one is added, the tensor cores fill the other. The steps are even.
+  // The same with two parts: while one is added, the tensor cores fill the other. The steps are multiples of
+  // kPartSteps; those beyond the depth multiply zeros, and the last step's factors.
   __device__ void sum_scaled_block_pairs(Ring& ring, int row, int col) {
-    const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));
-    const uint32_t last = rows - 1, above = min(row + 8u, last) - min(static_cast<uint32_t>(row), last);
-    uint32_t left = min(static_cast<uint32_t>(row), last), right = col / kBlockCols * steps;
-    float part[2][kSums], low[2]{}, high[2]{};
+    FactorsAt at(params, row, col);
+    float part[2][kSums];
     clear(part[0]), clear(part[1]), clear(sum[0]);
-    uint32_t empty[2], step = 0;
-    const auto begin = [&](int at) {
-      const bool exists = step < steps;
-      const float scale = exists ? params.right_scale_inv[right + step] : 0.0f;
-      low[at] = exists ? params.left_scale_inv[left] * scale : 0.0f;
-      high[at] = exists ? params.left_scale_inv[left + above] * scale : 0.0f;
-      left += rows, ++step;
+    uint32_t empty[2], left = at.steps;
+    Factors factors[2], next = at.fetch(params);
+    const auto begin = [&](int i) {
+      factors[i] = next;
+      if (left > 1) at.advance(), --left;
+      next = at.fetch(params);
       wait_for(ring.full(), ring.round);
       wgmma_fence();
-      multiply(part[at], ring.tile(), false);
+      multiply(part[i], ring.tile(), false);
       wgmma_commit();
-      empty[at] = ring.empty();
+      empty[i] = ring.empty();
       ring.advance();
     };
-    const auto finish = [&](int at) {
-      done_with(empty[at]);
-      promote(part[at], 0, low[at], high[at]);
+    const auto finish = [&](int i) {
+      done_with(empty[i]);
+      promote(part[i], 0, factors[i]);
     };
 #pragma unroll 1
     for (int parts = count_steps<kPartSteps>(params) / kPartSteps; parts > 0; --parts) {

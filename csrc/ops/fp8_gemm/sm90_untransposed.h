@@ -111,13 +111,13 @@ struct UntransposedConsumer {
     const uint32_t blocks = Tiles<Tile>::count(params.cols, kBlockCols), block = col / kBlockCols;
     const int thread = threadIdx.x % 128;
     uint32_t before = 0;
-    float factor[kEach], part[kSums];
+    float factor[kEach], scale, part[kSums];
     const auto fetch = [&](uint32_t step) {
-      const float scale = params.right_scale_inv[step * blocks + block];
+      scale = params.right_scale_inv[step * blocks + block];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const uint32_t at = min(row + thread + i * 128u, rows - 1);  // what lies beyond the rows is not stored
-        factor[i] = params.left_scale_inv[step * rows + at] * scale;
+        factor[i] = params.left_scale_inv[step * rows + at];         // times `scale` when it is stored, a step later
       }
     };
     clear(part), clear(sum);
@@ -127,7 +127,7 @@ struct UntransposedConsumer {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (i * 128 + 128 <= Tile::kRows || thread < Tile::kRows % 128) {
-          store_float(factor_of(i * 128 + thread, step), factor[i]);
+          store_float(factor_of(i * 128 + thread, step), factor[i] * scale);
         }
       }
       if (step + 1 < steps) fetch(step + 1);
