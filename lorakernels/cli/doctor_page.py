@@ -99,9 +99,12 @@ def _ops(ops: dict[str, dict[str, str]]) -> list[str]:
     rows = {op: (entry["implementation"], entry["reason"]) for op, entry in ops.items()}
     if len(set(rows.values())) == 1:
         rows = {f"all {len(rows)} ops": next(iter(rows.values()))}
-    width = max(len(implementation) for implementation, _ in rows.values()) + 2
+    column, width = (
+        max(map(len, names)) + 2 for names in (rows, [found for found, _ in rows.values()])
+    )
     lines = [
-        f"{op:24}{found:{width}}{reason}{_cost(op, found)}" for op, (found, reason) in rows.items()
+        f"{op:{column}}{found:{width}}{reason}{_cost(op, found)}"
+        for op, (found, reason) in rows.items()
     ]
     if slower := [op for op in rows if (op, rows[op][0]) in SLOWER]:
         lines += [
