@@ -317,6 +317,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
             exclude_modules=options.exclude_modules or None,
             target_parameters=options.target_parameters or None,
             use_rslora=options.use_rslora,
+            use_dora=options.use_dora,
             init_lora_weights=options.init_lora_weights == "true" or options.init_lora_weights,
             weight_layout=options.weight_layout,  # type: ignore[arg-type]
             fp8=recipe_of(options),

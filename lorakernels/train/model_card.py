@@ -54,8 +54,9 @@ FP8 = (
 )
 PLAIN = "The frozen base was held in its own dtype while the adapter learned."
 SETTINGS = (
-    "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "seq_len", "optim", "lr",
-    "lr_scheduler_type", "warmup", "loraplus_lr_ratio", "weight_decay", "max_grad_norm", "train_on_inputs", "seed",
+    "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "init_lora_weights", "seq_len",
+    "optim", "lr", "lr_scheduler_type", "warmup", "loraplus_lr_ratio", "weight_decay", "max_grad_norm",
+    "train_on_inputs", "seed",
 )  # fmt: skip
 
 

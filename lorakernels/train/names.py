@@ -38,6 +38,7 @@ PEERS = {
     "exclude_modules": ("lora_exclude_modules",),
     "target_parameters": ("lora_target_parameters",),
     "use_rslora": ("rslora", "lora_use_rslora", "peft_use_rslora"),
+    "use_dora": ("dora", "lora_use_dora", "peft_use_dora"),
     "fp8": ("load_in_fp8", "use_fp8"),
     "seq_len": (
         "max_seq_length", "max_seq_len", "max_length", "sequence_len", "sequence_length", "cutoff_len", "block_size",

@@ -20,7 +20,7 @@ AT_LEAST = {
 }  # fmt: skip
 PLANNED = (
     "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
-    "fp8_head", "gradient_checkpointing", "init_lora_weights",
+    "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora",
 )  # fmt: skip
 
 
@@ -133,6 +133,9 @@ def _check_runtime(options: FinetuneOptions) -> None:
                 f"init_lora_weights {options.init_lora_weights} starts from the 16-bit weight, which {name} never "
                 "holds: drop one of them"
             )
+    for name in ("shard_base", "offload", "fuse", "merge"):
+        if getattr(options, name) and options.use_dora:
+            raise OptionError(f"use_dora does not go with {name}: drop one of them")
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:

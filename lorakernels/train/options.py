@@ -119,6 +119,11 @@ class FinetuneOptions(RunningOptions):
         ),
     )
     use_rslora: bool = option(False, "adapter", "rank-stabilised scaling")
+    use_dora: bool = option(
+        False,
+        "adapter",
+        "train a magnitude for each row, too (DoRA); layers then run eager and unfused",
+    )
     init_lora_weights: str = option(
         "true",
         "adapter",

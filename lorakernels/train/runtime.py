@@ -348,6 +348,8 @@ def _why_not(
     """Why nothing is captured; None if graphs are possible."""
     if options.eager:
         return "eager was asked for"
+    if options.use_dora:
+        return "use_dora runs eager only"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

@@ -118,6 +118,8 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
             "runs unfused layers over a whole base, got fuse True",
         ),
         ({"fp8_recipe": "block", "offload": 0.5}, "over a whole base, got offload 0.5"),
+        ({"use_dora": True, "merge": "bf16"}, "use_dora does not go with merge"),
+        ({"use_dora": True, "fuse": True}, "use_dora does not go with fuse"),
         ({"fp8_recipe": "block", "shard_base": True}, "over a whole base, got shard_base True"),
         (
             {"fp8_recipe": "block", "weight_layout": "both"},

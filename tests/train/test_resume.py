@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from lorakernels.modules import initial
 from lorakernels.train import job
@@ -102,6 +103,24 @@ def test_a_run_that_starts_from_the_base_weight_is_resumed(
     assert adapter(tmp_path / "stopped") == adapter(tmp_path / "whole")
     config = json.loads((tmp_path / "whole" / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["init_lora_weights"]) == (8, True)
+
+
+def test_a_run_with_magnitudes_is_resumed(
+    cli: Cli, base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = [*base_args, "--steps", 4, "--save-every", 0, "--use-dora"]
+    assert cli(*run, "--output", tmp_path / "whole") == 0
+    assert "use_dora runs eager only" in " ".join(capsys.readouterr().out.split())
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert cli(*run, "--output", tmp_path / "stopped") == 130
+    assert cli(*run, "--output", tmp_path / "stopped", "--resume") == 0
+    assert adapter(tmp_path / "stopped") == adapter(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
+    assert any(name.endswith("lora_magnitude_vector") for name in tensors)
+    config = json.loads((tmp_path / "whole" / "adapter" / "adapter_config.json").read_text())
+    assert config["use_dora"] is True
 
 
 def test_a_run_over_another_start_is_not_resumed(
