@@ -200,6 +200,16 @@ class BlockScaling:
                 raise _unexpected(cls.__name__, f"{name}.power_2_scale", found, expected)
         return cls(getattr(recipe.fp8_format, "name", recipe.fp8_format), power)
 
+    def to_te(self) -> Any:
+        """The same recipe as a `transformer_engine.common.recipe.Float8BlockScaling`. Imports Transformer Engine."""
+        from transformer_engine.common import recipe
+
+        found = recipe.Float8BlockScaling(fp8_format=recipe.Format[self.fp8_format])
+        for name in _TE_QUANT:  # no fields of TE's dataclass: its constructor does not take them
+            quant = recipe.QParams(power_2_scale=self.power_2_scale, amax_epsilon=0.0)
+            setattr(found, name, quant)
+        return found
+
     @property
     def backward_dtype(self) -> torch.dtype:
         return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn

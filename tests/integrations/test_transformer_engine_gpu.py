@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, LoRAConfig, apply_lora
+from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora
 from lorakernels.integrations.transformer_engine import (
     convert_te_model,
     from_te_linear,
@@ -70,6 +70,9 @@ def test_recipes_of_te(te):
     assert DelayedScaling.from_te(theirs) == ours and ours.to_te() == theirs
     assert DelayedScaling.from_te(recipes.DelayedScaling()) == DelayedScaling()
     assert DelayedScaling().to_te() == recipes.DelayedScaling()
+    for blocks in (BlockScaling(), BlockScaling("HYBRID", power_2_scale=True)):
+        assert BlockScaling.from_te(blocks.to_te()) == blocks
+    assert BlockScaling(power_2_scale=True).to_te() == recipes.Float8BlockScaling()
     for kind in ("MXFP8BlockScaling", "Float8CurrentScaling", "Float8BlockScaling"):
         with pytest.raises(TypeError, match=f"got {kind}"):
             DelayedScaling.from_te(getattr(recipes, kind)())

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +83,32 @@ def test_it_is_made_of_transformer_engine_s_recipe():
     assert BlockScaling.from_te(te_recipe()) == BlockScaling(power_2_scale=True)
     hybrid = te_recipe(False, fp8_format=SimpleNamespace(name="HYBRID"))
     assert BlockScaling.from_te(hybrid) == BlockScaling("HYBRID")
+
+
+class TEBlockScaling:
+    """TE's recipe as far as `to_te` makes it: the constructor takes no QParams, and its own round to powers of two."""
+
+    fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = SimpleNamespace(
+        power_2_scale=True, amax_epsilon=0.0
+    )
+    x_block_scaling_dim, w_block_scaling_dim = 1, 2
+
+    def __init__(self, fp8_format):
+        self.fp8_format = fp8_format
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["exact", "powers of two"])
+@pytest.mark.parametrize("name", ["E4M3", "HYBRID"])
+def test_transformer_engine_s_recipe_is_made_of_it(name, power, monkeypatch):
+    formats = {each: SimpleNamespace(name=each) for each in ("E4M3", "HYBRID")}
+    common = types.ModuleType("transformer_engine.common")
+    common.recipe = SimpleNamespace(
+        Float8BlockScaling=TEBlockScaling, Format=formats, QParams=SimpleNamespace
+    )
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common", common)
+    ours = BlockScaling(name, power)
+    assert BlockScaling.from_te(ours.to_te()) == ours
 
 
 @pytest.mark.parametrize(
