@@ -15,12 +15,14 @@ from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
 from lorakernels.fusion.unload import merge_and_unload, unload
 from lorakernels.loops import Attached, attach
 from lorakernels.modules import (
+    AdapterBatch,
     FrozenFP8Linear,
     LoRAExperts,
     LoRALinear,
     LoRALinearGroup,
     LoRAReport,
     apply_lora,
+    batch_adapters,
     disable_lora,
     group_projections,
     merge_lora,
@@ -37,6 +39,7 @@ from lorakernels.values import LogitChange
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterBatch",
     "Attached",
     "BlockScaling",
     "DelayedScaling",
@@ -58,6 +61,7 @@ __all__ = [
     "ShardPlan",
     "apply_lora",
     "attach",
+    "batch_adapters",
     "bias_dropout_add",
     "change_of_logits",
     "disable_lora",

@@ -130,7 +130,7 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     quantizes = weight_scale_inv is not None and x8 is None
     made8 = empty(x, *(x.shape if quantizes else (0,)), dtype=torch.uint8)
     scale_inv = empty(x, 1 if quantizes else 0, dtype=torch.float32)
-    s = empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[0])
+    s = empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
     return y, made8, scale_inv, s
 
 

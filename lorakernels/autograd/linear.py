@@ -36,6 +36,8 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.numerics.products import adapter_places
+from lorakernels.numerics.segments import adapters_of, rows_times
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
 
@@ -114,7 +116,7 @@ class Projections(NamedTuple):
             bias,
             multiplier=None,
             rows=(rows,),
-            ranks=(0 if lora_B is None else lora_B.shape[1],),
+            ranks=(0 if lora_B is None else lora_B.shape[-1],),
             lora_A=lora_A,
             factors=None,
             masks=() if lora_B is None else (call.dropout,),
@@ -132,6 +134,11 @@ class Projections(NamedTuple):
         return sum(1 for rank in self.ranks if rank)
 
     @property
+    def batched(self) -> bool:
+        """Whether the adapters are several in one batch (numerics/segments.py): A is [J, ΣR, K]."""
+        return adapters_of(self.lora_A) > 0
+
+    @property
     def quantized(self) -> bool:
         return self.state_x is not None
 
@@ -142,7 +149,7 @@ class Projections(NamedTuple):
     @property
     def beside(self) -> SideBySide | None:
         """`side` if `quantize_grad` takes these projections side by side, with the B_i below each other; else None."""
-        if self.factors is None or not side_by_side(self.side):
+        if self.factors is None or self.batched or not side_by_side(self.side):
             return None
         return self.side
 
@@ -151,8 +158,8 @@ class Projections(NamedTuple):
         """W with the scale_inv and the transposed copy that backward uses."""
         return Weight(self.weight, self.grad_scale_inv, self.weight_t)
 
-    def parts(self, matrix: Tensor, dim: int = 0) -> list[Tensor]:
-        """Split the ΣR rows of `matrix` (with `dim=1`, its columns) by adapter. For one adapter, it is `matrix`."""
+    def parts(self, matrix: Tensor, dim: int = -2) -> list[Tensor]:
+        """Split the ΣR rows of `matrix` (with `dim=-1`, its columns) by adapter. For one adapter, it is `matrix`."""
         if self.adapters == 1:
             return [matrix]
         return list(matrix.split([r for r in self.ranks if r], dim))
@@ -261,7 +268,8 @@ def gradients(
             dy8 = Scaled(dy) if state is None else Scaled(found8, scale_inv)
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
-        dA = [*_grad_A(to, ds, operand(), dtype_A, dropped, run)]
+        each = adapters_of(lora_B[0])
+        dA = [*_grad_A(to, ds, operand(), (dtype_A, each), dropped, run)]
     dx = grad_x(to, dy8, ds, dtype or dy.dtype, run, dropped) if needs.x else None
     unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
     return Gradients(dx, dA, unstacked or [None] * len(lora_B))
@@ -302,15 +310,16 @@ def _grad_A(
     to: Projections,
     ds: Tensor,
     x: Scaled,
-    dtype: torch.dtype,
+    of: tuple[torch.dtype, int],
     dropped: Tensor | None,
     run: Run,
 ) -> list[Tensor]:
+    """`of`: dA's dtype, and J of adapters in one batch, else 0."""
     if len(to.masks) > 1:
-        pieces = zip(to.parts(ds, 1), to.masks, strict=True)
-        return [run(ops.lora_grad_a, d.contiguous(), x, mask, dtype) for d, mask in pieces]
+        pieces = zip(to.parts(ds, -1), to.masks, strict=True)
+        return [run(ops.lora_grad_a, d.contiguous(), x, mask, *of) for d, mask in pieces]
     mask = _handed_over(to.masks[0], dropped)
-    return to.parts(run(ops.lora_grad_a, ds, x, mask, dtype))
+    return to.parts(run(ops.lora_grad_a, ds, x, mask, *of))
 
 
 def _handed_over(mask: Dropout | None, dropped: Tensor | None) -> Dropout | None:
@@ -331,13 +340,14 @@ def grad_x(
     lora_A = to.lora_A
     d, a = ds if lora_A is not None else None, lora_A
     if several and ds is not None and lora_A is not None:
-        d, a = to.parts(ds, 1)[0].contiguous(), to.parts(lora_A)[0]
+        d, a = to.parts(ds, -1)[0].contiguous(), to.parts(lora_A)[0].contiguous()
     fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
     dx: Tensor = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
     if several and ds is not None and lora_A is not None:
-        rest = zip(to.parts(ds, 1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
+        rest = zip(to.parts(ds, -1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
         for d, a, mask in rest:
-            dx = run(ops.bias_dropout_add, d @ a.to(d.dtype), None, dx, mask)
+            branch = rows_times(d, a.to(d.dtype))
+            dx = run(ops.bias_dropout_add, branch, None, dx, mask)
     return dx
 
 
@@ -351,6 +361,8 @@ def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, T
         return None, None
     if to.factors is None:
         return lora_B[0], None
+    if to.batched:
+        return _diagonal(to, lora_B, to.factors[0]), _diagonal(to, lora_B, to.factors[1])
     first, second = ops.block_diagonal(list(lora_B), to.side, to.factors, to.beside is not None)
     return first, second
 
@@ -359,8 +371,20 @@ def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
+    if dB.dim() == 3:
+        places = adapter_places(to.side)
+        return [dB[:, n, r] * to.factors[1][i] for i, (n, r) in places]
     compact = to.beside is not None
     return [*ops.block_diagonal_parts(dB, to.side, to.factors[1], compact)]
+
+
+def _diagonal(to: Projections, lora_B: Sequence[Tensor], factors: Tensor) -> Tensor:
+    """diag(f_i B_i) [J, ΣN, ΣR] of adapters in one batch."""
+    first = lora_B[0]
+    found = first.new_zeros(len(first), sum(to.rows), sum(to.ranks))
+    for (i, (n, r)), b in zip(adapter_places(to.side), lora_B, strict=True):
+        torch.mul(b, factors[i], out=found[:, n, r])
+    return found
 
 
 def bias_gradients(

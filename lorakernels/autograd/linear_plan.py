@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
+from lorakernels.numerics.segments import adapters_of
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
 from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
@@ -176,6 +177,8 @@ def _forms(tensors: LinearTensors) -> list[Any]:
 def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
     bias, lora_A, lora_B, data, scale_inv, weight_t, state, _ = tensors
     if state is None or scale_inv is None or data is None or not are_plain(*tensors):
+        return None
+    if adapters_of(lora_A):
         return None
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])

@@ -231,7 +231,9 @@ class FusedGroup:
         if len(parts) < 2:
             return parts[0] if parts else None
         whole = self._lora_A.get(tuple(id(m) for m in adapted))
-        return torch.cat(parts) if whole is None else whole  # some adapters are switched off
+        return (
+            torch.cat(parts, -2) if whole is None else whole
+        )  # one is switched off, or is several
 
     def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
         """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters."""
@@ -309,7 +311,7 @@ class FusedGroup:
 
     def _join_A(self) -> None:
         adapted = [m for m in self.members if isinstance(m, LoRALinear)]
-        if len(adapted) > 1:
+        if len(adapted) > 1 and adapted[0].lora_A.dim() == 2:
             self._lora_A = {tuple(id(m) for m in adapted): _join([m.lora_A for m in adapted])}
 
     @torch.no_grad()

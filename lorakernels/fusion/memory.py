@@ -135,7 +135,7 @@ def _stacked(members: Sequence[Any]) -> int:
         return 0
     factors = [m.lora_B for m in members if isinstance(m, LoRALinear)]
     rows = sum(m.out_features for m in members)
-    return rows * sum(b.shape[1] * b.element_size() for b in factors)
+    return rows * sum(b.shape[-1] * b.element_size() for b in factors)
 
 
 def kept_bytes(sizes: Sequence[LayerSize], forms: Sequence[str], tokens: int, element: int) -> int:

@@ -39,12 +39,16 @@ class RankSizes(NamedTuple):
 
 
 class ProductSizes(NamedTuple):
-    """[rows, depth] times [depth, cols], with an adapter of this rank; 0 without one."""
+    """[rows, depth] times [depth, cols], with an adapter of this rank; 0 without one.
+
+    With `segment_rows`, as many rows after each other have an adapter of their own.
+    """
 
     rows: int
     cols: int
     depth: int
     rank: int
+    segment_rows: int = 0
 
 
 class GroupedWeight(NamedTuple):

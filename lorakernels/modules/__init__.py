@@ -2,6 +2,7 @@
 """The layers that hold parameters, and the calls that put them into a model. autograd/ and ops/ compute."""
 
 from lorakernels.modules.apply import apply_lora
+from lorakernels.modules.batch import AdapterBatch, batch_adapters
 from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.experts import LoRAExperts
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -18,6 +19,7 @@ from lorakernels.modules.merge import (
 from lorakernels.modules.report import LoRAReport, ModuleReport
 
 __all__ = [
+    "AdapterBatch",
     "DoRALinear",
     "FrozenFP8Linear",
     "GroupedLoRALinear",
@@ -27,6 +29,7 @@ __all__ = [
     "LoRAReport",
     "ModuleReport",
     "apply_lora",
+    "batch_adapters",
     "disable_lora",
     "group_projections",
     "lora_modules",

@@ -30,6 +30,10 @@ ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     """fp32 [N, K]: scaling · B A."""
+    if lora_A.dim() != 2:
+        raise ValueError(
+            f"lora_A must be [R, K], found {list(lora_A.shape)}: choose one adapter by AdapterBatch.only(name)"
+        )
     return scaling * (lora_B.float() @ lora_A.float())
 
 
@@ -51,8 +55,8 @@ class LoRALinear(MergeableLinear):
         fp8_state, name: the model's FP8State and this layer's entry in it. None makes a state for this layer alone.
 
     Attributes:
-        lora_A [R, K], lora_B [N, R]: Parameters. B starts at zero, so the output equals the base's at first, unless
-            `config.init_lora_weights` is False.
+        lora_A [R, K], lora_B [N, R]: Parameters; [J, R, K] and [J, N, R] after `batch_adapters`. B starts at zero, so
+            the output equals the base's at first, unless `config.init_lora_weights` is False.
         scaling: alpha / r, or alpha / √r with rslora.
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.

@@ -29,9 +29,13 @@ def _layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def check_enabled(layers: dict[str, LoRALinear]) -> None:
-    """Raise ValueError inside `disable_lora`."""
+    """Raise ValueError inside `disable_lora`, and where there are several adapters in one batch."""
     if any(layer.disable_adapters for layer in layers.values()):
         raise ValueError("the adapter is disabled: leave disable_lora first")
+    if several := [path for path, layer in layers.items() if layer.lora_A.dim() == 3]:
+        raise ValueError(
+            f"{several[0]} has several adapters: choose one by AdapterBatch.only(name)"
+        )
 
 
 def merge_lora(model: nn.Module) -> None:

@@ -13,6 +13,8 @@ takes less time.
 What the kernel does not take is multiplied by cuBLASLt or, without FP8 tensor cores, dequantized to dx's dtype. Sizes
 that cuBLASLt does not take are multiplied in fp32. A plain base is one product in dy's dtype. The branch comes after
 these products.
+
+A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from lorakernels.kernels import tune
 from lorakernels.kernels.arguments import ProductSizes, Tiles, format_of, name, where
 from lorakernels.numerics.dropout import drawn_mask, drops, keep_scale, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
-from lorakernels.numerics.products import dequantized_grad_input, product
+from lorakernels.numerics.groups import GROUP_ROWS
+from lorakernels.numerics.products import dequantized_grad_input
+from lorakernels.numerics.segments import (
+    adapters_of,
+    add_rows_times,
+    check_segments,
+    rows_times,
+)
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import (
     FLOATS,
@@ -37,6 +46,7 @@ from lorakernels.ops.hardware import (
     gemm_by_kernel,
     gemm_without_ours,
     why_not_aligned,
+    why_not_batched_gemm,
     why_not_cublaslt,
     why_not_dequantized,
     why_not_wgmma_gemm,
@@ -70,7 +80,7 @@ def reference(
     check(dy, fp8_dtype, weight, ds, lora_A, dropout)
     acc = dequantize(dy, fp8_dtype) @ dequantize(Scaled(weight.data, weight.scale_inv))
     if ds is not None and lora_A is not None:
-        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), dropout)
+        branch, factor = masked(rows_times(ds.float(), lora_A.to(ds.dtype).float()), dropout)
         acc += branch * factor
     return acc.to(out_dtype)
 
@@ -101,6 +111,7 @@ def check(
     device = dy.data.device
     checks.slot(dropout, device)
     checks.dropped(dropout, dy.data.shape[0], weight.data.shape[1], device)
+    check_segments("lora_A", lora_A, dy.data.shape[0])
 
 
 def why_not_csrc_kernel(
@@ -126,6 +137,11 @@ def why_not_csrc_kernel(
         return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
     if why_not := why_not_aligned(dy=dy.data, weight=weight.data, weight_t=weight.t):
         return why_not
+    if ds is not None and (adapters := adapters_of(lora_A)):
+        if why_not := why_not_batched_gemm(dy.data.shape[0], adapters, out_dtype):
+            return why_not
+        if dy.data.shape[1] % GROUP_ROWS:
+            return f"N = {dy.data.shape[1]} must be a multiple of {GROUP_ROWS} for several adapters"
     return _why_not_branch(ds, lora_A, out_dtype)
 
 
@@ -181,16 +197,19 @@ def by_csrc(
     assert weight.scale_inv is not None
     (rows, depth), cols = dy.data.shape, weight.data.shape[1]
     ds, lora_A = _factors(ds, lora_A, out_dtype)
-    rank = 0 if lora_A is None else lora_A.shape[0]
+    rank = 0 if lora_A is None else lora_A.shape[-2]
     if rank == 0:
         ds = lora_A = None
+    adapters = adapters_of(lora_A)
     mask = dropout if lora_A is not None and drops(dropout) else None
     multiprocessors = multiprocessors_of(dy.data.get_device())
     in_blocks = weight.scale_inv.dim() == 2
-    turned = weight.t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
+    turned = weight.t is None or adapters > 0 or tune.csrc_turns(rows, cols, split, multiprocessors)
     how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
     how = "turned blocks" if in_blocks else how
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
+    if adapters:
+        tile = GROUP_ROWS, GROUP_ROWS
     run = extension().fp8_block_grad_input if in_blocks else extension().fp8_grad_input
     a_dtype = name(out_dtype if lora_A is None else lora_A.dtype)
     dx = dy.data.new_empty((rows, cols), dtype=out_dtype)
@@ -199,7 +218,7 @@ def by_csrc(
         dy,
         weight._replace(t=None) if turned else weight,
         mask,
-        ProductSizes(rows, cols, depth, rank),
+        ProductSizes(rows, cols, depth, rank, rows // adapters if adapters else 0),
         (name(out_dtype), a_dtype, format_of(fp8_dtype)),
         Tiles(split, *tile, multiprocessors),
         where(dy.data),
@@ -213,7 +232,7 @@ def _factors(
     """(ds, A) as csrc reads them, A in `dtype` or fp32; None for both without a branch."""
     if ds is None or lora_A is None:
         return None, None
-    rank = lora_A.shape[0]
+    rank = lora_A.shape[-2]
     ds = F.pad(ds, (0, -rank % 8)) if rank % 8 or ds.data_ptr() % 16 else ds
     if lora_A.dtype not in (dtype, torch.float32) or lora_A.data_ptr() % 16:
         lora_A = lora_A.to(dtype, copy=True)
@@ -289,8 +308,8 @@ def _with_branch(
         return dx
     a = lora_A.to(out_dtype)
     if dropout is None or not drops(dropout):
-        return dx.addmm_(ds.to(out_dtype), a)
-    branch = product(ds.to(out_dtype), a, keep_scale(dropout.p))
+        return add_rows_times(dx, ds.to(out_dtype), a)
+    branch = rows_times(ds.to(out_dtype), a, keep_scale(dropout.p))
     return dx.add_(branch.where(drawn_mask(dropout, *dx.shape), 0.0))
 
 

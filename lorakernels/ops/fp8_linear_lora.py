@@ -10,6 +10,8 @@ What neither kernel takes is multiplied by cuBLASLt (`torch._scaled_mm`, with fa
 does it forward). Without FP8 tensor cores both operands are dequantized to y's dtype; sizes that cuBLASLt does not take
 are multiplied in fp32. A plain base is one product in x's dtype. The other terms come after these products, so that y
 is rounded up to four times.
+
+B may be of J adapters in one batch, [J, N, R] (numerics/segments.py); each has its own M / J rows.
 """
 
 from __future__ import annotations
@@ -23,16 +25,24 @@ from lorakernels.kernels import tune
 from lorakernels.kernels.arguments import ProductSizes, Tiles, name, where
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import dequantized_linear
+from lorakernels.numerics.segments import (
+    adapters_of,
+    add_rows_times,
+    check_segments,
+    rows_times,
+)
 from lorakernels.ops.hardware import (
     FLOATS,
     FP8_GEMM_MULTIPLE,
     PLAIN,
+    SEVERAL,
     TMA_CAPABILITY,
     Place,
     gemm_by_cublaslt,
     gemm_by_kernel,
     gemm_without_ours,
     why_not_aligned,
+    why_not_batched_gemm,
     why_not_cublaslt,
     why_not_dequantized,
     why_not_wgmma_gemm,
@@ -64,7 +74,7 @@ def reference(
     by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
     acc = dequantize(x) @ dequantize(Scaled(weight.data, by_row)).t()
     if up is not None and up.s is not None:
-        acc += up.scaling * (up.s.float() @ up.lora_B.to(up.s.dtype).float().t())
+        acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
     if bias is not None:
         acc += bias.float()
     if residual is not None:
@@ -102,8 +112,12 @@ def check(
         raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
     if bias is not None and bias.shape != (cols,):
         raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
-    if up is not None and up.s is not None and up.lora_B.shape != (cols, up.s.shape[1]):
-        raise ValueError(f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}")
+    if up is not None and up.s is not None:
+        if up.lora_B.shape[-2:] != (cols, up.s.shape[1]) or up.lora_B.dim() > 3:
+            raise ValueError(
+                f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}"
+            )
+        check_segments("lora_B", up.lora_B, rows)
 
 
 def why_not_csrc_kernel(
@@ -130,6 +144,11 @@ def why_not_csrc_kernel(
         return f"residual is {residual.dtype}, out_dtype {out_dtype}"
     if up is not None and up.s is not None and up.s.dtype != out_dtype:
         return f"s is {up.s.dtype}, out_dtype {out_dtype}"
+    if up is not None and (adapters := adapters_of(up.lora_B)):
+        if split:
+            return "several adapters in one batch are computed without split accumulation"
+        if why_not := why_not_batched_gemm(x.data.shape[0], adapters, out_dtype):
+            return why_not
     return _why_not_floats(bias=bias, **_factors(up))
 
 
@@ -170,6 +189,8 @@ def _why_not_triton_sizes(capability: tuple[int, int], rows: int, n: int, k: int
 def _why_not_triton_factors(up: Up | None) -> str | None:
     if up is None or up.s is None:
         return None
+    if adapters_of(up.lora_B):
+        return SEVERAL
     if up.s.dtype not in (torch.bfloat16, torch.float16):
         return f"s is {up.s.dtype}, not bfloat16 or float16"
     if up.s.shape[1] > tune.MAX_RANK:
@@ -241,7 +262,8 @@ def launch_csrc(
     assert weight.scale_inv is not None
     (rows, cols), depth = y.shape, x.data.shape[1]
     factors = padded_factors(up, y.dtype)
-    rank = 0 if up is None or factors is None else up.lora_B.shape[1]
+    rank = 0 if up is None or factors is None else up.lora_B.shape[-1]
+    adapters = 0 if factors is None else adapters_of(factors.lora_B)
     b_dtype = y.dtype if factors is None else factors.lora_B.dtype
     dtypes = map(name, (y.dtype, b_dtype, y.dtype if bias is None else bias.dtype))
     in_blocks = weight.scale_inv.dim() == 2
@@ -249,13 +271,14 @@ def launch_csrc(
     multiprocessors = multiprocessors_of(y.get_device())
     how = "blocks" if in_blocks else "split" if split else "fast"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
+    segment_rows = rows // adapters if adapters else 0
     run = extension().fp8_block_linear if in_blocks else extension().fp8_linear_lora
     run(
         (y, bias, residual),
         x,
         weight,
         factors,
-        ProductSizes(rows, cols, depth, rank),
+        ProductSizes(rows, cols, depth, rank, segment_rows),
         (*dtypes, by_column),
         Tiles(split, *tile, multiprocessors),
         where(y),
@@ -371,7 +394,7 @@ def with_terms(
     if bias is not None:
         y += bias
     if up is not None and up.s is not None:
-        y.addmm_(up.s.to(out_dtype), up.lora_B.to(out_dtype).t(), alpha=up.scaling)
+        add_rows_times(y, up.s.to(out_dtype), up.lora_B.to(out_dtype).mT, up.scaling)
     if residual is not None:
         y += residual
     return y

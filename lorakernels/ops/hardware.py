@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.triton import segments
+from lorakernels.numerics.dropout import drops
+from lorakernels.numerics.groups import GROUP_ROWS
+from lorakernels.numerics.segments import adapters_of
+from lorakernels.values import Dropout
 
 FP8_GEMM_CAPABILITY = (8, 9)
 FP8_GEMM_MULTIPLE = 16
@@ -19,6 +24,7 @@ TMA_CAPABILITY = (9, 0)
 DEQUANTIZED_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # their tensor cores
 LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
 PLAIN = "the base is not FP8"
+SEVERAL = "the adapters are several in one batch"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -160,3 +166,30 @@ def chosen_csrc(note: str, place: Place) -> tuple[str, str]:
     """csrc's kernel with this `note`, or PyTorch with the reason why not."""
     why_not = why_not_csrc(place.capability)
     return ("torch", why_not) if why_not else ("csrc", note)
+
+
+def why_not_batched(
+    x: Tensor, factor: Tensor, rank: int, dropout: Dropout | None = None
+) -> str | None:
+    """None if Triton's kernels of adapters in one batch take x [M, …] and J adapters' A or B; otherwise the reason."""
+    if why_not := why_not_layer_capability(capability_of(x.device)):
+        return why_not
+    if drops(dropout):
+        return "dropout of adapters in one batch is computed by PyTorch"
+    if not 0 < rank <= segments.MOST_RANK:
+        return f"rank {rank} is not in 1 to {segments.MOST_RANK}"
+    rows = x.shape[0] // adapters_of(factor)
+    if rows == 0 or rows % segments.ROWS_MULTIPLE:
+        return f"an adapter's {rows} rows must be a multiple of {segments.ROWS_MULTIPLE}"
+    if not x.is_contiguous() or not factor.is_contiguous():
+        return "the adapters and their operands must be contiguous"
+    return None
+
+
+def why_not_batched_gemm(rows: int, adapters: int, out_dtype: torch.dtype) -> str | None:
+    """None if csrc's FP8 GEMMs take as many rows and adapters in one batch; otherwise the reason why not."""
+    if rows % adapters or rows // adapters % GROUP_ROWS:
+        return f"{rows} rows of {adapters} adapters must be a multiple of {GROUP_ROWS} for each"
+    if out_dtype != torch.bfloat16:
+        return f"several adapters in one batch are computed in bfloat16, found {out_dtype}"
+    return None

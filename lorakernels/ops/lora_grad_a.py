@@ -9,6 +9,8 @@ x, [⌈K/128⌉, M], its elements are multiplied by theirs in fp32 and rounded t
 
 PyTorch's kernels first write D(x) in ds's dtype and then read it: another 4MK bytes. They sum fp16 in fp32, because the
 sum before scale_inv could pass 65504, where fp16 ends.
+
+Of J adapters in one batch (numerics/segments.py), dA is [J, R, K]; each is summed over its own M / J rows.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import RankSizes, name, where
+from lorakernels.kernels.triton import segments as segment_kernels
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
-from lorakernels.numerics.products import product
+from lorakernels.numerics.segments import segments, sum_over_rows
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import FLOATS, Place
+from lorakernels.ops.hardware import FLOATS, SEVERAL, Place, why_not_batched
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Dropout, Scaled
 
@@ -33,23 +36,32 @@ MAX_RANK = 128  # for csrc
 GROUP = 8  # numbers of ds that csrc copies together
 
 
-def reference(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+def reference(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> Tensor:
     """dA [R, K] in `out_dtype`; the mask is drawn, also where `dropout.dropped` has it.
 
     Raises:
         ValueError: the slot, a mask that has been drawn already, or the scales of blocks do not fit.
     """
-    check(ds, x, dropout, out_dtype)
+    check(ds, x, dropout, out_dtype, adapters)
     xd, factor = masked(dequantize_rows(x) if in_blocks(x) else dequantize(x), dropout)
-    return ((ds.float().t() @ xd) * factor).to(out_dtype)
+    return (sum_over_rows(ds.float(), xd, adapters) * factor).to(out_dtype)
 
 
-def fake(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
-    return empty(ds, ds.shape[1], x.data.shape[1], dtype=out_dtype)
+def fake(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> Tensor:
+    leading = (adapters,) if adapters else ()
+    return empty(ds, *leading, ds.shape[1], x.data.shape[1], dtype=out_dtype)
 
 
-def check(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> None:
-    """ValueError if the slot, a mask that has been drawn already, or the scales of blocks do not fit."""
+def check(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> None:
+    """ValueError if the slot, a mask that has been drawn already, the scales of blocks, or J do not fit."""
+    if adapters < 0 or (adapters and ds.shape[0] % adapters):
+        raise ValueError(f"adapters must be 0 or divide the {ds.shape[0]} rows, found {adapters}")
     checks.slot(dropout, x.data.device)
     (rows, cols), scale_inv = x.data.shape, x.scale_inv
     checks.dropped(dropout, rows, cols, x.data.device)
@@ -64,9 +76,11 @@ def in_blocks(x: Scaled) -> bool:
 
 
 def why_not_csrc_kernel(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
 ) -> str | None:
     """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    if adapters:
+        return SEVERAL
     data, fp8 = x.data, x.scale_inv is not None
     if why_not := why_not_sizes(capability_of(data.device), data.shape[1], fp8):
         return why_not
@@ -97,7 +111,9 @@ def why_not_sizes(capability: tuple[int, int], k: int, fp8: bool) -> str | None:
     return f"K = {k} must be a multiple of {multiple}" if k % multiple else None
 
 
-def by_csrc(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+def by_csrc(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> Tensor:
     """One read of x, by csrc's kernel; the mask is `dropout.dropped`, if that is there."""
     data = x.data
     (rows, cols), rank, ext = data.shape, ds.shape[1], extension()
@@ -128,16 +144,41 @@ def _in_whole_groups(ds: Tensor) -> Tensor:
     return padded
 
 
-def by_torch(ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype) -> Tensor:
+def why_not_segments(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> str | None:
+    """None if Triton's kernel takes the adapters of a batch; otherwise the reason why not."""
+    if not adapters:
+        return "dA is of one adapter"
+    if in_blocks(x):
+        return "each 1 × 128 of x has a scale"
+    if x.scale_inv is None and x.data.dtype != ds.dtype:
+        return f"x is {x.data.dtype}, ds {ds.dtype}"
+    if ds.dtype not in (torch.bfloat16, torch.float16):
+        return f"ds is {ds.dtype}, not bfloat16 or float16"
+    parts = segments(ds, adapters)
+    return why_not_batched(x.data, parts, ds.shape[1], dropout)
+
+
+def by_segments(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> Tensor:
+    """One kernel of Triton for all adapters."""
+    return segment_kernels.outer(x.data, ds, adapters, x.scale_inv, out_dtype)
+
+
+def by_torch(
+    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
+) -> Tensor:
     """One PyTorch kernel after the other, for any dtype, shape and stride."""
     if ds.dtype == torch.float16:
-        return reference(ds, x, dropout, out_dtype)
+        return reference(ds, x, dropout, out_dtype, adapters)
     if in_blocks(x):
         x = Scaled(dequantize_rows(x, dtype=ds.dtype))
     data, scale_inv = x
     values = (data if scale_inv is None else data.view(E4M3)).to(ds.dtype)
     xd, factor = masked(values, dropout)
-    dA = product(ds.t(), xd, factor)
+    dA = sum_over_rows(ds, xd, adapters, factor)
     return (dA if scale_inv is None else dA * scale_inv).to(out_dtype)
 
 
@@ -156,9 +197,13 @@ lora_grad_a = define(
         reference,
         fake,
         check,
-        (Implementation("csrc", by_csrc, why_not_csrc_kernel), Implementation("torch", by_torch)),
+        (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("triton", by_segments, why_not_segments),
+            Implementation("torch", by_torch),
+        ),
         chosen,
     ),
     "(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
-    " SymInt row0=0, SymInt col0=0, Tensor? dropped=None) -> Tensor",
+    " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None) -> Tensor",
 )

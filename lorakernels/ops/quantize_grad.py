@@ -17,6 +17,8 @@ Several projections of one x have their dy side by side in dy [M, ΣN]:
 
 B and dB are [ΣN, R], one projection below the other. s and ds are [M, ΣR], side by side. Each R_i is R, or 0 without an
 adapter; then B_i is not read and dB_i is 0.
+
+B may be of J adapters in one batch, [J, N, R], but not side by side (numerics/segments.py).
 """
 
 from __future__ import annotations
@@ -26,11 +28,25 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import Sizes, format_of, name, scale_of, where
+from lorakernels.kernels.triton import segments as segment_kernels
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits, dropped_words, drops
 from lorakernels.numerics.fp8 import FP8_MAX, quantize, scale_that_tells
-from lorakernels.numerics.products import adapter_places, product
+from lorakernels.numerics.products import adapter_places
+from lorakernels.numerics.segments import (
+    adapters_of,
+    check_segments,
+    rows_times,
+    sum_over_rows,
+)
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import FLOATS, Place, why_not_wgmma, why_not_wgmma_gemm
+from lorakernels.ops.hardware import (
+    FLOATS,
+    SEVERAL,
+    Place,
+    why_not_batched,
+    why_not_wgmma,
+    why_not_wgmma_gemm,
+)
 from lorakernels.ops.lora_grad_a import MAX_RANK as MAX_GRAD_A_RANK
 from lorakernels.ops.lora_grad_a import why_not_sizes as why_not_lora_grad_a
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
@@ -68,14 +84,15 @@ def reference(
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = adapter_places(side)
     b = up.lora_B.to(dy.dtype).float()
-    ds = torch.cat([dy[:, cols].float() @ b[cols] for _, (cols, _) in places], 1)
+    adapters = adapters_of(b)
+    ds = torch.cat([rows_times(dy[:, cols].float(), b[..., cols, :]) for _, (cols, _) in places], 1)
     ds = (up.scaling * ds).to(dy.dtype)
     if up.s is None:
         return dy8, scale_inv, ds, dy.new_empty(0)
     dB = torch.zeros_like(up.lora_B)
     for _, (cols, window) in places:
-        dB_i = dy[:, cols].float().t() @ up.s[:, window].float()
-        dB[cols] = (up.scaling * dB_i).to(dB.dtype)
+        dB_i = sum_over_rows(dy[:, cols].float(), up.s[:, window].float(), adapters)
+        dB[..., cols, :] = (up.scaling * dB_i).to(dB.dtype)
     return dy8, scale_inv, ds, dB
 
 
@@ -127,7 +144,7 @@ def fake_and_mask(
 
 def _columns(up: Up, side: SideBySide | None) -> int:
     """How many columns s and ds have."""
-    return up.lora_B.shape[1] if side is None else sum(side.ranks)
+    return up.lora_B.shape[-1] if side is None else sum(side.ranks)
 
 
 def check(
@@ -137,7 +154,9 @@ def check(
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
 ) -> None:
-    """ValueError if projections side by side do not fit dy and `up`."""
+    """ValueError if projections side by side, or the adapters of a batch, do not fit dy and `up`."""
+    if up is not None:
+        check_segments("lora_B", up.lora_B, dy.shape[0])
     if side is None:
         return
     rows, ranks = list(side.rows or ()), list(side.ranks or ())
@@ -201,6 +220,8 @@ def _aligned(side: SideBySide) -> bool:
 
 def _why_not_adapter(dy: Tensor, up: Up) -> str | None:
     lora_B, s, _ = up
+    if adapters_of(lora_B):
+        return SEVERAL
     if not 0 < lora_B.shape[1] <= MAX_RANK:
         return f"rank {lora_B.shape[1]} is not in 1 to {MAX_RANK}"
     if lora_B.dtype not in FLOATS:
@@ -246,6 +267,8 @@ def hands_mask_over(
     the mask once more, and dA and dx are the same.
     """
     if weight.scale_inv is None or dropout is None or not dy.is_cuda or dy.dtype == torch.float32:
+        return False
+    if adapters_of(up.lora_B):
         return False
     if not _drawn_by_csrc(dropout) or _columns(up, side) > MAX_GRAD_A_RANK:
         return False
@@ -339,6 +362,31 @@ def _drawn_bits(dy: Tensor, dropout: Dropout, cols: int) -> Tensor:
     return dropped
 
 
+def why_not_segments(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
+    """None if Triton's kernels take the adapters of a batch; otherwise the reason why not."""
+    if up is None or not adapters_of(up.lora_B):
+        return "lora_B is of one adapter"
+    if side is not None:
+        return "adapters in one batch are not taken side by side"
+    if why_not := why_not_csrc_kernel(dy, None):
+        return why_not
+    if up.s is not None and (up.s.dtype != dy.dtype or not up.s.is_contiguous()):
+        return f"s must be contiguous in {dy.dtype}, found {up.s.dtype}"
+    return why_not_batched(dy, up.lora_B, up.lora_B.shape[2])
+
+
+def by_segments(
+    dy: Tensor,
+    up: Up | None,
+    scaling: Scaling | None,
+    fp8_dtype: torch.dtype,
+    side: SideBySide | None = None,
+) -> Results:
+    """csrc's kernel for dy8, and Triton's of ds and of dB for all adapters."""
+    assert up is not None
+    return *by_csrc(dy, None, scaling, fp8_dtype)[:2], *segment_kernels.gradients(dy, up)
+
+
 def by_torch(
     dy: Tensor,
     up: Up | None,
@@ -353,7 +401,7 @@ def by_torch(
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = adapter_places(side)
     b = up.lora_B.to(dy.dtype)
-    parts = [product(dy[:, cols], b[cols], up.scaling) for _, (cols, _) in places]
+    parts = [rows_times(dy[:, cols], b[..., cols, :], up.scaling) for _, (cols, _) in places]
     ds = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return dy8, scale_inv, ds, _grad_b_by_torch(dy, up, side)
 
@@ -365,10 +413,11 @@ def _grad_b_by_torch(dy: Tensor, up: Up, side: SideBySide | None) -> Tensor:
         dy = dy.float()
     s = up.s.to(dy.dtype)
     if side is None:
-        return product(dy.t(), s, up.scaling).to(up.lora_B.dtype)
+        dB = sum_over_rows(dy, s, adapters_of(up.lora_B), up.scaling)
+        return dB.to(up.lora_B.dtype)
     dB = torch.zeros_like(up.lora_B)
     for _, (cols, window) in adapter_places(side):
-        dB[cols] = product(dy[:, cols].t(), s[:, window], up.scaling)
+        dB[cols] = sum_over_rows(dy[:, cols], s[:, window], alpha=up.scaling)
     return dB
 
 
@@ -405,6 +454,11 @@ quantize_grad = define(
                 "csrc",
                 by_csrc,
                 lambda dy, up, scaling, fp8_dtype, side=None: why_not_csrc_kernel(dy, up, side),
+            ),
+            Implementation(
+                "csrc, triton",
+                by_segments,
+                lambda dy, up, scaling, fp8_dtype, side=None: why_not_segments(dy, up, side),
             ),
             Implementation("torch", by_torch),
         ),

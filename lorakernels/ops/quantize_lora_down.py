@@ -5,6 +5,8 @@ x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/ops/quantize_lora_down 
 It draws the mask on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that
 depends on shape and GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x
 once for its amax, once to quantize it and once or twice for s.
+
+A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
 from lorakernels.kernels.arguments import RankSizes, name, scale_of, where
+from lorakernels.kernels.triton import segments as segment_kernels
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3, quantize
-from lorakernels.numerics.products import product
+from lorakernels.numerics.segments import adapters_of, check_segments, rows_times
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import SEVERAL, Place, why_not_batched
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 from lorakernels.values import Dropout, Scaling
 
@@ -40,7 +43,7 @@ def reference(
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
     xd, factor = masked(x.float(), dropout)
-    s = (xd @ lora_A.to(x.dtype).float().t()) * factor
+    s = rows_times(xd, lora_A.to(x.dtype).float().mT) * factor
     return x8, scale_inv, s.to(x.dtype)
 
 
@@ -48,7 +51,7 @@ def fake(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> Results:
     x8, scale_inv = fake_quantized(x, scaling)
-    return x8, scale_inv, empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[0])
+    return x8, scale_inv, empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
 
 
 def check(
@@ -56,8 +59,11 @@ def check(
 ) -> None:
     """ValueError if the slot or lora_A does not fit."""
     checks.slot(dropout, x.device)
-    if lora_A is not None and lora_A.shape[1:] != x.shape[1:]:
-        raise ValueError(f"lora_A must be [R, {x.shape[1]}], found {list(lora_A.shape)}")
+    if lora_A is not None and (lora_A.dim() not in (2, 3) or lora_A.shape[-1:] != x.shape[1:]):
+        raise ValueError(
+            f"lora_A must be [R, {x.shape[1]}] or [J, R, {x.shape[1]}], found {list(lora_A.shape)}"
+        )
+    check_segments("lora_A", lora_A, x.shape[0])
 
 
 def why_not_csrc_kernel(
@@ -70,6 +76,8 @@ def why_not_csrc_kernel(
         return f"x is {x.dtype}, not bfloat16 or float16"
     if dropout is not None and dropout.col0 % MULTIPLE:
         return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
+    if adapters_of(lora_A):
+        return SEVERAL
     if lora_A is not None and not 0 < lora_A.shape[0] <= MAX_RANK:
         return f"rank {lora_A.shape[0]} is not in 1 to {MAX_RANK}"
     for label, tensor in (("x", x), ("lora_A", lora_A)):
@@ -121,6 +129,26 @@ def by_csrc(
     return x8, scale_inv, s
 
 
+def why_not_segments(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> str | None:
+    """None if Triton's kernels take the adapters of a batch; otherwise the reason why not."""
+    if lora_A is None or not adapters_of(lora_A):
+        return "lora_A is of one adapter"
+    if why_not := why_not_csrc_kernel(x, None, scaling, None):
+        return why_not
+    return why_not_batched(x, lora_A, lora_A.shape[1], dropout)
+
+
+def by_segments(
+    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+) -> Results:
+    """csrc's kernel for x8, and one of Triton for all adapters."""
+    assert lora_A is not None
+    x8, scale_inv, _ = by_csrc(x, None, scaling, None)
+    return x8, scale_inv, segment_kernels.down(x, lora_A, by_column=False)
+
+
 def by_torch(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> Results:
@@ -129,7 +157,7 @@ def by_torch(
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
     xd, factor = masked(x, dropout)
-    return x8, scale_inv, product(xd, lora_A.to(x.dtype).t(), factor)
+    return x8, scale_inv, rows_times(xd, lora_A.to(x.dtype).mT, factor)
 
 
 def chosen(place: Place) -> tuple[str, str]:
@@ -145,7 +173,11 @@ quantize_lora_down = define(
         reference,
         fake,
         check,
-        (Implementation("csrc", by_csrc, why_not_csrc_kernel), Implementation("torch", by_torch)),
+        (
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("csrc, triton", by_segments, why_not_segments),
+            Implementation("torch", by_torch),
+        ),
         chosen,
     ),
     "(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot, float p, SymInt site,"

@@ -18,9 +18,11 @@ using Limits = Fp8GemmLimits;
 
 struct ProductSizes {
   int64_t rows, cols, depth, rank;
+  int64_t segment_rows;  // 0, or how many rows have an adapter of their own
 
   static constexpr auto members() {
-    return in_order(&ProductSizes::rows, &ProductSizes::cols, &ProductSizes::depth, &ProductSizes::rank);
+    return in_order(&ProductSizes::rows, &ProductSizes::cols, &ProductSizes::depth, &ProductSizes::rank,
+                    &ProductSizes::segment_rows);
   }
 };
 
@@ -93,7 +95,8 @@ void check(const std::string& op, const Fp8GemmParams& params) {
   }
   if (params.groups > 0 &&
       (rows % Limits::kGroupRows != 0 || (params.untransposed && depth % Limits::kGroupRows != 0) ||
-       (rows > 0 && params.group_of == nullptr) || params.groups > kMost / std::max(cols, depth))) {
+       (rows > 0 && params.group_of == nullptr && params.segment_rows == 0) ||
+       params.groups > kMost / std::max(cols, depth))) {
     refuse(op, "groups begin at multiples of " + std::to_string(Limits::kGroupRows) +
                    " rows, and so do the matrices of dx; they need group_of, and at most " + std::to_string(kMost) +
                    " rows of matrices; got rows " + std::to_string(rows) + ", depth " + std::to_string(depth) +
@@ -159,6 +162,16 @@ Fp8GemmParams gemm_params(const Scaled& left, Address right, Address right_scale
   return params;
 }
 
+// Adapters that each have as many rows of the product, one after the other.
+void put_segments(const std::string& op, Fp8GemmParams& params, int64_t segment_rows) {
+  if (segment_rows == 0) return;
+  if (segment_rows < 0 || segment_rows % Limits::kGroupRows != 0 || params.rows % segment_rows != 0) {
+    refuse(op, "segment_rows must be 0, or a multiple of " + std::to_string(Limits::kGroupRows) +
+                   " that divides rows; got " + std::to_string(segment_rows) + " of " + std::to_string(params.rows));
+  }
+  params.segment_rows = segment_rows, params.groups = params.rows / segment_rows;
+}
+
 Fp8GemmParams linear_params(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
                             const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles) {
   Fp8GemmParams params = gemm_params(x, weight.data, weight.scale_inv, sizes, tiles);
@@ -174,9 +187,11 @@ Fp8GemmParams linear_params(const LinearOut& out, const Scaled& x, const Weight&
 
 void fp8_linear_lora(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
                      const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
-  const Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
+  Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
+  put_segments("fp8_linear_lora", params, sizes.segment_rows);
   check("fp8_linear_lora", params);
-  submit("fp8_linear_lora", params, &launch_fp8_linear_lora, where.stream, where.device);
+  const auto launch = params.groups > 0 ? launch_grouped_linear_lora : launch_fp8_linear_lora;
+  submit("fp8_linear_lora", params, launch, where.stream, where.device);
 }
 
 void fp8_block_linear(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
@@ -202,9 +217,13 @@ Fp8GemmParams grad_params(const GradOut& out, const Scaled& dy, const Weight& we
 
 void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, const std::optional<Dropout>& dropout,
                     const ProductSizes& sizes, const GradTypes& types, const Tiles& tiles, const Where& where) {
-  const Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
+  Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
+  put_segments("fp8_grad_input", params, sizes.segment_rows);
+  if (params.groups > 0 && !params.untransposed) refuse("fp8_grad_input", "segments take a weight as it lies");
   check("fp8_grad_input", params);
-  const auto launch = params.untransposed ? launch_fp8_grad_input_untransposed : launch_fp8_grad_input;
+  const auto launch = params.groups > 0     ? launch_grouped_grad_input
+                      : params.untransposed ? launch_fp8_grad_input_untransposed
+                                            : launch_fp8_grad_input;
   submit("fp8_grad_input", params, launch, where.stream, where.device);
 }
 

@@ -47,6 +47,8 @@ struct Fp8GemmParams {
   const uint32_t* dropped;       // [rows, dropped_words(cols)], the mask; null: draw it
   const int32_t* group_of;       // [rows / kGroupRows], or null: whose group such rows are; negative: not computed
   int64_t groups;                // right, right_scale_inv, v: one after the other; left_scale_inv is [groups], too
+  int64_t segment_rows;          // 0, or a multiple of kGroupRows: a group is as many rows, and group_of is not read.
+                                 // The groups share right and both scales, as those of one group; v is of each
   FloatType dtype;               // kBFloat16 or kFloat16
   FloatType v_dtype;             // dtype, or kFloat32 to be rounded to it
   FloatType bias_dtype;          // any

@@ -171,7 +171,7 @@ struct Helper {
           if constexpr (Tile::kLinear) {
             fetch_rows(base + Tile::kOffsetV, v, params.v_dtype == FloatType::kFloat32, Tile::kCols, col0, params.cols,
                        step * kRankStep);
-            if (time + step == 0) fetch_scales(col0, group);
+            if (time + step == 0) fetch_scales(col0, weight_of(params, group));
           } else {
             Tile::kUntransposed ? fetch_permuted_columns(v, col0, step * kRankStep)
                                 : fetch_columns(v, col0, step * kRankStep);
@@ -197,8 +197,8 @@ __device__ void copy_operands(const Fp8GemmParams& params, const CUtensorMap& le
     const int row = tiles.row(), col = tiles.col(), group = tiles.group(params);
     if (Tile::kGrouped && group < 0) continue;
     // where a group's matrix begins in right, and where all of them end
-    const int first = group * static_cast<int>(Tile::kUntransposed ? params.depth : params.cols);
-    const int end = static_cast<int>(params.groups * params.depth);
+    const int first = weight_of(params, group) * static_cast<int>(Tile::kUntransposed ? params.depth : params.cols);
+    const int end = static_cast<int>(weights_of(params) * params.depth);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       const int at = step * kStepDepth;
       wait_for(ring.empty(), ring.round ^ 1);

@@ -62,7 +62,7 @@ void launch_over_tiles(const Kernel& kernel, const Fp8GemmParams& params, cudaSt
   const int64_t tiles =
       static_cast<int64_t>(Tiles<Tile>::count(params.rows, Tile::kRows)) * Tiles<Tile>::count(params.cols, Tile::kCols);
   const auto blocks = static_cast<unsigned>(std::min(tiles, params.multiprocessors));
-  const int64_t groups = Tile::kGrouped ? params.groups : 1;
+  const int64_t groups = Tile::kGrouped ? weights_of(params) : 1;
   const auto result = [&](const void* data) {
     constexpr int kRows = Tile::kUntransposed ? 64 : kBoxRows;
     return data == nullptr ? CUtensorMap{} : tensor_map<T>(data, params.rows, params.cols, kRows);

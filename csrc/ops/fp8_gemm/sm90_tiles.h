@@ -82,9 +82,17 @@ struct Tiles {
   __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
   // Whose matrices the tile multiplies; negative: nobody's, and it is passed over.
   __device__ int group(const Fp8GemmParams& params) const {
-    return Tile::kGrouped ? params.group_of[row() / Tile::kRows] : 0;
+    if constexpr (!Tile::kGrouped) return 0;
+    return params.segment_rows > 0 ? row() / static_cast<int>(params.segment_rows)
+                                   : params.group_of[row() / Tile::kRows];
   }
 };
+
+// How many weights the groups have, and whose weight and scales a group multiplies.
+inline __host__ __device__ int64_t weights_of(const Fp8GemmParams& params) {
+  return params.segment_rows > 0 ? 1 : params.groups;
+}
+__device__ inline int weight_of(const Fp8GemmParams& params, int group) { return params.segment_rows > 0 ? 0 : group; }
 
 // How many times kStepDepth of a tile's operands are fetched. What lies beyond the depth is zeros.
 template <int kMultiple>

@@ -257,7 +257,8 @@ struct UntransposedConsumer {
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       const int of = tiles.group(params);
       if (of < 0) continue;
-      if (Tile::kGrouped) scale = params.left_scale_inv[of] * params.right_scale_inv[of];
+      const int own = weight_of(params, of);
+      if (Tile::kGrouped) scale = params.left_scale_inv[own] * params.right_scale_inv[own];
       sum_up(ring, tiles.row(), tiles.col());
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdapterBatch: several adapters over one base, trained on the rows of one batch.
+
+    rows 0 … M/J − 1 belong to the first adapter, the next M/J to the second, …
+
+A layer multiplies the base once for all rows, and each row by its own adapter's A and B. So J small batches fill a GPU
+as one large batch does. Each adapter has parameters of its own for an optimizer, and files of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.merge import check_enabled, lora_modules
+
+FACTORS = ("lora_A", "lora_B")
+
+
+class AdapterBatch:
+    """What `batch_adapters` returns: the adapters of a model by name.
+
+    Attributes:
+        names: of the adapters, in the order of their rows.
+        layers: {path: LoRALinear} of the model. Their lora_A is [J, R, K] and their lora_B [J, N, R].
+        ranks: {name: rank} of those below the layers' own. The rest of the rows of A and columns of B are zeros, and so
+            are their gradients.
+    """
+
+    def __init__(
+        self, layers: dict[str, LoRALinear], names: tuple[str, ...], ranks: dict[str, int]
+    ) -> None:
+        self.layers, self.names, self.ranks = layers, names, ranks
+        self._views = {name: self._views_of(name) for name in names}
+
+    def _views_of(self, name: str) -> dict[str, nn.Parameter]:
+        index = self.names.index(name)
+        found = {}
+        for path, layer in self.layers.items():
+            for factor in FACTORS:
+                whole = getattr(layer, factor)
+                view = nn.Parameter(whole.data[index], requires_grad=whole.requires_grad)
+                found[f"{path}.{factor}"] = view
+        return found
+
+    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """{path of a LoRALinear's lora_A or lora_B: the adapter's own part of it}, for an optimizer.
+
+        They lie in the model's memory: an update in place is seen by the next forward.
+
+        Raises:
+            KeyError: there is no such adapter.
+        """
+        if name not in self._views:
+            raise KeyError(f"adapter {name!r} must be one of {', '.join(self.names)}")
+        return dict(self._views[name])
+
+    def param_groups(
+        self, options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """A parameter group of torch's optimizers for each adapter, with the `options` of its name.
+
+        Raises:
+            KeyError: `options` name an adapter that is not there.
+        """
+        options = options or {}
+        for name in options:
+            self.parameters(name)
+        return [
+            {"params": [*self._views[name].values()], **options.get(name, {}), "name": name}
+            for name in self.names
+        ]
+
+    def give_gradients(self) -> None:
+        """Let each of `parameters` have its part of the gradients that backward has summed, without a copy."""
+        for index, name in enumerate(self.names):
+            views = iter(self._views[name].values())
+            for layer in self.layers.values():
+                for factor in FACTORS:
+                    whole = getattr(layer, factor).grad
+                    next(views).grad = None if whole is None else whole[index]
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them."""
+        optimizer.register_step_pre_hook(lambda *_: self.give_gradients())
+        optimizer.register_step_post_hook(lambda *_: self.clear_gradients())
+
+    def clear_gradients(self) -> None:
+        """Set all gradients of the adapters to None."""
+        for layer in self.layers.values():
+            for factor in FACTORS:
+                getattr(layer, factor).grad = None
+        for views in self._views.values():
+            for view in views.values():
+                view.grad = None
+
+    @contextmanager
+    def only(self, name: str) -> Iterator[None]:
+        """Inside, the model has this adapter alone, for all rows: to evaluate, save, load or train it.
+
+        Its values go back into the batch at the end. Graphs that were captured outside do not hold inside.
+
+        Raises:
+            KeyError: there is no such adapter.
+        """
+        self.parameters(name)
+        index = self.names.index(name)
+        before = {path: (m.lora_A, m.lora_B, m.r, m.lora_alpha) for path, m in self.layers.items()}
+        for layer in self.layers.values():
+            rank = self.ranks.get(name, layer.r)
+            own = layer.lora_A.data[index, :rank], layer.lora_B.data[index, :, :rank]
+            for factor, value in zip(FACTORS, own, strict=True):
+                grad = getattr(layer, factor).requires_grad
+                setattr(layer, factor, nn.Parameter(value.clone(), requires_grad=grad))
+            layer.r = rank
+            layer.lora_alpha = layer.scaling * (rank**0.5 if layer.config.use_rslora else rank)
+        try:
+            yield
+        finally:
+            for path, (lora_A, lora_B, r, alpha) in before.items():
+                layer = self.layers[path]
+                lora_A.data[index, : layer.r].copy_(layer.lora_A.detach())
+                lora_B.data[index, :, : layer.r].copy_(layer.lora_B.detach())
+                layer.lora_A, layer.lora_B, layer.r, layer.lora_alpha = lora_A, lora_B, r, alpha
+
+    def __repr__(self) -> str:
+        return f"AdapterBatch of {len(self.layers)} layers: {', '.join(self.names)}"
+
+
+def batch_adapters(
+    model: nn.Module, names: Sequence[str], ranks: Mapping[str, int] | None = None
+) -> AdapterBatch:
+    """Give every LoRALinear of `model` an adapter for each of `names`, in place of the one that it has.
+
+    The rows of a forward, which J = len(names) has to divide, belong to the adapters in this order, as many to each.
+    A model whose first dimension is the batch takes J sequences, or J times as many. Each new adapter starts as
+    `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's scaling.
+
+    An optimizer of `model.parameters()` trains all adapters alike. For learning rates of their own:
+
+        optimizer = torch.optim.AdamW(batch.param_groups({"fr": {"lr": 1e-4}, "de": {"lr": 3e-4}}))
+        batch.follow(optimizer)
+
+    Call it before `fuse`, before optimizers are made and before graphs are captured.
+
+    Args:
+        model: has LoRALinears, none of them merged or in a LoRALinearGroup.
+        names: at least one, all different.
+        ranks: of adapters with a rank below the layers' own.
+
+    Raises:
+        ValueError: the names are not different, a rank does not fit, or a layer cannot hold several adapters. Nothing
+            is changed then.
+    """
+    layers: dict[str, Any] = dict(lora_modules(model))
+    own = dict(ranks or {})
+    _check(layers, names, own)
+    for layer in layers.values():
+        started = []
+        for name in names:
+            layer.reset_adapter()
+            rank = own.get(name, layer.r)
+            started.append([_first(t, rank, d) for t, d in ((layer.lora_A, 0), (layer.lora_B, 1))])
+        for factor, values in zip(FACTORS, zip(*started, strict=True), strict=True):
+            grad = getattr(layer, factor).requires_grad
+            setattr(layer, factor, nn.Parameter(torch.stack(values), requires_grad=grad))
+    return AdapterBatch(layers, tuple(names), own)
+
+
+@torch.no_grad()
+def _first(factor: Tensor, rank: int, dim: int) -> Tensor:
+    """A copy with zeros behind the first `rank` rows or columns."""
+    found = torch.zeros_like(factor)
+    found.narrow(dim, 0, rank).copy_(factor.narrow(dim, 0, rank))
+    return found
+
+
+def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int]) -> None:
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"names must be at least one, all different, found {list(names)}")
+    if not layers:
+        raise ValueError("model has no LoRALinear: call apply_lora first")
+    check_enabled(layers)
+    for path, layer in layers.items():
+        if type(layer) is not LoRALinear:
+            raise ValueError(f"{path} is a {type(layer).__name__}, expected a LoRALinear")
+        if layer.merged:
+            raise ValueError(f"{path} is merged: unmerge it first")
+        if any(map(is_sharded, layer.parameters())):
+            raise ValueError(f"{path} is sharded: it cannot hold several adapters")
+        if layer.block_scaling is not None:
+            raise ValueError(
+                f"{path} follows BlockScaling: several adapters follow DelayedScaling or are plain"
+            )
+        if layer.lora_dropout:
+            raise ValueError(
+                f"{path} has lora_dropout={layer.lora_dropout}, expected 0 for several adapters"
+            )
+    if unknown := sorted(set(ranks) - set(names)):
+        raise ValueError(f"ranks has no adapter named {', '.join(unknown)} in names")
+    most = min(layer.r for layer in layers.values())
+    for name, rank in ranks.items():
+        if not 0 < rank <= most:
+            raise ValueError(f"ranks[{name!r}] must be 1 to {most}, found {rank}")
