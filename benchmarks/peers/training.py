@@ -139,8 +139,8 @@ def set_adapters(model: nn.Module, prefix: str = "") -> None:
 
 def _a(name: str, like: Tensor) -> Tensor:
     path = name.partition(".lora_A")[0]
-    shape = (like.shape[0], like.shape[1])
-    scale = like.shape[1] ** -0.5 / STD
+    shape = (like.shape[-2], like.shape[-1])  # adapters in one batch start alike
+    scale = like.shape[-1] ** -0.5 / STD
     return value(f"{path}.lora_A", shape, like.device, torch.float32).mul_(scale).to(like.dtype)
 
 

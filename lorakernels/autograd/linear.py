@@ -36,7 +36,6 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
-from lorakernels.numerics.products import adapter_places
 from lorakernels.numerics.segments import adapters_of, rows_times
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
@@ -354,15 +353,13 @@ def grad_x(
 def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """diag(f_i B_i) [ΣN, ΣR] for forward (f_i = ρ_i) and for backward (f_i = ρ_i / m_i), in one launch.
 
-    If `to.beside` is set, the second has the f_i B_i below each other: [ΣN, R]. Returns (B itself, None) for one
-    projection, and (None, None) without adapters.
+    If `to.beside` is set, the second has the f_i B_i below each other: [ΣN, R]. Of J adapters in one batch, all lead
+    with J. Returns (B itself, None) for one projection, and (None, None) without adapters.
     """
     if not to.adapted:
         return None, None
     if to.factors is None:
         return lora_B[0], None
-    if to.batched:
-        return _diagonal(to, lora_B, to.factors[0]), _diagonal(to, lora_B, to.factors[1])
     first, second = ops.block_diagonal(list(lora_B), to.side, to.factors, to.beside is not None)
     return first, second
 
@@ -371,20 +368,8 @@ def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
-    if dB.dim() == 3:
-        places = adapter_places(to.side)
-        return [dB[:, n, r] * to.factors[1][i] for i, (n, r) in places]
     compact = to.beside is not None
     return [*ops.block_diagonal_parts(dB, to.side, to.factors[1], compact)]
-
-
-def _diagonal(to: Projections, lora_B: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """diag(f_i B_i) [J, ΣN, ΣR] of adapters in one batch."""
-    first = lora_B[0]
-    found = first.new_zeros(len(first), sum(to.rows), sum(to.ranks))
-    for (i, (n, r)), b in zip(adapter_places(to.side), lora_B, strict=True):
-        torch.mul(b, factors[i], out=found[:, n, r])
-    return found
 
 
 def bias_gradients(

@@ -10,6 +10,8 @@ the other. autograd/linear.py has the formulas that need them.
 
 One kernel each (kernels/triton/block_diagonal.py), where torch takes one or two per block. Each element is read once,
 multiplied in fp32 and rounded once at the store. More than 4 projections go through PyTorch.
+
+Of J adapters in one batch (numerics/segments.py), the B_i and the results lead with J, and f serves all.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def reference(
     found = []
     of_both = zip(_shapes(side, compact), factors, (False, compact), strict=True)
     for shape, of_factors, below in of_both:
-        out = blocks[0].new_zeros(shape)
-        for block, (i, place) in zip(blocks, adapter_places(side, below), strict=True):
-            out[place] = (block.float() * of_factors[i]).to(out.dtype)
+        out = blocks[0].new_zeros(*blocks[0].shape[:-2], *shape)
+        for block, (i, (n, r)) in zip(blocks, adapter_places(side, below), strict=True):
+            out[..., n, r] = (block.float() * of_factors[i]).to(out.dtype)
         found.append(out)
     return found[0], found[1]
 
@@ -63,7 +65,8 @@ def fake(
     blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
 ) -> tuple[Tensor, Tensor]:
     first, second = _shapes(side, compact)
-    return empty(blocks[0], *first), empty(blocks[0], *second)
+    each = blocks[0].shape[:-2]
+    return empty(blocks[0], *each, *first), empty(blocks[0], *each, *second)
 
 
 def check(
@@ -73,7 +76,8 @@ def check(
     _check_side(side, compact)
     expected = [(n, r) for n, r in zip(*side, strict=True) if r]
     found = [tuple(block.shape) for block in blocks]
-    if found != expected or not blocks:
+    each = {shape[:-2] for shape in found}
+    if [shape[-2:] for shape in found] != expected or len(each) != 1 or len(*each) > 1:
         raise ValueError(f"blocks must be {expected}, found {found}")
     if len({block.dtype for block in blocks}) > 1:
         raise TypeError(f"blocks must have one dtype, found {[block.dtype for block in blocks]}")
@@ -112,7 +116,7 @@ def by_triton(
     blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """One kernel; the reference's bits."""
-    first, second = (blocks[0].new_empty(shape) for shape in _shapes(side, compact))
+    first, second = fake(blocks, side, factors, compact)
     launch(first, second, blocks, side, factors, compact, split=False)
     return first, second
 
@@ -140,22 +144,23 @@ def reference_parts(
     """
     check_parts(matrix, side, factors, compact)
     return [
-        (matrix[place].float() * factors[i]).to(matrix.dtype)
-        for i, place in adapter_places(side, compact)
+        (matrix[..., n, r].float() * factors[i]).to(matrix.dtype)
+        for i, (n, r) in adapter_places(side, compact)
     ]
 
 
 def fake_parts(
     matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False
 ) -> list[Tensor]:
-    return [empty(matrix, n, r) for n, r in zip(*side, strict=True) if r]
+    each = matrix.shape[:-2]
+    return [empty(matrix, *each, n, r) for n, r in zip(*side, strict=True) if r]
 
 
 def check_parts(matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False) -> None:
     """ValueError or TypeError where the matrix, the projections and the factors do not fit together."""
     _check_side(side, compact)
     rows, ranks = side
-    if matrix.shape != (sum(rows), _width(side, compact)):
+    if matrix.dim() > 3 or matrix.shape[-2:] != (sum(rows), _width(side, compact)):
         raise ValueError(
             f"matrix {tuple(matrix.shape)} does not fit rows {list(rows)}, ranks {list(ranks)}"
         )
@@ -175,7 +180,7 @@ def by_triton_parts(
     matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False
 ) -> list[Tensor]:
     """One kernel; the reference's bits."""
-    blocks = [matrix.new_empty(n, r) for n, r in zip(*side, strict=True) if r]
+    blocks = fake_parts(matrix, side, factors, compact)
     launch(matrix, matrix, blocks, side, factors, compact, split=True)
     return blocks
 

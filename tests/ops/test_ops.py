@@ -57,7 +57,7 @@ SCHEMAS = (
     "grouped_quantize_lora_down(Tensor x, Tensor rows, Tensor group_of, Tensor starts, Tensor ends, Tensor? lora_A,"
     " Tensor(a6!) state, SymInt column, bool delayed) -> (Tensor, Tensor, Tensor)",
     "lora_grad_a(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
-    " SymInt row0=0, SymInt col0=0, Tensor? dropped=None) -> Tensor",
+    " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None) -> Tensor",
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
     "quantize_grad(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
     " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel behind ops/block_diagonal.py: a program takes 16 rows of the whole matrix."""
+"""The Triton kernel behind ops/block_diagonal.py: a program takes 16 rows of a whole matrix."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.launch import launch as launch_kernel
 from lorakernels.kernels.triton.quantize import begin
+from lorakernels.numerics.segments import adapters_of
 from lorakernels.values import SideBySide
 
 MAX_BLOCKS = 4
@@ -70,6 +71,13 @@ def _block_diagonal_kernel(  # type: ignore[no-untyped-def]
     if COUNT > 3:
         rows, ranks = n4, r4
     width = compact_rank if COMPACT else ranks
+    which = tl.program_id(1).to(tl.int64)  # of several adapters in one batch
+    out += which * rows * ranks
+    out2 += which * rows * width
+    b0 += which * n1 * r1
+    b1 += which * (n2 - n1) * (r2 - r1)
+    b2 += which * (n3 - n2) * (r3 - r2)
+    b3 += which * (n4 - n3) * (r4 - r3)
     below = row.to(tl.int64)[:, None] * width + column[None, :]
     is_below = (row < rows)[:, None] & (column < width)[None, :]
     one = tl.zeros((TILE, COLUMNS), tl.float32)
@@ -106,7 +114,7 @@ def launch(
     *,
     split: bool,
 ) -> None:
-    """Write `whole` and `second` from the blocks, or, with `split`, the blocks from `whole`."""
+    """Write `whole` and `second` from the blocks, or, with `split`, the blocks from `whole`. All may lead with J."""
     rows, ranks = side
     n, r = ([*accumulate(sizes)] for sizes in (rows, ranks))
     ends = [sizes + sizes[-1:] * (MAX_BLOCKS - len(rows)) for sizes in (n, r)]
@@ -118,7 +126,7 @@ def launch(
     with torch.cuda.device(device):
         launch_kernel(
             _block_diagonal_kernel,
-            (triton.cdiv(n[-1], TILE),),
+            (triton.cdiv(n[-1], TILE), max(1, adapters_of(whole))),
             whole,
             second,
             *pointers,

@@ -4,8 +4,8 @@
     down    out[m] = Σ_c wide[m, c] · F_j[c]        s of x and A, ds of dy and B; j is the segment of row m
     outer   out_j = Σ_m narrow[m]ᵀ wide[m]          dA of ds and x, dB of s and dy; m in segment j
 
-Both leave partial sums in fp32, which a third kernel adds in their order and rounds once. So the order depends on the
-shape alone.
+Partial sums in fp32 are added in their order by a third kernel, and rounded once. So the order depends on the shape
+alone.
 """
 
 from __future__ import annotations
@@ -74,13 +74,16 @@ def _outer_kernel(
     PART: tl.tensor,
     STRIDE_C: tl.tensor,
     STRIDE_R: tl.tensor,
+    scale_inv: tl.tensor,
+    alpha: tl.tensor,
+    WHOLE: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ) -> None:
-    """COLUMNS columns of one segment's product, over PART of its rows."""
+    """COLUMNS columns of one segment's product, over PART of its rows. WHOLE: that is all of them, and the result."""
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = c < C
     segment, part = tl.program_id(1), tl.program_id(2)
@@ -101,6 +104,11 @@ def _outer_kernel(
         total = tl.dot(tl.trans(given), value.to(given.dtype), total)
     base = (part * tl.num_programs(1) + segment).to(tl.int64) * R * C
     at = c.to(tl.int64)[None, :] * STRIDE_C + rank[:, None] * STRIDE_R
+    if WHOLE:
+        total *= alpha
+        if FP8:
+            total *= tl.load(scale_inv)
+    total = total.to(partial.dtype.element_ty)
     tl.store(partial + base + at, total, ranked[:, None] & there[None, :])
 
 
@@ -167,15 +175,18 @@ def outer(
     part = _part(segment_rows, ROWS, strips * adapters)
     parts = triton.cdiv(segment_rows, part)
     shape = (adapters, c, rank) if by_column else (adapters, rank, c)
-    partial = narrow.new_empty((parts, *shape), dtype=torch.float32)
     out = narrow.new_empty(shape, dtype=dtype)
+    whole = parts == 1
+    partial = out if whole else narrow.new_empty((parts, *shape), dtype=torch.float32)
     with _on(wide):
         launch(
             _outer_kernel, (strips, adapters, parts), partial, wide, narrow, c, rank, segment_rows, part,
-            *((rank, 1) if by_column else (1, c)), FP8=scale_inv is not None, NATIVE=is_native(wide.device),
+            *((rank, 1) if by_column else (1, c)), wide if scale_inv is None else scale_inv, alpha,
+            WHOLE=whole, FP8=scale_inv is not None, NATIVE=is_native(wide.device),
             ROWS=ROWS, COLUMNS=COLUMNS, RANK=_padded(rank),
         )  # fmt: skip
-        _add_up(out, partial, scale_inv, alpha)
+        if not whole:
+            _add_up(out, partial, scale_inv, alpha)
     return out
 
 

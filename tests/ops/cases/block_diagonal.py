@@ -34,16 +34,20 @@ def side_of(projections: Projections, m: Made) -> SideBySide:
     return SideBySide([m.rows if n < 0 else n for n in rows], [*ranks])
 
 
-def blocks(projections: Projections, dtype: torch.dtype, compact: bool, m: Made) -> Arguments:
+def blocks(
+    projections: Projections, dtype: torch.dtype, compact: bool, m: Made, each: tuple[int, ...] = ()
+) -> Arguments:
     side = side_of(projections, m)
-    made = [m.randn(n, r, dtype=dtype) for n, r in zip(*side, strict=True) if r]
+    made = [m.randn(*each, n, r, dtype=dtype) for n, r in zip(*side, strict=True) if r]
     return made, side, 0.5 + m.rand(2, len(side.rows)), compact
 
 
-def matrix(projections: Projections, dtype: torch.dtype, compact: bool, m: Made) -> Arguments:
+def matrix(
+    projections: Projections, dtype: torch.dtype, compact: bool, m: Made, each: tuple[int, ...] = ()
+) -> Arguments:
     side = side_of(projections, m)
     width = max(side.ranks) if compact else sum(side.ranks)
-    whole = m.randn(sum(side.rows), width, dtype=dtype)
+    whole = m.randn(*each, sum(side.rows), width, dtype=dtype)
     return whole, side, 0.5 + m.rand(len(side.rows)), compact
 
 
@@ -61,9 +65,9 @@ def bound(call: Call) -> Iterator[Checked]:
     given, side, factors, compact = call.before
     for found, of_factors, below in zip(call.results, factors, (False, compact), strict=True):
         width = max(side.ranks) if below else sum(side.ranks)
-        expected = found.new_zeros(sum(side.rows), width)
+        expected = found.new_zeros(*given[0].shape[:-2], sum(side.rows), width)
         for block, (i, rows, columns) in zip(given, places(side, below), strict=True):
-            expected[rows, columns] = (block.float() * of_factors[i]).to(block.dtype)
+            expected[..., rows, columns] = (block.float() * of_factors[i]).to(block.dtype)
         yield same("compact" if below else "diagonal", found, expected)
 
 
@@ -71,7 +75,7 @@ def bound_parts(call: Call) -> Iterator[Checked]:
     """One product in fp32, rounded once, of each element of a block, without gaps."""
     whole, side, factors, compact = call.before
     for found, (i, rows, columns) in zip(call.results, places(side, compact), strict=True):
-        expected = (whole[rows, columns].float() * factors[i]).to(whole.dtype)
+        expected = (whole[..., rows, columns].float() * factors[i]).to(whole.dtype)
         yield same(f"part {i}", found, expected)
         yield same(f"strides of part {i}", found, found.contiguous().view(found.shape))
         assert found.is_contiguous()
@@ -119,6 +123,7 @@ CONTRACTS = (
         {
             "two": Case(partial(blocks, [(-1, 5), (10, 3)], FP32, False)),
             "compact": Case(partial(blocks, [(-1, 3), (10, 3)], BF16, True)),
+            "several": Case(partial(blocks, [(-1, 5), (4, 0), (40, 3)], FP32, False, each=(3,))),
             "five": Case(partial(blocks, FIVE, FP16, False), why_not=TOO_MANY),
         },
         bound,
@@ -142,6 +147,7 @@ CONTRACTS = (
     Contract(
         ops.block_diagonal_parts,
         {
+            "several": Case(partial(matrix, [(-1, 5), (4, 0), (40, 3)], FP32, False, each=(3,))),
             "one adapter": Case(partial(matrix, [(-1, 4), (10, 0)], FP32, False)),
             "compact": Case(partial(matrix, [(-1, 3), (10, 3)], BF16, True)),
             "five": Case(partial(matrix, FIVE, FP16, False), why_not=TOO_MANY),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lorakernels import ops
+from lorakernels.numerics.segments import rows_times
 from lorakernels.ops import Scaled, Weight
 from lorakernels.ops.hardware import PLAIN
 from tests.ops.cases.bias_dropout_add import exact_branch
@@ -43,14 +44,16 @@ class Grad(NamedTuple):
     fp8: torch.dtype = E5M2
     both: bool = False
     split: bool = True
+    adapters: int = 0
 
     def __call__(self, m: Made) -> Arguments:
-        k, n, rank, p, dtype, a, fp8, both, split = self
+        k, n, rank, p, dtype, a, fp8, both, split, adapters = self
+        each = (adapters,) if adapters else ()
         dy = Scaled(m.fp8(m.rows, n, dtype=fp8), (m.rand(1) + 0.1) / n**0.5)
         w8 = m.fp8(n, k)
         weight = Weight(w8, m.rand(1) + 0.1, w8.t().contiguous() if both else None)
         ds = m.randn(m.rows, rank, dtype=dtype) if rank else None
-        lora_A = m.randn(rank, k, dtype=a) if rank else None
+        lora_A = m.randn(*each, rank, k, dtype=a) if rank else None
         return dy, fp8, weight, ds, lora_A, m.dropout(p) if p else None, dtype, split
 
 
@@ -73,9 +76,9 @@ def bound(call: Call) -> Iterator[Checked]:
     depth = dy.data.shape[1]
     if ds is not None and lora_A is not None:
         s, a = ds.double(), lora_A.to(ds.dtype).double()
-        exact = exact + exact_branch(s @ a, dropout)
-        size = size + exact_branch(s.abs() @ a.abs(), dropout)
-        depth += len(a)
+        exact = exact + exact_branch(rows_times(s, a), dropout)
+        size = size + exact_branch(rows_times(s.abs(), a.abs()), dropout)
+        depth += a.shape[-2]
     yield near_gemm(call, (d, w), exact, size, depth, split)._replace(name="dx")
 
 
@@ -94,6 +97,9 @@ SHAPES = {
     "fast": Case(Grad(4096, 512, 128, split=False), 5000),
     "fast, e4m3": Case(Grad(528, 512, 16, split=False, fp8=E4M3), 300),
     "fp16 A": Case(Grad(5008, 256, 256, p=0.01, a=FP16), 3000),
+    "3 adapters": Case(Grad(272, 384, 48, p=0.0, adapters=3), 768),
+    "8 adapters, dropout": Case(Grad(1040, 128, 17, adapters=8), 1024),
+    "8 adapters, fast, e4m3": Case(Grad(4096, 1024, 16, p=0.0, fp8=E4M3, split=False, adapters=8), 4096),
 }  # fmt: skip
 CONTRACTS = (
     Contract(
@@ -102,6 +108,8 @@ CONTRACTS = (
             "fp8": Case(Grad(32, 16, 3, p=0.5)),
             "fp16, both": Case(Grad(32, 48, 3, dtype=FP16, a=FP16, fp8=E4M3, both=True)),
             "base only": Case(Grad(32, 16, 0)),
+            "several, both": Case(Grad(32, 128, 5, p=0.0, both=True, adapters=2), 256),
+            "few rows of several": Case(Grad(32, 128, 3, adapters=3), 6, why_not="multiple of 128 for each"),
             "plain": Case(plain, why_not=PLAIN),
             "odd sizes": Case(Grad(24, 10, 3), why_not="N = 10 and K = 24"),
             "fp32": Case(partial(changed, dtype=lambda _: FP32), why_not="float32"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lorakernels import ops
+from lorakernels.numerics.segments import rows_times
 from lorakernels.ops import Scaled, Up, Weight
 from lorakernels.ops.hardware import PLAIN
 from tests.ops.contract import (
@@ -40,6 +41,7 @@ class Linear(NamedTuple):
     by_row: bool = False
     residual: bool = False
     split: bool = False
+    adapters: int = 0
 
     def __call__(self, m: Made) -> Arguments:
         n, k, rank, bias, b, out, scaling, by_row, *_ = self
@@ -47,7 +49,9 @@ class Linear(NamedTuple):
         weight = Weight(m.fp8(n, k), (m.rand(n if by_row else 1) + 0.5) / k**0.5)
         up = None
         if rank:
-            up = Up((m.randn(n, rank) / rank**0.5).to(b), m.randn(m.rows, rank, dtype=out), scaling)
+            each = (self.adapters,) if self.adapters else ()
+            lora_B = (m.randn(*each, n, rank) / rank**0.5).to(b)
+            up = Up(lora_B, m.randn(m.rows, rank, dtype=out), scaling)
         given = None if bias is None else m.randn(n, dtype=bias)
         residual = m.randn(m.rows, n, dtype=out) if self.residual else None
         return x, weight, given, up, out, self.split, residual
@@ -64,9 +68,10 @@ def bound(call: Call) -> Iterator[Checked]:
     exact, size = d @ w, d.abs() @ w.abs()
     depth = x.data.shape[1]
     if up is not None and up.s is not None:
-        s, b = up.s.double(), up.lora_B.to(up.s.dtype).double().t()
-        exact, size = exact + up.scaling * s @ b, size + abs(up.scaling) * s.abs() @ b.abs()
-        depth += len(b)
+        s, b = up.s.double(), up.lora_B.to(up.s.dtype).double().mT
+        exact = exact + up.scaling * rows_times(s, b)
+        size = size + abs(up.scaling) * rows_times(s.abs(), b.abs())
+        depth += b.shape[-2]
     for term in (bias, residual):
         if term is not None:
             exact, size = exact + term.double(), size + term.double().abs()
@@ -81,6 +86,8 @@ CONTRACTS = (
             "fp8": Case(Linear(16, 32, 3)),
             "scales, residual": Case(Linear(16, 32, 0, bias=None, by_row=True, residual=True)),
             "fp16, split": Case(Linear(16, 48, 5, b=FP16, out=FP16, split=True)),
+            "several": Case(Linear(16, 32, 5, residual=True, by_row=True, adapters=2), 256),
+            "few rows of several": Case(Linear(16, 32, 3, adapters=3), 6, why_not="multiple of 128 for each"),
             "plain": Case(plain, why_not=PLAIN),
             "odd sizes": Case(Linear(10, 24, 3), why_not="N = 10 and K = 24"),
             "fp32": Case(Linear(16, 32, 3, out=FP32), why_not="out_dtype"),
@@ -92,6 +99,10 @@ CONTRACTS = (
             "ragged": Case(Linear(272, 528, 60, by_row=True, residual=True), 300),
             "rank 300, split": Case(Linear(1024, 1024, 300, split=True), 65),
             "no adapter": Case(Linear(8208, 1040, 0, bias=FP16, out=FP16), 1000),
+            **{
+                f"{j} adapters, {m} rows, r{r}": Case(Linear(n, k, r, residual=bool(r % 2), adapters=j), m)
+                for j, m, n, k, r in ((1, 128, 16, 16, 1), (3, 768, 1040, 272, 48), (8, 4096, 4096, 1024, 17))
+            },
             "a tiny scaling": Case(Linear(64, 96, 4, scaling=1e-30), 40),
         },
         {
@@ -115,6 +126,11 @@ CONTRACTS = (
                 {"up": Up(torch.ones(5, 2), torch.ones(4, 3), 1.0)},
                 ValueError,
                 r"lora_B must be \[5, 3\], found \[5, 2\]",
+            ),
+            "adapters": Refusal(
+                {"up": Up(torch.ones(3, 5, 2), torch.ones(4, 2), 1.0)},
+                ValueError,
+                r"lora_B \[3, 5, 2\] has 3 adapters, which must divide the rows, found 4",
             ),
         },
     ),

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.numerics.segments import sum_over_rows
 from lorakernels.ops import Dropout, Scaled
+from lorakernels.ops.hardware import SEVERAL
 from tests.ops.cases.bias_dropout_add import exact_branch
 from tests.ops.cases.fp8_block_linear import scales, wide_rows
 from tests.ops.contract import (
@@ -57,6 +59,11 @@ def made(
     return m.randn(m.rows, rank, dtype=dtype), x, dropout, out
 
 
+def several(adapters: int, k: int, rank: int, fp8: bool, dtype: torch.dtype, m: Made) -> Arguments:
+    """Of adapters in one batch, which divide M."""
+    return *made(k, rank, fp8, 0.0, dtype, FP32, m), adapters
+
+
 def other(name: str, change: object, m: Made) -> Arguments:
     """One operand of a call that the kernel takes is `change`d."""
     ds, x, dropout, out = made(64, 4, True, 0.1, BF16, FP32, m)
@@ -86,15 +93,17 @@ def bound(call: Call) -> Iterator[Checked]:
     the scale, too, and an x of another dtype than ds.
     An element of x times its block's scale is rounded to ds's dtype: half of its eps.
     """
-    ds, x, dropout, _ = call.before
+    ds, x, dropout, _, *rest = call.before
+    adapters = rest[0] if rest else 0
     in_blocks = x.scale_inv is not None and x.scale_inv.dim() == 2
-    xd, d = exact_branch(wide_rows(x) if in_blocks else wide(x), dropout), ds.double().t()
-    size = d.abs() @ xd.abs()
+    xd, d = exact_branch(wide_rows(x) if in_blocks else wide(x), dropout), ds.double()
+    size = sum_over_rows(d.abs(), xd.abs(), adapters)
     again = rounded_again(call, BF16)
     coarse = 0.0 if x.scale_inv is not None or x.data.dtype == ds.dtype else again
     if in_blocks and ds.dtype != FP32:
         coarse += torch.finfo(ds.dtype).eps / 2
-    yield near("dA", call.results[0], d @ xd, size, 2 * (len(ds) + 2), again, coarse)
+    exact = sum_over_rows(d, xd, adapters)
+    yield near("dA", call.results[0], exact, size, 2 * (len(ds) + 2), again, coarse)
 
 
 SIZES = [
@@ -133,6 +142,7 @@ CONTRACTS = (
             "plain shard": Case(partial(made, 24, 3, False, 0.3, FP16, BF16, col0=8)),
             "columns of a wide ds": Case(partial(other, "ds", lambda ds: torch.cat((ds, ds), 1)[:, 1:6])),
             "every second column of ds": Case(partial(other, "ds", lambda ds: torch.cat((ds, ds), 1)[:, ::2])),
+            "several": Case(partial(several, 3, 32, 5, True, BF16), 48, why_not=SEVERAL, is_traced=True),
             "K % 16": Case(partial(made, 72, 4, True, 0.1, BF16, FP32), why_not="K = 72"),
             "rank": Case(partial(made, 64, 129, True, 0.1, BF16, FP32), why_not="rank 129"),
             "blocks": Case(partial(made, 144, 3, True, 0.5, BF16, FP32, blocks=True)),
@@ -157,10 +167,19 @@ CONTRACTS = (
             f"{m}x{k} r{r} x8 in blocks {dtype} p{p:g}": Case(partial(made, k, r, True, p, dtype, FP32, blocks=True), m)
             for m, k, r in SIZES[::2]
             for dtype, p in ((BF16, 0.1), (FP16, 0.0))
+        }
+        | {
+            f"{j} adapters, {m}x{k} r{r} {'x8' if fp8 else 'x'} {dtype}": Case(
+                partial(several, j, k, r, fp8, dtype), m, SEVERAL
+            )
+            for j, m, k, r, fp8, dtype in (
+                (1, 16, 16, 1, True, FP16), (3, 480, 1040, 48, False, BF16), (8, 4096, 4096, 16, True, BF16)
+            )
         },
         {"ds": torch.zeros(3, 4), "x": Scaled(torch.zeros(3, 100)), "dropout": None, "out_dtype": FP32},
         MASKS
         | {
+            "adapters": Refusal({"adapters": 2}, ValueError, r"adapters must be 0 or divide the 3 rows, found 2"),
             "scales of blocks": Refusal(
                 {"x": Scaled(torch.zeros(3, 100, dtype=UINT8), torch.ones(3, 1))},
                 ValueError,

@@ -14,7 +14,9 @@ import torch
 
 from lorakernels import ops
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
+from lorakernels.numerics.segments import adapters_of, rows_times, sum_over_rows
 from lorakernels.ops import Scaling, SideBySide, Up
+from lorakernels.ops.hardware import SEVERAL
 from tests.ops.contract import (
     BF16,
     E4M3,
@@ -80,6 +82,14 @@ def made(
     return dy, up, m.scaling(kind), fp8, side
 
 
+def several(
+    adapters: int, n: int, rank: int, m: Made, dtype: torch.dtype = BF16, kind: str = "kept"
+) -> Arguments:
+    """Of adapters in one batch, which divide M."""
+    dy, up, *others = made(n, rank, m, dtype=dtype, kind=kind)
+    return dy, up._replace(lora_B=m.randn(adapters, n, rank)), *others
+
+
 def without_s(m: Made) -> Arguments:
     dy, up, *others = made(24, 3, m)
     return dy, up._replace(s=None), *others
@@ -124,14 +134,18 @@ def _of_projection(call: Call, cols: slice, window: slice | None) -> Iterator[Ch
         if s is not None:
             yield same("dB", dB[cols], torch.zeros_like(dB[cols]))
         return
-    d, b = dy[:, cols].double(), lora_B[cols].to(dy.dtype).double()
+    d, b = dy[:, cols].double(), lora_B[..., cols, :].to(dy.dtype).double()
+    adapters = adapters_of(b)
     more = 2 * rounded_again(call, dy.dtype)
     size = factor * d.abs()
     terms = 2 * (d.shape[1] ** 0.5 + 4)
-    yield near("ds", ds[:, window], factor * d @ b, size @ b.abs(), terms, more)
+    exact = factor * rows_times(d, b)
+    yield near("ds", ds[:, window], exact, rows_times(size, b.abs()), terms, more)
     if s is not None:
         t, terms = s[:, window].double(), 2 * (len(d) ** 0.5 + 4)
-        yield near("dB", dB[cols], factor * d.t() @ t, size.t() @ t.abs(), terms, more)
+        exact = factor * sum_over_rows(d, t, adapters)
+        summed = sum_over_rows(size, t.abs(), adapters)
+        yield near("dB", dB[..., cols, :], exact, summed, terms, more)
 
 
 def bound_and_mask(call: Call) -> Iterator[Checked]:
@@ -157,6 +171,9 @@ ONE: dict[str, Case] = {
     "4100x4096 fp16 eval": Case(partial(made, 4096, 16, dtype=FP16, b=FP16, fp8=E4M3, kind="eval"), 4100),
     "4100x1000 fp16 unset": Case(partial(made, 1000, 128, dtype=FP16, kind="unset"), 4100),
     "500x4096 eval": Case(partial(made, 4096, 7, b=FP16, fp8=E4M3, kind="eval"), 500),
+    "3 adapters, 480x1000 r48": Case(partial(several, 3, 1000, 48), 480, SEVERAL),
+    "8 adapters, 4096x4096 r16": Case(partial(several, 8, 4096, 16), 4096, SEVERAL),
+    "2 adapters, 32x8 r128 fp16": Case(partial(several, 2, 8, 128, dtype=FP16, kind="none"), 32, SEVERAL),
 }  # fmt: skip
 # Strips of 128 columns (few rows, or a border inside of a wide strip) and wide ones; adapters everywhere, or lacking at
 # the start, in the middle, at the end; as many projections as it takes, an empty one; a ragged last one; blocks of the
@@ -209,6 +226,7 @@ CONTRACTS = (
             **SMALL,
             "base only": Case(partial(made, 24, 0)),
             "frozen B": Case(without_s),
+            "several": Case(partial(several, 3, 24, 5), 48, why_not=SEVERAL, is_traced=True),
             "plain base": Case(partial(made, 24, 3, kind="none")),
             "fp32": Case(partial(made, 24, 3, dtype=FP32), why_not="dy is torch.float32"),
             "N % 8": Case(partial(made, 23, 3), why_not="N = 23"),

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.numerics.segments import rows_times
 from lorakernels.ops import Dropout
+from lorakernels.ops.hardware import SEVERAL
 from tests.ops.cases.bias_dropout_add import exact_branch
 from tests.ops.contract import (
     BF16,
@@ -48,6 +50,12 @@ def made(
     return (3 * m.randn(m.rows, k)).to(dtype), lora_A, m.scaling(kind), dropout
 
 
+def several(adapters: int, k: int, rank: int, kind: str, dtype: torch.dtype, m: Made) -> Arguments:
+    """Of adapters in one batch, which divide M."""
+    x, _, scaling, _ = made(k, 0, 0.0, kind, dtype, m)
+    return x, m.randn(adapters, rank, k) / k**0.5, scaling, None
+
+
 def column_by_column(m: Made) -> Arguments:
     x, *others = made(64, 4, 0.1, "kept", BF16, m)
     return x.t().contiguous().t(), *others
@@ -70,8 +78,8 @@ def bound(call: Call) -> Iterator[Checked]:
         yield Checked("s", s, s.new_empty(0))
         return
     xd, a = exact_branch(x, dropout), lora_A.to(x.dtype).double()
-    size = xd.abs() @ a.abs().t()
-    yield near("s", s, xd @ a.t(), size, 1 + x.shape[1], rounded_again(call, x.dtype))
+    size = rows_times(xd.abs(), a.abs().mT)
+    yield near("s", s, rows_times(xd, a.mT), size, 1 + x.shape[1], rounded_again(call, x.dtype))
 
 
 def large(device: torch.device | str) -> Large:
@@ -111,6 +119,7 @@ CONTRACTS = (
             "no scale yet, fp16": Case(partial(made, 24, 3, 0.5, "unset", FP16, a=FP16)),
             "base only": Case(partial(made, 24, 0, 0.0, "eval", BF16)),
             "plain shard": Case(partial(made, 512, 16, 0.3, "none", BF16, a=BF16, col0=16), 5),
+            "several": Case(partial(several, 3, 24, 5, "kept", BF16), 48, why_not=SEVERAL, is_traced=True),
             "fp32": Case(partial(made, 24, 3, 0.3, "kept", FP32), why_not="x is torch.float32"),
             "K % 8": Case(partial(made, 60, 4, 0.1, "kept", BF16), why_not="K = 60"),
             "rank": Case(partial(made, 64, 129, 0.1, "kept", BF16), why_not="rank 129"),
@@ -131,6 +140,12 @@ CONTRACTS = (
                 for r in (0, 16, 64)
                 for kind in STATES
             },
+            **{
+                f"{j} adapters, {m}x{k} r{r} {dtype}": Case(partial(several, j, k, r, "kept", dtype), m, SEVERAL)
+                for j, m, k, r, dtype in (
+                    (1, 16, 8, 1, BF16), (3, 480, 1000, 48, BF16), (8, 1024, 4096, 16, BF16), (2, 4096, 520, 128, FP16)
+                )
+            },
         },
         {"x": X, "lora_A": X, "scaling": None, "dropout": None},
         {
@@ -142,7 +157,12 @@ CONTRACTS = (
             "lora_A": Refusal(
                 {"lora_A": torch.ones(3, 2)},
                 ValueError,
-                r"lora_A must be \[R, \d+\], found \[3, 2\]",
+                r"lora_A must be \[R, \d+\] or \[J, R, \d+\], found \[3, 2\]",
+            ),
+            "adapters": Refusal(
+                {"lora_A": torch.ones(3, 2, 16)},
+                ValueError,
+                r"lora_A \[3, 2, 16\] has 3 adapters, which must divide the rows, found 4",
             ),
         },
         large,
