@@ -307,4 +307,4 @@ def test_replayed_steps_are_eager_ones(fused: bool) -> None:
         attached.detach()
         losses.append(found)
     assert losses[0] == losses[1]
-    assert losses[0][-1] < losses[0][0]
+    assert len(set(losses[0])) == len(losses[0]), "every step changes the adapters"
