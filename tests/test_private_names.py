@@ -30,6 +30,7 @@ OTHERS = {
     "_cdata": TORCH,
     "_init_handles": "Triton loads a kernel that was compiled by it",
     "_foreach_copy_": TORCH,
+    "_foreach_mul_": TORCH,
     "_fused_sdp_choice": TORCH,
     "_flash_attention_forward": TORCH,
     "_replace": NAMEDTUPLE,

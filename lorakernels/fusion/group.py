@@ -231,9 +231,7 @@ class FusedGroup:
         if len(parts) < 2:
             return parts[0] if parts else None
         whole = self._lora_A.get(tuple(id(m) for m in adapted))
-        return (
-            torch.cat(parts, -2) if whole is None else whole
-        )  # one is switched off, or is several
+        return torch.cat(parts, -2) if whole is None else whole  # not joined: `_join_A`
 
     def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
         """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.train.files import write_bytes
+from lorakernels.train.files import replace_dir, write_bytes
 
 WEIGHTS = "adapter_model.safetensors"
 CARD = "README.md"
@@ -63,3 +63,10 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
             for path in sorted(root.rglob("*"))
             if path.is_file()
         }
+
+
+def save_adapter_files(files: AdapterFiles, target: Path) -> Path:
+    """Write the directory that PEFT opens, complete or not at all."""
+    with replace_dir(target) as temporary:
+        files.write(temporary)
+    return target

@@ -2,6 +2,7 @@
 """One fine-tuning job, from options to adapter files.
 
 <output>/adapter/          adapter_config.json, adapter_model.safetensors, tokenizer files, model card
+<output>/<job>/adapter/    the same of each job, with `jobs`; its checkpoints then hold no adapter's files
 <output>/checkpoints/      the same files after some of the steps, and the state that --resume needs
 <output>/merged/           with `merge`, the merged model
 <output>/metrics.jsonl     one line per step and per evaluation
@@ -36,7 +37,7 @@ from lorakernels import (
     export_model,
     load_quantized,
 )
-from lorakernels.train.adapter_files import AdapterFiles, tokenizer_files
+from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
 from lorakernels.train.data.prepare import RunData, load_data, set_chat_template
@@ -47,8 +48,9 @@ from lorakernels.train.errors import (
     describe_os_error,
     require,
 )
-from lorakernels.train.files import replace_dir, replace_file
+from lorakernels.train.files import replace_file
 from lorakernels.train.flops import Peak, find_peak, flops_per_token
+from lorakernels.train.jobs import JobsTrainer, add_jobs, load_jobs, read_jobs, save_jobs
 from lorakernels.train.layout import Gpus, planned
 from lorakernels.train.loggers import check_packages
 from lorakernels.train.loop import Trainer
@@ -157,7 +159,11 @@ def adapt(
     config = ranks.together(lambda: check_job(directory, options, reporter))
     tokenizer = load_tokenizer(directory)
     set_chat_template(tokenizer, options.chat_template)
-    data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
+    jobs = read_jobs(options, ranks)
+    if jobs:
+        data = load_jobs(jobs, options, tokenizer, output / "tokens", reporter.say)
+    else:
+        data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
     check_vocabulary(config, data.max_token)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
@@ -167,6 +173,7 @@ def adapt(
     model, report = ranks.together(
         lambda: load_adapted(directory, options, dtype, device, random, reporter, mesh)
     )
+    adapters = add_jobs(model, jobs) if jobs else None
     check_model(model)
     if options.gradient_checkpointing:
         save_activations(model)
@@ -180,12 +187,14 @@ def adapt(
         "fused": bool(fused),
     }
     metrics = output / "metrics.jsonl"
-    trainer = Trainer(model, options, data.train, report.fp8_state, runtime, ranks)
+    given = model, options, data.train, report.fp8_state, runtime, ranks
+    trainer = Trainer(*given) if adapters is None else JobsTrainer(adapters, jobs, *given)
     session = make_session(trainer, data.held, reporter, metrics)
     files = AdapterFiles(
         model, directory, tokenizer_files(tokenizer), lambda: card(directory, data, session)
     )
-    checkpoints.adapter = files
+    if not isinstance(trainer, JobsTrainer):
+        checkpoints.adapter = files
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
         session.resume()
@@ -200,7 +209,10 @@ def adapt(
     adapter = output / "adapter"
 
     def finish() -> None:
-        save_adapter_files(files, adapter)
+        if isinstance(trainer, JobsTrainer):
+            save_jobs(trainer, files, output, reporter.say, data)
+        else:
+            save_adapter_files(files, adapter)
         title = f"LoRA, rank {options.r}, {directory.name}"
         plot_losses(metrics, output / "loss.png", title)
         if options.merge is not None:
@@ -208,7 +220,7 @@ def adapt(
             reporter.say(f"merged model ({options.merge}) in {merged}")
 
     ranks.on_first(finish)
-    return Result(model, report, session, adapter, bool(fused))
+    return Result(model, report, session, output if jobs else adapter, bool(fused))
 
 
 def plan_job(
@@ -364,13 +376,6 @@ def fingerprint(directory: Path) -> str:
                 file.seek(start + window * max(0, length - start - 4096) // 255)
                 digest.update(file.read(4096))
     return digest.hexdigest()[:24]
-
-
-def save_adapter_files(files: AdapterFiles, target: Path) -> Path:
-    """Write the directory that PEFT opens, complete or not at all."""
-    with replace_dir(target) as temporary:
-        files.write(temporary)
-    return target
 
 
 def write_merged(base: Path, adapter: Path, format: str) -> Path:

@@ -68,7 +68,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class StepRows:
     """This rank's microbatches of a step.
 
     The rest is of all ranks together: numbers of the rows, tokens, trained labels, and where the next step begins.
@@ -112,10 +112,10 @@ class Trainer:
         self.runtime, self.ranks = runtime, ranks
         head = decoder_and_head(model)[1] if options.fp8_head else None
         self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
-        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trainable = self._trained()
         self.initial = {name: b for name, b in model.named_buffers() if name.endswith(INITIAL)}
         self.device = next(iter(self.trainable.values())).device
-        self.updater = Updater(self.trainable, options)
+        self.updater = Updater(self.trainable, options, self._ratio)
         self.optimizer = self.updater.optimizer
         self.items = torch.ones((), device=self.device)  # trained labels of a step, over all ranks
         self.order = RowOrder(len(rows), options.seed)
@@ -126,8 +126,8 @@ class Trainer:
         self.schedule = make_schedule(options, self.steps)
         self.counters = Counters()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[_Rows]] | None = None
-        self._ready: tuple[int, _Rows] | None = None
+        self._next: tuple[int, Future[StepRows]] | None = None
+        self._ready: tuple[int, StepRows] | None = None
         if fp8_state is not None:
             # From now on the trainer updates the scales. Before the first amax this call changes nothing.
             fp8_state.reduce_and_update()
@@ -144,7 +144,7 @@ class Trainer:
         self.model.train()
         lr = self.schedule(self.counters.step)
         self.updater.set_rate(lr)
-        self.items.fill_(rows.targets)
+        self._set_items(rows)
         asked = torch.full((), float(stop), device=self.device)
         loss, norm = self._run(rows.batches, asked)
         replayed = self.runtime is not None and self.runtime.replayed
@@ -157,6 +157,17 @@ class Trainer:
         self._count(rows, skipped)
         seconds = time.perf_counter() - began
         return StepResult(value, norm_value, lr, rows.inputs, seconds, skipped, replayed, stops > 0)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _ratio(self, name: str) -> float:
+        """The learning rate of a trained tensor as a multiple of the run's."""
+        return 1.0
+
+    def _set_items(self, rows: StepRows) -> None:
+        self.items.fill_(rows.targets)
 
     def _run(self, batches: list[Batch], asked: Tensor) -> tuple[Tensor, Tensor]:
         """Run `_compute`, eagerly or through the runtime. Returns (loss, norm), two fp32 scalars."""
@@ -199,7 +210,7 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
         return norm.float()
 
-    def _count(self, rows: _Rows, skipped: bool) -> None:
+    def _count(self, rows: StepRows, skipped: bool) -> None:
         counters = self.counters
         counters.step += 1
         counters.rows = rows.stop
@@ -214,7 +225,7 @@ class Trainer:
                 "Look at the data there, or start in another output directory with a lower lr"
             )
 
-    def _take_rows(self) -> _Rows:
+    def _take_rows(self) -> StepRows:
         """This rank's rows of the next step."""
         if self._ready is None or self._ready[0] != self.counters.rows:
             self._fetch(self.counters.rows)
@@ -230,7 +241,7 @@ class Trainer:
         self._ready = (position, replace(rows, batches=moved))
         self._next = (rows.stop, self._thread.submit(self._prepare, rows.stop))
 
-    def _prepare(self, position: int) -> _Rows:
+    def _prepare(self, position: int) -> StepRows:
         size, ranks = self.options.batch_size, self.ranks
         everywhere, stop = self.order.take_to(position, self.rows_per_step)
         batches = []
@@ -241,7 +252,7 @@ class Trainer:
         inputs, targets = (
             sum(map(count, everywhere)) for count in (self.rows.inputs_of, self.rows.targets_of)
         )
-        return _Rows(batches, everywhere, inputs, targets, stop)
+        return StepRows(batches, everywhere, inputs, targets, stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -13,7 +13,7 @@ the others the host waits once a step for the news that loss and norm are finite
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,14 @@ class Updater:
         captured: whether a graph of a whole step may hold its step.
     """
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], options: FinetuneOptions) -> None:
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        options: FinetuneOptions,
+        ratio_of: Callable[[str], float] = lambda name: 1.0,
+    ) -> None:
         self.captured = options.optim in CAPTURED_OPTIMS
-        made = groups(trained, options)
+        made = groups(trained, options, ratio_of)
         device = next(iter(trained.values())).device
         self._ratios = [group.pop(RATIO) for group in made]
         self._rates = {r: torch.tensor(options.lr * r, device=device) for r in self._ratios}
@@ -77,14 +82,21 @@ def check_package(options: FinetuneOptions) -> None:
         require("bitsandbytes")
 
 
-def groups(trained: Mapping[str, nn.Parameter], options: FinetuneOptions) -> list[dict[str, Any]]:
-    """Parameter groups: weight decay on matrices only, and LoRA+'s ratio on lora_B and on vectors, as in PEFT."""
+def groups(
+    trained: Mapping[str, nn.Parameter],
+    options: FinetuneOptions,
+    ratio_of: Callable[[str], float] = lambda name: 1.0,
+) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay on matrices only, and LoRA+'s ratio on lora_B and on vectors, as in PEFT.
+
+    `ratio_of(name)` multiplies the learning rate.
+    """
     found: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for matrix in (True, False):
         for name, parameter in trained.items():
             if (parameter.ndim >= 2) is matrix:
                 fast = "lora_B" in name or not matrix
-                ratio = options.loraplus_lr_ratio if fast else 1.0
+                ratio = ratio_of(name) * (options.loraplus_lr_ratio if fast else 1.0)
                 found.setdefault((matrix, ratio), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": options.weight_decay * matrix, RATIO: ratio}

@@ -24,6 +24,14 @@ PLANNED = (
 )  # fmt: skip
 
 
+# with --jobs, these have one of these values
+WITH_JOBS = {
+    "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
+    "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
+    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None,
+}  # fmt: skip
+
+
 def check_options(options: FinetuneOptions) -> None:
     """Raise OptionError for the first value that cannot work."""
     _check_files(options)
@@ -34,6 +42,8 @@ def check_options(options: FinetuneOptions) -> None:
     _check_runtime(options)
     if options.layout == "auto":
         _check_planned(options)
+    if options.jobs:
+        _check_jobs(options)
 
 
 def _check_files(options: FinetuneOptions) -> None:
@@ -47,7 +57,7 @@ def _check_files(options: FinetuneOptions) -> None:
         )
     if not options.demo and not options.model:
         raise OptionError("model is missing: give --model DIR or --demo")
-    if not options.demo and not options.data:
+    if not options.demo and not options.data and not options.jobs:
         raise OptionError("data is missing: give --data FILE...")
     weights = options.data_weights
     if weights and len(weights) != len(options.data):
@@ -60,6 +70,18 @@ def _check_files(options: FinetuneOptions) -> None:
         raise OptionError(
             f"merge: output {options.output} must not be inside model {options.model}"
         )
+
+
+def _check_jobs(options: FinetuneOptions) -> None:
+    """What several adapters in one batch do not go with."""
+    for name, alone in WITH_JOBS.items():
+        found = getattr(options, name)
+        if found not in (alone if isinstance(alone, tuple) else (alone,)):
+            raise OptionError(f"{name} must be {_shown(alone)} with jobs, got {found!r}")
+
+
+def _shown(value: object) -> str:
+    return " or ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _check_bounds(options: FinetuneOptions) -> None:

@@ -47,6 +47,12 @@ class FinetuneOptions(RunningOptions):
             metavar="FILE",
         ),
     )
+    jobs: str | None = option(
+        None,
+        "input and output",
+        "YAML file of several adapters to train at once over one base, instead of data: name: {data, eval_data, lr, r}",
+        metavar="FILE",
+    )
     output: str | None = option(
         None,
         "input and output",

@@ -155,6 +155,10 @@ class PackedRows:
         """Share of the packed positions that hold tokens."""
         return self.inputs / max(1, len(self) * self.seq_len)
 
+    @staticmethod
+    def no_spans() -> Ints:
+        return np.zeros((0, 2), dtype=np.int64)
+
     def inputs_of(self, number: int) -> int:
         """Tokens of one row."""
         return int(self.lengths[self.rows[number]].sum())

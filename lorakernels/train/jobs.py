@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``finetune --jobs FILE``: several adapters over one base at once, each with data, rank and learning rate of its own.
+
+    fr: {data: [fr.jsonl], lr: 1.0e-4}
+    de: {data: [de.jsonl, news.txt], eval_data: [de_test.jsonl], r: 8}
+
+A step trains every job on as many rows of its own. They are the segments of one batch (AdapterBatch), in the file's
+order. A job's gradient is that of the mean over its own tokens, and is clipped by its own norm, so that it trains as it
+would alone. An epoch passes over the longest job's rows once, and over those of the others as often as that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels import AdapterBatch, batch_adapters
+from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files
+from lorakernels.train.data.prepare import RunData, load_data
+from lorakernels.train.errors import ModelError, OptionError, require
+from lorakernels.train.loop import StepRows, Trainer, evaluate
+from lorakernels.train.model_card import model_card
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
+from lorakernels.train.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """One adapter.
+
+    Attributes:
+        name: of its directory in the output.
+        data, eval_data: as the options of the same names.
+        lr: its peak learning rate; None takes the run's.
+        r: its rank, at most the run's; None takes that.
+    """
+
+    name: str
+    data: list[str]
+    eval_data: list[str]
+    lr: float | None = None
+    r: int | None = None
+
+
+def read_jobs(options: FinetuneOptions, ranks: Ranks) -> list[Job]:
+    """The jobs of the file that the options name, in its order; none without one.
+
+    Raises:
+        OptionError: the file cannot be read, an entry is not one of a job, or there are several ranks.
+    """
+    if options.jobs is None:
+        return []
+    if ranks.size > 1:
+        raise OptionError(f"jobs run on one GPU, found {ranks.size} ranks")
+    path = options.jobs
+    yaml = require("yaml")
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OptionError(f"jobs: the file {path} cannot be read: {error}") from error
+    if not isinstance(loaded, dict) or not loaded:
+        raise OptionError(f"jobs: {path} must map a name to each job, found {loaded!r}")
+    return [_job(path, str(name), entries, options) for name, entries in loaded.items()]
+
+
+def _job(path: str, name: str, entries: Any, options: FinetuneOptions) -> Job:
+    where = f"jobs: {path}: {name}"
+    if not name or Path(name).name != name or name in (".", "..", "checkpoints", "tokens"):
+        raise OptionError(f"{where!r} must be the name of a directory in output")
+    known = [item.name for item in fields(Job) if item.name != "name"]
+    if not isinstance(entries, dict):
+        raise OptionError(f"{where} must hold {', '.join(known)}, found {entries!r}")
+    if unknown := sorted(set(entries) - set(known)):
+        raise OptionError(f"{where}: unknown {unknown[0]!r}, expected one of {', '.join(known)}")
+    lists = {}
+    for key in ("data", "eval_data"):
+        value = entries.get(key, [])
+        lists[key] = [value] if isinstance(value, str) else value
+        if not isinstance(lists[key], list) or not all(isinstance(v, str) for v in lists[key]):
+            raise OptionError(f"{where}: {key} must be files, found {value!r}")
+    if not lists["data"]:
+        raise OptionError(f"{where}: data is missing")
+    lr, r = _number(where, "lr", entries), _number(where, "r", entries)
+    if r is not None and (r != int(r) or not 1 <= r <= options.r):
+        raise OptionError(f"{where}: r must be 1 to {options.r}, the run's --r, found {r:g}")
+    return Job(name, **lists, lr=lr, r=None if r is None else int(r))
+
+
+def _number(where: str, key: str, entries: Mapping[str, Any]) -> float | None:
+    value = entries.get(key)
+    if value is None:
+        return None
+    try:
+        found = float(value)  # YAML 1.1 reads 2e-4 as a string
+    except (TypeError, ValueError):
+        found = float("nan")
+    if isinstance(value, bool) or not 0 < found < float("inf"):
+        raise OptionError(f"{where}: {key} must be positive and finite, found {value!r}")
+    return found
+
+
+class JobRows:
+    """The rows of several jobs, as `PackedRows`: number n stands for one row of each job, row n mod its length."""
+
+    def __init__(self, each: Sequence[PackedRows], seq_len: int) -> None:
+        self.each, self.seq_len = list(each), seq_len
+        self.inputs, self.targets = (
+            sum(getattr(rows, k) for rows in each) for k in ("inputs", "targets")
+        )
+
+    def __len__(self) -> int:
+        return max(map(len, self.each), default=0)
+
+    @property
+    def fill(self) -> float:
+        """Share of the packed positions that hold tokens."""
+        return self.inputs / max(1, sum(map(len, self.each)) * self.seq_len)
+
+    def only(self, index: int) -> JobRows:
+        """The rows of one job; the segments of the others are padding."""
+        nothing = PackedRows(self.each[0].tokens, self.each[0].no_spans(), self.seq_len)
+        kept = [rows if i == index else nothing for i, rows in enumerate(self.each)]
+        return JobRows(kept, self.seq_len)
+
+    def numbers_of(self, rows: PackedRows, numbers: Sequence[int]) -> list[int]:
+        return [n % len(rows) for n in numbers] if len(rows) else []
+
+    def targets_of_each(self, numbers: Sequence[int]) -> list[int]:
+        """Labels of each job that are trained."""
+        return [
+            sum(map(rows.targets_of, self.numbers_of(rows, numbers))) for rows in self.each
+        ]  # fmt: skip
+
+    def inputs_of(self, number: int) -> int:
+        return sum(rows.inputs_of(n) for rows in self.each for n in self.numbers_of(rows, [number]))
+
+    def targets_of(self, number: int) -> int:
+        return sum(self.targets_of_each([number]))
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Of J len(numbers) rows: the first job's, then the second's, …"""
+        parts = [
+            rows.batch(self.numbers_of(rows, numbers)) if len(rows) else self._padding(len(numbers))
+            for rows in self.each
+        ]
+        joined = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in ("input_ids", "labels", "positions", "segments")
+        }
+        return Batch(**joined, targets=sum(p.targets for p in parts), starts=self._starts(parts))
+
+    def _padding(self, count: int) -> Batch:
+        zeros = torch.zeros(count, self.seq_len, dtype=torch.int64)
+        starts = torch.full((count + 1,), zeros.numel(), dtype=torch.int32)
+        starts[:count] = torch.arange(count) * self.seq_len
+        labels, segments = torch.full_like(zeros, IGNORE), torch.full_like(zeros, PADDING)
+        return Batch(zeros, labels, zeros, segments, 0, starts)
+
+    def _starts(self, parts: Sequence[Batch]) -> Tensor:
+        """Where documents begin in all rows; the tail is filled up with their number of positions."""
+        found, at = [], 0
+        for part in parts:
+            assert part.starts is not None
+            found.append(part.starts[part.starts < part.input_ids.numel()] + at)
+            at += part.input_ids.numel()
+        starts = torch.cat(found)
+        size = sum(len(part.starts) - 1 for part in parts if part.starts is not None) + 1
+        whole = torch.full((size,), at, dtype=torch.int32)
+        whole[: len(starts)] = starts
+        return whole
+
+
+def load_jobs(
+    jobs: Sequence[Job], options: FinetuneOptions, tokenizer: Any, cache: Path, say: Callable[[str], None]
+) -> RunData:  # fmt: skip
+    """The data of every job, joined.
+
+    Raises:
+        DataError: a file or a row cannot be used, or a job has nothing to train on.
+    """
+    found = []
+    for job in jobs:
+        say(f"job {job.name}:")
+        own = replace(options, data=job.data, eval_data=job.eval_data)
+        found.append(load_data(own, tokenizer, cache, say, Ranks()))
+    identity = {
+        f"{job.name}: {key}": value
+        for job, data in zip(jobs, found, strict=True)
+        for key, value in {**data.identity, "lr": str(job.lr), "r": str(job.r)}.items()
+    }
+    train, held = (
+        JobRows([getattr(data, part) for data in found], options.seq_len)
+        for part in ("train", "held")
+    )
+    most = max(data.max_token for data in found)
+    return RunData(train, held, identity, most)  # type: ignore[arg-type]
+
+
+def add_jobs(model: nn.Module, jobs: Sequence[Job]) -> AdapterBatch:
+    """An adapter for each job.
+
+    Raises:
+        ModelError: the model's layers cannot hold several adapters.
+    """
+    ranks = {job.name: job.r for job in jobs if job.r is not None}
+    try:
+        return batch_adapters(model, [job.name for job in jobs], ranks)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def save_jobs(
+    trainer: JobsTrainer, files: AdapterFiles, output: Path, say: Callable[[str], None], data: RunData
+) -> None:  # fmt: skip
+    """Write <output>/<job>/adapter/ of every job, as PEFT opens it, and say its held-out loss."""
+    held: Any = data.held
+    found = trainer.evaluate_each(held)
+    for job in trainer.jobs:
+        loss = f"{found[job.name]:.4f}" if job.name in found else "not measured (nothing held out)"
+        text = f"Job {job.name}, one of {len(trainer.jobs)} at once. Held-out loss in nats per token: {loss}."
+        own = replace(
+            trainer.options, data=job.data, lr=job.lr or trainer.options.lr, r=job.r or trainer.options.r
+        )  # fmt: skip
+        sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}
+        card = model_card(files.base, own, ", ".join(job.data), text, sizes)
+        target = output / job.name / "adapter"
+        with trainer.adapters.only(job.name):
+            save_adapter_files(replace(files, card=partial(bytes, card)), target)
+        say(f"job {job.name}: validation loss {loss}, adapter in {target}")
+
+
+class JobsTrainer(Trainer):
+    """Trains the adapters of an AdapterBatch, each as its job says."""
+
+    def __init__(
+        self, adapters: AdapterBatch, jobs: Sequence[Job], model: nn.Module, *given: Any, **more: Any
+    ) -> None:  # fmt: skip
+        self.adapters, self.jobs = adapters, list(jobs)
+        super().__init__(model, *given, **more)
+        self.items_of_each = torch.ones(len(self.jobs), device=self.device)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{job.name}: {path}": parameter
+            for job in self.jobs
+            for path, parameter in self.adapters.parameters(job.name).items()
+        }
+
+    def _ratio(self, name: str) -> float:
+        job = next(job for job in self.jobs if name.startswith(f"{job.name}: "))
+        return 1.0 if job.lr is None else job.lr / self.options.lr
+
+    def _set_items(self, rows: StepRows) -> None:
+        super()._set_items(rows)
+        each = self.rows.targets_of_each(rows.numbers)  # type: ignore[attr-defined]
+        self.items_of_each.copy_(torch.tensor(each, dtype=torch.float32))
+
+    def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
+        self.adapters.clear_gradients()
+        loss = super()._forward_and_backward(batches)
+        self.adapters.give_gradients()
+        return loss
+
+    def _clip(self, gradients: list[Tensor]) -> Tensor:
+        """Make each job's gradients those of its own tokens' mean, and clip them. Returns the norm of all."""
+        norms = []
+        most = self.options.max_grad_norm
+        for number, job in enumerate(self.jobs):
+            own = [
+                p.grad for p in self.adapters.parameters(job.name).values() if p.grad is not None
+            ]
+            factor = self.items / self.items_of_each[number]
+            norm = torch.nn.utils.get_total_norm(own).float() * factor
+            if most > 0:
+                factor = factor * (most / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(own, factor)
+            norms.append(norm)
+        return torch.stack(norms).norm()
+
+    def evaluate_each(self, held: JobRows) -> dict[str, float]:
+        """{name: mean token loss, in nats, on its held-out rows} of the jobs that have any."""
+        return {
+            job.name: evaluate(self.model, held.only(i), self.options)  # type: ignore[arg-type]
+            for i, job in enumerate(self.jobs)
+            if len(held.each[i])
+        }

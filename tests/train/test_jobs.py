@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``finetune --jobs``: adapters that train at once, each as it would alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lorakernels.train.data.prepare import load_data
+from lorakernels.train.job import load_adapted
+from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs
+from lorakernels.train.loop import Trainer
+from lorakernels.train.model import load_tokenizer
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import IGNORE
+from lorakernels.train.ranks import Ranks
+from lorakernels.train.reporter import Reporter
+
+Cli = Callable[..., int]
+SEQ_LEN = 48
+
+
+def text_file(path: Path, words: str, documents: int) -> Path:
+    texts = [f"{words} {i}: " + f"{words} again; " * (i % 5) for i in range(documents)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("jobs")
+    return {
+        "fox": text_file(folder / "fox.jsonl", "the quick brown fox", 24),
+        "dog": text_file(folder / "dog.jsonl", "a lazy dog", 9),
+    }
+
+
+def jobs_file(path: Path, files: dict[str, Path], **more: dict[str, Any]) -> Path:
+    entries = {name: {"data": [str(file)], **more.get(name, {})} for name, file in files.items()}
+    path.write_text(yaml.safe_dump(entries, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def arguments(model_dir: Path) -> list[str]:
+    return [
+        *("--model", str(model_dir), "--device", "cpu", "--r", "4", "--lr", "1e-2", "--lora-dropout", "0"),
+        *("--seq-len", str(SEQ_LEN), "--batch-size", "2", "--grad-accum", "2", "--eval-fraction", "0.2"),
+        *("--eval-every", "0", "--log-every", "1"),
+    ]  # fmt: skip
+
+
+def options_of(model_dir: Path, **more: Any) -> FinetuneOptions:
+    given: dict[str, Any] = {
+        "model": str(model_dir),
+        "output": "unused",
+        "device": "cpu",
+        "fp8": False,
+    }
+    given |= {
+        "r": 4,
+        "lora_dropout": 0.0,
+        "seq_len": SEQ_LEN,
+        "batch_size": 2,
+        "eval_fraction": 0.0,
+    }
+    return FinetuneOptions(**given, steps=4, lr=1e-2, max_grad_norm=0.5, optim="sgd", **more)
+
+
+def test_gradients_norms_and_rates_are_those_of_each_alone(
+    model_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    """Over a plain base, by SGD, which shows every factor. Only the divisions by numbers of tokens round otherwise."""
+    options = options_of(model_dir, data=["unused"])
+    reporter = Reporter("finetune", 1, quiet=True)
+    cpu = torch.device("cpu")
+    model, _ = load_adapted(model_dir, options, torch.float32, cpu, None, reporter)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(model_dir)
+    jobs = [Job(n, [str(f)], [], lr=1e-2 if n == "fox" else 2e-3) for n, f in files.items()]
+    adapters = add_jobs(model, jobs)
+    each = [
+        load_data(replace(options, data=job.data), tokenizer, tmp_path, print, Ranks()).train
+        for job in jobs
+    ]
+    shared = min(map(len, each))  # as many rows of each, so that both take them in one order
+    for rows in each:
+        rows.rows = rows.rows[:shared]
+    singles = {}
+    for job, rows in zip(jobs, each, strict=True):
+        with adapters.only(job.name):
+            alone = copy.deepcopy(model)
+        singles[job.name] = Trainer(alone, replace(options, lr=job.lr), rows, None)
+    together = JobsTrainer(adapters, jobs, model, options, JobRows(each, SEQ_LEN), None)  # type: ignore[arg-type]
+    for _ in range(4):
+        together.step()
+        for single in singles.values():
+            single.step()
+    for name, single in singles.items():
+        for path, value in adapters.parameters(name).items():
+            torch.testing.assert_close(value, single.trainable[path], rtol=1e-4, atol=1e-6)
+    for trainer in (together, *singles.values()):
+        trainer.close()
+
+
+def adapters_in(output: Path) -> dict[str, dict[str, torch.Tensor]]:
+    found = output.glob("*/adapter/adapter_model.safetensors")
+    return {path.parts[-3]: load_file(path) for path in found}
+
+
+def test_a_run_writes_an_adapter_for_each_and_resumes_exactly(
+    cli: Cli,
+    arguments: list[str],
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    peft = pytest.importorskip("peft")
+    jobs = jobs_file(tmp_path / "jobs.yaml", files, dog={"r": 2, "lr": 5e-3})
+    given = [*arguments, "--jobs", jobs, "--save-every", 2]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert cli(*given, "--output", whole, "--steps", 4, "--lr-scheduler-type", "constant") == 0
+    said = capsys.readouterr().out
+    assert "job fox:" in said and "job dog: validation loss" in said
+    assert cli(*given, "--output", parts, "--steps", 2, "--lr-scheduler-type", "constant") == 0
+    more = ("--steps", 4, "--lr-scheduler-type", "constant", "--resume")
+    assert cli(*given, "--output", parts, *more) == 0
+    one, other = adapters_in(whole), adapters_in(parts)
+    assert one.keys() == other.keys() == {"fox", "dog"}
+    for name, tensors in one.items():
+        assert all(torch.equal(value, other[name][key]) for key, value in tensors.items())
+        assert any(value.count_nonzero() for key, value in tensors.items() if "lora_B" in key)
+    for name, rank in (("fox", 4), ("dog", 2)):
+        assert peft.PeftConfig.from_pretrained(whole / name / "adapter").r == rank
+        assert (
+            f"Job {name}, one of 2 at once" in (whole / name / "adapter" / "README.md").read_text()
+        )
+
+
+def test_rows_of_the_shorter_job_repeat(
+    model_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    options, tokenizer = options_of(model_dir, data=["unused"]), load_tokenizer(model_dir)
+    each = [
+        load_data(replace(options, data=[str(f)]), tokenizer, tmp_path, print, Ranks()).train
+        for f in files.values()
+    ]
+    rows = JobRows(each, SEQ_LEN)
+    long, short = map(len, each)
+    assert len(rows) == long > short
+    batch = rows.batch([0, short, long - 1])
+    assert batch.input_ids.shape == (6, SEQ_LEN)
+    assert torch.equal(batch.input_ids[3], batch.input_ids[4])
+    assert batch.targets == sum(rows.targets_of_each([0, short, long - 1]))
+    own = [part.batch([0]) for part in each]
+    both = rows.batch([0])
+    ends = [b.starts[b.starts < SEQ_LEN] for b in own if b.starts is not None]
+    assert both.starts is not None
+    assert both.starts[: len(torch.cat(ends))].tolist() == [
+        *ends[0].tolist(),
+        *(ends[1] + SEQ_LEN).tolist(),
+    ]
+    assert set(both.starts[len(torch.cat(ends)) :].tolist()) <= {2 * SEQ_LEN}
+    alone = rows.only(1).batch([0])
+    assert torch.equal(alone.labels[1], both.labels[1])
+    assert set(alone.labels[0].tolist()) == {IGNORE}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must map a name to each job, found None"),
+        ("- a", "must map a name to each job"),
+        ("a: 1", "a must hold data, eval_data, lr, r, found 1"),
+        ("a: {date: x}", "a: unknown 'date', expected one of data, eval_data, lr, r"),
+        ("a: {}", "a: data is missing"),
+        ("a: {data: 3}", "a: data must be files, found 3"),
+        ("a: {data: x, lr: -1}", "a: lr must be positive and finite, found -1"),
+        ("a: {data: x, r: 5}", "a: r must be 1 to 4, the run's --r, found 5"),
+        ("a/b: {data: x}", "must be the name of a directory in output"),
+        ("checkpoints: {data: x}", "must be the name of a directory in output"),
+        ("a: [", "cannot be read"),
+    ],
+    ids=["empty", "list", "number", "typo", "no data", "data", "lr", "r", "path", "reserved", "yaml"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_refused_by_name(
+    cli: Cli,
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    message: str,
+) -> None:
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(text)
+    assert cli(*arguments, "--jobs", jobs, "--output", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "x"], "data must be [] with jobs, got ['x']"),
+        (["--lora-dropout", "0.1"], "lora_dropout must be 0.0 with jobs, got 0.1"),
+        (["--use-dora"], "use_dora must be False with jobs, got True"),
+        (["--merge", "bf16"], "merge must be None with jobs, got 'bf16'"),
+        (["--init-lora-weights", "pissa"], "init_lora_weights must be true or gaussian with jobs"),
+        (["--fp8-recipe", "block"], "fp8_recipe must be delayed with jobs, got 'block'"),
+    ],
+    ids=["data", "dropout", "dora", "merge", "pissa", "blocks"],
+)  # fmt: skip
+def test_options_that_do_not_go_with_jobs_are_refused(
+    cli: Cli,
+    arguments: list[str],
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
+) -> None:
+    jobs = jobs_file(tmp_path / "jobs.yaml", files)
+    assert cli(*arguments, "--jobs", jobs, "--output", tmp_path / "out", *more) == 2
+    assert message in capsys.readouterr().err
