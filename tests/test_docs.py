@@ -40,6 +40,7 @@ RUN_BY = {
         "test_loading",
         "test_sharing",
         "test_a_start_from_the_base",
+        "test_several_adapters",
         "test_experts",
         "test_saving",
     ],
@@ -141,18 +142,31 @@ def test_a_start_from_the_base(names: dict[str, Any]) -> None:
     assert ranks == {32}
 
 
+def test_several_adapters(names: dict[str, Any]) -> None:
+    names["french"], names["german"] = torch.randint(0, 64, (2, 1, 16))
+
+    def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    names["loss_of"] = loss_of
+    run(blocks("docs/adapters.md")[3], names)
+    weights = safetensors.torch.load_file("de-adapter/adapter_model.safetensors")
+    assert {len(value) for key, value in weights.items() if ".lora_A." in key} == {8}
+    assert all(value.count_nonzero() for key, value in weights.items() if ".lora_B." in key)
+
+
 def test_experts(names: dict[str, Any]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     config = transformers.MixtralConfig(vocab_size=64, **sizes, **heads)
     transformers.MixtralForCausalLM(config).save_pretrained("path/to/mixtral")
-    run(blocks("docs/adapters.md")[3], names)
+    run(blocks("docs/adapters.md")[4], names)
     assert "LoRA on 8 modules" in str(names["report"])
     assert Path("experts-adapter/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
-    "line", blocks("docs/adapters.md")[4].splitlines(), ids=lambda line: line.split("(")[0]
+    "line", blocks("docs/adapters.md")[5].splitlines(), ids=lambda line: line.split("(")[0]
 )
 def test_saving(names: dict[str, Any], line: str) -> None:
     apply_lora(names["model"], LoRAConfig(target_modules="all-linear"))
