@@ -36,6 +36,8 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.config import BlockScaling
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
 from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
@@ -81,6 +83,8 @@ class Projections(NamedTuple):
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and x's and dy's place in the state.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
+        blocks: the recipe of a block-scaled base, with scale_inv and grad_scale_inv [⌈ΣN/128⌉, ⌈K/128⌉]; else None.
+            x and dy' are then quantized in front of their products. Backward's dA reads x as it came.
         planned: what plans take of it; None where there are none.
     """
 
@@ -99,6 +103,7 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
+    blocks: BlockScaling | None = None
     planned: PlannedProjections | None = None
 
     @classmethod
@@ -197,6 +202,9 @@ def project(
     """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
+    if to.blocks is not None:
+        x = Scaled(*ops.quantize_blocks(operand.data, E4M3, to.blocks.power_2_scale))
+        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual)
     return ops.fp8_linear_lora(
         operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual
     )
@@ -340,8 +348,14 @@ def grad_x(
     d, a = ds if lora_A is not None else None, lora_A
     if several and ds is not None and lora_A is not None:
         d, a = to.parts(ds, -1)[0].contiguous(), to.parts(lora_A)[0].contiguous()
-    fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
-    dx: Tensor = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
+    dx: Tensor
+    if to.blocks is not None:
+        fp8_dtype = to.blocks.backward_dtype
+        dy8 = Scaled(*run(ops.quantize_blocks, dy8.data, fp8_dtype, to.blocks.power_2_scale))
+        dx = run(ops.fp8_block_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype)
+    else:
+        fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
+        dx = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
     if several and ds is not None and lora_A is not None:
         rest = zip(to.parts(ds, -1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
         for d, a, mask in rest:

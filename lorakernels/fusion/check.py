@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lorakernels.config import BlockScaling, Recipe
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
 from lorakernels.modules.dora import DoRALinear
@@ -17,7 +18,7 @@ from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
-from lorakernels.state.fp8 import FP8State
+from lorakernels.numerics.blocks import BLOCK
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -59,9 +60,7 @@ def projections(layer: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
             yield path, parent, projection(layer.get_submodule(path))
 
 
-def check_layers(
-    layers: dict[str, nn.Module], state: FP8State | None, shared_dropout: bool
-) -> None:
+def check_layers(layers: dict[str, nn.Module], adapter: LoRALinear, shared_dropout: bool) -> None:
     """Refuse what a fused layer would compute wrongly, or not at all.
 
     Raises:
@@ -70,6 +69,7 @@ def check_layers(
             Or a weight is tied, trained, sharded, merged or not finite.
         RuntimeError: the FP8 state's memory is pinned, and new layers would have to be registered.
     """
+    state = adapter.fp8_state
     for path, layer in layers.items():
         _check_structure(path, layer)
         _check_classes(path, layer)
@@ -78,7 +78,7 @@ def check_layers(
         for name, module in layer.named_modules():
             if name:
                 refuse_hooks(f"{path}.{name}", module)
-        _check_projections(path, layer, state, shared_dropout)
+        _check_projections(path, layer, adapter.recipe, shared_dropout)
     _check_not_shared(layers)
     new = [p for p, layer in layers.items() for _, _, m in projections(layer) if _is_plain(m)]
     if state is not None and new and state.pinned_by:
@@ -138,7 +138,7 @@ def _check_classes(path: str, layer: nn.Module) -> None:
 
 
 def _check_projections(
-    path: str, layer: nn.Module, state: FP8State | None, shared_dropout: bool
+    path: str, layer: nn.Module, recipe: Recipe | None, shared_dropout: bool
 ) -> None:
     tensors = list(layer.named_parameters())
     devices = {str(t.device) for _, t in tensors}
@@ -156,34 +156,31 @@ def _check_projections(
         assert isinstance(weight, Tensor)
         if _is_plain(module) and weight.requires_grad:
             raise ValueError(f"{path}.{name}.weight is trained: a fused layer trains adapters only")
-        if _is_plain(module) and state is not None and not bool(weight.isfinite().all()):
+        if _is_plain(module) and recipe is not None and not bool(weight.isfinite().all()):
             raise ValueError(f"{path}.{name}.weight must be finite to be held in FP8")
         if isinstance(module, FrozenFP8Linear):
             if isinstance(module, DoRALinear):
                 raise ValueError(
                     f"{path}.{name} has use_dora=True, which a fused layer does not compute"
                 )
-            if module.block_scaling is not None:
+            if module.recipe != recipe:
                 raise ValueError(
-                    f"{path}.{name} follows BlockScaling: fused layers follow DelayedScaling or are plain"
-                )
-            recipes = [None if f is None else f.recipe for f in (module.fp8_state, state)]
-            if recipes[0] != recipes[1]:
-                raise ValueError(
-                    f"{path}.{name} follows {recipes[0]}, the model's adapters {recipes[1]}"
+                    f"{path}.{name} follows {module.recipe}, the model's adapters {recipe}"
                 )
             if isinstance(module, LoRALinear) and module.merged:
                 raise ValueError(f"{path}.{name} is merged: call unmerge_lora first")
     for names in spec_of(layer).groups:
         members = [projection(layer.get_submodule(name)) for name in names]
         if len(members) > 1:
-            _check_group(path, members, state is not None, shared_dropout)
+            _check_group(path, members, recipe, shared_dropout)
 
 
-def _check_group(path: str, members: Sequence[nn.Module], fp8: bool, shared_dropout: bool) -> None:
+def _check_group(
+    path: str, members: Sequence[nn.Module], recipe: Recipe | None, shared_dropout: bool
+) -> None:
     adapted = [m for m in members if isinstance(m, LoRALinear)]
     what: dict[str, Iterable[Any]] = {
-        "weight dtype": (_dtype(m, fp8) for m in members),
+        "weight dtype": (_dtype(m, recipe is not None) for m in members),
         "weight_layout": (m.weight_layout for m in members if isinstance(m, FrozenFP8Linear)),
         "adapter dtype": (p.dtype for m in adapted for p in (m.lora_A, m.lora_B)),
         "bias dtype": (m.bias.dtype for m in members if isinstance(m.bias, Tensor)),
@@ -191,12 +188,25 @@ def _check_group(path: str, members: Sequence[nn.Module], fp8: bool, shared_drop
     if shared_dropout:
         what["lora_dropout"] = (m.lora_dropout for m in adapted)
         what["rng_state"] = (id(m.rng_state) for m in adapted)
+    if isinstance(recipe, BlockScaling):
+        _check_blocks(path, members)
     for name, values in what.items():
         found = set(values)
         if len(found) > 1:
             names = [getattr(m, "name", type(m).__name__) for m in members]
             raise ValueError(
                 f"{path}: {names} must have one {name}, found {sorted(map(str, found))}"
+            )
+
+
+def _check_blocks(path: str, members: Sequence[Any]) -> None:
+    """The blocks of one matrix are those of its members only where these end with a block."""
+    for member in members[:-1]:
+        rows = member.out_features
+        if rows % BLOCK:
+            name = getattr(member, "name", type(member).__name__)
+            raise ValueError(
+                f"{path}: {name} has {rows} rows, which must be a multiple of {BLOCK} under BlockScaling"
             )
 
 

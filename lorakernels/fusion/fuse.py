@@ -198,7 +198,7 @@ def fuse(
     with all_or_nothing(model):
         adapter = _an_adapter(model)
         state = adapter.fp8_state
-        check_layers(layers, state, shared_dropout)
+        check_layers(layers, adapter, shared_dropout)
         _check_attention(layers, attention)
         first = next(iter(layers.values()))
         element = first.get_parameter(f"{spec_of(first).all_norms[0]}.weight").element_size()

@@ -131,6 +131,7 @@ class FusedGroup:
             None if state is None else state.backward,
             variant.spec,
             tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
+            first.block_scaling,
         )
         drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
         params = [*lora_A, *lora_B, *biases]
@@ -365,8 +366,8 @@ class FusedGroup:
         The scale of an all-zero weight is meaningless. It does not count for the largest, and its multiplier is one.
         """
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
-        if len(self.members) == 1 or not scales:
-            scale = scales[0] if scales else None
+        if len(self.members) == 1 or not scales or self.first.block_scaling is not None:
+            scale = torch.cat(scales) if scales else None
             ones = torch.ones(self.results, device=self.first.stored.device)
             return Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)

@@ -69,6 +69,6 @@ def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:
         return False
     if scale_inv is None:
         return torch.equal(stored, weight.to(stored.device, stored.dtype))
-    raw, expected = quantize_weight(weight)
+    raw, expected = quantize_weight(weight, layer.block_scaling)
     same = torch.equal(stored, raw.to(stored.device))
     return same and torch.equal(scale_inv, expected.to(scale_inv.device))

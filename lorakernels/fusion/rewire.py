@@ -174,7 +174,7 @@ def _freeze(
         assert isinstance(module, nn.Linear)
         if state is not None and full not in state.names:
             state.register(full)
-        recipe = None if state is None else state.recipe
+        recipe = adapters.recipe
         held = {"weight_layout": adapters.weight_layout, "fp8_state": state, "name": full}
         new = before.patiently(partial(FrozenFP8Linear.from_linear, module, recipe, **held))
         # keep the Parameter itself: trained or not, an optimizer may hold it

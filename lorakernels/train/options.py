@@ -142,7 +142,7 @@ class FinetuneOptions(RunningOptions):
         "delayed",
         "adapter",
         "delayed: one scale for each tensor; block: one for each 128 x 128 of a weight and 1 x 128 of activations, "
-        "which keeps a block-FP8 checkpoint's bytes and runs unfused layers",
+        "which keeps a block-FP8 checkpoint's bytes",
         choices=RECIPES,
     )
 

@@ -111,8 +111,6 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
 def _why_not_fused(model: Any, options: FinetuneOptions, device: torch.device) -> str | None:
     if options.fuse is False:
         return "--no-fuse was asked for"
-    if options.fp8 and options.fp8_recipe == "block":
-        return "fused layers follow one scale for each tensor, and fp8_recipe is block"
     if options.fuse is None and device.type != "cuda":
         return "fused kernels are a GPU's; --fuse takes them elsewhere too"
     if options.gradient_checkpointing:

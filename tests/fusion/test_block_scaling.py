@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused layers under BlockScaling compute what the layers themselves do; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from lorakernels import (
+    BlockScaling,
+    FrozenFP8Linear,
+    LoRAConfig,
+    apply_lora,
+    fuse,
+    merge_and_unload,
+    unfuse,
+)
+
+transformers = pytest.importorskip("transformers")
+RECIPES = {
+    "e4m3": BlockScaling(),
+    "e5m2 backward, powers of two": BlockScaling(fp8_format="HYBRID", power_2_scale=True),
+}
+
+
+def model_of(recipe: BlockScaling, kv_heads: int = 2, bias: bool = False, **lora: Any) -> Any:
+    """Heads of 64: two make a block of 128 rows. Of the first layer's projections three have no adapter."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "attention_bias": bias}
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    made.config.use_cache = False
+    excluded = [
+        f"model.layers.0.{name}" for name in ("self_attn.k_proj", "mlp.down_proj", "mlp.up_proj")
+    ]
+    options = {"r": 4, "target_modules": "all-linear", "exclude_modules": excluded} | lora
+    apply_lora(made, LoRAConfig(fp8=recipe, **options), frozen="fp8")
+    for name, value in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    return made.train()
+
+
+def step(model: Any, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Logits and gradients."""
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 40, (2, 24))
+    model.zero_grad()
+    logits = model(input_ids=ids).logits
+    logits.backward(torch.randn_like(logits))
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **grads}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("save", ["recompute", "full", "checkpoint", "fp8"])
+def test_a_fused_model_is_the_model(recipe: str, save: str) -> None:
+    """Both quantize the same values, which sums in another order change by fp32's rounding: then by a step of FP8.
+
+    A step is 2⁻³ of e4m3, 2⁻² of e5m2, of few elements; dA reads x as it was before it was quantized, and "fp8" keeps
+    gate and up in e4m3: their gradients differ by those roundings, 2⁻⁴ of each element.
+    """
+    allowed = 0.08 if RECIPES[recipe].backward_dtype == torch.float8_e4m3fn else 0.16
+    plain = model_of(RECIPES[recipe])
+    fused = copy.deepcopy(plain)
+    report = fuse(fused, save=save)
+    assert len(report.layers) == 2
+    one, other = step(plain), step(fused)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        off = (other[name] - value).norm() / value.norm()
+        assert off < (0.01 if name == "logits" else allowed), (name, float(off))
+
+
+def test_frozen_projections_become_blocks_and_come_back() -> None:
+    plain = model_of(BlockScaling(), target_modules=["q_proj", "down_proj"], exclude_modules=None)
+    layer = plain.model.layers[0]
+    fuse(plain)
+    assert type(layer.mlp.up_proj) is FrozenFP8Linear
+    assert layer.mlp.up_proj.block_scaling == BlockScaling()
+    before = step(plain)
+    unfuse(plain)
+    after = step(plain)
+    for name, value in before.items():
+        assert (after[name] - value).norm() < 0.08 * value.norm(), name
+
+
+def test_a_fused_model_merges() -> None:
+    plain = model_of(BlockScaling())
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    ids = torch.randint(0, 40, (1, 8))
+    found = [merge_and_unload(m).eval()(input_ids=ids).logits for m in (plain, fused)]
+    assert torch.equal(*found)
+
+
+def test_heads_that_end_inside_of_a_block_are_refused() -> None:
+    model = model_of(BlockScaling(), kv_heads=1)
+    before = copy.deepcopy(model.state_dict())
+    message = r"layers.0.*k_proj has 64 rows, which must be a multiple of 128 under BlockScaling"
+    with pytest.raises(ValueError, match=message):
+        fuse(model)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
+def test_a_fused_model_trains_as_the_model(graphs: bool) -> None:
+    """bf16 on a GPU: losses of a few steps within bf16's rounding of those of the layers themselves."""
+    from lorakernels import attach
+
+    losses = []
+    for fuses in (False, True):
+        model = model_of(BlockScaling()).cuda().bfloat16()
+        if fuses:
+            fuse(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.01)
+        attached = attach(model, optimizer, graphs=graphs and fuses)
+        torch.manual_seed(1)
+        found = []
+        for _ in range(8):
+            ids = torch.randint(0, 40, (2, 64), device="cuda")
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        assert not (graphs and fuses) or attached.replaying, str(attached)
+        attached.detach()
+        losses.append(found)
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=0.02, atol=0)
