@@ -32,6 +32,7 @@ CASES = {
     "ragged columns and ranks": Sizes(3, 48, 200, 5),
     "one part of the rows": Sizes(4, 64, 1032, 17),
     "many parts": Sizes(2, 320, 2056, 48),
+    "tall": Sizes(2, 128, 520, 48),
 }
 
 

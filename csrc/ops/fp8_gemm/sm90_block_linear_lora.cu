@@ -4,19 +4,13 @@
 namespace lorakernels {
 namespace {
 
-template <typename T, Shape kShape>
-void launch_of_shape(const Fp8GemmParams& params, cudaStream_t stream) {
-  constexpr auto kProduct = Product::kLinear;
-  constexpr int kRankStep = BlockTiling<kProduct, kShape, 64>::kFits ? 64 : 32;
-  params.rank <= 16 ? launch_blocks<kProduct, T, false, kShape, 16>(params, stream)
-                    : launch_blocks<kProduct, T, false, kShape, kRankStep>(params, stream);
-}
-
 template <typename T>
 void launch_of_type(const Fp8GemmParams& params, cudaStream_t stream) {
-  if (params.tile_rows == 192) return launch_of_shape<T, Shape::kTall>(params, stream);
-  if (params.tile_cols == 256) return launch_of_shape<T, Shape::kWide>(params, stream);
-  launch_blocks<Product::kLinear, T, false, Shape::kSmall, 64>(params, stream);
+  constexpr auto kProduct = Product::kLinear;
+  constexpr int kRankStep = BlockTiling<kProduct, Shape::kWide, 64>::kFits ? 64 : 32;
+  if (params.tile_cols == 128) return launch_blocks<kProduct, T, false, Shape::kSmall, 64>(params, stream);
+  params.rank <= 16 ? launch_blocks<kProduct, T, false, Shape::kWide, 16>(params, stream)
+                    : launch_blocks<kProduct, T, false, Shape::kWide, kRankStep>(params, stream);
 }
 
 }  // namespace

@@ -141,16 +141,18 @@ def down(wide: Tensor, factor: Tensor, by_column: bool, alpha: float = 1.0) -> T
     m, c = wide.shape
     rank = factor.shape[2 if by_column else 1]
     segment_rows = m // adapters_of(factor)
-    rows = next(size for size in (ROWS, 32, 16) if segment_rows % size == 0)
+    tall = rank > 32 and segment_rows % 128 == 0  # by measurement
+    rows = 128 if tall else next(size for size in (ROWS, 32, 16) if segment_rows % size == 0)
+    columns = 64 if tall else COLUMNS
     blocks = m // rows
-    part = _part(c, COLUMNS, blocks)
+    part = _part(c, columns, blocks)
     parts = triton.cdiv(c, part)
     partial = wide.new_empty((parts, m, rank), dtype=torch.float32)
     out = wide.new_empty((m, rank))
     with _on(wide):
         launch(
             _down_kernel, (blocks, parts), partial, wide, factor, m, c, rank, segment_rows, part,
-            *((rank, 1) if by_column else (1, c)), ROWS=rows, COLUMNS=COLUMNS, RANK=_padded(rank),
+            *((rank, 1) if by_column else (1, c)), ROWS=rows, COLUMNS=columns, RANK=_padded(rank),
         )  # fmt: skip
         _add_up(out, partial, None, alpha)
     return out
