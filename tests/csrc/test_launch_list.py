@@ -29,7 +29,9 @@ GEMM = {
     "tile_rows": 128,
     "tile_cols": 128,
     "multiprocessors": 132,
+    "segment_rows": 0,
 }
+SEGMENTS = {"rows": 256, "segment_rows": 128, "splits": False}
 GRAD_INPUT = GEMM | DROPOUT | {"a_dtype": "bfloat16", "format": "e5m2"}
 GROUPED = GEMM | {"rows": 128, "groups": 2}
 LINEAR = GEMM | {"scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16", "weight_t": None}
@@ -54,6 +56,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"weight": 0}),
     "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"weight_t": None}),
     "fp8_linear_lora": ("fp8_linear_lora", LINEAR | {"by_column": True}),
+    "fp8_linear_lora_of_segments": ("fp8_linear_lora", LINEAR | SEGMENTS | {"by_column": True}),
+    "fp8_grad_input_of_segments": ("fp8_grad_input", GRAD_INPUT | SEGMENTS | {"weight_t": None}),
     "grouped_grad_input": (
         "grouped_grad_input",
         GROUPED | {"a_dtype": "bfloat16", "format": "e5m2"},
