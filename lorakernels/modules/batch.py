@@ -112,21 +112,23 @@ class AdapterBatch:
         self.parameters(name)
         index = self.names.index(name)
         before = {path: (m.lora_A, m.lora_B, m.r, m.lora_alpha) for path, m in self.layers.items()}
-        for layer in self.layers.values():
-            rank = self.ranks.get(name, layer.r)
-            own = layer.lora_A.data[index, :rank], layer.lora_B.data[index, :, :rank]
-            for factor, value in zip(FACTORS, own, strict=True):
-                grad = getattr(layer, factor).requires_grad
-                setattr(layer, factor, nn.Parameter(value.clone(), requires_grad=grad))
-            layer.r = rank
-            layer.lora_alpha = layer.scaling * (rank**0.5 if layer.config.use_rslora else rank)
         try:
+            for layer in self.layers.values():
+                rank = self.ranks.get(name, layer.r)
+                own = layer.lora_A.data[index, :rank], layer.lora_B.data[index, :, :rank]
+                alone = [value.clone() for value in own]
+                for factor, value in zip(FACTORS, alone, strict=True):
+                    grad = getattr(layer, factor).requires_grad
+                    setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
+                layer.r = rank
+                layer.lora_alpha = layer.scaling * (rank**0.5 if layer.config.use_rslora else rank)
             yield
         finally:
             for path, (lora_A, lora_B, r, alpha) in before.items():
                 layer = self.layers[path]
-                lora_A.data[index, : layer.r].copy_(layer.lora_A.detach())
-                lora_B.data[index, :, : layer.r].copy_(layer.lora_B.detach())
+                if layer.lora_A is not lora_A:
+                    lora_A.data[index, : layer.r].copy_(layer.lora_A.detach())
+                    lora_B.data[index, :, : layer.r].copy_(layer.lora_B.detach())
                 layer.lora_A, layer.lora_B, layer.r, layer.lora_alpha = lora_A, lora_B, r, alpha
 
     def __repr__(self) -> str:
@@ -161,16 +163,29 @@ def batch_adapters(
     layers: dict[str, Any] = dict(lora_modules(model))
     own = dict(ranks or {})
     _check(layers, names, own)
-    for layer in layers.values():
-        started = []
+    made = {path: _started(layer, names, own) for path, layer in layers.items()}
+    for path, layer in layers.items():
+        for factor, value in zip(FACTORS, made[path], strict=True):
+            grad = getattr(layer, factor).requires_grad
+            setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
+    return AdapterBatch(layers, tuple(names), own)
+
+
+@torch.no_grad()
+def _started(layer: Any, names: Sequence[str], ranks: Mapping[str, int]) -> list[Tensor]:
+    """A [J, R, K] and B [J, N, R] as `reset_adapter` starts each. The layer's own stay as they are."""
+    factors = layer.lora_A, layer.lora_B
+    before = [factor.clone() for factor in factors]
+    found = []
+    try:
         for name in names:
             layer.reset_adapter()
-            rank = own.get(name, layer.r)
-            started.append([_first(t, rank, d) for t, d in ((layer.lora_A, 0), (layer.lora_B, 1))])
-        for factor, values in zip(FACTORS, zip(*started, strict=True), strict=True):
-            grad = getattr(layer, factor).requires_grad
-            setattr(layer, factor, nn.Parameter(torch.stack(values), requires_grad=grad))
-    return AdapterBatch(layers, tuple(names), own)
+            rank = ranks.get(name, layer.r)
+            found.append([_first(factor, rank, dim) for dim, factor in enumerate(factors)])
+    finally:
+        for factor, value in zip(factors, before, strict=True):
+            factor.copy_(value)
+    return [torch.stack(values) for values in zip(*found, strict=True)]
 
 
 @torch.no_grad()

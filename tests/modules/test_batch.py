@@ -195,6 +195,34 @@ def test_an_exception_inside_only_gives_the_batch_back() -> None:
     assert next(iter(batch.layers.values())).lora_A.shape[0] == 3
 
 
+@pytest.mark.parametrize("call", ["batch_adapters", "only"])
+def test_an_exception_in_the_middle_leaves_the_model_as_it_was(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = batched() if call == "only" else (adapted(), None)
+    before = copy.deepcopy(model.state_dict())
+    parameters = dict(model.named_parameters())
+    fails = torch.Tensor.clone
+    calls = iter(range(100))
+
+    def clone(tensor: Tensor, **options: Any) -> Tensor:
+        if next(calls) == 9:  # of the fifth layer
+            raise torch.OutOfMemoryError("full")
+        return fails(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        if batch is None:
+            lorakernels.batch_adapters(model, NAMES)
+        else:
+            with batch.only("de"):
+                raise AssertionError("not reached")
+    monkeypatch.undo()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
 def test_a_state_dict_holds_all() -> None:
     (model, batch), (other, theirs) = batched(), batched()
     other.load_state_dict(model.state_dict())
