@@ -99,7 +99,7 @@ class FusedGroup:
         if state is not None and first.training:
             state.on_training_forward(first.column)
         masks = self._masks(prepared.variant, prepared.adapted)
-        return prepared.to._replace(masks=masks), prepared.params
+        return prepared.with_masks(masks)
 
     def eager_ways(self, kinds: Mapping[Hashable, str]) -> list[str]:
         """How the last forward ran: "" by plans, or else why by the ops; empty before the first. `kinds`: of

@@ -6,11 +6,13 @@ from __future__ import annotations
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.values import Dropout
 
 
 class Derived(NamedTuple):
@@ -51,6 +53,19 @@ class Prepared(NamedTuple):
     adapted: tuple[LoRALinear, ...]
     to: Projections
     params: list[Tensor | None]
+
+    def with_masks(
+        self, masks: tuple[Dropout | None, ...]
+    ) -> tuple[Projections, list[Tensor | None]]:
+        """`to` with the masks, and `params`; of the adapters that AdapterBatch.rows has named, if it has."""
+        to = self.to._replace(masks=masks)
+        rows = next((m.adapter_rows for m in self.adapted if m.adapter_rows is not None), None)
+        if rows is None:
+            return to, self.params
+        factors = [rows.factors(m.lora_A, m.lora_B) for m in self.adapted]
+        each_A, each_B = zip(*factors, strict=True)
+        to = to._replace(lora_A=torch.cat([a.detach() for a in each_A], -2), planned=None)
+        return to, [*each_A, *each_B, *self.params[2 * len(factors) :]]
 
     def holds(self, now: tuple[list[Any], list[Any]] | None) -> bool:
         """Whether what the call depends on is still what was seen; `now` is None if that cannot be told."""

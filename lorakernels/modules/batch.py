@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.autograd.adapter_rows import AdapterRows
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import check_enabled, lora_modules
 
 FACTORS = ("lora_A", "lora_B")
+BASE = "__base__"  # PEFT's name of the base alone
 
 
 class AdapterBatch:
@@ -99,6 +101,36 @@ class AdapterBatch:
         for views in self._views.values():
             for view in views.values():
                 view.grad = None
+
+    @contextmanager
+    def rows(self, names: Sequence[str | None]) -> Iterator[None]:
+        """Inside, sequence i of a batch belongs to the adapter names[i], in any order, as PEFT's `adapter_names`.
+
+        None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. With gradient
+        checkpointing, backward belongs inside as well. Graphs that were captured outside do not hold inside.
+
+        Raises:
+            KeyError: there is no such adapter.
+            ValueError: `names` is empty.
+        """
+        if not names:
+            raise ValueError("names must have one for each sequence, found none")
+        numbers = []
+        for name in names:
+            if name is not None and name != BASE:
+                self.parameters(name)
+            numbers.append(None if name in (None, BASE) else self.names.index(str(name)))
+        made: dict[torch.device, AdapterRows] = {}
+        for layer in self.layers.values():
+            device = layer.lora_A.device
+            made[device] = made.get(device) or AdapterRows.of(numbers, device)
+        try:
+            for layer in self.layers.values():
+                layer.adapter_rows = made[layer.lora_A.device]
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.adapter_rows = None
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:

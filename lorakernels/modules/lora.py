@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
+from lorakernels.autograd.adapter_rows import AdapterRows
 from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import is_sharded
@@ -71,6 +72,7 @@ class LoRALinear(MergeableLinear):
     """
 
     has_magnitude = False  # DoRALinear has one
+    adapter_rows: AdapterRows | None = None  # set by AdapterBatch.rows
     site = number("site")
     scaling = number("scaling")
     lora_dropout = number("lora_dropout")
@@ -272,11 +274,16 @@ class LoRALinear(MergeableLinear):
         if is_compiling():
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
-            return self._compiled(x, (self.lora_A, self.lora_B), slot)
+            factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
+            if self.adapter_rows is not None:
+                factors = self.adapter_rows.factors(*factors)
+            return self._compiled(x, factors, slot)
         check_input(x, self._held)
         parameters = self._parameters
         adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
         own = self.__dict__  # a property takes several times as long
+        if (rows := own.get("adapter_rows")) is not None:
+            adapter = Adapter(*rows.factors(self.lora_A, self.lora_B))
         numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"])
         slot = None
         if self.training and numbers.p > 0:

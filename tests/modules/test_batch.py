@@ -85,6 +85,52 @@ def test_bits_are_those_of_each_alone(fused: bool) -> None:
         assert differing(model, batch, single, name) == []
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
+def test_sequences_in_any_order_have_their_adapters(fused: bool) -> None:
+    """As PEFT's adapter_names: an adapter twice, one not at all, and the base alone."""
+    names = ["de", "__base__", "fr", "de"]
+    model, batch = batched()
+    singles = {name: alone(model, batch, name) for name in NAMES}
+    base = copy.deepcopy(singles["fr"])
+    if fused:
+        for each in (model, base, *singles.values()):
+            lorakernels.fuse(each)
+    ids = rows(model, len(names))
+    with batch.rows(names):
+        out = model(input_ids=ids).logits
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    batch.give_gradients()
+    for i, name in enumerate(names):
+        if name == "__base__":
+            with lorakernels.disable_lora(base):
+                own = base(input_ids=ids[i : i + 1]).logits
+        else:
+            own = singles[name](input_ids=ids[i : i + 1]).logits
+            own.backward(dout[i : i + 1])
+        assert torch.equal(out[i : i + 1], own)
+    for name in NAMES:
+        for key, value in batch.parameters(name).items():
+            expected = singles[name].get_parameter(key).grad
+            assert value.grad is not None
+            if expected is None:
+                assert name == "it" and value.grad.count_nonzero() == 0
+            else:
+                torch.testing.assert_close(
+                    value.grad, expected
+                )  # two sums, added in one order or the other
+    with (
+        batch.rows(["fr"]),
+        batch.only("de"),
+        pytest.raises(ValueError, match="exclude each other"),
+    ):
+        model(input_ids=ids)
+    with pytest.raises(KeyError, match="adapter 'es' must be one of"), batch.rows(["es"]):
+        pass
+    with pytest.raises(ValueError, match="names must have one for each sequence"), batch.rows([]):
+        pass
+
+
 def test_an_fp8_base_sees_one_scale_for_all_rows() -> None:
     """Rows that are alike have that amax alone, too: then the bits are equal."""
     config = LoRAConfig(r=4, fp8=DelayedScaling())
