@@ -39,6 +39,7 @@ VALID = {
     **{"slot": 0, "site": 0, "p": 0.0, "row0": 0, "col0": 0, "dropped": 0},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
     **{"tile_rows": 128, "tile_cols": 128, "multiprocessors": 132, "stream": 0, "device": -1},
+    "segment_rows": 0,
 }
 
 
@@ -48,6 +49,11 @@ VALID = {
         ({"cols": 12}, "cols must be a multiple of 8"),
         ({"depth": 24}, "depth a positive one of 16"),
         ({"depth": 0}, "depth a positive one of 16"),
+        (
+            {"segment_rows": 64},
+            "segment_rows must be 0, or a multiple of 128 that divides rows; got 64 of 1",
+        ),
+        ({"rows": 256, "segment_rows": 128, "weight_t": 16}, "segments take a weight as it lies"),
         ({"rows": -1}, "rows must not be negative"),
         ({"rank": -1}, "rank must not be negative"),
         ({"dy8": 8}, "must be 16-byte aligned"),
