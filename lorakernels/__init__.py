@@ -30,7 +30,7 @@ from lorakernels.modules import (
     unmerge_lora,
 )
 from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import ShardPlan
+from lorakernels.parallel import ContextParallel, ShardPlan, context_parallel
 from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
@@ -42,6 +42,7 @@ __all__ = [
     "AdapterBatch",
     "Attached",
     "BlockScaling",
+    "ContextParallel",
     "DelayedScaling",
     "Exported",
     "FP8State",
@@ -64,6 +65,7 @@ __all__ = [
     "batch_adapters",
     "bias_dropout_add",
     "change_of_logits",
+    "context_parallel",
     "disable_lora",
     "check_export",
     "export_model",

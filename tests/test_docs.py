@@ -53,6 +53,7 @@ RUN_BY = {
         "test_a_sharded_optimizer",
         "test_tensor_parallel",
         "test_layers_for_authors",
+        "test_context_parallel",
         "test_fsdp",
     ],
     "graphs/README.md": ["test_graphs"],
@@ -275,8 +276,13 @@ def test_layers_for_authors(one_rank: dict[str, Any]) -> None:
     assert names["h"].shape == (6, 2, 48) and names["y"].shape == (6, 2, 32)
 
 
+def test_context_parallel(one_rank: dict[str, Any]) -> None:
+    names = on_one_rank(5, one_rank)
+    assert names["loss"].isfinite()
+
+
 def test_fsdp(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(5, with_a_group(one_rank))
+    names = on_one_rank(6, with_a_group(one_rank))
     tokens = names["tokens"]
     assert names["model"](tokens, labels=tokens).loss.isfinite()
 

@@ -12,13 +12,16 @@ Flash takes no mask. "efficient" needs as many key heads as query heads, so it g
 Sequences packed into rows may be given by `starts`, int32 [N + 1]: the running count of tokens, from 0 to B T. Flash
 takes them as variable lengths and computes nothing between sequences. Two equal neighbours are a sequence without
 tokens, so that N may be fixed. Backends without variable lengths get a mask.
+
+Where a rank has some of the queries and all keys (parallel/context.py), `Segments` say which queries end with which
+keys: the last query of a segment attends to all its keys, and each query before it to one key less.
 """
 
 from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +51,20 @@ OWN = (GRAPH, FP8)  # by graphs of ours
 SHORT = 128  # tokens of the longest packed sequence up to which flash is faster than graphs
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALVES = (torch.bfloat16, torch.float16)
+
+
+class Segments(NamedTuple):
+    """Queries, and the keys that they attend to, in N segments.
+
+    Attributes:
+        q, k: int32 [N + 1], running counts of queries and of keys. A segment may have keys without queries.
+        longest_q, longest_k: what no segment has more of.
+    """
+
+    q: Tensor
+    k: Tensor
+    longest_q: int
+    longest_k: int
 
 
 def preference(capability: tuple[int, int] | None, masked: bool) -> tuple[str, ...]:
@@ -118,12 +135,30 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor, short: bool = Fa
         return GRAPH
     if wanted == "auto" and _takes_graph(wanted, _why_not_packed(q, k, v, short)):
         return GRAPH
+    return _flash_or_masked(wanted, q, k, v)
+
+
+def choose_segments(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend for `attend_segments`: "packed" for flash's variable lengths, else a backend for a mask.
+
+    Raises:
+        ValueError: `wanted` is unknown, or takes no segments.
+    """
+    check(wanted)
+    if wanted in OWN:
+        raise ValueError(
+            f"attention={wanted!r} does not take a part of the queries with all keys; try 'auto'"
+        )
+    return _flash_or_masked(wanted, q, k, v)
+
+
+def _flash_or_masked(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     takes = q.is_cuda and capability_of(q.device) >= AMPERE and q.dtype in HALVES
     if wanted in ("auto", "flash") and takes and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
         return "packed"
     rows = _one_row(q), _one_row(k), _one_row(v)
-    tokens = rows[0].shape[2]  # "efficient" needs a mask with last stride 1
-    mask = torch.ones(tokens, dtype=torch.bool, device=q.device).expand(1, 1, tokens, tokens)
+    queries, keys = rows[0].shape[2], rows[1].shape[2]  # "efficient" needs a mask's last stride 1
+    mask = torch.ones(keys, dtype=torch.bool, device=q.device).expand(1, 1, queries, keys)
     return choose(wanted, *rows, mask, False)
 
 
@@ -235,12 +270,22 @@ def attend_packed(
     """
     if name == GRAPH:
         return graphed.attend_sequences(q, k, v, starts, longest, scale)
+    return attend_segments(name, q, k, v, Segments(starts, starts, longest, longest), scale)
+
+
+def attend_segments(
+    name: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+) -> Tensor:
+    """out [B, H, T, D] of q [B, H, T, D], k and v [B', Hk, S, D]; B T queries and B' S keys in `segments`.
+
+    `name` is from `choose_segments`, or from `choose_packed` but for "cudnn_graph".
+    """
     if name == "packed":
-        tokens = (_tokens(q), _tokens(k), _tokens(v), starts, starts, longest, longest)
         flash = torch.ops.aten._flash_attention_forward
-        out: Tensor = flash(*tokens, 0.0, True, False, scale=scale)[0]
+        tokens = (_tokens(q), _tokens(k), _tokens(v))
+        out: Tensor = flash(*tokens, *segments, 0.0, True, False, scale=scale)[0]
         return out.view(q.shape[0], q.shape[2], *out.shape[1:]).transpose(1, 2)
-    mask = packed_mask(starts, q.shape[0] * q.shape[2])
+    mask = segments_mask(segments, q.shape[0] * q.shape[2], k.shape[0] * k.shape[2])
     return _rows(attend(name, _one_row(q), _one_row(k), _one_row(v), mask, False, scale), q)
 
 
@@ -286,9 +331,23 @@ def attend_capped_packed(
 
 def packed_mask(starts: Tensor, tokens: int) -> Tensor:
     """bool [1, 1, B T, B T] from `starts`: True where a token (row) attends to another (column)."""
+    return segments_mask(Segments(starts, starts, tokens, tokens), tokens, tokens)
+
+
+def segments_mask(segments: Segments, queries: int, keys: int) -> Tensor:
+    """bool [1, 1, queries, keys]: True where a query (row) attends to a key (column)."""
+    segment_q, from_end_q = _places(segments.q, queries)
+    segment_k, from_end_k = _places(segments.k, keys)
+    same, sees = segment_q[:, None] == segment_k, from_end_q[:, None] <= from_end_k
+    return (same & sees)[None, None]
+
+
+def _places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """(the segment of each of `tokens`, how far before its end it is)."""
     at = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
-    sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
-    return ((sequence[:, None] == sequence) & (at[:, None] >= at))[None, None]
+    ends = starts[1:].contiguous()
+    segment = torch.searchsorted(ends, at, right=True)
+    return segment, ends[segment.clamp(max=len(ends) - 1)] - at
 
 
 def _tokens(x: Tensor) -> Tensor:

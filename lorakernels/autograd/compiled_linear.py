@@ -45,13 +45,14 @@ def _spec(
     training: bool = True,
 ) -> LoRASpec:
     drawn = numbers if mask is None else numbers_of(mask)
-    key = (scaling, p, drawn.p, drawn.site, column, training)
+    key = (scaling, p, drawn.p, drawn.site, drawn.row0, column, training)
     if key in numbers.made:
         return numbers.made[key]
     spec = LoRASpec(
         scaling=numbers.scaling if scaling is None else scaling,
         p=drawn.p if p is None else p,
         site=drawn.site,
+        row0=drawn.row0,
     )
     state = numbers.state
     if state is not None:

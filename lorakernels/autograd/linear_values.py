@@ -108,6 +108,7 @@ class AdapterNumbers(NamedTuple):
     scaling: float = 1.0
     p: float = 0.0
     site: int = 0
+    row0: int = 0
 
 
 class Adapter(NamedTuple):

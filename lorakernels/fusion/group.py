@@ -173,9 +173,9 @@ class FusedGroup:
         state = self.first.fp8_state
         place = (state, self.first.column)
         self._check_alike(training, adapted)
-        key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
+        key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout, m.row0) for m in adapted))
         if key not in self._variants:
-            spec = LoRASpec(scaling=self._scaling(adapted))
+            spec = LoRASpec(self._scaling(adapted), row0=adapted[0].row0 if adapted else 0)
             if state is not None:
                 spec = spec.following(state.recipe, self.first.column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
@@ -211,10 +211,10 @@ class FusedGroup:
         drawn: dict[int, Dropout | None] = {}
         for index in variant.masks:
             if index not in drawn:
-                m = adapted[index]
-                device = m.lora_A.device
-                slot = draw_slot(m.rng_state, device) if variant.drops and m.lora_dropout else None
-                drawn[index] = None if slot is None else Dropout(slot, m.lora_dropout, m.site)
+                m, row0 = adapted[index], variant.spec.row0
+                p = m.lora_dropout
+                slot = draw_slot(m.rng_state, m.lora_A.device) if variant.drops and p else None
+                drawn[index] = None if slot is None else Dropout(slot, p, m.site, row0)
         return tuple(drawn[index] for index in variant.masks)
 
     def _biases(self) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,21 @@ Attended = Callable[
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+class Context(Protocol):
+    """Attention over ranks that have some of each row's tokens (parallel/context_attention.py).
+
+    Attributes:
+        size: how many times a rank's tokens all are.
+    """
+
+    size: int
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
+    ) -> Tensor:
+        """out [B, H, T, D] of this rank's q, k and v. `documents`: where they begin, and the tokens of the longest."""
+
+
 @dataclass(eq=False)
 class Parts:
     """How one layer runs.
@@ -57,6 +72,7 @@ class Parts:
         offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
         attention: the backend asked for.
         chosen: the backend that is used, by shapes, dtype and kind of mask.
+        context: what attends in the backend's place where ranks share rows; None where they do not.
     """
 
     spec: LayerSpec
@@ -77,6 +93,7 @@ class Parts:
     attention: str
     offload: ActivationOffload | None
     chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    context: Context | None = None
 
     @property
     def groups(self) -> tuple[FusedGroup, ...]:
@@ -160,7 +177,7 @@ class FusedDecoderLayer(nn.Module):
         _check_call(self, parts, hidden_states, attention_mask, kwargs)
         _check_window(self, parts.spec, hidden_states, kwargs)
         call = _call(parts, hidden_states, position_embeddings)
-        attended = partial(_attended, parts, _visible(hidden_states, attention_mask, kwargs))
+        attended = partial(_attended, parts, _visible(parts, hidden_states, attention_mask, kwargs))
         if not torch.is_grad_enabled():
             return _run(parts, attended, hidden_states, call)
         if parts.offload is not None:
@@ -215,9 +232,9 @@ class _Visible(NamedTuple):
     longest: int
 
 
-def _visible(h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible:
+def _visible(parts: Parts, h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible:
     starts = kwargs.get("cu_seq_lens_q")
-    tokens = h.shape[:2].numel()
+    tokens = h.shape[:2].numel() * (1 if parts.context is None else parts.context.size)
     if starts is not None:
         return _Visible(None, True, starts, kwargs.get("max_length_q") or tokens)
     causal = mask is None and h.shape[1] > 1 and kwargs.get("is_causal") is not False
@@ -290,6 +307,12 @@ def _attended(
 ) -> tuple[Tensor, Scaled | None]:
     """out [B, H, T, D], and with FP8 attention the bytes of which it is the value."""
     mask, causal, starts, longest = visible
+    if parts.context is not None:
+        if mask is not None or not causal:
+            raise ValueError(
+                "tokens of rows over ranks look back alone: attention_mask must be None"
+            )
+        return parts.context.attend(q, k, v, (starts, longest), parts.heads.scale), None
     if parts.cap is not None:
         parts.chosen[("capped",)] = "eager"
         how = parts.heads.scale, parts.cap

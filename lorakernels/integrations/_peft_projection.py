@@ -92,6 +92,10 @@ class PeftProjection(LoRALinear):
         return self.layer.rng_state
 
     @property
+    def row0(self) -> int:
+        return 0
+
+    @property
     def site(self) -> int:
         return 0
 

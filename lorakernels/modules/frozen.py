@@ -313,15 +313,15 @@ class FrozenFP8Linear(nn.Module):
 
         Args:
             adapter: A [R, K] and B [N, R], or None for both.
-            numbers: the adapter's scaling, dropout probability and site.
+            numbers: the adapter's scaling, dropout probability, site and first row.
             slot: int64 [2], Philox's key and offset; None draws no mask.
         """
         if is_compiling():
-            scaling, p, _ = numbers
+            scaling, p, *_ = numbers
             return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
         if self.block_scaling is not None:
             weight = Weight(self.stored, self.weight_scale_inv)
-            in_blocks = BlockCall(self.block_scaling, slot, *numbers)
+            in_blocks = BlockCall(self.block_scaling, slot, *numbers[:3])
             return block_linear(x, weight, self.bias, adapter, in_blocks)
         state, training = self.fp8_state, self.training
         if state is not None:

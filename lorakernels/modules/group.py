@@ -207,7 +207,11 @@ class LoRALinearGroup:
         slot = draw_slot(owner.rng_state, x.device) if drops else None
         state = first.fp8_state
         spec = LoRASpec(
-            p=owner.lora_dropout, site=owner.site, column=first.column, delayed=member.training
+            p=owner.lora_dropout,
+            site=owner.site,
+            row0=owner.row0,
+            column=first.column,
+            delayed=member.training,
         )
         state_x = None if state is None else state.forward
         return share_input(x, stack, Call(spec, slot, state_x))
@@ -251,7 +255,7 @@ class LoRALinearGroup:
         if index not in shared.s:
             slot = draw_slot(member.rng_state, x.device) if _drops(member) else None
             p, site = member.lora_dropout, member.site
-        spec, state = LoRASpec(member.scaling, p, site), member.fp8_state
+        spec, state = LoRASpec(member.scaling, p, site, member.row0), member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member.column, member.training)
         weight = Weight(member.stored, member.weight_scale_inv, member.weight_t)

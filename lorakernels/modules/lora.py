@@ -59,6 +59,7 @@ class LoRALinear(MergeableLinear):
         lora_A [R, K], lora_B [N, R]: Parameters; [J, R, K] and [J, N, R] after `batch_adapters`. B starts at zero, so
             the output equals the base's at first, unless `config.init_lora_weights` is False.
         scaling: alpha / r, or alpha / √r with rslora.
+        row0: the row of the whole tensor at which x begins, where ranks hold rows of one tensor: masks are drawn there.
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.
@@ -74,6 +75,7 @@ class LoRALinear(MergeableLinear):
     has_magnitude = False  # DoRALinear has one
     adapter_rows: AdapterRows | None = None  # set by AdapterBatch.rows
     site = number("site")
+    row0 = number("row0")
     scaling = number("scaling")
     lora_dropout = number("lora_dropout")
 
@@ -222,7 +224,7 @@ class LoRALinear(MergeableLinear):
         self.lora_alpha = config.alpha_for(self.name)
         self.scaling = config.scaling_for(self.name)
         self.lora_dropout = config.lora_dropout
-        self.site = 0
+        self.site = self.row0 = 0
         self.rng_state: PhiloxState | PhiloxStates | None = None
         self.disable_adapters = False
         self.lora_A = nn.Parameter(
@@ -259,7 +261,7 @@ class LoRALinear(MergeableLinear):
 
     def _numbers(self) -> Numbers:
         known = vars(self)  # while the layer is constructed, some are missing
-        own = {"site": "site", "scaling": "scaling", "p": "lora_dropout"}
+        own = {"site": "site", "scaling": "scaling", "p": "lora_dropout", "row0": "row0"}
         return replace(super()._numbers(), **{k: known[v] for k, v in own.items() if v in known})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ class LoRALinear(MergeableLinear):
         own = self.__dict__  # a property takes several times as long
         if (rows := own.get("adapter_rows")) is not None:
             adapter = Adapter(*rows.factors(self.lora_A, self.lora_B))
-        numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"])
+        numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"], own["row0"])
         slot = None
         if self.training and numbers.p > 0:
             slot = draw_slot(self.rng_state, x.device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model over several GPUs: layers split over them, or the frozen FP8 base and the optimizer's state kept once."""
+"""One model over several GPUs: layers or rows split over them; the frozen FP8 base and optimizer states kept once."""
 
+from lorakernels.parallel.context import ContextParallel, context_parallel
 from lorakernels.parallel.offload import Offload
 from lorakernels.parallel.optimizer import ShardedAdamW
 from lorakernels.parallel.plan import ShardPlan
@@ -10,12 +11,14 @@ from lorakernels.parallel.tensor_layers import ColumnParallelLoRALinear, RowPara
 
 __all__ = [
     "ColumnParallelLoRALinear",
+    "ContextParallel",
     "Offload",
     "RowParallelLoRALinear",
     "ShardPlan",
     "ShardedAdamW",
     "ShardedBase",
     "TensorParallel",
+    "context_parallel",
     "parallelize",
     "shard_base",
 ]

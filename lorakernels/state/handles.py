@@ -28,6 +28,7 @@ class Numbers:
         state: its FP8 state.
         column_x, column_dy: the columns of x and dy in that state.
         site: the dropout site.
+        row0: the first row of x in the tensor that the mask is drawn for.
         scaling, p: the adapter's scaling and dropout probability.
         made: a cache of values that ops derive from the numbers.
     """
@@ -37,6 +38,7 @@ class Numbers:
     column_x: int
     column_dy: int
     site: int = 0
+    row0: int = 0
     scaling: float = 1.0
     p: float = 0.0
     made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)

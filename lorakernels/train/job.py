@@ -40,6 +40,7 @@ from lorakernels import (
 from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
+from lorakernels.train.context import share_rows, sharing
 from lorakernels.train.data.prepare import RunData, load_data, set_chat_template
 from lorakernels.train.errors import (
     FinetuneError,
@@ -141,6 +142,7 @@ def adapt(
     """Load, tokenize, apply LoRA, fuse, train, write the adapter."""
     require("matplotlib")  # used at the end, but a missing package must stop the run now
     output, directory = Path(str(options.output)), Path(str(options.model))
+    ranks = sharing(options, ranks)
     checkpoints = Checkpoints(output / "checkpoints", options.keep)
     if not options.resume and checkpoints.steps():
         raise FinetuneError(
@@ -167,7 +169,7 @@ def adapt(
     check_vocabulary(config, data.max_token)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
-    random = make_random_state(options.seed, ranks.rank, device)
+    random = make_random_state(options.seed, ranks.replica, device)
     torch.manual_seed(options.seed)
     mesh = shard_mesh(options, ranks, device, reporter.say)
     model, report = ranks.together(
@@ -178,6 +180,7 @@ def adapt(
     if options.gradient_checkpointing:
         save_activations(model)
     fused = fuse_layers(model, options, device)
+    share_rows(model, ranks, device)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
         **data.identity,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: seven stages, once per optimizer step.
 
-    1 data        the step's rows, prepared by a thread during the step before; each rank takes its own rows
+    1 data        the step's rows, prepared by a thread during the step before; each rank takes its rows or tokens
     2–4           per microbatch: forward, loss in fp32, backward of (sum of token losses) / (tokens of the whole step)
     5 clipping    after one all-reduce of gradients and loss
     6 optimizer   fused AdamW, or another by name, then FP8State.reduce_and_update();
@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels import FP8State, quantize_head
+from lorakernels import ContextParallel, FP8State, quantize_head
 from lorakernels.train.checkpoint import (
     Checkpoint,
     check_rng_state,
     rng_state,
     set_rng_state,
 )
+from lorakernels.train.context import own_part
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.model import decoder_and_head, mean_loss, summed_loss
 from lorakernels.train.optimizers import Updater
@@ -109,7 +110,7 @@ class Trainer:
         ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
-        self.runtime, self.ranks = runtime, ranks
+        self.runtime, self.ranks, self.context = runtime, ranks, ContextParallel.of(model)
         head = decoder_and_head(model)[1] if options.fp8_head else None
         self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
         self.trainable = self._trained()
@@ -119,7 +120,7 @@ class Trainer:
         self.optimizer = self.updater.optimizer
         self.items = torch.ones((), device=self.device)  # trained labels of a step, over all ranks
         self.order = RowOrder(len(rows), options.seed)
-        self.rows_per_step = options.batch_size * options.grad_accum * ranks.size
+        self.rows_per_step = options.batch_size * options.grad_accum * ranks.replicas
         self.steps = options.steps or max(
             1, math.ceil(options.epochs * len(rows) / self.rows_per_step)
         )
@@ -246,8 +247,9 @@ class Trainer:
         everywhere, stop = self.order.take_to(position, self.rows_per_step)
         batches = []
         for micro in range(self.options.grad_accum):
-            first = (micro * ranks.size + ranks.rank) * size
+            first = (micro * ranks.replicas + ranks.replica) * size
             batch = self.rows.batch(everywhere[first : first + size])
+            batch = own_part(batch, self.context, self.options.isolate_documents)
             batches.append(batch.pin() if self.device.type == "cuda" else batch)
         inputs, targets = (
             sum(map(count, everywhere)) for count in (self.rows.inputs_of, self.rows.targets_of)
@@ -345,14 +347,14 @@ def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batc
 
 
 def rounds(batches: Iterator[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
-    """This rank's share of `batches`, and whether each counts.
+    """This replica's share of `batches`, and whether each counts.
 
-    All ranks get as many, because a sharded base takes all of them for every forward. The last one of a rank may be
+    All ranks get as many, because a sharded base takes all of them for every forward. The last one of a replica may be
     another's, which does not count here.
     """
-    for whole in iter(lambda: list(itertools.islice(batches, ranks.size)), []):
-        own = ranks.rank < len(whole)
-        yield whole[ranks.rank if own else 0], own
+    for whole in iter(lambda: list(itertools.islice(batches, ranks.replicas)), []):
+        own = ranks.replica < len(whole)
+        yield whole[ranks.replica if own else 0], own
 
 
 @torch.no_grad()
@@ -370,8 +372,10 @@ def evaluate(
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    context = ContextParallel.of(model)
     batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
-    for batch, counts in rounds(batches, ranks):
+    for whole, counts in rounds(batches, ranks):
+        batch = own_part(whole, context, options.isolate_documents)
         loss = summed_loss(model, batch.to(device), options.loss_chunk, options.isolate_documents)
         if counts:
             total[0] += loss

@@ -14,7 +14,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
-from lorakernels import change_of_logits
+from lorakernels import ContextParallel, change_of_logits
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loss import chunked_cross_entropy
 from lorakernels.train.options import FinetuneOptions
@@ -227,10 +227,14 @@ def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
     """Hidden states [B, T, H] of a packed batch.
 
     Documents in a row do not see each other, unless ``isolate`` is False. In that case a row is one causal sequence.
+    Where ranks share rows (context.py), the batch says it.
     Its padding is at the end, where no token before it sees it.
     """
     decoder, _ = decoder_and_head(model)
-    if isolate:
+    if ContextParallel.of(model) is not None:
+        where = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
+        output = decoder(input_ids=batch.input_ids, use_cache=False, **where)
+    elif isolate:
         places = {"position_ids": batch.positions, **_packed(decoder, batch)}
         output = decoder(input_ids=batch.input_ids, use_cache=False, **places)
     else:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 # by their least value; none has a largest one but "seed"
 AT_LEAST = {
-    1: ("r", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep", "log_every"),
+    1: ("r", "cp", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep", "log_every"),
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
     "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
-    "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora",
+    "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ PLANNED = (
 WITH_JOBS = {
     "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
     "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
-    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None,
+    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None, "cp": 1,
 }  # fmt: skip
 
 
@@ -158,6 +158,7 @@ def _check_runtime(options: FinetuneOptions) -> None:
     for name in ("shard_base", "offload", "fuse", "merge"):
         if getattr(options, name) and options.use_dora:
             raise OptionError(f"use_dora does not go with {name}: drop one of them")
+    _check_context(options)
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:
@@ -173,16 +174,34 @@ def _check_runtime(options: FinetuneOptions) -> None:
         )
 
 
+def _check_context(options: FinetuneOptions) -> None:
+    """What rows over several ranks do not have."""
+    if options.cp == 1:
+        return
+    if options.seq_len % (2 * options.cp):
+        raise OptionError(
+            f"seq_len must be a multiple of {2 * options.cp} with cp {options.cp}, got {options.seq_len}"
+        )
+    if options.attention not in ("auto", "flash", "efficient", "math"):
+        raise OptionError(
+            f"attention must be auto, flash, efficient or math with cp, got {options.attention}"
+        )
+    if options.graphs != "auto":
+        raise OptionError(f"cp runs eager: drop --graphs {options.graphs}")
+    if options.demo:
+        raise OptionError("cp is for --model: the demo runs in one process")
+
+
 def _check_recipe(options: FinetuneOptions) -> None:
     """What block scaling does not have."""
     if options.fp8_recipe != "block":
         return
     if not options.fp8:
         raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
-    for name in ("fuse", "shard_base", "offload", "memory_budget", "offload_activations"):
+    for name in ("shard_base", "offload", "memory_budget", "offload_activations"):
         if value := getattr(options, name):
             raise OptionError(
-                f"fp8_recipe block runs unfused layers over a whole base, got {name} {value}: drop one of them"
+                f"fp8_recipe block runs over a whole base on the GPU, got {name} {value}: drop one of them"
             )
     if options.weight_layout != "single":
         raise OptionError(

@@ -265,6 +265,12 @@ class FinetuneOptions(RunningOptions):
         "both also holds the FP8 base transposed, one byte more per parameter, which cuBLASLt's dgrad needs",
         choices=LAYOUTS,
     )
+    cp: int = option(
+        1,
+        "runtime",
+        "context parallel, under torchrun: so many ranks after each other share each row, with seq_len / cp of its "
+        "tokens each; layers then run eager",
+    )
     shard_base: bool = option(
         False,
         "runtime",

@@ -36,13 +36,23 @@ class Ranks:
         rank: this process's number among all.
         size: the number of all processes.
         local: this process's number among those of its machine.
+        cp: how many ranks after each other share each row. Such ranks are one replica.
         patient: the group in which ranks wait for each other's work; None is the default group.
     """
 
     rank: int = 0
     size: int = 1
     local: int = 0
+    cp: int = 1
     patient: dist.ProcessGroup | None = field(default=None, compare=False)
+
+    @property
+    def replicas(self) -> int:
+        return self.size // self.cp
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.cp
 
     @property
     def first(self) -> bool:

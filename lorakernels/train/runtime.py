@@ -47,9 +47,9 @@ Say = Callable[[str], None]
 WARMUP = 3  # steps on real data before the capture
 
 
-def make_random_state(seed: int, rank: int, device: torch.device) -> PhiloxState:
-    """This rank's dropout state. Its masks differ from those of the other ranks."""
-    states = model_parallel_states(seed, data_parallel_rank=rank, device=device)
+def make_random_state(seed: int, replica: int, device: torch.device) -> PhiloxState:
+    """The dropout state of a replica. Its masks differ from those of the other replicas."""
+    states = model_parallel_states(seed, data_parallel_rank=replica, device=device)
     return states.get_states()["data-parallel-rng"]
 
 
@@ -96,7 +96,7 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
             model,
             save=options.save,
             memory_budget=budget,
-            tokens=options.batch_size * options.seq_len,
+            tokens=options.batch_size * options.seq_len // options.cp,
             attention=options.attention,
             shared_dropout=options.shared_dropout,
             offload_activations=options.offload_activations,
@@ -348,6 +348,8 @@ def _why_not(
         return "eager was asked for"
     if options.use_dora:
         return "use_dora runs eager only"
+    if options.cp > 1:
+        return "attention over ranks (cp) is not captured yet"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

@@ -108,13 +108,14 @@ def test_a_model_over_two_gpus(way: Way) -> None:
         check(way, found[str(way)])
 
 
-def test_the_example_runs() -> None:
+@pytest.mark.parametrize("example", ["tensor_parallel.py", "context_parallel.py"])
+def test_the_example_runs(example: str) -> None:
     """As torchrun starts it, on CPUs."""
     root = Path(__file__).parents[2]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
-        [*run, str(root / "examples" / "tensor_parallel.py")],
+        [*run, str(root / "examples" / example)],
         capture_output=True, text=True, env=environment, cwd=root, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[

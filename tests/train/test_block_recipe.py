@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 Cli = Callable[..., int]
 
@@ -18,13 +19,36 @@ def losses(output: Path) -> list[float]:
     return [record["loss"] for record in records if record.get("loss") is not None]
 
 
+@pytest.fixture
+def wide_model(model_dir: Path, tmp_path: Path) -> Path:
+    """Its q, k and v have 128 rows each, so that a fused layer's blocks are theirs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path / "wide"
+    shutil.copytree(model_dir, folder)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig.from_pretrained(model_dir, **sizes, **heads, head_dim=64)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 def test_it_trains_and_resumes_to_the_same_bits(
-    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fuse: bool,
+    cli: Cli,
+    base_args: list[str],
+    wide_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = [*base_args, "--output", tmp_path, "--steps", 8, "--save-every", 4]
+    more = ["--fuse", "--model", wide_model] if fuse else []
+    run = [*base_args, *more, "--output", tmp_path, "--steps", 8, "--save-every", 4]
     assert cli(*run, "--fp8-recipe", "block") == 0
     said = "".join(capsys.readouterr())
     assert "frozen weights in FP8 blocks" in said
+    assert ("layers: 1 fused layers" in said) == fuse
     whole = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     found = losses(tmp_path)
     assert len(found) >= 2 and found[-1] < found[0]

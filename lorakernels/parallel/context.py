@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism: ranks share rows that are too long for one GPU, each with some of a row's tokens.
+
+All but attention looks at one token at a time, so a rank runs the model on its tokens alone (context_attention.py has
+which). Weights, whole or in a sharded base, are as without it. The loss is over all tokens, and gradients are summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
+from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.modules.logits import change_of_logits
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.parallel import comm
+from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.tensor_check import check_equal, checksum, generators
+from lorakernels.parallel.tensor_ranks import Ranks
+
+IGNORE = -100
+ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
+_OF_MODEL = "context_parallel"
+_OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
+# what transformers' models take, and dimension 1 is a row's tokens
+_CUT = ("input_ids", "inputs_embeds", "position_ids")
+_WHOLE = ("cu_seq_lens_q", "max_length_q")
+
+
+class ContextParallel:
+    """What `context_parallel` returns.
+
+    Attributes:
+        model: the model, which now runs on this rank's tokens.
+        ranks: the group, and this rank's place in it.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self._undo: list[Any] = []
+        self._rows = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ContextParallel | None:
+        """Of a model whose rows are shared; None if they are not."""
+        found: ContextParallel | None = vars(model).get(_OF_MODEL)
+        return found
+
+    def shard(self, whole: Tensor) -> Tensor:
+        """This rank's tokens [B, S/n, …] of [B, S, …].
+
+        Raises:
+            ValueError: S is no positive multiple of twice the number of ranks.
+        """
+        return self._chunks(whole).own(whole)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Collective: [B, S, …] of every rank's tokens [B, S/n, …], without a gradient."""
+        gathered = comm.gather_rows(self.ranks.group, part.detach())
+        return Chunks.of(self.ranks, part.shape[1]).in_order(gathered)
+
+    def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
+        """Collective: the mean loss of a causal language model, fp32 [], equal on all ranks.
+
+        Its gradients are those of this rank's tokens; `reduce_gradients` sums them. Logits of all tokens never exist.
+
+        Args:
+            labels: int64 [B, S] as transformers takes them: the model's own shift follows; −100 does not count.
+            items: divide by this number instead of by the labels that count.
+            inputs: of the whole rows: `input_ids` [B, S] or `inputs_embeds` [B, S, H]; `position_ids` [1 or B, S], from
+                0 to S − 1 if not given; for packed documents `cu_seq_lens_q`, int32 [N + 1] over the B S tokens, with
+                `max_length_q`.
+
+        Raises:
+            TypeError: another input.
+            ValueError: a shape does not fit.
+        """
+        model: Any = self.model
+        given = self._inputs(labels, inputs)
+        hidden = model.base_model(use_cache=False, **given).last_hidden_state
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        count = (shifted != IGNORE).sum().clamp(min=1) if items is None else items
+        count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device)
+        own = self._sum(hidden, self.shard(shifted)) / count
+        total = own.detach().clone()
+        comm.all_reduce(self.ranks.group, total)
+        return own + (total - own.detach())
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Collective: sum the gradients over the ranks, in place. Then all ranks have equal ones.
+
+        A parameter must have a gradient on all ranks or on none.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for p in self.model.parameters():
+            if p.grad is not None:
+                by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
+        for grads in by_dtype.values():
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            comm.all_reduce(self.ranks.group, flat)
+            views = flat.split([g.numel() for g in grads])
+            torch._foreach_copy_(
+                grads, [v.view(g.shape) for v, g in zip(views, grads, strict=True)]
+            )
+
+    def check(self) -> None:
+        """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
+
+        It reads the device, so call it now and then.
+
+        Raises:
+            ValueError: trained parameters or generators differ. It names the first.
+        """
+        check_equal(comm.agree(self.ranks.group, _fingerprint(self.model)))
+
+    def close(self) -> None:
+        """Let the model run on whole rows again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _chunks(self, whole: Tensor) -> Chunks:
+        pieces = 2 * self.ranks.size
+        if whole.dim() < 2 or whole.shape[1] % pieces or not whole.shape[1]:
+            raise ValueError(
+                f"rows over {self.ranks.size} ranks must have a positive multiple of {pieces} tokens, found "
+                f"{tuple(whole.shape)}: pad them, with labels of {IGNORE}"
+            )
+        return Chunks.of(self.ranks, whole.shape[1] // self.ranks.size)
+
+    def _inputs(self, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        for name in inputs:
+            if name not in (*_CUT, *_WHOLE):
+                raise TypeError(f"loss takes {[*_CUT, *_WHOLE]} of whole rows, found {name}")
+        rows = next((inputs[n] for n in _CUT[:2] if inputs.get(n) is not None), None)
+        if rows is None:
+            raise TypeError("loss needs input_ids or inputs_embeds")
+        if labels.shape != rows.shape[:2]:
+            raise ValueError(
+                f"labels must be {list(rows.shape[:2])} as the rows, found {list(labels.shape)}"
+            )
+        if inputs.get("position_ids") is None:
+            inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
+        return {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
+
+    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The losses' sum of this rank's tokens."""
+        model: Any = self.model
+        head, change = (
+            model.get_output_embeddings(),
+            change_of_logits(model.config.get_text_config()),
+        )
+        if type(head) is nn.Linear:
+            return linear_cross_entropy(
+                hidden,
+                head.weight,
+                labels,
+                bias=head.bias,
+                ignore_index=IGNORE,
+                reduction="sum",
+                change=change,
+            )
+        if change is not None:
+            raise ValueError(
+                f"the head is a {type(head).__name__}: a model that changes its logits needs a plain nn.Linear"
+            )
+        logits = head(hidden).float().flatten(0, 1)
+        return nn.functional.cross_entropy(
+            logits, labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+
+    def attach(self, layers: dict[str, nn.Module]) -> ContextParallel:
+        """Let the model's attention run over the ranks."""
+        model: Any = self.model
+        contexts: dict[str, ContextAttention] = {}
+        _register()
+        self._put(model, _OF_MODEL, self)
+        for layer in layers.values():
+            module, wanted = layer.get_submodule(spec_of(layer).attention), "auto"
+            parts: Parts | None = layer.__dict__.get("_fused")
+            if parts is not None:
+                wanted = parts.attention
+            context = contexts.setdefault(wanted, ContextAttention(self.ranks, wanted))
+            self._put(module, _OF_MODULE, context)
+            if parts is not None:
+                self._put(parts, "context", context)
+        config = model.config.get_text_config()
+        self._put(config, "_attn_implementation", ATTENTION)
+        states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
+        for state in states.values():
+            self._put(state, "shared_over", self.ranks.group)
+        adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+        for module in adapters:
+            self._put(module, "row0", module.row0)
+        hooks = [
+            model.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            model.base_model.register_forward_pre_hook(self._before_rows, with_kwargs=True),
+        ]
+        self._undo += [hook.remove for hook in hooks]
+        self._adapters = adapters
+        return self
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        missing = object()
+        before = getattr(owner, name, missing)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            if before is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._undo.append(undo)
+
+    def _before_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None:
+            raise ValueError(
+                "labels: the model sees this rank's tokens alone; call ContextParallel.loss(labels, input_ids=…)"
+            )
+
+    def _before_rows(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        rows = args[0] if args else kwargs.get("input_ids")
+        rows = kwargs.get("inputs_embeds") if rows is None else rows
+        if rows is None:
+            return
+        if kwargs.get("position_ids") is None:
+            raise ValueError(
+                "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
+            )
+        if kwargs.get("attention_mask") is not None:
+            raise ValueError(
+                "attention_mask must be None over ranks: pass cu_seq_lens_q, or pad rows on the right"
+            )
+        if rows.shape[1] % 2:
+            raise ValueError(
+                f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
+            )
+        own = rows.shape[0] * rows.shape[1]
+        if own != self._rows:
+            for adapter in self._adapters:
+                adapter.row0 = own * self.ranks.rank
+            self._rows = own
+
+
+def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
+    """Collective: let the ranks of `mesh` share the model's rows, each with some of every row's tokens.
+
+    Every rank has the same model, its frozen base whole or sharded over the same ranks. Keys and values of a layer are
+    gathered while it runs. Masks of dropout are those of one process whose rows are the ranks' tokens, by rank.
+
+    Args:
+        model: a causal language model of transformers of a family that `fuse` knows, fused or not.
+        mesh: one dimension of a DeviceMesh, such as `mesh["cp"]`.
+
+    Raises:
+        TypeError: the model has no config of transformers.
+        ValueError: the mesh has several dimensions; ranks' adapters or generators differ; a layer has a sliding window,
+            capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA or BlockScaling; the FP8 state
+            is another group's. All ranks raise, and nothing is changed.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
+    ranks = Ranks(mesh.get_group())
+    with comm.together(ranks.group):
+        config = getattr(model, "config", None)
+        if config is None or not hasattr(config, "get_text_config"):
+            raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+        layers = decoder_layers(model)
+        for path, layer in layers.items():
+            if why := _objection(layer):
+                raise ValueError(f"{path} {why}")
+        for name, module in model.named_modules():
+            if why := _cannot_draw(module):
+                raise ValueError(f"{name} {why}")
+        mine = _fingerprint(model)
+    check_equal(comm.agree(ranks.group, mine))
+    return ContextParallel(model, ranks).attach(layers)
+
+
+def _fingerprint(model: nn.Module) -> dict[str, Any]:
+    trained = {
+        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
+    }
+    return trained | generators(model, next(model.parameters()).device)
+
+
+def _objection(layer: nn.Module) -> str:
+    """Why a decoder layer's attention cannot run over ranks; "" if it can."""
+    spec = spec_of(layer)
+    if spec.window_of(layer) is not None:
+        return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
+    if spec.cap_of(layer) is not None:
+        return "has capped scores, which attention over ranks does not have"
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        if parts.context is not None:
+            return "runs over ranks already"
+        if parts.attention not in ("auto", "flash", "efficient", "math"):
+            return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
+    elif _OF_MODULE in vars(layer.get_submodule(spec.attention)):
+        return "runs over ranks already"
+    return ""
+
+
+def _cannot_draw(module: nn.Module) -> str:
+    """Why a module's masks, or its FP8 scales, cannot be of rows over ranks; "" if they can."""
+    state = getattr(module, "fp8_state", None)
+    if state is not None and state.shared_over is not None:
+        return "is split over ranks by rows or columns already: context_parallel takes a model that is not"
+    if isinstance(module, nn.Dropout) and module.p:
+        return f"is {module}, which would draw equal masks on all ranks: set lora_dropout of our layers, or p = 0"
+    if isinstance(module, LoRALinear) and module.lora_dropout:
+        if type(module) is not LoRALinear:
+            return f"is a {type(module).__name__} with dropout, whose masks cannot be drawn over ranks yet"
+        if module.block_scaling is not None:
+            return "follows BlockScaling with dropout, whose masks cannot be drawn over ranks yet"
+    return ""
+
+
+def _register() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: out [B, T, H, D]. It has no mask for this name, and makes none."""
+    context: ContextAttention = vars(module)[_OF_MODULE]
+    if attention_mask is not None or kwargs.get("dropout"):
+        raise ValueError("attention over ranks has no attention_mask and no dropout")
+    longest = kwargs.get("max_length_q") or query.shape[0] * query.shape[2] * context.size
+    documents = kwargs.get("cu_seq_lens_q"), longest
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return context.attend(query, key, value, documents, scale).transpose(1, 2).contiguous(), None

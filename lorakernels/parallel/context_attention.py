@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of rows whose tokens are cut over n ranks: keys and values of all tokens are gathered, queries stay.
+
+A row of S tokens is cut into 2n chunks of C = S / 2n. Rank r has chunks r and 2n − 1 − r, so that all ranks have equal
+work: a token attends to itself and earlier ones.
+
+    forward    k, v [S] ← gather of every rank's [2C]; out of each chunk's queries to the keys up to its end
+    backward   dk, dv [S] of both chunks, summed over the ranks in fp32; each rank keeps its [2C]
+
+Documents that are packed into rows may begin anywhere. Their starts are the whole rows', on every rank. A document ends
+with its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorakernels.autograd.attention import Segments, attend_segments, choose_segments
+from lorakernels.parallel import comm
+from lorakernels.parallel.tensor_ranks import Ranks
+
+
+class Chunks(NamedTuple):
+    """Rank `rank` of `ranks`, with two chunks of `size` tokens of each row."""
+
+    rank: int
+    ranks: int
+    size: int
+
+    @classmethod
+    def of(cls, ranks: Ranks, own: int) -> Chunks:
+        """`own`: this rank's tokens 2C of a row."""
+        return cls(ranks.rank, ranks.size, own // 2)
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return 2 * self.ranks * self.size
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """Where this rank's chunks begin in a row."""
+        return self.rank * self.size, (2 * self.ranks - 1 - self.rank) * self.size
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's tokens [B, 2C, …] of [B, S, …]."""
+        return torch.cat([whole[:, at : at + self.size] for at in self.begins], 1)
+
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """[n B, 2C, …] of [B, S, …]: every rank's tokens, by rank."""
+        chunks = whole.unflatten(1, (2 * self.ranks, self.size)).movedim(1, 0)
+        head, tail = chunks[: self.ranks], chunks[self.ranks :].flip(0)
+        return torch.stack((head, tail), 2).flatten(2, 3).flatten(0, 1)
+
+    def in_order(self, parts: Tensor) -> Tensor:
+        """[B, S, …] of [n B, 2C, …], as `by_rank` has them."""
+        halves = parts.unflatten(1, (2, self.size)).unflatten(0, (self.ranks, -1))
+        chunks = torch.cat((halves[:, :, 0], halves[:, :, 1].flip(0)))
+        return chunks.movedim(0, 1).flatten(1, 2)
+
+    def segments(self, starts: Tensor, rows: int, begin: int, longest: int) -> Segments:
+        """Of the chunk of each row that begins at `begin`, with all keys of all rows.
+
+        Every document, and every row's keys behind the chunk, is a segment. Their number depends on shapes alone, and
+        the host never reads the device.
+
+        Args:
+            starts: int32 [N + 1], where documents begin among the B S tokens.
+            rows: B.
+            begin: of the chunk in its row.
+            longest: tokens of the longest document.
+        """
+        length, size = self.length, self.size
+        at = torch.arange(rows, device=starts.device, dtype=torch.int32) * length
+        keys = torch.cat((starts, at, at + begin + size)).sort().values
+        row = keys // length
+        queries = row * size + (keys - row * length - begin).clamp(0, size)
+        return Segments(queries.int(), keys, size, min(longest, length))
+
+
+class _Gather(torch.autograd.Function):
+    """k and v [B, Hk, S, D] of every rank's [B, Hk, 2C, D]: views of one matrix [B, S, 2 Hk, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, chunks: Chunks, group: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.chunks, ctx.group = chunks, group
+        both = torch.cat((k, v), 1).transpose(1, 2)
+        return _heads(chunks.in_order(comm.gather_rows(group, both)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        both = torch.cat((dk, dv), 1).transpose(1, 2)
+        parts = ctx.chunks.by_rank(both if both.dtype == torch.float64 else both.float())
+        return *_heads(comm.sum_rows(ctx.group, parts).to(dk.dtype)), None, None
+
+
+def _heads(both: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [B, Hk, T, D] of [B, T, 2 Hk, D]."""
+    k, v = both.transpose(1, 2).chunk(2, 1)
+    return k, v
+
+
+class ContextAttention:
+    """Attention of one model's rows over `ranks`, through `attention`: a backend's name, or "auto".
+
+    Attributes:
+        size: the number of ranks.
+        chosen: {(dtype, D): the backend that runs}.
+    """
+
+    def __init__(self, ranks: Ranks, attention: str = "auto") -> None:
+        self.ranks, self.size, self.attention = ranks, ranks.size, attention
+        self.chosen: dict[tuple[torch.dtype, int], str] = {}
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
+    ) -> Tensor:
+        """Collective: out [B, H, 2C, D], each of this rank's tokens attending to its document up to itself.
+
+        Args:
+            q: [B, H, 2C, D].
+            k, v: [B, Hk, 2C, D].
+            documents: int32 [N + 1], where documents begin among the B S tokens of all ranks, or None where each row is
+                one; and the tokens of the longest.
+            scale: the factor of q kᵀ.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured, or torch.compile traces.
+            ValueError: the backend takes no part of a row's queries.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("attention over ranks cannot be compiled: run it eagerly")
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("attention over ranks cannot be captured in a CUDA graph yet")
+        chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
+        starts, longest = documents
+        if starts is None:
+            starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
+        k, v = _Gather.apply(k, v, chunks, self.ranks.group)
+        key = q.dtype, q.shape[3]
+        if key not in self.chosen:
+            self.chosen[key] = choose_segments(self.attention, q, k, v)
+        outs = []
+        for part, begin in zip(q.chunk(2, 2), chunks.begins, strict=True):
+            segments = chunks.segments(starts, rows, begin, longest)
+            outs.append(attend_segments(self.chosen[key], part, k, v, segments, scale))
+        return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--cp N`: N ranks after each other share each row, with seq_len / N of its tokens each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lorakernels import ContextParallel, context_parallel
+from lorakernels.train.errors import OptionError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import IGNORE, Batch
+from lorakernels.train.ranks import STEP, Ranks
+
+
+def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
+    """The ranks, `cp` of which share each row.
+
+    Raises:
+        OptionError: `cp` does not divide their number.
+    """
+    if ranks.size % options.cp:
+        raise OptionError(
+            f"cp must divide the number of ranks, got {options.cp} for {ranks.size}: torchrun --nproc-per-node N "
+            "-m -- lorakernels.cli finetune ..."
+        )
+    return replace(ranks, cp=options.cp)
+
+
+def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Collective: let the model's attention run over the ranks that share a row.
+
+    Raises:
+        OptionError: the model cannot run so.
+    """
+    if ranks.cp == 1:
+        return
+    group = dist.group.WORLD
+    if ranks.cp < ranks.size:
+        group, _ = dist.new_subgroups(ranks.cp, timeout=STEP)
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("cp",))
+    try:
+        context_parallel(model, mesh)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"cp {ranks.cp}: {error}") from error
+
+
+def own_part(batch: Batch, context: ContextParallel | None, isolate: bool) -> Batch:
+    """This rank's tokens of a batch of whole rows, all without a `context`. Its documents' starts stay the whole rows'.
+
+    With `isolate` False a row is one document, and positions are those in the row.
+    """
+    if context is None:
+        return batch
+    rows, length = batch.input_ids.shape
+    positions: Tensor = batch.positions
+    if not isolate:
+        positions = torch.arange(length).expand(rows, length)
+    labels = context.shard(batch.labels)
+    return Batch(
+        context.shard(batch.input_ids),
+        labels,
+        context.shard(positions),
+        context.shard(batch.segments),
+        int((labels != IGNORE).sum()),
+        batch.starts if isolate else None,
+    )

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model whose rows are cut over ranks, beside one process with the same tokens in the ranks' order."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lorakernels import DelayedScaling, PhiloxState, fuse
+from lorakernels.modules.logits import change_of_logits
+from lorakernels.parallel import ContextParallel, comm, context_parallel, shard_base
+from lorakernels.parallel.context_attention import Chunks
+from lorakernels.train.loss import changed
+from tests.distributed.tensor_layers import relative
+from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
+from tests.parallel.test_context_attention import visible
+
+STEPS, ROWS, LENGTH = 4, 2, 16
+# where documents begin among the tokens of both rows: of one token, of none, and as long as a chunk
+DOCUMENTS = [0, 1, 1, 5, 16, 20, 32]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model runs and is trained."""
+
+    name: str
+    fp8: bool = False
+    dropout: float = 0.0
+    family: str = "Llama"
+    fused: bool = False
+    save: str = "recompute"
+    checkpoint: bool = False
+    documents: bool = True
+    sharded: bool = False
+    automatic: bool = False  # the layers start the updates of the scales
+    dtype: torch.dtype = torch.float32
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def make(way: Way, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    model = adapted(
+        way.family,
+        LINEARS,
+        model=way.model,
+        device=device,
+        dtype=way.dtype,
+        fp8=DelayedScaling(amax_history_len=2) if way.fp8 else None,
+        lora_dropout=way.dropout,
+        weight_layout="single",
+        rng_state=PhiloxState(11, device),
+    )
+    if way.checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) [B, S]; some labels do not count."""
+    generator = torch.Generator().manual_seed(30 + step)
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    ignored = torch.rand(ROWS, LENGTH, generator=generator) < 0.2
+    return tokens.to(device), tokens.masked_fill(ignored, -100).to(device)
+
+
+def positions() -> Tensor:
+    """int64 [B, S], within documents."""
+    starts = torch.tensor(sorted({*DOCUMENTS, *range(0, ROWS * LENGTH, LENGTH)}))
+    at = torch.arange(ROWS * LENGTH)
+    return (at - starts[torch.searchsorted(starts, at, right=True) - 1]).view(ROWS, LENGTH)
+
+
+def loss_alone(model: nn.Module, tokens: Tensor, labels: Tensor, way: Way, ranks: int) -> Tensor:
+    """The loss in one process: one row of all tokens in the ranks' order, apart by a mask."""
+    each = Chunks(0, ranks, LENGTH // (2 * ranks))
+
+    def ordered(x: Tensor) -> Tensor:
+        return each.by_rank(x).flatten(0, 1)[None]
+
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    at = ordered(torch.arange(ROWS * LENGTH).view(ROWS, LENGTH))[0]
+    starts = DOCUMENTS if way.documents else [*range(0, ROWS * LENGTH + 1, LENGTH)]
+    mask = visible(starts, ROWS, LENGTH)[at][:, at][None, None].to(tokens.device)
+    where = positions() if way.documents else torch.arange(LENGTH).repeat(ROWS, 1)
+    base: Any = model.base_model
+    hidden = base(
+        input_ids=ordered(tokens),
+        position_ids=ordered(where).to(tokens.device),
+        attention_mask=mask,
+        use_cache=False,
+    ).last_hidden_state
+    logits = model.get_output_embeddings()(hidden)[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    config: Any = model.config
+    logits = changed(logits, change_of_logits(config))
+    return nn.functional.cross_entropy(logits, ordered(shifted)[0])
+
+
+def loss_over_ranks(context: ContextParallel, tokens: Tensor, labels: Tensor, way: Way) -> Tensor:
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if way.documents:
+        starts = torch.tensor(DOCUMENTS, dtype=torch.int32, device=tokens.device)
+        inputs |= {"position_ids": positions().to(tokens.device)}
+        inputs |= {"cu_seq_lens_q": starts, "max_length_q": 12}
+    return context.loss(labels, **inputs)
+
+
+def train(model: nn.Module, way: Way, device: torch.device, ranks: int, context: Any) -> Any:
+    """[(values before, {"loss" and gradients})] of each step of plain descent."""
+    torch.manual_seed(9)
+    found = []
+    rng = next(m.rng_state for m in model.modules() if getattr(m, "rng_state", None) is not None)
+    for step in range(STEPS):
+        model.zero_grad()
+        tokens, labels = batch(step, device)
+        if context is None:
+            loss = loss_alone(model, tokens, labels, way, ranks)
+        else:
+            loss = loss_over_ranks(context, tokens, labels, way)
+        loss.backward()
+        if context is not None:
+            context.reduce_gradients()
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {n: p.grad.clone() for n, p in trained.items()}
+        values = {n: p.detach().clone() for n, p in trained.items()}
+        found.append((values, {"loss": loss.detach(), **gradients}))
+        with torch.no_grad():
+            for p in trained.values():
+                p -= 0.05 * p.grad
+        if way.fp8 and not way.automatic:
+            fp8_state(model).reduce_and_update()
+        rng.advance()
+    return found
+
+
+def in_float64(
+    model: nn.Module, values: dict[str, Tensor], way: Way, step: int, ranks: int
+) -> dict[str, Tensor]:
+    """Loss and gradients of the model with adapters `values`."""
+    model.zero_grad()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value)
+    loss = loss_alone(model, *batch(step, torch.device("cpu")), way, ranks)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: parameters[n].grad.clone() for n in values}}
+
+
+def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
+    """Differences from one process and, without dropout and FP8, from float64; what is not equal on all ranks."""
+    ranks = dist.get_world_size()
+    whole, model = make(way, device), make(way, device)
+    double = None if way.fp8 or way.dropout else exact(copy.deepcopy(whole))
+    if way.fused:
+        for each, how in ((whole, "math"), (model, "auto")):
+            fuse(each, save=way.save, attention=how if device.type == "cuda" else "auto")
+    base = shard_base(model, mesh) if way.sharded else None
+    context = context_parallel(model, mesh)
+    expected = train(whole, way, device, ranks, None)
+    found = train(model, way, device, ranks, context)
+    context.check()
+    errors: dict[str, float] = {}
+    for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
+        assert theirs.keys() == ours.keys()
+        for name, value in ours.items():
+            errors[f"{name} in step {step}"] = relative(value, theirs[name])
+        if double is not None:
+            for name, value in in_float64(double, values, way, step, ranks).items():
+                errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
+    held = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
+    if way.fp8:
+        held |= {f"state {i}": t.cpu().clone() for i, t in enumerate(_states(model))}
+    unequal = [
+        f"{name} of rank {rank}"
+        for rank, other in enumerate(comm.agree(context.ranks.group, held))
+        for name, value in other.items()
+        if not value.equal(held[name])
+    ]
+    if base is not None:
+        base.unshard()
+    return {"errors": errors, "unequal": unequal}
+
+
+def _states(model: nn.Module) -> tuple[Tensor, Tensor]:
+    state = fp8_state(model)
+    return state.forward[-1], state.backward[-1]
+
+
+def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, Any]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return {str(way): compare(device, way, mesh["cp"]) for way in ways}

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens each rank has of a row, and attention of each rank's tokens to all keys, without ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from lorakernels.autograd.attention import (
+    Segments,
+    attend_segments,
+    choose_segments,
+    segments_mask,
+)
+from lorakernels.parallel.context_attention import Chunks
+
+LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))  # ranks, B, C
+
+
+def visible(starts: list[int], rows: int, length: int) -> Tensor:
+    """bool [B S, B S]: whether a token attends to another: of its document and its row, and not behind it."""
+    tokens = rows * length
+    begins = {*starts, *range(0, tokens, length)}
+    document = torch.tensor([i in begins for i in range(tokens)]).cumsum(0)
+    at = torch.arange(tokens)
+    return (document[:, None] == document) & (at[:, None] >= at)
+
+
+@given(LAYOUTS)
+def test_each_token_is_on_one_rank_and_comes_back_to_its_place(
+    layout: tuple[int, int, int],
+) -> None:
+    ranks, rows, size = layout
+    whole = torch.arange(rows * 2 * ranks * size * 3).view(rows, -1, 3)
+    each = [Chunks(rank, ranks, size) for rank in range(ranks)]
+    parts = torch.cat([chunks.own(whole) for chunks in each])
+    assert torch.equal(each[0].by_rank(whole), parts)
+    assert torch.equal(each[-1].in_order(parts), whole)
+
+
+@given(LAYOUTS, st.lists(st.integers(0, 120), max_size=6))
+def test_segments_say_what_a_row_of_documents_says(
+    layout: tuple[int, int, int], cuts: list[int]
+) -> None:
+    """Equal starts, which are documents without tokens, among them."""
+    ranks, rows, size = layout
+    length = 2 * ranks * size
+    starts = [0, *sorted(min(cut, rows * length) for cut in cuts), rows * length]
+    longest = max(b - a for a, b in pairwise(starts))
+    expected = visible(starts, rows, length).view(rows, length, -1)
+    for rank in range(ranks):
+        chunks = Chunks(rank, ranks, size)
+        for begin in chunks.begins:
+            at = torch.tensor(starts, dtype=torch.int32)
+            segments = chunks.segments(at, rows, begin, longest)
+            mask = segments_mask(segments, rows * size, rows * length)[0, 0]
+            assert torch.equal(mask, expected[:, begin : begin + size].flatten(0, 1))
+            assert segments.q.dtype == segments.k.dtype == torch.int32
+            assert (segments.q.diff() >= 0).all() and segments.q[-1] == rows * size
+            assert int(segments.q.diff().max()) <= segments.longest_q
+            assert int(segments.k.diff().max()) <= segments.longest_k
+
+
+def test_chunks_of_all_ranks_attend_as_whole_rows() -> None:
+    """Two rows of documents, grouped heads, in float64: values and gradients."""
+    ranks, rows, size, heads, kv_heads, dim = 2, 2, 4, 4, 2, 8
+    length = 2 * ranks * size
+    starts = torch.tensor([0, 5, 5, 16, 29, 32], dtype=torch.int32)
+    q, k, v = (
+        torch.randn(rows, n, length, dim, dtype=torch.float64, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    mask = visible(starts.tolist(), rows, length)
+
+    def whole(x: Tensor, repeats: int = 1) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1).transpose(0, 1).repeat_interleave(repeats, 0)
+
+    scores = whole(q) @ whole(k, 2).transpose(1, 2) * 0.3
+    out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ whole(v, 2)
+    expected = out.transpose(0, 1).reshape(rows, length, heads, dim)
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (q, k, v), grad)
+
+    found = torch.zeros_like(expected)
+    name = choose_segments("auto", q[:, :, :size], k, v)
+    for rank in range(ranks):
+        chunks = Chunks(rank, ranks, size)
+        for begin in chunks.begins:
+            here = slice(begin, begin + size)
+            segments = chunks.segments(starts, rows, begin, 16)
+            part = attend_segments(name, q[:, :, here], k, v, segments, 0.3)
+            found[:, here] += part.transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), grad), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_backend_of_whole_rows_is_refused() -> None:
+    q = torch.zeros(1, 2, 4, 64)
+    with pytest.raises(ValueError, match="'cudnn_graph' does not take a part of the queries"):
+        choose_segments("cudnn_graph", q, q, q)
+
+
+def test_a_segment_without_queries_gives_its_keys_nothing() -> None:
+    k = torch.randn(1, 1, 6, 8, requires_grad=True)
+    segments = Segments(*torch.tensor([[0, 0, 2, 2], [0, 2, 5, 6]], dtype=torch.int32), 2, 3)
+    out = attend_segments("torch", torch.randn(1, 1, 2, 8), k, k, segments, 1.0)
+    out.sum().backward()
+    assert k.grad is not None
+    assert (k.grad[0, 0].abs().sum(-1) > 0).tolist() == [False, False, True, True, True, False]

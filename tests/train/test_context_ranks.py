@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""finetune --cp: ranks that share rows train as one process does, resumed with or without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lorakernels import ContextParallel
+from lorakernels.train.context import own_part, sharing
+from lorakernels.train.errors import OptionError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import Batch
+from lorakernels.train.ranks import Ranks
+from tests.train.replays import assert_same
+from tests.train.test_ranks import losses, on_ranks
+
+Cli = Callable[..., int]
+CP = ["--cp", 2]
+PLAIN = ["--no-fp8", "--lora-dropout", "0"]
+FORMS = {
+    "plain": PLAIN,
+    "whole rows": [*PLAIN, "--no-isolate-documents", "--fuse"],
+    "checkpointed": [*PLAIN, "--gradient-checkpointing"],
+}
+FP8 = ["--fuse", "--save", "checkpoint", "--lora-dropout", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def run(base_args: list[str], deep_model: Path) -> list[Any]:
+    """Two microbatches a step."""
+    steps = ["--steps", 4, "--save-every", 2, "--keep", 9, "--eval-every", 3]
+    return [*base_args, "--model", deep_model, *steps]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("context")
+    runs: list[list[Any]] = [[*run, *form, *CP, "--output", folder / name] for name, form in FORMS.items()]  # fmt: skip
+    runs.append([*run, *FP8, *CP, "--shard-base", "--output", folder / "sharded"])
+    on_ranks(runs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_train_as_one_process(
+    form: str, cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    """Sums of fp32 have another order, and AdamW divides by small ones."""
+    assert cli(*run, *FORMS[form], "--output", tmp_path / "one") == 0
+    expected = losses(tmp_path / "one")
+    np.testing.assert_allclose(losses(two_ranks / form), expected, rtol=2e-5)
+    assert len(expected) == 7
+
+
+@pytest.mark.parametrize("name", [*FORMS, "sharded"])
+def test_ranks_end_with_the_same_adapters_and_scales(two_ranks: Path, name: str) -> None:
+    assert_same(*(torch.load(two_ranks / name / f"rank{rank}.pt") for rank in range(2)))
+
+
+def test_fp8_over_a_sharded_base_is_close_to_one_process(
+    cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    """Other masks, and other scales in the first step."""
+    assert cli(*run, *FP8, "--output", tmp_path / "one") == 0
+    np.testing.assert_allclose(losses(two_ranks / "sharded"), losses(tmp_path / "one"), rtol=2e-2)
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(
+    cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(two_ranks / "plain", tmp_path / "copy"))
+    shutil.rmtree(copy / "checkpoints" / "step-00000004")
+    assert cli(*run, *PLAIN, "--output", copy, "--resume") == 0
+    np.testing.assert_allclose(losses(copy), losses(two_ranks / "plain"), rtol=2e-5)
+
+
+def test_two_replicas_of_two_ranks(
+    cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    """Each replica has rows of its own, which one replica has in two microbatches."""
+    form = [*PLAIN, *CP, "--grad-accum", 1]
+    on_ranks([[*run, *form, "--output", tmp_path / "four"]], tmp_path, size=4)
+    expected = losses(two_ranks / "plain")
+    np.testing.assert_allclose(losses(tmp_path / "four"), expected, rtol=2e-5)
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(OptionError, match="cp must divide the number of ranks, got 2 for 3"):
+        sharing(FinetuneOptions(cp=2), Ranks(0, 3))
+    assert sharing(FinetuneOptions(), Ranks(1, 3)) == Ranks(1, 3)
+
+
+def test_a_rank_takes_its_tokens_of_a_batch() -> None:
+    whole = torch.arange(16).view(2, 8)
+    labels = torch.tensor([[5, -100, 5, 5, -100, -100, 5, 5]]).repeat(2, 1)
+    starts = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    batch = Batch(whole, labels, whole % 3, whole % 2, 10, starts)
+    contexts = [ContextParallel(nn.Module(), SimpleNamespace(rank=r, size=2)) for r in range(2)]  # type: ignore[arg-type]
+    own = own_part(batch, contexts[1], isolate=True)
+    assert own.input_ids.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert own.positions.tolist() == [[2, 0, 1, 2], [1, 2, 0, 1]]
+    assert own.targets == 4 and own.starts is starts
+    own = own_part(batch, contexts[0], isolate=False)
+    assert own.positions.tolist() == [[0, 1, 6, 7]] * 2
+    assert own.starts is None and own.targets == 6
