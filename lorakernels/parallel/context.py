@@ -22,6 +22,7 @@ from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.tensor_check import check_equal, checksum, generators
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.tensor_vocabulary import VocabularyHead, vocabulary_loss
 
 IGNORE = -100
 ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
@@ -155,6 +156,8 @@ class ContextParallel:
             model.get_output_embeddings(),
             change_of_logits(model.config.get_text_config()),
         )
+        if isinstance(head, VocabularyHead):
+            return vocabulary_loss(hidden.flatten(0, 1), head, labels.flatten(), 1)
         if type(head) is nn.Linear:
             return linear_cross_entropy(
                 hidden,
@@ -193,7 +196,7 @@ class ContextParallel:
         self._put(config, "_attn_implementation", ATTENTION)
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for state in states.values():
-            self._put(state, "shared_over", self.ranks.group)
+            self._put(state, "shared_over", (*state.shared_over, self.ranks.group))
         adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
         for module in adapters:
             self._put(module, "row0", module.row0)
@@ -255,14 +258,15 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     gathered while it runs. Masks of dropout are those of one process whose rows are the ranks' tokens, by rank.
 
     Args:
-        model: a causal language model of transformers of a family that `fuse` knows, fused or not.
+        model: a causal language model of transformers of a family that `fuse` knows, fused or not, or after
+            `parallelize` over another dimension.
         mesh: one dimension of a DeviceMesh, such as `mesh["cp"]`.
 
     Raises:
         TypeError: the model has no config of transformers.
         ValueError: the mesh has several dimensions; ranks' adapters or generators differ; a layer has a sliding window,
-            capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA or BlockScaling; the FP8 state
-            is another group's. All ranks raise, and nothing is changed.
+            capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA or BlockScaling; layers are
+            split over the same ranks. All ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
@@ -276,7 +280,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
             if why := _objection(layer):
                 raise ValueError(f"{path} {why}")
         for name, module in model.named_modules():
-            if why := _cannot_draw(module):
+            if why := _cannot_draw(module, ranks.group):
                 raise ValueError(f"{name} {why}")
         mine = _fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
@@ -308,15 +312,15 @@ def _objection(layer: nn.Module) -> str:
     return ""
 
 
-def _cannot_draw(module: nn.Module) -> str:
+def _cannot_draw(module: nn.Module, group: Any) -> str:
     """Why a module's masks, or its FP8 scales, cannot be of rows over ranks; "" if they can."""
-    state = getattr(module, "fp8_state", None)
-    if state is not None and state.shared_over is not None:
-        return "is split over ranks by rows or columns already: context_parallel takes a model that is not"
+    split = getattr(module, "ranks", None)
+    if isinstance(split, Ranks) and split.group is group:
+        return "is split over these ranks already: tensor parallelism needs a dimension of its own"
     if isinstance(module, nn.Dropout) and module.p:
         return f"is {module}, which would draw equal masks on all ranks: set lora_dropout of our layers, or p = 0"
     if isinstance(module, LoRALinear) and module.lora_dropout:
-        if type(module) is not LoRALinear:
+        if module.has_magnitude:
             return f"is a {type(module).__name__} with dropout, whose masks cannot be drawn over ranks yet"
         if module.block_scaling is not None:
             return "follows BlockScaling with dropout, whose masks cannot be drawn over ranks yet"

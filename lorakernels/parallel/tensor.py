@@ -231,8 +231,10 @@ def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:
 def _refuse_other_groups(model: nn.Module, found: Found, ranks: Ranks) -> None:
     for path in found.cuts:
         state = getattr(model.get_submodule(path), "fp8_state", None)
-        if state is not None and state.shared_over not in (None, ranks.group):
-            raise ValueError(f"{path}: its FP8State is shared by another tensor-parallel group")
+        if state is not None and state.shared_over not in ((), (ranks.group,)):
+            raise ValueError(
+                f"{path}: its FP8State is shared by another group: call parallelize first"
+            )
 
 
 def _split(model: nn.Module, path: str, by: str, ranks: Ranks, flat: bool) -> Cut:

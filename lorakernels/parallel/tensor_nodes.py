@@ -41,7 +41,7 @@ class PartCall(NamedTuple):
     """What one call of a rank's part needs besides tensors of the layer.
 
     Attributes:
-        spec: the layer's numbers; row0 and col0 are not read.
+        spec: the layer's numbers. row0 is where the rows of all T ranks begin; col0 is not read.
         slot: int64 [2], equal on all ranks; None draws no mask.
         ranks: who holds the other parts.
         scales: where the FP8 scales come from; None over a plain base.
@@ -59,7 +59,7 @@ class PartCall(NamedTuple):
 
     def mask(self, row0: int = 0, col0: int = 0) -> Dropout | None:
         found = self.spec.dropout(self.slot)
-        return None if found is None else found._replace(row0=row0, col0=col0)
+        return None if found is None else found._replace(row0=found.row0 + row0, col0=col0)
 
     def projections(
         self, weight: Weight, bias: Tensor | None, adapter: Adapter, mask: Dropout | None

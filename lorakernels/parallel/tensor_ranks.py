@@ -94,7 +94,7 @@ def shared(state: FP8State | None, ranks: Ranks) -> SharedScales | None:
     """
     if state is None:
         return None
-    if state.shared_over not in (None, ranks.group):
+    if state.shared_over not in ((), (ranks.group,)):
         raise ValueError("one FP8State cannot be shared by two tensor-parallel groups")
-    state.shared_over = ranks.group
+    state.shared_over = (ranks.group,)
     return _SHARED.setdefault(state, SharedScales(state, ranks.group))

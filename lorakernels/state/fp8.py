@@ -66,15 +66,15 @@ class FP8State:
     Attributes:
         forward, backward: fp32 [amax_history_len + 1, n], for x and for dy.
         in_charge: "auto" while layers start the updates, "explicit" after a call of `reduce_and_update`.
-        shared_over: a group whose ranks hold parts of the same tensors (tensor parallelism), or None. Every update
-            first takes the largest amaxes of its ranks, the automatic one too. A copy has None.
+        shared_over: groups whose ranks hold parts of the same tensors (tensor and context parallelism). Every update
+            first takes the largest amaxes of their ranks, the automatic one too. A copy has none.
         updates, rewrites: how often scales were updated, and how often values were put in place from elsewhere.
 
     Raises:
         ValueError: two of `names` are equal.
     """
 
-    shared_over: Any = None
+    shared_over: tuple[Any, ...] = ()
     updates = rewrites = 0
 
     def __init__(
@@ -184,7 +184,7 @@ class FP8State:
         self._before_update()
         if self.in_charge == "auto":
             self.in_charge = "explicit"
-        groups = [self.shared_over] * (self.shared_over is not None) + [group] * (size > 1)
+        groups = [*self.shared_over, *[group] * (size > 1)]
         self._update(self._reduced(groups), gated=False)
 
     def begin(self, device: torch.device, column: int, training: bool) -> None:
@@ -221,8 +221,7 @@ class FP8State:
         if self._leader == column:
             self._seen.clear()
             self._before_update()
-            groups = [] if self.shared_over is None else [self.shared_over]
-            self._update(self._reduced(groups), gated=True)
+            self._update(self._reduced([*self.shared_over]), gated=True)
 
     def reset(self) -> None:
         """Back to "no amax seen", in place. `in_charge` does not change."""
@@ -323,7 +322,7 @@ class FP8State:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and deepcopy. A copy has its own addresses, so it starts without pins and group."""
-        return {**self.__dict__, "_pins": [], "shared_over": None}
+        return {**self.__dict__, "_pins": [], "shared_over": ()}
 
     def __repr__(self) -> str:
         return (

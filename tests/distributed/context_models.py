@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
 from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import ContextParallel, comm, context_parallel, shard_base
+from lorakernels.parallel import (
+    ContextParallel,
+    comm,
+    context_parallel,
+    parallelize,
+    shard_base,
+)
 from lorakernels.parallel.context_attention import Chunks
 from lorakernels.train.loss import changed
 from tests.distributed.tensor_layers import relative
@@ -39,6 +45,7 @@ class Way:
     checkpoint: bool = False
     documents: bool = True
     sharded: bool = False
+    vocabulary: bool | None = None  # with tensor parallelism: whether the vocabulary is split, too
     automatic: bool = False  # the layers start the updates of the scales
     dtype: torch.dtype = torch.float32
     model: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +122,9 @@ def loss_over_ranks(context: ContextParallel, tokens: Tensor, labels: Tensor, wa
     return context.loss(labels, **inputs)
 
 
-def train(model: nn.Module, way: Way, device: torch.device, ranks: int, context: Any) -> Any:
+def train(
+    model: nn.Module, way: Way, device: torch.device, ranks: int, context: Any, split: Any = None
+) -> Any:
     """[(values before, {"loss" and gradients})] of each step of plain descent."""
     torch.manual_seed(9)
     found = []
@@ -133,6 +142,8 @@ def train(model: nn.Module, way: Way, device: torch.device, ranks: int, context:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         gradients = {n: p.grad.clone() for n, p in trained.items()}
         values = {n: p.detach().clone() for n, p in trained.items()}
+        if split is not None:
+            gradients, values = split.whole_gradients(), split.whole_adapters()
         found.append((values, {"loss": loss.detach(), **gradients}))
         with torch.no_grad():
             for p in trained.values():
@@ -159,16 +170,19 @@ def in_float64(
 
 def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     """Differences from one process and, without dropout and FP8, from float64; what is not equal on all ranks."""
-    ranks = dist.get_world_size()
+    ranks = mesh["cp"].size()
     whole, model = make(way, device), make(way, device)
     double = None if way.fp8 or way.dropout else exact(copy.deepcopy(whole))
     if way.fused:
         for each, how in ((whole, "math"), (model, "auto")):
             fuse(each, save=way.save, attention=how if device.type == "cuda" else "auto")
-    base = shard_base(model, mesh) if way.sharded else None
-    context = context_parallel(model, mesh)
+    base = shard_base(model, mesh["cp"]) if way.sharded else None
+    split = None
+    if way.vocabulary is not None:
+        split = parallelize(model, mesh["tp"], vocabulary=way.vocabulary)
+    context = context_parallel(model, mesh["cp"])
     expected = train(whole, way, device, ranks, None)
-    found = train(model, way, device, ranks, context)
+    found = train(model, way, device, ranks, context, split)
     context.check()
     errors: dict[str, float] = {}
     for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
@@ -198,5 +212,10 @@ def _states(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, Any]:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return {str(way): compare(device, way, mesh["cp"]) for way in ways}
+    world = dist.get_world_size()
+    found = {}
+    for tp in (1, 2):
+        mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("cp", "tp"))
+        some = [way for way in ways if (way.vocabulary is not None) == (tp == 2)]
+        found |= {str(way): compare(device, way, mesh) for way in some}
+    return found

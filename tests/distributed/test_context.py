@@ -36,7 +36,13 @@ WORLDS = {
         Way("Qwen3, fused", fused=True, family="Qwen3"),
         Way("Granite, whose logits are divided", family="Granite"),
     ),
-    4: (PLAIN, Way("fused, FP8", dropout=0.1, fp8=True, fused=True)),
+    4: (
+        PLAIN,
+        Way("fused, FP8", dropout=0.1, fp8=True, fused=True),
+        Way("2 x 2", dropout=0.1, vocabulary=False),
+        Way("2 x 2, vocabulary", vocabulary=True),
+        Way("2 x 2, FP8", dropout=0.1, fp8=True, automatic=True, vocabulary=True),
+    ),
 }
 _ran: dict[int, Any] = {}
 
@@ -183,7 +189,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "blocks": "q_proj follows BlockScaling with dropout",
         "attention": "ValueError: model.layers.0 has attention='cudnn'",
         "adapters": "ValueError: all ranks of the group must have the same model, but the values of",
-        "split": "is split over ranks by rows or columns already",
+        "split": "is split over these ranks already",
         "mesh": "ValueError: mesh must have one dimension",
         "twice": "ValueError: model.layers.0 runs over ranks already",
         "labels": "ValueError: labels: the model sees this rank's tokens alone",
@@ -221,7 +227,7 @@ def closing(rank: int, device: torch.device, fused: bool) -> list[bool]:
     context.loss(labels, input_ids=tokens)
     context.close()
     after = loss()
-    return [torch.equal(before, after), state.shared_over is None, an_adapter(model).row0 == 0]
+    return [torch.equal(before, after), state.shared_over == (), an_adapter(model).row0 == 0]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
