@@ -94,21 +94,25 @@ class ContextParallel:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Collective: sum the gradients over the ranks, in place. Then all ranks have equal ones.
+        """Collective: sum the gradients over the ranks, in place and in fp32. Then all ranks have equal ones.
 
-        A parameter must have a gradient on all ranks or on none.
+        Where only other ranks have a gradient of a parameter, such as of an expert that no token here chose, this rank
+        gets theirs. The host then waits for the device.
         """
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for p in self.model.parameters():
-            if p.grad is not None:
-                by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
-        for grads in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            comm.all_reduce(self.ranks.group, flat)
-            views = flat.split([g.numel() for g in grads])
-            torch._foreach_copy_(
-                grads, [v.view(g.shape) for v, g in zip(views, grads, strict=True)]
-            )
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained:
+            return
+        dtype = torch.float64 if trained[0].dtype == torch.float64 else torch.float32
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        there = torch.tensor([float(p.grad is not None) for p in trained])
+        parts = [*grads, there.to(grads[0].device, non_blocking=True)]
+        flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
+        comm.all_reduce(self.ranks.group, flat)
+        *sums, counts = flat.split([part.numel() for part in parts])
+        torch._foreach_copy_(grads, [x.view(g.shape) for x, g in zip(sums, grads, strict=True)])
+        if any(p.grad is None for p in trained):
+            for p, grad, count in zip(trained, grads, counts.tolist(), strict=True):
+                p.grad = grad if count else None
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.

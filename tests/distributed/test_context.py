@@ -207,6 +207,22 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
             assert text in found[name], (name, found[name])
 
 
+def uneven(rank: int, device: torch.device) -> list[Any]:
+    """The sums of gradients of which the first rank, the second, or none has one."""
+    model = make(PLAIN, device)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    context = context_parallel(model, mesh["cp"])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for owner, p in enumerate(trained[:2]):
+        p.grad = torch.full_like(p, 3.0 + rank) if rank == owner or owner == 0 else None
+    context.reduce_gradients()
+    return [None if p.grad is None else set(p.grad.flatten().tolist()) for p in trained[:3]]
+
+
+def test_a_gradient_that_one_rank_has_reaches_all() -> None:
+    assert on_ranks(uneven, 2, "gloo") == [[{7.0}, {4.0}, None]] * 2
+
+
 def closing(rank: int, device: torch.device, fused: bool) -> list[bool]:
     """Whether a closed model gives the bits that it gave before."""
     model = make(Way("", fp8=True, dropout=0.1), device)
