@@ -80,7 +80,7 @@ def run(base_args: list[str], deep_model: Path) -> list[Any]:
     return [*base_args, *(word for pair in more.items() for word in pair)]
 
 
-WHOLE, SHARDED = "--no-shard-base", "--shard-base"
+WHOLE, SHARDED, SHARED = "--no-shard-base", "--shard-base", "--cp=2"
 KILLED = -signal.SIGKILL
 
 
@@ -91,8 +91,11 @@ KILLED = -signal.SIGKILL
         ("raises", 1, WHOLE),
         ("killed", KILLED, SHARDED),
         ("hangs", KILLED, SHARDED),
+        ("killed", KILLED, SHARED),
+        ("raises", 1, SHARED),
+        ("hangs", KILLED, SHARED),
     ],
-    ids=["killed", "raises", "killed, sharded", "hangs, sharded"],
+    ids=lambda value: {WHOLE: "whole", SHARDED: "sharded", SHARED: "shared rows"}.get(value),
 )
 def test_a_rank_that_ends_in_the_middle_ends_all(
     end: str, code: int, base: str, run: list[Any], tmp_path: Path
