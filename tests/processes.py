@@ -73,14 +73,15 @@ def free_port() -> int:
 def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
     """What `worker(rank, device, *args)` returns, by rank: one thread each, within a group over `backend`.
 
-    The device is the CPU for gloo, and the rank's own GPU for nccl.
+    The device is the CPU for gloo, and the rank's own GPU for nccl. "cuda:gloo" is gloo between processes on one GPU,
+    which shows values without a second GPU.
     """
     with mp.Manager() as manager:
         results = manager.dict()
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         arguments = (os.environ | variables, worker, world, backend, results, args)
         mp.start_processes(
-            _rank, arguments, nprocs=world, start_method=start_method(backend == "nccl")
+            _rank, arguments, nprocs=world, start_method=start_method(backend != "gloo")
         )
         return [results[rank] for rank in range(world)]
 
@@ -95,6 +96,10 @@ def _rank(
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+    if backend == "cuda:gloo":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        backend = "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
     try:
         results[rank] = worker(rank, device, *args)
