@@ -76,7 +76,8 @@ def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -
     The device is the CPU for gloo, and the rank's own GPU for nccl. "cuda:gloo" is gloo between processes on one GPU,
     which shows values without a second GPU.
     """
-    with mp.Manager() as manager:
+    # not forked from this process, whose threads may hold locks at that moment
+    with multiprocessing.get_context(start_method(backend != "gloo")).Manager() as manager:
         results = manager.dict()
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         arguments = (os.environ | variables, worker, world, backend, results, args)
