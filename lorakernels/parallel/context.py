@@ -156,10 +156,8 @@ class ContextParallel:
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The losses' sum of this rank's tokens."""
         model: Any = self.model
-        head, change = (
-            model.get_output_embeddings(),
-            change_of_logits(model.config.get_text_config()),
-        )
+        head = model.get_output_embeddings()
+        change = change_of_logits(model.config.get_text_config())
         if isinstance(head, VocabularyHead):
             return vocabulary_loss(hidden.flatten(0, 1), head, labels.flatten(), 1)
         if type(head) is nn.Linear:
@@ -236,6 +234,13 @@ class ContextParallel:
         rows = kwargs.get("inputs_embeds") if rows is None else rows
         if rows is None:
             return
+        config: Any = self.model.config
+        found = config.get_text_config()._attn_implementation
+        if found != ATTENTION:
+            raise RuntimeError(
+                f"attention no longer runs over the ranks: attn_implementation is {found!r} since context_parallel; "
+                "call ContextParallel.close, change the model, and call context_parallel again"
+            )
         if kwargs.get("position_ids") is None:
             raise ValueError(
                 "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"

@@ -128,7 +128,7 @@ class ContextAttention:
             q: [B, H, 2C, D].
             k, v: [B, Hk, 2C, D].
             documents: int32 [N + 1], where documents begin among the B S tokens of all ranks, or None where each row is
-                one; and the tokens of the longest.
+                one; and the tokens of the longest, not read for whole rows.
             scale: the factor of q kᵀ.
 
         Raises:
@@ -143,6 +143,7 @@ class ContextAttention:
         starts, longest = documents
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
+            longest = chunks.length
         k, v = _Gather.apply(k, v, chunks, self.ranks.group)
         key = q.dtype, q.shape[3]
         if key not in self.chosen:

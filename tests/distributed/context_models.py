@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lorakernels.parallel import (
 from lorakernels.parallel.context_attention import Chunks
 from lorakernels.train.loss import changed
 from tests.distributed.tensor_layers import relative
+from tests.distributed.tensor_models import gradients_at
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
 from tests.parallel.test_context_attention import visible
 
@@ -154,20 +156,6 @@ def train(
     return found
 
 
-def in_float64(
-    model: nn.Module, values: dict[str, Tensor], way: Way, step: int, ranks: int
-) -> dict[str, Tensor]:
-    """Loss and gradients of the model with adapters `values`."""
-    model.zero_grad()
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in values.items():
-            parameters[name].copy_(value)
-    loss = loss_alone(model, *batch(step, torch.device("cpu")), way, ranks)
-    loss.backward()
-    return {"loss": loss.detach(), **{n: parameters[n].grad.clone() for n in values}}
-
-
 def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     """Differences from one process and, without dropout and FP8, from float64; what is not equal on all ranks."""
     ranks = mesh["cp"].size()
@@ -190,7 +178,8 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
         for name, value in ours.items():
             errors[f"{name} in step {step}"] = relative(value, theirs[name])
         if double is not None:
-            for name, value in in_float64(double, values, way, step, ranks).items():
+            loss = partial(loss_alone, double, *batch(step, torch.device("cpu")), way, ranks)
+            for name, value in gradients_at(double, values, loss).items():
                 errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
     held = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
     if way.fp8:

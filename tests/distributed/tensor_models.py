@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,12 +101,19 @@ def train(model: nn.Module, way: Way, device: torch.device, split: TensorParalle
 
 def in_float64(model: nn.Module, values: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
     """Loss and gradients of the model with adapters `values`, without dropout and over a plain base."""
+    return gradients_at(model, values, lambda: loss_of(model, tokens.cpu()))
+
+
+def gradients_at(
+    model: nn.Module, values: dict[str, Tensor], compute: Callable[[], Tensor]
+) -> dict[str, Tensor]:
+    """The loss that `compute` returns for adapters `values`, and their gradients."""
     model.zero_grad()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in values.items():
             parameters[name].copy_(value)
-    loss = loss_of(model, tokens.cpu())
+    loss = compute()
     loss.backward()
     return {"loss": loss.detach(), **{n: parameters[n].grad.clone() for n in values}}
 

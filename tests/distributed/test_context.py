@@ -197,6 +197,8 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["shapes"] = refused(lambda: context.loss(labels[:1], input_ids=tokens))
     found["input"] = refused(lambda: context.loss(labels, input_ids=tokens, attention_mask=tokens))
     found["no input"] = refused(lambda: context.loss(labels))
+    model.set_attn_implementation("sdpa")
+    found["changed"] = refused(lambda: context.loss(labels, input_ids=tokens))
     context.close()
     found["closed"] = refused(lambda: model(tokens, labels=labels).loss.backward())
     return found
@@ -221,6 +223,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "shapes": "ValueError: labels must be [2, 16] as the rows, found [1, 16]",
         "input": "TypeError: loss takes",
         "no input": "TypeError: loss needs input_ids or inputs_embeds",
+        "changed": "RuntimeError: attention no longer runs over the ranks: attn_implementation is 'sdpa'",
         "closed": "nothing",
     }
     for found in on_ranks(refusals, 2, "gloo"):
