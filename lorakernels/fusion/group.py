@@ -367,7 +367,8 @@ class FusedGroup:
         """
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales or self.first.block_scaling is not None:
-            scale = torch.cat(scales) if scales else None
+            # a single member's own tensor, as captured graphs read it at its address
+            scale = scales[0] if len(scales) == 1 else torch.cat(scales) if scales else None
             ones = torch.ones(self.results, device=self.first.stored.device)
             return Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)

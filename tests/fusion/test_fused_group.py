@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, FP8State, LoRALinear, fuse, unfuse
+from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear, fuse, unfuse
 from lorakernels.modules.frozen import quantize_weight
 from tests.fusion.fused_models import (
     LINEARS,
@@ -55,6 +55,23 @@ def test_trained_biases_of_weights_that_are_far_apart(factors: dict[str, float])
     assert len(biases) == 6
     for name in biases:
         assert ours[name] <= 2 * theirs[name] + 2.0**-4, (name, ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=["one scale", "blocks"])
+def test_scales_written_in_place_are_renewed_where_graphs_read_them(recipe: object) -> None:
+    """A capture restores buffers in place, and the next forward renews what was derived from them."""
+    widths = {"hidden_size": 256, "intermediate_size": 256}  # heads of 64, in pairs a block
+    model = adapted(targets=LINEARS, fp8=recipe, model=widths)
+    fuse(model)
+    for group in model.model.layers[0]._fused.groups:
+        before = group.join()
+        at = [None if t is None else t.data_ptr() for t in before]
+        scale = before.scale_inv.clone()
+        for member in group.members:
+            member.weight_scale_inv.mul_(2.0)
+        after = group.join()
+        assert [None if t is None else t.data_ptr() for t in after] == at
+        assert torch.equal(after.scale_inv, 2 * scale)
 
 
 @pytest.mark.parametrize("zero", ["k_proj", "up_proj"])
