@@ -5,7 +5,7 @@ Each process takes its own rows of a step. Gradients are summed in one flat tens
 
 A rank that ends in the middle ends all of them. Collectives of a step give up after `STEP`. Where ranks wait for work
 of unequal length, such as loading or saving, they wait in a group of gloo's with `WORK`. It notices at once that a
-process has ended, whatever the timeout.
+process has ended, whatever the timeout. Each rank also watches another one (watch.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels.train.errors import FinetuneError, OptionError
+from lorakernels.train.watch import Watch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 STEP, WORK = timedelta(seconds=60), timedelta(hours=2)
@@ -146,17 +147,25 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         dist.init_process_group("nccl", device_id=device, timeout=STEP)
     else:
         dist.init_process_group("gloo", timeout=STEP)
+    patient = dist.new_group(backend="gloo", timeout=WORK)
+    watch, done = Watch(lambda: _lost(ranks)), False
     try:
-        yield replace(ranks, patient=dist.new_group(backend="gloo", timeout=WORK))
+        yield replace(ranks, patient=patient)
+        done = True
     except RuntimeError as error:
         if not is_about_peers(error):
             raise
-        raise FinetuneError(
-            f"rank {ranks.rank} lost contact with the others: one of them ended, and its own message says why, or it "
-            f"did not answer for {STEP.seconds} s. The last checkpoint stands, --resume goes on from it. {error}"
-        ) from error
+        raise FinetuneError(f"{_lost(ranks)} {error}") from error
     finally:
+        watch.end(with_the_others=done)
         dist.destroy_process_group()
+
+
+def _lost(ranks: Ranks) -> str:
+    return (
+        f"rank {ranks.rank} lost contact with the others: one of them ended, and its own message says why, or it did "
+        f"not answer for {STEP.seconds} s. The last checkpoint stands, --resume goes on from it."
+    )
 
 
 def is_about_peers(error: Exception) -> bool:

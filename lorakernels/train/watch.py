@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank watches the one before it, and ends when that one has ended.
+
+A rank that waits for a kernel of NCCL cannot see that its peer is gone until NCCL's own timeout, and one that computes
+cannot either. A thread therefore waits for a message over gloo, whose connection breaks with the peer's process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+RUN = timedelta(days=365)  # longer than any run
+GRACE = 5.0  # seconds in which this rank may end by itself, with a message of its own
+
+
+class Watch:
+    """Collective: the ranks of the default group watch each other from now on, until `end`.
+
+    Args:
+        said: what the process says, on its standard error, before it exits with code 1.
+    """
+
+    def __init__(self, said: Callable[[], str]) -> None:
+        self._said, self._leaves = said, False
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._before, self._after = (rank - 1) % size, (rank + 1) % size
+        self._group = dist.new_group(backend="gloo", timeout=RUN)
+        self._thread = Thread(target=self._wait, name="watch", daemon=True)
+        self._thread.start()
+
+    def end(self, with_the_others: bool) -> None:
+        """Stop watching.
+
+        Args:
+            with_the_others: whether all ranks end here. It then waits for the rank before, so that no connection
+                breaks under the one after. Else the others see that this rank ends.
+        """
+        self._leaves = True
+        if with_the_others:
+            dist.send(torch.zeros(1), self._after, group=self._group)
+            self._thread.join()
+
+    def _wait(self) -> None:
+        try:
+            dist.recv(torch.empty(1), self._before, group=self._group)
+        except RuntimeError:  # of gloo: the connection broke
+            time.sleep(GRACE)
+            if not self._leaves:
+                print(f"error: {self._said()}", file=sys.stderr, flush=True)
+                os._exit(1)
