@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model over several GPUs in each way that the package knows, beside what each GPU does alone in the same run.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel/bench_scaling.py --output DIR [--model 70b --layers 8] [--ways …]
+
+peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B at 4096, Llama-3.2-1B at 1024. R = 16 on
+q, k, v, o. A step trains on one row. Ways:
+
+    alone            each GPU has the whole model and a row of its own: layers replayed, what layers keep as it fits
+    alone, eager     the same without graphs, which is what tp and cp can be compared with
+    dp               alone, and the adapters' gradients averaged over all GPUs
+    sharded          dp over one base, of which each GPU keeps a part
+    tp               one row for all GPUs, which hold each layer together; rows split between layers, eager
+    tp, not fused    the same over the layers of transformers
+    cp               one row for all GPUs, each with some of its tokens; fused layers, eager
+
+Columns:
+
+    tokens/s         of all GPUs together, by the slowest one
+    ÷ alone          of n times what one GPU does alone, in its best form
+    ÷ eager          of n times what one GPU does alone without graphs
+    peak GiB         of tensors, on rank 0
+    check            "ok" if the first loss is within 2 % of the one alone; what cannot run says why
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.lib.energy import joules, shown
+from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.timing import synchronize
+from benchmarks.peers.models import SPECS, Spec, token_rows
+from benchmarks.peers.training import Ours
+from lorakernels.parallel import context_parallel, parallelize
+
+LOSS_TOLERANCE = (
+    0.02  # tp and cp draw other masks for a row than one GPU does, and sum in another order
+)
+WAYS = ("alone, eager", "alone", "dp", "sharded", "tp", "tp, not fused", "cp")
+ONE_ROW = ("tp", "tp, not fused", "cp")  # for all GPUs together
+
+
+class Split(Ours):
+    """The model over all ranks, which train on one row: by its layers ("tp") or by the row's tokens ("cp")."""
+
+    def __init__(self, way: str, mesh: Any, spec: Spec, device: torch.device) -> None:
+        self.way, self.mesh = way, mesh
+        super().__init__(spec, "qkvo", device, save=None if "not fused" in way else "full")
+
+    def build(self) -> Any:
+        model = super().build()
+        torch.manual_seed(0)  # all ranks draw equal masks
+        if self.way == "cp":
+            self.split: Any = context_parallel(model, self.mesh)
+        else:
+            self.split = parallelize(model, self.mesh, vocabulary=True)
+        return model
+
+    def loss(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.split.loss(ids, input_ids=ids)
+        return found
+
+    def step(self, ids: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(ids)
+        loss.backward()
+        if self.way == "cp":
+            self.split.reduce_gradients()
+        self.optimizer.step()
+        self.state.reduce_and_update()
+        self.rng.advance()
+        return loss.detach()
+
+
+def averaged(training: Ours) -> Ours:
+    """Average the adapters' gradients over all ranks before each step of the optimizer."""
+
+    def average(*_: Any) -> None:
+        grads = [p.grad for p in training.trained if p.grad is not None]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        dist.all_reduce(flat)
+        flat.div_(dist.get_world_size())
+        parts = flat.split([g.numel() for g in grads])
+        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+
+    training.optimizer.register_step_pre_hook(average)
+    return training
+
+
+def training_of(way: str, mesh: Any, spec: Spec, device: torch.device) -> Ours:
+    if way in ONE_ROW:
+        return Split(way, mesh, spec, device)
+    on_gpu = device.type == "cuda"
+    form: dict[str, Any] = {"save": "full"}
+    if on_gpu and way != "alone, eager":
+        form = {"graphs": "layer", "save": "fit"}
+    base = {"mesh": mesh} if way == "sharded" else None
+    training = Ours(spec, "qkvo", device, base=base, **form)
+    return training if way.startswith("alone") else averaged(training)
+
+
+def measure(way: str, mesh: Any, spec: Spec, args: argparse.Namespace, device: torch.device) -> Row:
+    """One row. What a way refuses, or has no memory for, is said in "check"; all ranks must see it alike."""
+    torch.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    row: Row = {"model": spec.name, "row": f"{spec.batch} x {spec.length}", "way": way}
+    try:
+        training = training_of(way, mesh, spec, device)
+    except (ValueError, NotImplementedError) as error:
+        return {**row, "check": f"not run: {error}"}
+    text = token_rows(spec.length, ROWS * spec.batch).view(ROWS, spec.batch, spec.length)
+    batches = (text if way in ONE_ROW else text.roll(-mesh.get_local_rank(), 0)).to(device)
+    first = float(training.step(batches[0]))
+    for number in range(training.warmup_steps):
+        training.step(batches[1 + number])
+    synchronize(device)
+    energy = joules(device)
+    often = args.repetitions
+    samples = step_seconds(lambda i: training.step(batches[i % ROWS]), often, device)
+    energy = (joules(device) - energy) / len(samples)
+    total = torch.tensor(sum(samples), device=device)
+    dist.all_reduce(total, dist.ReduceOp.MAX)
+    rows = spec.batch * (1 if way in ONE_ROW else mesh.size())
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    found: Row = {
+        **row,
+        "check": "",
+        "ranks": mesh.size(),
+        "tokens/s": round(rows * spec.length * len(samples) / float(total), 1),
+        "p50 ms": round(statistics.median(samples) * 1e3, 2),
+        "J/step": shown(energy, 1),
+        "peak GiB": round(peak, 2),
+        "first loss": round(first, 4),
+        "note": training.note,
+    }
+    synchronize(device)
+    dist.barrier()
+    if training.graphs is not None:
+        training.renew_graphs()
+    return found
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """The rows with their ratios and checks, and a column for whatever a row lacks."""
+    by_way = {row["way"]: row for row in rows}
+    alone, eager = by_way.get("alone", {}), by_way.get("alone, eager", {})
+    reference = eager.get("first loss") or alone.get("first loss")
+    columns = (
+        "model",
+        "row",
+        "way",
+        "ranks",
+        "check",
+        "tokens/s",
+        "÷ alone",
+        "÷ eager",
+        "p50 ms",
+        "J/step",
+    )
+    found = []
+    for row in rows:
+        full = {**dict.fromkeys((*columns, "peak GiB", "first loss", "note"), ""), **row}
+        full["÷ alone"] = ratio(full["tokens/s"], alone.get("tokens/s"))
+        full["÷ eager"] = ratio(full["tokens/s"], eager.get("tokens/s"))
+        loss = row.get("first loss")
+        if isinstance(loss, float) and isinstance(reference, float):
+            near = abs(loss - reference) <= LOSS_TOLERANCE * abs(reference)
+            full["check"] = "ok" if near else f"WRONG: loss {loss}, alone {reference}"
+        found.append(full)
+    return found
+
+
+def main() -> int:
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--model", choices=list(SPECS), help='default: "8b", on a CPU "tiny"')
+    options.add_argument("--layers", type=int, help="of the model; default: all")
+    options.add_argument("--length", type=int, help="tokens of a row; default: the model's")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    options.add_argument(
+        "--budget-s", type=float, default=540.0, help="what would begin later is not run"
+    )
+    args, device = arguments(options, on_gpu=8)
+    began = time.perf_counter()
+    device = start_ranks(device)
+    spec = SPECS[args.model or ("8b" if device.type == "cuda" else "tiny")]
+    spec = Spec(spec.name, spec.shape, args.length or spec.length, spec.batch)
+    spec = spec.cut(args.layers) if args.layers else spec
+    axes = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    rows: list[Row] = []
+    try:
+        for way in args.ways:
+            left = torch.tensor(began + args.budget_s - time.perf_counter(), device=device)
+            dist.all_reduce(left, dist.ReduceOp.MIN)
+            if left < 0:
+                break
+            rows.append(measure(way, axes, spec, args, device))
+            if dist.get_rank() == 0:
+                print(rows[-1], flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        if dist.get_rank():
+            return 0
+        return finish("scaling", compared(rows), environment(device), args.output)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
