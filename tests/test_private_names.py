@@ -39,6 +39,7 @@ OTHERS = {
     "_data": TE,
     "_scale_inv": TE,
     "_fp8_dtype": TE,
+    "_exit": "os has no public name for it",
     "_register_custom_module": "PEFT's documented hook for custom layers",
     "_from_config": "transformers' constructor of a model class",
     "_attn_implementation": "transformers' setting, read from its config",

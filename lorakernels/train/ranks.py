@@ -158,6 +158,10 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         raise FinetuneError(f"{_lost(ranks)} {error}") from error
     finally:
         watch.end(with_the_others=done)
+        if not done and device.type == "cuda":  # else NCCL waits for ranks that wait for this one
+            world = dist.group.WORLD
+            assert world is not None
+            world.abort()
         dist.destroy_process_group()
 
 

@@ -91,7 +91,8 @@ def test_backends_agree_with_float64(name: str, masked: bool) -> None:
     try:
         taken = attention.choose(name, q, k, v, mask, not masked)
     except (ValueError, RuntimeError) as why:
-        assert (masked and name in ("flash", "cudnn")) or name in ("cudnn", "cudnn_graph")
+        # "fp8" takes heads of 128 columns alone
+        assert (masked and name == "flash") or name in ("cudnn", "cudnn_graph", "fp8")
         pytest.skip(str(why))
     print(name, taken)
     dout = torch.randn(2, 4, 64, 64, device="cuda", dtype=BF16)
