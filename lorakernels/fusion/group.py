@@ -343,11 +343,8 @@ class FusedGroup:
         self._forget()
 
     def _state_of_members(self) -> tuple[list[Any], list[int]]:
-        """Fingerprint of the members' tensors, to notice that the derived tensors are stale.
-
-        Returns (addresses and weight versions, scale versions). Only the second list changes when a scale alone is
-        written in place, as graph capture does when it restores buffers.
-        """
+        """(addresses and weight versions, scale versions), by which stale derived tensors are noticed. Only the second
+        list changes when a scale alone is written in place, as graph capture does when it restores buffers."""
         found: list[Any] = []
         scales: list[int] = []
         for m in self.members:
@@ -367,8 +364,8 @@ class FusedGroup:
         """
         scales = [s for m in self.members if (s := m.weight_scale_inv) is not None]
         if len(self.members) == 1 or not scales or self.first.block_scaling is not None:
-            # a single member's own tensor, as captured graphs read it at its address
-            scale = scales[0] if len(scales) == 1 else torch.cat(scales) if scales else None
+            # a single one is the member's own: captured graphs read it at its address
+            scale = torch.cat(scales) if len(scales) > 1 else next(iter(scales), None)
             ones = torch.ones(self.results, device=self.first.stored.device)
             return Derived(scale, scale, ones, self._weight_t())
         each = torch.cat(scales)
