@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions of a plan beside recorded steps and peaks. docs/plan.md has the same numbers as a table.
 
-Its constants were made from decoder_layer_kernels.csv, one row of end_to_end.csv (FITTED), and the gathers' time.
+Its constants were made from decoder_layer_kernels.csv, one row of end_to_end.csv (FITTED), and the gathers' time, all
+of an H200. Those of an H100 are these and its bandwidth, by data sheets.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from lorakernels.parallel.plan_memory import Placement
 from lorakernels.parallel.plan_size import ModelSize
 from lorakernels.parallel.plan_time import REPLAY, Batch
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = RECORDED / "h200"
+FOLDERS = {"H200": "h200", "H100-80GB": "h100"}
 WITHIN = 0.05
 
 
@@ -39,11 +42,12 @@ class Case(NamedTuple):
     sharded: bool = False
     offload: float = 0.0  # of the base
     cut: tuple[int, int] | None = None  # layers and sequences, where they are not those of SPECS
+    machine: str = "H200"
 
     def __str__(self) -> str:
-        return f"{self.file}-{self.model}-{self.adapted}-{self.row}".replace(" ", "_").replace(
-            ",", ""
-        )
+        where = "" if self.machine == "H200" else f"-{self.machine}"
+        name = f"{self.file}-{self.model}-{self.adapted}-{self.row}{where}"
+        return name.replace(" ", "_").replace(",", "")
 
 
 def end_to_end(model: str, adapted: str, provider: str, *saves: tuple[str, int]) -> Case:
@@ -67,12 +71,19 @@ CASES = (
     Case("sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 76), ("fp8", 4)), offload=0.2745),
     Case("sharded_base", "405b", "qkvo", "offloaded, 0.547", (("full", 24),), 2, True, 0.5474, (24, 1)),
     Case("finetune", "8b", "all", "ours, one graph", (("recompute", 8),), cut=(8, 2)),
+    Case(
+        "sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 68), ("fp8", 12)), offload=0.2745,
+        machine="H100-80GB",
+    ),
+    Case(
+        "sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 52), ("fp8", 28)), 2, True, machine="H100-80GB",
+    ),
 )  # fmt: skip
 
 
 def recorded(case: Case) -> tuple[float, float]:
     """(ms of a step, GiB at most)."""
-    with (RESULTS / f"{case.file}.csv").open(encoding="utf-8") as file:
+    with (RECORDED / FOLDERS[case.machine] / f"{case.file}.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     name, sharded = SPECS[case.model].name, case.file == "sharded_base"
     wanted = {"model": f"{case.cut[0]} layers of {name}" if case.cut else name}
@@ -100,7 +111,7 @@ def predicted(case: Case) -> tuple[float, float]:
     saves = [save for save, count in case.saves for _ in range(count)]
     batch = Batch(sequences, spec.length)
     placement = Placement(case.ranks if case.sharded else 1, case.offload)
-    plan = predict(size, batch, MACHINES["H200"], case.ranks, placement, saves)
+    plan = predict(size, batch, MACHINES[case.machine], case.ranks, placement, saves)
     by_layer = (
         case.ranks == 1 and "layer" in case.row
     )  # with offload and on several GPUs a plan has layers' graphs
