@@ -16,6 +16,7 @@ from lorakernels import (
     BlockScaling,
     DelayedScaling,
     FrozenFP8Linear,
+    Offload,
     apply_lora,
     export_model,
     merge_lora,
@@ -158,7 +159,13 @@ def test_blocks_of_another_size_are_refused_by_name(tmp_path):
         ours(tmp_path, fp8=BLOCKS)
 
 
-def test_an_offloaded_base_is_refused_by_name(tmp_path):
-    block_fp8(tmp_path, True)
-    with pytest.raises(ValueError, match="must follow DelayedScaling, found BlockScaling"):
-        ours(tmp_path, fp8=BLOCKS, offload=0.5)
+def test_an_offloaded_base_has_the_file_s_bytes_and_scales(tmp_path):
+    tensors = block_fp8(tmp_path, False)
+    loaded = ours(tmp_path, fp8=BLOCKS, offload=Offload(0.5, 2**34))
+    base = loaded.sharded
+    for path, layer in base.layers.items():
+        with base.gathered(layer) as weights:
+            for name, weight in weights.items():
+                raw, scales = scaled(tensors, f"{path}.{name}")
+                assert torch.equal(weight.view(torch.uint8), raw)
+                assert torch.equal(layer.get_submodule(name).weight_scale_inv, scales)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import apply_lora, fuse, load_quantized
+from lorakernels import BlockScaling, apply_lora, fuse, load_quantized
 from lorakernels.modules.holder import is_held
 from lorakernels.parallel import comm, shard_base, stores
 from lorakernels.train.model import reproducible
@@ -43,20 +43,26 @@ def step(loaded: Any) -> dict[str, Tensor]:
     ids = torch.arange(24, device=model.device).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    loaded.fp8_state.reduce_and_update()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found |= {"loss": loss.detach(), "forward": loaded.fp8_state.forward.clone()}
+    found |= {"loss": loss.detach()}
+    if (state := loaded.fp8_state) is not None:
+        state.reduce_and_update()
+        found |= {"forward": state.forward.clone()}
     with torch.no_grad():
         return found | {"evaluated": model.eval()(input_ids=ids).logits}
 
 
-def compare(rank: int, device: torch.device, folder: Path, fused: bool) -> dict[str, Any]:
+def compare(
+    rank: int, device: torch.device, folder: Path, fused: bool, blocks: bool = False
+) -> dict[str, Any]:
     """What a step gives with a base that was loaded into shards, sharded after loading, and not sharded."""
     with reproducible(True):
         options: dict[str, Any] = {
             "device": device,
             "attn_implementation": "sdpa" if fused else "eager",
         }
+        if blocks:
+            options["lora"] = replace(LORA, fp8=BlockScaling())
         into = load(folder, mesh=mesh(device.type), **options)
         after, whole = load(folder, **options), load(folder, **options)
         if fused:
@@ -80,18 +86,18 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "fused", "fp8"),
-    [(2, True, False), (3, False, True)],
-    ids=["2 ranks, fused", "3 ranks, unfused, block-FP8"],
+    ("world", "fused", "fp8", "blocks"),
+    [(2, True, False, False), (3, False, True, False), (2, False, True, True)],
+    ids=["2 ranks, fused", "3 ranks, unfused, block-FP8", "2 ranks, unfused, blocks kept"],
 )
 def test_equal_to_sharding_what_was_loaded_and_to_the_whole_base(
-    world: int, fused: bool, fp8: bool, tmp_path: Path
+    world: int, fused: bool, fp8: bool, blocks: bool, tmp_path: Path
 ) -> None:
     if fp8:
         block_fp8(tmp_path, False)
     else:
         write_checkpoint(tmp_path, config(num_hidden_layers=LAYERS), shard_bytes=300_000)
-    for found in on_ranks(compare, world, "gloo", tmp_path, fused):
+    for found in on_ranks(compare, world, "gloo", tmp_path, fused, blocks):
         check(found)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lorakernels import DelayedScaling, PhiloxState, disable_lora, fuse
+from lorakernels import BlockScaling, DelayedScaling, PhiloxState, disable_lora, fuse
 from lorakernels.parallel import ShardedBase, shard_base
 from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
@@ -37,18 +37,20 @@ class Way:
     family: str = "Llama"
     options: dict[str, Any] = field(default_factory=dict)  # of shard_base
     step: str = "plain"
+    blocks: bool = False  # FP8 in blocks, which has no state
 
 
 def make(way: Way, device: torch.device) -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
+    hidden, ffn = (256, 256) if way.blocks else (64, 96)  # k and v have 128 rows, which are a block
     model = adapted(
         way.family,
         LINEARS if way.save is None else ATTENTION,
-        model={"num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 96},
+        model={"num_hidden_layers": LAYERS, "hidden_size": hidden, "intermediate_size": ffn},
         device=device,
         dtype=torch.bfloat16,
-        fp8=DelayedScaling(amax_history_len=4),
+        fp8=BlockScaling() if way.blocks else DelayedScaling(amax_history_len=4),
         lora_dropout=0.1,
         rng_state=PhiloxState(11, device),
     )
@@ -138,8 +140,10 @@ def train(
             found[f"gathers {step}"] = torch.tensor(base.gathers - before)
         optimizer.step()
         optimizer.zero_grad()
-        state.reduce_and_update()
-        found |= {f"{step} fp8 x": state.forward.clone(), f"{step} fp8 dy": state.backward.clone()}
+        if state is not None:
+            state.reduce_and_update()
+            found |= {f"{step} fp8 x": state.forward.clone()}
+            found |= {f"{step} fp8 dy": state.backward.clone()}
     return found | {f"trained {n}": p.detach() for n, p in trained.items()}
 
 

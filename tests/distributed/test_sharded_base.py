@@ -33,6 +33,8 @@ WAYS = {
     "three slots": Way("recompute", options={"slots": 3, "prefetch": 2}),
     "one slot": Way("recompute", options={"slots": 1, "prefetch": 0}),
     "offloaded": Way("recompute", options=OFFLOAD),
+    "blocks": Way("recompute", blocks=True, poison=True),
+    "blocks unfused offloaded": Way(blocks=True, options=OFFLOAD),
     "offloaded poisoned": Way(checkpoint=True, poison=True, options=OFFLOAD),
     "more slots than layers": Way("recompute", options={"slots": LAYERS + 1}),
 }

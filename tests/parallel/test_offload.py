@@ -35,6 +35,8 @@ WAYS = {
     "two forwards": Way("recompute", step="two forwards"),
     "interrupted poisoned": Way(step="interrupted", poison=True),
     "almost all": Way("recompute", options={"offload": Offload(0.85, MUCH)}),
+    "blocks": Way("recompute", blocks=True, poison=True),
+    "blocks unfused": Way(blocks=True),
     "one slot": Way("recompute", options={"slots": 1, "prefetch": 0, **SOME}),
 }
 

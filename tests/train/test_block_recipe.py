@@ -57,3 +57,14 @@ def test_it_trains_and_resumes_to_the_same_bits(
     assert "fp8_recipe was 'block', now it is 'delayed'" in "".join(capsys.readouterr())
     assert cli(*run, "--resume", "--fp8-recipe", "block") == 0
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+
+
+def test_a_base_in_blocks_may_wait_on_the_host(
+    cli: Cli, base_args: list[str], deep_model: Path, tmp_path: Path
+) -> None:
+    adapters = []
+    for name, more in (("whole", []), ("offloaded", ["--offload", 0.3])):
+        run = [*base_args, "--model", deep_model, "--output", tmp_path / name, "--steps", 4]
+        assert cli(*run, "--fp8-recipe", "block", *more) == 0
+        adapters.append((tmp_path / name / "adapter/adapter_model.safetensors").read_bytes())
+    assert adapters[0] == adapters[1]
