@@ -55,7 +55,7 @@ from lorakernels.autograd.linear import (
     bias_gradients,
     gradients,
     lora_down,
-    project,
+    projected,
     quantize_down,
     stack_B,
 )
@@ -75,7 +75,10 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class QKVCall:
-    """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens."""
+    """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens.
+
+    `whole`, if given, is (B, T) of all tokens, of which h has this rank's.
+    """
 
     to: Projections
     eps: float
@@ -84,6 +87,7 @@ class QKVCall:
     cos: Tensor
     sin: Tensor
     save: str
+    whole: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class NormQKVNode(torch.autograd.Function):
         to, trained, rows = call.to, Trained.of(call.to, params), flat(h)
         operand, s, rstd = _normed_input(rows, norm, call.eps, to)
         B, B_back = stack_B(to, trained.B)
-        qkv = project(operand, s, to, B, h.dtype)
+        qkv, s = projected(operand, s, to, B, h.dtype)
         heads = _norm_heads_(qkv, call, q_norm, k_norm)
         ops.rope_qkv_(qkv, call.cos, call.sin, call.heads, call.kv_heads)
         need_x = any(ctx.needs_input_grad[:2])
@@ -151,7 +155,7 @@ class NormQKVNode(torch.autograd.Function):
             **weights("", to, wanted),
             **heads if wanted or any(ctx.needs_input_grad[2:4]) else {},
         )
-        return *_heads(qkv, h.shape, call), h
+        return *_heads(qkv, call.whole or h.shape[:-1], call), h
 
     @staticmethod
     @once_differentiable
@@ -185,8 +189,12 @@ def _normed_input(
     rows: Tensor, norm: Tensor | None, eps: float, to: Projections
 ) -> tuple[Scaled, Tensor | None, Tensor | None]:
     """(what the projections multiply, s, rstd or None) of RMSNorm(rows), or of the rows as they are."""
+    to = to.placed(rows.shape[0])
     if norm is None:
         return *quantize_down(rows, to), None
+    if to.over is not None:  # their scale comes from the normed rows of all ranks
+        normed, _, _, rstd = ops.rms_norm_quantize(rows, norm, eps, None, True)
+        return *quantize_down(normed, to), rstd
     scaling, unquantized = to.spec.of_state(to.state_x), to.adapted or not to.quantized
     normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, eps, scaling, unquantized)
     operand = Scaled(*x8) if to.quantized else Scaled(normed)
@@ -199,10 +207,10 @@ def _normed(saved: Kept, eps: float) -> Tensor:
     return h if saved["norm"] is None else rms_norm(h, saved["norm"], eps)
 
 
-def _heads(qkv: Tensor, shape: torch.Size, call: QKVCall) -> tuple[Tensor, ...]:
-    """q [B, H, T, D], k and v [B, Hk, T, D]: views of qkv [M, (H + 2 Hk) D]."""
+def _heads(qkv: Tensor, tokens: tuple[int, ...], call: QKVCall) -> tuple[Tensor, ...]:
+    """q [B, H, T, D], k and v [B, Hk, T, D]: views of qkv [M, (H + 2 Hk) D]. `tokens`: (B, T)."""
     counts = [call.heads, call.kv_heads, call.kv_heads]
-    split = qkv.view(*shape[:-1], sum(counts), qkv.shape[1] // sum(counts))
+    split = qkv.view(*tokens, sum(counts), qkv.shape[1] // sum(counts))
     return tuple(part.transpose(1, 2) for part in split.split(counts, 2))
 
 
@@ -265,18 +273,19 @@ class OutputNode(torch.autograd.Function):
         ctx: Any, out: Tensor, residual: Tensor, call: OutputCall, *params: Tensor | None
     ) -> Tensor:
         to, trained = call.to, Trained.of(call.to, params)
-        operand, s = quantize_down(_joined(out), to)
+        joined = _joined(out)
+        operand, s = quantize_down(joined, to.placed(joined.shape[0]))
         bytes_ = call.bytes_
         if bytes_ is not None and to.quantized:
             operand = bytes_  # x8 would round them a second time
         added = flat(residual) if call.adds else None
-        y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
+        y, s = projected(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
         wanted = Wanted.of(ctx.needs_input_grad[0], ctx.needs_input_grad[3:], trained)
         if bytes_ is None and call.save == "full" and to.quantized:
             bytes_ = operand  # over a plain base x8 would be out itself
         full = bytes_ is not None
         ctx.call, ctx.wanted, ctx.full = replace(call, bytes_=None), wanted, full
-        ctx.heads = (out.shape[1], out.shape[3])
+        ctx.tokens, ctx.heads = (out.shape[0], out.shape[2]), (out.shape[1], out.shape[3])
         keep(
             ctx,
             out=out if wanted.needs.A and not full else None,
@@ -302,7 +311,7 @@ class OutputNode(torch.autograd.Function):
             dbias = bias_gradients(call.to, dy, ctx.wanted.bias)
         dx = found.x
         if dx is not None:
-            dx = dx.view(*dh.shape[:-1], *ctx.heads).transpose(1, 2)
+            dx = dx.view(*ctx.tokens, *ctx.heads).transpose(1, 2)
         return dx, dh if call.adds else None, None, *found.A, *found.B, *dbias
 
 
@@ -322,7 +331,7 @@ class MLPNode(torch.autograd.Function):
         theirs = Trained.of(down, params[ours.length :])
         x, s, rstd = _normed_input(rows, norm, call.eps, gate_up)
         B, B_back = stack_B(gate_up, ours.B)
-        g_u = project(x, s, gate_up, B, h.dtype)
+        g_u, s = projected(x, s, gate_up, B, h.dtype)
         flags, full = ctx.needs_input_grad, call.save == "full"
         mine = Wanted.of(any(flags[:2]), flags[3:], ours)
         last = Wanted.of(bool(mine), flags[3 + ours.length :], theirs)
@@ -400,15 +409,16 @@ def _down(
         return torch.empty_like(residual), None, None, kept_g_u
     pack = needed and call.save == "fp8"
     if call.act == "gelu_tanh":
-        operand, s = quantize_down(geglu(Scaled(g_u), g_u.dtype), to)
+        operand, s = quantize_down(geglu(Scaled(g_u), g_u.dtype), to.placed(g_u.shape[0]))
         kept_g_u = packed(g_u) if pack else kept_g_u
     else:
         operand, s, bytes_ = _swiglu(g_u, to, pack)
         kept_g_u = bytes_ if pack else kept_g_u
     if not call.output:
-        return torch.empty_like(residual), operand, s, kept_g_u
+        kept_s = s if to.over is None else to.over.kept(s)
+        return torch.empty_like(residual), operand, kept_s, kept_g_u
     added = residual if call.adds else None
-    y = project(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
+    y, s = projected(operand, s, to, stack_B(to, trained.B)[0], residual.dtype, added)
     return y, operand, s, kept_g_u
 
 
@@ -416,13 +426,17 @@ def _swiglu(
     g_u: Tensor, to: Projections, pack: bool
 ) -> tuple[Scaled, Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """(down's operand, its s, (bytes and scale_inv of gate and up if `pack`))."""
-    scaling, unquantized = to.spec.of_state(to.state_x), to.adapted or not to.quantized
+    apart = to.over is not None  # their scale comes from the bytes' values of all ranks
+    scaling = None if apart else to.spec.of_state(to.state_x)
+    unquantized = apart or to.adapted or not to.quantized
     bytes_: tuple[Tensor | None, Tensor | None] = (None, None)
     if pack:
         act, *a8, data, scale_inv = ops.swiglu_quantize_and_pack(g_u, scaling, unquantized)
         bytes_ = (data, scale_inv)
     else:
         act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
+    if apart:
+        return *quantize_down(act, to.placed(act.shape[0])), bytes_
     operand = Scaled(*a8) if to.quantized else Scaled(act)
     return operand, lora_down(act, to), bytes_
 
@@ -438,9 +452,11 @@ def _act_backward(
     assert dact is not None and to.multiplier is not None
     if call.act == "gelu_tanh":
         return geglu_backward(dact, g_u, to.multiplier), None
-    unquantized = to.adapted or biases or not to.quantized
+    apart = to.over is not None
+    unquantized = apart or to.adapted or biases or not to.quantized
     spec = to.spec
+    scaling = None if apart else spec.of_state(to.state_dy)
     d, d8, scale_inv = ops.swiglu_quantize_grad(
-        dact, g_u, to.multiplier, spec.of_state(to.state_dy), spec.backward_dtype, unquantized
+        dact, g_u, to.multiplier, scaling, spec.backward_dtype, unquantized
     )
-    return d, Scaled(d8, scale_inv) if to.quantized else None
+    return d, Scaled(d8, scale_inv) if to.quantized and not apart else None

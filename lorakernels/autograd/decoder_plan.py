@@ -52,14 +52,19 @@ def planned_projections(
     to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
 ) -> PlannedProjections | None:
     """What plans take of `to`; None where there is no FP8 state, several adapters are in one
-    batch, or a tensor is not torch's own.
+    batch, ranks hold the projections together, or a tensor is not torch's own.
 
     Args:
         drawn: the dropout probability of each mask, 0 where none is drawn.
         params: what autograd sees of the projections (`fused_node.Trained`).
     """
     tensors, states = _tensors(to), (to.state_x, to.state_dy)
-    if None in states or to.batched or not are_plain(*states, *tensors, *params):
+    if (
+        None in states
+        or to.batched
+        or to.over is not None
+        or not are_plain(*states, *tensors, *params)
+    ):
         return None
     forms = tuple(
         None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)

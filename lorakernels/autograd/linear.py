@@ -29,7 +29,7 @@ of dx are then computed one projection after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from lorakernels.config import BlockScaling
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
 from lorakernels.ops.quantize_grad import hands_mask_over, side_by_side
-from lorakernels.values import Dropout, Scaled, SideBySide, Up, Weight
+from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Up, Weight
 
 Run = Callable[..., Any]
 
@@ -62,6 +62,44 @@ class PlannedProjections(NamedTuple):
     kind: Hashable
     tensors: list[Tensor]
     addresses: tuple[int, ...]
+
+
+class OverRanks(Protocol):
+    """How the ranks of a group hold projections together, each with a part, and communicate around their products."""
+
+    def scaling(self, part: Tensor, spec: LoRASpec, backward: bool = False) -> Scaling | None:
+        """The scale that all ranks have for their parts of x, or of dy; None over a plain base."""
+
+    def placed(self, to: Projections, rows: int) -> Projections:
+        """`to` with masks at the place of this rank's x, which has so many rows."""
+
+    def project(
+        self,
+        operand: Scaled,
+        s: Tensor | None,
+        to: Projections,
+        stacked_B: Tensor | None,
+        out_dtype: torch.dtype,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `projected`."""
+
+    def kept(self, s: Tensor | None) -> Tensor | None:
+        """s as backward reads it."""
+
+    def gradients(
+        self,
+        to: Projections,
+        dy: Tensor,
+        operand: Callable[[], Scaled],
+        adapters: Adapters,
+        needs: Needs,
+        dtype: torch.dtype,
+    ) -> Gradients:
+        """As `gradients`, of which all are complete."""
+
+    def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of biases, from those of this rank's rows."""
 
 
 class Projections(NamedTuple):
@@ -86,6 +124,7 @@ class Projections(NamedTuple):
         blocks: the recipe of a block-scaled base, with scale_inv and grad_scale_inv [⌈ΣN/128⌉, ⌈K/128⌉]; else None.
             x and dy' are then quantized in front of their products. Backward's dA reads x as it came.
         planned: what plans take of it; None where there are none.
+        over: where ranks hold the projections together. Weights, A or B, and biases are this rank's parts then.
     """
 
     weight: Tensor
@@ -105,6 +144,7 @@ class Projections(NamedTuple):
     weights: tuple[Tensor, ...] = ()
     blocks: BlockScaling | None = None
     planned: PlannedProjections | None = None
+    over: OverRanks | None = None
 
     @classmethod
     def single(
@@ -162,6 +202,18 @@ class Projections(NamedTuple):
         """W with the scale_inv and the transposed copy that backward uses."""
         return Weight(self.weight, self.grad_scale_inv, self.weight_t)
 
+    def scaling_x(self, x: Tensor) -> Scaling | None:
+        """The scale of x; None over a plain base."""
+        return (
+            self.spec.of_state(self.state_x)
+            if self.over is None
+            else self.over.scaling(x, self.spec)
+        )
+
+    def placed(self, rows: int) -> Projections:
+        """These projections with masks at the place of an x of so many rows."""
+        return self if self.over is None else self.over.placed(self, rows)
+
     def parts(self, matrix: Tensor, dim: int = -2) -> list[Tensor]:
         """Split the ΣR rows of `matrix` (with `dim=-1`, its columns) by adapter. For one adapter, it is `matrix`."""
         if self.adapters == 1:
@@ -186,7 +238,7 @@ def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
     operand, s = Scaled(x), None
     if to.quantized or (to.adapted and one):
         lora_A = to.lora_A if one else None
-        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.spec.of_state(to.state_x), mask)
+        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask)
         operand = Scaled(x8, scale_inv) if to.quantized else operand
     return operand, s if one and to.adapted else lora_down(x, to)
 
@@ -208,6 +260,20 @@ def project(
     return ops.fp8_linear_lora(
         operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual
     )
+
+
+def projected(
+    operand: Scaled,
+    s: Tensor | None,
+    to: Projections,
+    stacked_B: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(y as of `project`, s as backward reads it), also over ranks."""
+    if to.over is not None:
+        return to.over.project(operand, s, to, stacked_B, out_dtype, residual)
+    return project(operand, s, to, stacked_B, out_dtype, residual), s
 
 
 class Needs(NamedTuple):
@@ -263,6 +329,9 @@ def gradients(
         dtype: of dx; None takes dy's.
         run: calls an op.
     """
+    if to.over is not None:
+        assert dy8 is None
+        return to.over.gradients(to, dy, operand, adapters, needs, dtype or dy.dtype)
     s, dtype_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
@@ -276,9 +345,9 @@ def gradients(
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
         each = adapters_of(lora_B[0])
-        dA = [*_grad_A(to, ds, operand(), (dtype_A, each), dropped, run)]
+        dA = [*grad_A(to, ds, operand(), (dtype_A, each), dropped, run)]
     dx = grad_x(to, dy8, ds, dtype or dy.dtype, run, dropped) if needs.x else None
-    unstacked = _unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
+    unstacked = unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
     return Gradients(dx, dA, unstacked or [None] * len(lora_B))
 
 
@@ -313,15 +382,15 @@ def _quantize(
     return *run(ops.quantize_grad, dy, up, scaling, spec.backward_dtype, side), None
 
 
-def _grad_A(
+def grad_A(
     to: Projections,
     ds: Tensor,
     x: Scaled,
     of: tuple[torch.dtype, int],
-    dropped: Tensor | None,
-    run: Run,
+    dropped: Tensor | None = None,
+    run: Run = through_dispatcher,
 ) -> list[Tensor]:
-    """`of`: dA's dtype, and J of adapters in one batch, else 0."""
+    """dA_i = ds_iᵀ D(x) of each adapter. `of`: their dtype, and J of adapters in one batch, else 0."""
     if len(to.masks) > 1:
         pieces = zip(to.parts(ds, -1), to.masks, strict=True)
         return [run(ops.lora_grad_a, d.contiguous(), x, mask, *of) for d, mask in pieces]
@@ -378,7 +447,8 @@ def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, T
     return first, second
 
 
-def _unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
+def unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
+    """dB_i of each adapter, from that of the second result of `stack_B`."""
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
@@ -395,4 +465,4 @@ def bias_gradients(
         if dtype is not None:
             total = dy.split(list(to.rows), 1)[i].float().sum(0)
             found[i] = (total if to.multiplier is None else total / to.multiplier[i]).to(dtype)
-    return found
+    return found if to.over is None else to.over.complete(found)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
-from lorakernels.autograd.linear import Projections
+from lorakernels.autograd.linear import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
@@ -54,6 +54,7 @@ class FusedGroup:
         self.shared_dropout = shared_dropout
         self.results = results
         self.rows = tuple(member.out_features for member in self.members)
+        self.over: OverRanks | None = None  # set where ranks hold the members together
         self._forget()
         self._remember()
 
@@ -132,6 +133,7 @@ class FusedGroup:
             variant.spec,
             tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
             first.block_scaling,
+            over=self.over,
         )
         drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
         params = [*lora_A, *lora_B, *biases]
@@ -448,7 +450,7 @@ class FusedGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy: the members. The next forward joins their memory again."""
-        kept = ("members", "shared_dropout", "results", "rows")
+        kept = ("members", "shared_dropout", "results", "rows", "over")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,20 @@ Attended = Callable[
     [Tensor, Tensor, Tensor], tuple[Tensor, Scaled | None]
 ]  # q, k, v → out, its bytes
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Over(Protocol):
+    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor_fused.py).
+
+    Attributes:
+        spread: how many times the rows of a rank all are.
+    """
+
+    @property
+    def spread(self) -> int: ...
+
+    def check(self, h: Tensor) -> None:
+        """Refuse an input that split layers do not take."""
 
 
 class Context(Protocol):
@@ -94,6 +108,15 @@ class Parts:
     offload: ActivationOffload | None
     chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
     context: Context | None = None
+
+    @property
+    def over(self) -> Over | None:
+        """How ranks hold the layer together; None where they do not."""
+        return cast("Over | None", self.qkv.over)
+
+    @property
+    def spread(self) -> int:
+        return 1 if self.over is None else self.over.spread
 
     @property
     def groups(self) -> tuple[FusedGroup, ...]:
@@ -162,6 +185,10 @@ class FusedDecoderLayer(nn.Module):
                 raise RuntimeError(
                     "a fused layer trains without a key-value cache: set model.config.use_cache = False"
                 )
+            if self._fused.spread > 1:
+                raise RuntimeError(
+                    "a key-value cache needs whole rows: call parallelize with sequence_parallel=False"
+                )
             own: Tensor = super().forward(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -175,7 +202,9 @@ class FusedDecoderLayer(nn.Module):
         parts = self._fused
         hidden_states = _widened(parts, hidden_states)
         _check_call(self, parts, hidden_states, attention_mask, kwargs)
-        _check_window(self, parts.spec, hidden_states, kwargs)
+        if parts.over is not None:
+            parts.over.check(hidden_states)
+        _check_window(self, parts, hidden_states, kwargs)
         call = _call(parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(parts, hidden_states, attention_mask, kwargs))
         if not torch.is_grad_enabled():
@@ -200,14 +229,11 @@ def _widened(parts: Parts, h: Tensor) -> Tensor:
 def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Call:
     if angles is None:
         raise ValueError("position_embeddings must be (cos, sin) [1 or B, T, D], found None")
+    batch, length = _whole(parts, h, angles[0])
     for name, table in zip(("cos", "sin"), angles, strict=True):
-        if (
-            table.dim() != 3
-            or table.shape[1] != h.shape[1]
-            or table.shape[0] not in (1, h.shape[0])
-        ):
+        if table.dim() != 3 or table.shape[1] != length or table.shape[0] not in (1, batch):
             raise ValueError(
-                f"{name} of position_embeddings must be [1 or {h.shape[0]}, {h.shape[1]}, D], found {list(table.shape)}"
+                f"{name} of position_embeddings must be [1 or {batch}, {length}, D], found {list(table.shape)}"
             )
     cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous() for t in angles)
     if not parts.turns:
@@ -215,12 +241,21 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
     save, adds, act = parts.save, parts.adds, parts.spec.act
+    whole = None if parts.spread == 1 else (batch, length)
     return _Call(
-        QKVCall(qkv, parts.eps, parts.heads.query, parts.heads.key, cos, sin, save),
+        QKVCall(qkv, parts.eps, parts.heads.query, parts.heads.key, cos, sin, save, whole),
         OutputCall(o, save, adds),
         MLPCall(gate_up, down, parts.eps, save, adds=adds, act=act),
         (params[0], params[1], [*params[2], *params[3]]),
     )
+
+
+def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
+    """(B, T) of all tokens. Where ranks split the rows, h [M / ranks, 1, K] does not say it."""
+    if parts.spread == 1:
+        return h.shape[0], h.shape[1]
+    length = cos.shape[-2]
+    return h.shape[:2].numel() * parts.spread // length, length
 
 
 class _Visible(NamedTuple):
@@ -234,10 +269,12 @@ class _Visible(NamedTuple):
 
 def _visible(parts: Parts, h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible:
     starts = kwargs.get("cu_seq_lens_q")
-    tokens = h.shape[:2].numel() * (1 if parts.context is None else parts.context.size)
+    tokens = (
+        h.shape[:2].numel() * parts.spread * (1 if parts.context is None else parts.context.size)
+    )
     if starts is not None:
         return _Visible(None, True, starts, kwargs.get("max_length_q") or tokens)
-    causal = mask is None and h.shape[1] > 1 and kwargs.get("is_causal") is not False
+    causal = mask is None and h.shape[1] * parts.spread > 1 and kwargs.get("is_causal") is not False
     return _Visible(mask, causal, None, tokens)
 
 
@@ -394,12 +431,12 @@ def _form(x: Tensor) -> str:
     return f"{str(x.dtype)[6:]} {list(x.shape)} on {x.device}"
 
 
-def _check_window(layer: nn.Module, spec: LayerSpec, h: Tensor, kwargs: dict[str, Any]) -> None:
+def _check_window(layer: nn.Module, parts: Parts, h: Tensor, kwargs: dict[str, Any]) -> None:
     """Refuse packed sequences longer than a sliding window, which only a mask can express."""
     if kwargs.get("cu_seq_lens_q") is None:
         return
-    window = spec.window_of(layer)
-    longest = kwargs.get("max_length_q") or h.shape[:2].numel()
+    window = parts.spec.window_of(layer)
+    longest = kwargs.get("max_length_q") or h.shape[:2].numel() * parts.spread
     if window is not None and longest > window:
         raise ValueError(
             f"cu_seq_lens_q: sequences of up to {longest} tokens need a sliding window of {window}, which packed "

@@ -111,6 +111,9 @@ def unwire(model: nn.Module) -> list[str]:
     found = changed(model)
     for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
         refuse_held(linear, "unfuse")
+    for layer in (m for m in model.modules() if isinstance(m, FusedDecoderLayer)):
+        if layer.__dict__["_fused"].over is not None:
+            raise RuntimeError("unfuse: ranks hold the fused layers together since parallelize")
     stale: list[str] = []
     with all_or_nothing(model, [config for config, _ in found.use_cache]):
         weights = [kept.weight() for kept in found.kept]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.apply import replace_module
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
@@ -24,7 +25,9 @@ from lorakernels.parallel.tensor_check import (
     found_by,
     found_in,
     generators,
+    parts_of,
 )
+from lorakernels.parallel.tensor_fused import split_parts
 from lorakernels.parallel.tensor_layers import KINDS, Part, cut
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
@@ -170,7 +173,8 @@ def parallelize(
     scale of the whole layer, and masks are those of one GPU.
 
     Args:
-        model: a model of transformers of a family that `fuse` knows, unfused, after `apply_lora`; or any, with `plan`.
+        model: a model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`; or any, with
+            `plan`, not fused.
         mesh: one dimension of a DeviceMesh, such as `mesh["tp"]`.
         plan: {pattern of paths: "column" or "row"}. None splits q, k, v, gate and up by column, o and down by row.
         sequence_parallel: whether what lies between the split layers is split by rows: norms, residuals, activations.
@@ -181,7 +185,8 @@ def parallelize(
     Raises:
         TypeError: the model has no config of transformers.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
-            ranks' models or random states differ, a layer is fused, grouped, merged or sharded, or a parameter
+            ranks' models or random states differ, a layer is grouped, merged or sharded, or fused with offloaded
+            activations or FP8 attention, or a parameter
             outside of the split layers trains. All ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
@@ -196,7 +201,13 @@ def parallelize(
         mine = fingerprint(model, found, sequence_parallel)
     check_equal(comm.agree(ranks.group, mine))
     flat = found.spec is not None
+    fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
+    for parts in fused:
+        for group in parts.groups:
+            group.separate()  # its matrices are joined anew, of the parts
     cuts = {path: _split(model, path, by, ranks, flat) for path, by in found.cuts.items()}
+    for parts in fused:
+        split_parts(parts, ranks)
     if found.spec is not None and ranks.sequence:
         first = next(iter(found.layers))
         base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])

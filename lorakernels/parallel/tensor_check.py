@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lorakernels.fusion.families import KNOWN, LayerSpec, family_of
-from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.autograd.attention import FP8
+from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import is_held
 from lorakernels.modules.initial import initial_of
@@ -65,11 +66,11 @@ def found_in(model: nn.Module) -> Found:
     """The decoder layers of a model of transformers, and the linears in them.
 
     Raises:
-        ValueError: there is none, they are of several families, fused, hold projections packed in one, or have norms
-            behind them.
+        ValueError: there is none, they are of several families, hold projections packed in one, have norms behind them,
+            or are fused in a way that cannot be split.
     """
     layers = dict(_decoder_layers(model))
-    specs = {id(s): s for layer in layers.values() if (s := family_of(type(layer)))}
+    specs = {id(s): s for layer in layers.values() if (s := spec_of(layer))}
     if len(specs) != 1:
         raise ValueError(
             f"{type(model).__name__} must have decoder layers of one family: parallelize knows {KNOWN}; "
@@ -89,11 +90,31 @@ def found_in(model: nn.Module) -> Found:
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if isinstance(module, FusedDecoderLayer):
-            raise ValueError(
-                f"{path} is fused: fused layers cannot be split over ranks yet; unfuse"
-            )
-        if family_of(type(module)):
+            if objection := _objection_to_fused(parts_of(module)):
+                raise ValueError(
+                    f"{path} is fused {objection}, which cannot be split over ranks yet"
+                )
             yield path, module
+        elif family_of(type(module)):
+            yield path, module
+
+
+def parts_of(layer: FusedDecoderLayer) -> Parts:
+    """How a fused layer runs."""
+    parts: Parts = vars(layer)["_fused"]
+    return parts
+
+
+def _objection_to_fused(parts: Parts) -> str:
+    if parts.over is not None:
+        return "and split over ranks already"
+    if parts.offload is not None:
+        return "with offload_activations=True"
+    if parts.attention == FP8:
+        return f"with attention={FP8!r}"
+    if parts.context is not None:
+        return "with rows over ranks: call parallelize before context_parallel"
+    return ""
 
 
 def check(model: nn.Module, found: Found, ranks: Ranks) -> None:

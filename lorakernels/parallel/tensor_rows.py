@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_layers import OWN_ROWS
 from lorakernels.parallel.tensor_ranks import Ranks
@@ -55,11 +56,15 @@ class Rows:
         self._shape = torch.Size()
 
     def attach(self, layers: list[nn.Module], attention: str, last_norm: nn.Module) -> None:
-        """Hook decoder layers, their modules at the place `attention`, and the norm after the last layer."""
+        """Hook decoder layers, their modules at the place `attention`, and the norm after the last layer.
+
+        A fused layer runs without its modules, and knows the shape of all rows.
+        """
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         for layer in layers:
-            module = layer.get_submodule(attention)
-            module.register_forward_pre_hook(self._stand_in, with_kwargs=True)
+            if not isinstance(layer, FusedDecoderLayer):
+                module = layer.get_submodule(attention)
+                module.register_forward_pre_hook(self._stand_in, with_kwargs=True)
         last_norm.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

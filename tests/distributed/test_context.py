@@ -41,6 +41,8 @@ WORLDS = {
         Way("fused, FP8", dropout=0.1, fp8=True, fused=True),
         Way("2 x 2", dropout=0.1, vocabulary=False),
         Way("2 x 2, vocabulary", vocabulary=True),
+        Way("2 x 2, fused", dropout=0.1, fused=True, vocabulary=True),
+        Way("2 x 2, fused, FP8", fused=True, fp8=True, save="full", vocabulary=False),
         Way("2 x 2, FP8", dropout=0.1, fp8=True, automatic=True, vocabulary=True),
     ),
 }

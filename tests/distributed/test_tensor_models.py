@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.tensor_models import Way, worker
+from lorakernels import unfuse
+from lorakernels.parallel import parallelize
+from tests.distributed.tensor_models import Way, make, worker
 from tests.fusion.fused_models import FP32
 from tests.processes import on_ranks
 
@@ -40,11 +43,42 @@ MORE = (
     Way("vocabulary", True, fp8=False, dropout=0.0, vocabulary=True),
     Way("tied vocabulary", True, fp8=False, vocabulary=True, model={"tie_word_embeddings": True}),
 )
-WORLDS = {2: (*SOME, *MORE), 4: SOME}
+FUSED = (
+    *(Way("fused, plain", s, fp8=False, dropout=0.0, save="recompute") for s in (False, True)),
+    *(Way("fused, dropout", s, fp8=False, save="full") for s in (False, True)),
+    *(Way("fused, FP8", s, save="recompute") for s in (False, True)),
+    Way("fused, FP8, full", True, save="full"),
+    Way("fused, FP8, fp8", True, save="fp8"),
+    Way("fused, FP8, checkpoint", True, save="checkpoint"),
+    Way("fused, FP8, checkpoint", False, save="checkpoint"),
+    Way("fused, some targets", True, targets=("q_proj", "v_proj", "o_proj"), save="recompute"),
+    Way("fused, bfloat16", True, dtype=torch.bfloat16, save="recompute"),
+    Way("fused, checkpointed reentrantly", True, fp8=False, checkpoint=True, save="recompute"),
+    Way("fused, scales updated by the layers", True, automatic=True, save="recompute"),
+    Way("fused Qwen2, trained biases", False, fp8=False, dropout=0.0, family="Qwen2", bias="lora_only", save="full"),
+    Way("fused Qwen2, trained biases", True, fp8=False, dropout=0.0, family="Qwen2", bias="lora_only", save="full"),
+    Way("fused Qwen3", True, fp8=False, family="Qwen3", save="recompute"),
+    Way("fused, vocabulary", True, fp8=False, dropout=0.0, vocabulary=True, save="recompute"),
+)  # fmt: skip
+FAULTS = tuple(
+    Way(name, sequence, fp8=fp8, save="recompute", fault=fault)
+    for name, sequence, fp8, fault in (
+        ("fused", False, False, "no sum over the ranks"),
+        ("fused", True, False, "no sum over the ranks"),
+        ("fused", True, False, "factors not summed"),
+        ("fused", True, False, "rows not summed"),
+        ("fused", True, False, "equal masks"),
+        ("fused, FP8", True, True, "each rank's own scale"),
+    )
+)
+WORLDS = {2: (*SOME, *MORE, *FUSED), 4: (*SOME, *FUSED[4:6])}
 ON_GPU = (
     Way("FP8, bfloat16", False, dtype=torch.bfloat16),
     Way("FP8, bfloat16", True, dtype=torch.bfloat16),
     Way("checkpointed", True, dtype=torch.bfloat16, checkpoint=False),
+    Way("fused", False, dtype=torch.bfloat16, save="recompute"),
+    Way("fused", True, dtype=torch.bfloat16, save="recompute"),
+    Way("fused, fp8", True, dtype=torch.bfloat16, save="fp8"),
 )
 _ran: dict[tuple[str, int], Any] = {}
 
@@ -83,6 +117,43 @@ CASES = [pytest.param(w, way, id=f"{w} ranks-{way}") for w, ways in WORLDS.items
 def test_a_model_over_ranks_trains_as_the_whole_one(world: int, way: Way) -> None:
     for found in results(world):
         check(way, found[str(way)])
+
+
+@pytest.mark.parametrize("way", FAULTS, ids=str)
+def test_a_fault_of_fused_layers_is_seen(way: Way) -> None:
+    if ("faults", 2) not in _ran:
+        _ran["faults", 2] = on_ranks(worker, 2, "gloo", [*FAULTS])
+    found = [found[str(way)] for found in _ran["faults", 2]]
+    with pytest.raises(AssertionError):
+        for each in found:
+            check(way, each)
+
+
+def refusals(rank: int, device: torch.device) -> list[str]:
+    """What fused layers say that are split, by rows too."""
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))["tp"]
+    model = make(Way("fused", True, save="recompute"), device)
+    parallelize(model, mesh)
+    tokens = torch.arange(12).view(1, 12)
+    said = []
+    for what in (
+        lambda: unfuse(model),
+        lambda: parallelize(model, mesh),
+        lambda: model.eval().generate(tokens, max_new_tokens=2, do_sample=False, use_cache=True),
+        lambda: model.train().half()(tokens),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+            what()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_split_fused_layers_refuse() -> None:
+    for said in on_ranks(refusals, 2, "gloo"):
+        assert "ranks hold the fused layers together" in said[0]
+        assert "is fused and split over ranks already" in said[1]
+        assert "call parallelize with sequence_parallel=False" in said[2]
+        assert "found torch.float16" in said[3]
 
 
 def test_two_groups_beside_each_other() -> None:

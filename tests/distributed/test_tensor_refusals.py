@@ -38,9 +38,9 @@ WHOLE, CPU = Way("", False), torch.device("cpu")
 Model = Callable[[int], nn.Module]
 
 
-def fused(rank: int) -> nn.Module:
+def offloading(rank: int) -> nn.Module:
     model = make(WHOLE, CPU)
-    fuse(model, attention="math")
+    fuse(model, attention="math", save="checkpoint", offload_activations=True)
     return model
 
 
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         None,
         "model.layers.0.mlp.gate_proj has out_features 97, which must be a multiple of the 2 ranks",
     ),
-    "fused": (fused, None, "model.layers.0 is fused"),
+    "offloaded activations": (offloading, None, "model.layers.0 is fused with offload_activations"),
     "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is a GroupedLoRALinear"),
     "merged": (merged, None, "model.layers.0.self_attn.q_proj is merged"),
     "packed": (lambda rank: adapted("Phi3", LINEARS), None, "Phi3DecoderLayer packs projections"),

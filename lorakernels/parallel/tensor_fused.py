@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused layers over the ranks of a tensor-parallel group: the projections of one x communicate once for all of them.
+
+It is what tensor_nodes.py does for one linear layer, in the places that autograd/linear.py has for it. q, k and v
+gather one x8 and one s together, and so do gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd import linear
+from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.fusion.layer import Parts
+from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
+from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
+from lorakernels.values import Scaled, Scaling, Up
+
+
+@dataclass(frozen=True)
+class Split:
+    """The projections of one x, by column or by row. It is an `OverRanks` of autograd/linear.py.
+
+    Attributes:
+        by: "column" or "row".
+        ranks: who hold the other parts.
+        scales: the FP8 scales that they share; None over a plain base.
+    """
+
+    by: str
+    ranks: Ranks
+    scales: SharedScales | None
+
+    @property
+    def spread(self) -> int:
+        """How many times the rows between split layers all rows are."""
+        return self.ranks.size if self.ranks.sequence else 1
+
+    def check(self, h: Tensor) -> None:
+        """Refuse what split layers do not have yet.
+
+        Raises:
+            RuntimeError: under CUDA graph capture.
+            TypeError: float16.
+        """
+        if h.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a fused layer that is split over ranks cannot be captured in a CUDA graph yet: run it eagerly"
+            )
+        if h.dtype == torch.float16:
+            raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
+
+    def scaling(self, part: Tensor, spec: LoRASpec, backward: bool = False) -> Scaling | None:
+        if self.scales is None:
+            return None
+        return self.scales.of(part, spec.column, spec.delayed, backward)
+
+    def placed(self, to: Projections, rows: int) -> Projections:
+        row0 = self.ranks.rank * rows if self.by == "column" and self.ranks.sequence else 0
+        col0 = self.ranks.rank * to.weight.shape[1] if self.by == "row" else 0
+        masks = [m and m._replace(row0=m.row0 + row0, col0=m.col0 + col0) for m in to.masks]
+        return to._replace(masks=tuple(masks))
+
+    def project(
+        self,
+        operand: Scaled,
+        s: Tensor | None,
+        to: Projections,
+        stacked_B: Tensor | None,
+        out_dtype: torch.dtype,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.by == "column":
+            whole, s = gathered(self.ranks, operand, s)
+            return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
+        own = to._replace(bias=None)
+        y = summed(self.ranks, linear.project(operand, s, own, stacked_B, out_dtype))
+        for added in (to.bias, residual):
+            y = y if added is None else y.add_(added)
+        return y, self.kept(s)
+
+    def kept(self, s: Tensor | None) -> Tensor | None:
+        return s if self.by == "column" else summed_factor(self.ranks, s)
+
+    def gradients(
+        self,
+        to: Projections,
+        dy: Tensor,
+        operand: Callable[[], Scaled],
+        adapters: Adapters,
+        needs: Needs,
+        dtype: torch.dtype,
+    ) -> Gradients:
+        s, dtype_A, lora_B, stacked_B = adapters
+        block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
+        dy8, ds, dB = self._quantized(to, dy, block, s if needs.B else None)
+        if self.by == "row":
+            dy8, ds = gathered(self.ranks, dy8, ds)
+            dB = summed_over_rows(self.ranks, dB)
+            here = self.placed(to, dy.shape[0])
+            dx = linear.grad_x(here, dy8, ds, dtype) if needs.x else None
+        else:
+            dx = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype)) if needs.x else None
+            ds = summed_factor(self.ranks, ds) if needs.A else None
+            here = to if ds is None else self.placed(to, ds.shape[0])
+        dA: list[Tensor | None] = [None] * len(lora_B)
+        if needs.A and ds is not None and dtype_A is not None:
+            found = linear.grad_A(here, ds, operand(), (dtype_A, 0))
+            by_row = self.by == "row"
+            dA = [a if by_row else summed_over_rows(self.ranks, a) for a in found]
+        if dB is None:
+            return Gradients(dx, dA, [None] * len(lora_B))
+        return Gradients(dx, dA, linear.unstack_B(to, dB, len(lora_B)))
+
+    def _quantized(
+        self, to: Projections, dy: Tensor, block: Tensor | None, s: Tensor | None
+    ) -> tuple[Scaled, Tensor | None, Tensor | None]:
+        """(dy8 and its scale_inv, or dy over a plain base; ds; if there is an s, dB of `stack_B`'s second result)."""
+        spec, scaling = to.spec, self.scaling(dy, to.spec, backward=True)
+        up = None if block is None else Up(block, s, spec.scaling)
+        if up is None and scaling is None:
+            return Scaled(dy), None, None
+        data, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
+        dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
+        return dy8, None if up is None else ds, None if s is None else dB
+
+    def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
+        if self.by == "column":
+            return dbias
+        return [summed_over_rows(self.ranks, d) for d in dbias]
+
+
+def split_parts(parts: Parts, ranks: Ranks) -> None:
+    """Let a fused layer, whose linear layers were cut, run over the ranks."""
+    for group in parts.groups:
+        by = "column" if group in (parts.qkv, parts.gate_up) else "row"
+        group.rows = tuple(member.out_features for member in group.members)
+        group.over = Split(by, ranks, getattr(group.first, "scales", None))
+    heads = parts.heads
+    parts.heads = heads._replace(query=heads.query // ranks.size, key=heads.key // ranks.size)
