@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,41 +29,13 @@ from lorakernels.autograd.rms_norm import rms_norm
 from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.offload import ActivationOffload
+from lorakernels.fusion.over_ranks import Context, Over
 from lorakernels.values import Scaled
 
 Attended = Callable[
     [Tensor, Tensor, Tensor], tuple[Tensor, Scaled | None]
 ]  # q, k, v → out, its bytes
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-class Over(Protocol):
-    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor_fused.py).
-
-    Attributes:
-        spread: how many times the rows of a rank all are.
-    """
-
-    @property
-    def spread(self) -> int: ...
-
-    def check(self, h: Tensor) -> None:
-        """Refuse an input that split layers do not take."""
-
-
-class Context(Protocol):
-    """Attention over ranks that have some of each row's tokens (parallel/context_attention.py).
-
-    Attributes:
-        size: how many times a rank's tokens all are.
-    """
-
-    size: int
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
-    ) -> Tensor:
-        """out [B, H, T, D] of this rank's q, k and v. `documents`: where they begin, and the tokens of the longest."""
 
 
 @dataclass(eq=False)
@@ -117,6 +89,10 @@ class Parts:
     @property
     def spread(self) -> int:
         return 1 if self.over is None else self.over.spread
+
+    @property
+    def flat(self) -> bool:
+        return self.over is not None and self.over.flat
 
     @property
     def groups(self) -> tuple[FusedGroup, ...]:
@@ -185,7 +161,7 @@ class FusedDecoderLayer(nn.Module):
                 raise RuntimeError(
                     "a fused layer trains without a key-value cache: set model.config.use_cache = False"
                 )
-            if self._fused.spread > 1:
+            if self._fused.flat:
                 raise RuntimeError(
                     "a key-value cache needs whole rows: call parallelize with sequence_parallel=False"
                 )
@@ -241,7 +217,7 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
     save, adds, act = parts.save, parts.adds, parts.spec.act
-    whole = None if parts.spread == 1 else (batch, length)
+    whole = (batch, length) if parts.flat else None
     return _Call(
         QKVCall(qkv, parts.eps, parts.heads.query, parts.heads.key, cos, sin, save, whole),
         OutputCall(o, save, adds),
@@ -252,7 +228,7 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
 
 def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
     """(B, T) of all tokens. Where ranks split the rows, h [M / ranks, 1, K] does not say it."""
-    if parts.spread == 1:
+    if not parts.flat:
         return h.shape[0], h.shape[1]
     length = cos.shape[-2]
     return h.shape[:2].numel() * parts.spread // length, length
@@ -274,7 +250,9 @@ def _visible(parts: Parts, h: Tensor, mask: Tensor | None, kwargs: dict[str, Any
     )
     if starts is not None:
         return _Visible(None, True, starts, kwargs.get("max_length_q") or tokens)
-    causal = mask is None and h.shape[1] * parts.spread > 1 and kwargs.get("is_causal") is not False
+    causal = (
+        mask is None and (h.shape[1] > 1 or parts.flat) and kwargs.get("is_causal") is not False
+    )
     return _Visible(mask, causal, None, tokens)
 
 

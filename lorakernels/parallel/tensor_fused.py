@@ -42,6 +42,10 @@ class Split:
         """How many times the rows between split layers all rows are."""
         return self.ranks.size if self.ranks.sequence else 1
 
+    @property
+    def flat(self) -> bool:
+        return self.ranks.sequence
+
     def check(self, h: Tensor) -> None:
         """Refuse what split layers do not have yet.
 

@@ -71,7 +71,7 @@ FAULTS = tuple(
         ("fused, FP8", True, True, "each rank's own scale"),
     )
 )
-WORLDS = {2: (*SOME, *MORE, *FUSED), 4: (*SOME, *FUSED[4:6])}
+WORLDS = {1: (SOME[5], FUSED[5]), 2: (*SOME, *MORE, *FUSED), 4: (*SOME, *FUSED[4:6])}
 ON_GPU = (
     Way("FP8, bfloat16", False, dtype=torch.bfloat16),
     Way("FP8, bfloat16", True, dtype=torch.bfloat16),
