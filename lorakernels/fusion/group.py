@@ -82,6 +82,13 @@ class FusedGroup:
         """Members with an active adapter, which is neither merged nor switched off."""
         return [m for m in self.members if is_active(m)]
 
+    @property
+    def drawn(self) -> int:
+        """How many masks a forward in training draws."""
+        adapted = self.adapted
+        masks = {*self._variant(True, adapted).masks}
+        return sum(bool(adapted[index].lora_dropout) for index in masks)
+
     def call(self) -> tuple[Projections, list[Tensor | None]]:
         """Prepare one forward: join the members, update the FP8 state in training, and draw the masks.
 
