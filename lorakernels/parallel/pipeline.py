@@ -18,6 +18,7 @@ from lorakernels.parallel import comm
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
     check,
+    check_ranks,
     fingerprint,
     generators,
     managed_by_graphs,
@@ -60,7 +61,7 @@ class PipelineParallel:
             Stage(model, places, stages[i], i, len(stages))
             for i in range(ranks.rank, len(stages), ranks.size)
         ]
-        self._schedules: dict[bool, tuple[Any, Any, torch.dtype]] = {}
+        self._schedules: dict[bool, tuple[Any, Any]] = {}
         vars(model)[_OF_MODEL] = self
 
     @classmethod
@@ -179,7 +180,7 @@ class PipelineParallel:
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
         count = torch.as_tensor(count, dtype=torch.float32, device=device)
         tokens = inputs["input_ids"]
-        schedule, dtype = self._schedule(tokens, trains, device)
+        schedule = self._schedule(tokens, trains, device)
         batch = Batch(_microbatches(inputs, n), list(wanted.chunk(n)), count)
         slots = self._slots if self.model.training else []
         draws = Draws(slots, [stage.index for stage in self._own], n)
@@ -196,7 +197,7 @@ class PipelineParallel:
         finally:
             for stage in self._own:
                 stage.end()
-        total = torch.zeros(1, dtype=dtype, device=device)
+        total = torch.zeros(1, device=device)
         for loss in last.losses:
             total += loss
         comm.all_reduce(self.ranks.group, total)
@@ -232,14 +233,12 @@ class PipelineParallel:
                     f"{path} is compiled or managed by lorakernels.graphs since pipeline_parallel: stages run eagerly"
                 )
 
-    def _schedule(
-        self, tokens: Tensor, trains: bool, device: torch.device
-    ) -> tuple[Any, torch.dtype]:
-        """torch's schedule over this rank's stages, and the dtype of losses. It is made anew for another shape."""
+    def _schedule(self, tokens: Tensor, trains: bool, device: torch.device) -> Any:
+        """torch's schedule over this rank's stages. It is made anew for another shape."""
         shape = tokens.shape[0] // self.microbatches, tokens.shape[1]
         kept = self._schedules.get(trains)
         if kept is not None and kept[0] == (shape, device):
-            return kept[1], kept[2]
+            return kept[1]
         weight = None
         if self._own[0].is_first:
             embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
@@ -251,16 +250,14 @@ class PipelineParallel:
                     f"rows must be equal on all ranks, found microbatches of {list(found[0][0])} on rank 0 and of "
                     f"{list(other)} on rank {rank}"
                 )
-        hidden = found[0][1]
-        dtype = torch.float64 if hidden == torch.float64 else torch.float32
-        schedule = self._engine(shape, (hidden, dtype), trains, device)
-        self._schedules[trains] = (shape, device), schedule, dtype
-        return schedule, dtype
+        schedule = self._engine(shape, found[0][1], trains, device)
+        self._schedules[trains] = (shape, device), schedule
+        return schedule
 
     def _engine(
         self,
         shape: tuple[int, int],
-        dtypes: tuple[torch.dtype, torch.dtype],
+        dtype: torch.dtype,
         trains: bool,
         device: torch.device,
     ) -> Any:
@@ -274,8 +271,8 @@ class PipelineParallel:
         config: Any = self.model.config
         rows = torch.empty(shape, dtype=torch.int64, device="meta")
         width = config.get_text_config().hidden_size
-        hidden = torch.empty((*shape, width), dtype=dtypes[0], device="meta", requires_grad=trains)
-        loss = torch.empty(1, dtype=dtypes[1], device="meta")
+        hidden = torch.empty((*shape, width), dtype=dtype, device="meta", requires_grad=trains)
+        loss = torch.empty(1, device="meta")
         made = [
             PipelineStage(
                 stage,
@@ -322,7 +319,7 @@ def pipeline_parallel(
     Args:
         model: a causal language model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`.
         mesh: one dimension of a DeviceMesh, such as `mesh["pp"]`.
-        microbatches: how many parts the rows of a step are cut into.
+        microbatches: how many parts the rows of a step are cut into, at least one for each rank.
         chunks: stages of each rank. One is torch's Schedule1F1B, more are ScheduleInterleaved1F1B.
 
     Raises:
@@ -343,6 +340,7 @@ def pipeline_parallel(
         check(model, places)
         parts = cut(len(places.layers), ranks.size * chunks)
         stages = [[places.layers[i] for i in part] for part in parts]
+        check_ranks(model, stages, ranks.size)
         mine = {"microbatches": microbatches, "chunks": chunks, **fingerprint(model)}
         states = _states(model)
     check_equal(comm.agree(ranks.group, mine))
@@ -355,7 +353,9 @@ def _check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
     for name, value in (("microbatches", microbatches), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, found {value!r}")
-    rounds = max(1, microbatches // ranks)
+    if microbatches < ranks:
+        raise ValueError(f"microbatches must be at least the {ranks} ranks, found {microbatches}")
+    rounds = microbatches // ranks  # what torch's interleaved schedule runs at a time
     if chunks > 1 and microbatches % rounds:
         raise ValueError(
             f"microbatches must be a multiple of {rounds} for {chunks} chunks over {ranks} ranks, found {microbatches}"

@@ -162,6 +162,20 @@ def generators(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
+    """Refuse ranks that would have nothing to train.
+
+    Raises:
+        ValueError: it names the rank.
+    """
+    for rank in range(ranks):
+        own = [model.get_submodule(path) for part in stages[rank::ranks] for path in part]
+        if not any(p.requires_grad for layer in own for p in layer.parameters()):
+            raise ValueError(
+                f"rank {rank} would have no parameter that trains: take fewer ranks, or adapters on more layers"
+            )
+
+
 def slots_by_stage(model: nn.Module, stages: list[list[str]]) -> list[int]:
     """How many slots each stage draws for a microbatch."""
     return [sum(slots_of(model.get_submodule(path)) for path in own) for own in stages]

@@ -80,12 +80,12 @@ class Batch(NamedTuple):
     Attributes:
         inputs: of each microbatch, what the model takes beside its tokens.
         labels: of each microbatch, int64 [b, S], shifted.
-        count: fp32 [], by which the losses' sum is divided.
+        items: fp32 [], by which the losses' sum is divided.
     """
 
     inputs: list[dict[str, Any]]
     labels: list[Tensor]
-    count: Tensor
+    items: Tensor
 
 
 class Places(NamedTuple):
@@ -111,6 +111,10 @@ class Stage(nn.Module):
         own: paths of its decoder layers.
         losses: of the microbatches that the last stage ran in this step, each fp32 [1].
     """
+
+    model: nn.Module
+    view: Any
+    entry: Any
 
     def __init__(
         self, model: nn.Module, places: Places, own: list[str], index: int, count: int
@@ -164,7 +168,7 @@ class Stage(nn.Module):
         hidden: Tensor = found.last_hidden_state
         if not self.is_last:
             return hidden.contiguous()
-        loss = sum_of_losses(self.model, hidden, batch.labels[index]) / batch.count
+        loss = sum_of_losses(self.model, hidden, batch.labels[index]) / batch.items
         self.losses.append(loss.detach().reshape(1))
         return loss[None].clone()  # torch detaches it in place, which a view is not
 

@@ -122,7 +122,9 @@ def step_alone(model: Any, labels: Tensor, inputs: dict[str, Any], way: Way) -> 
 
 def loss_in_double(model: Any, labels: Tensor, inputs: dict[str, Any], way: Way) -> Tensor:
     """Of all rows at once, from whole logits."""
-    inputs = {n: x for n, x in inputs.items() if n in ("input_ids", "attention_mask", "position_ids")}
+    inputs = {
+        n: x for n, x in inputs.items() if n in ("input_ids", "attention_mask", "position_ids")
+    }
     if way.packed:
         at = torch.arange(LENGTH)
         same = (at[:, None] < 5) == (at[None] < 5)
@@ -142,10 +144,11 @@ def train(
     for step in range(STEPS):
         model.zero_grad()
         labels, inputs = batch(step, way, device)
-        if cut is None:
-            loss = step_alone(model, labels, inputs, way)
-        else:
-            loss = cut.forward_backward(labels, **inputs)
+        loss = (
+            step_alone(model, labels, inputs, way)
+            if cut is None
+            else cut.forward_backward(labels, **inputs)
+        )
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         values = {n: p.detach().cpu().clone() for n, p in trained.items()}
         grads = {n: p.grad.cpu().clone() for n, p in trained.items() if p.grad is not None}
