@@ -460,6 +460,10 @@ class FusedGroup:
         kept = ("members", "shared_dropout", "results", "rows", "over")
         return {name: self.__dict__[name] for name in kept}
 
+    def let_go(self) -> None:
+        """Hold no memory: the layer has left the model, and its members have none either."""
+        self._forget()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.fusion.rewire import let_go
 from lorakernels.parallel import comm
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
@@ -163,14 +164,16 @@ class PipelineParallel:
         owners = {path: i % size for i, own in enumerate(self.stages) for path in own}
         last = (len(self.stages) - 1) % size
         owners |= {places.embedding: 0, places.norm: last, places.head: last}
-        found = []
+        found, gone = [], []
         for path, rank in owners.items():
             if rank != self.ranks.rank:
                 where, _, name = path.rpartition(".")
                 parent = self.model.get_submodule(where)
-                absent = Absent(path, rank, parent.get_submodule(name))
+                gone.append(parent.get_submodule(name))
+                absent = Absent(path, rank, gone[-1])
                 parent._modules[name] = absent
                 found.append((parent, name, absent))
+        let_go(self.model, gone)
         return found
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
