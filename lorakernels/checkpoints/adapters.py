@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +50,7 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
+from lorakernels.parallel import PipelineParallel
 
 
 def save_adapter(
@@ -61,8 +64,8 @@ def save_adapter(
 
     A new directory appears with both files at once. In an existing directory, each file is written beside its
     place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
-    crash between the two renames leaves new weights beside the old config. With sharded parameters every rank must
-    call this, and rank 0 writes.
+    crash between the two renames leaves new weights beside the old config. With sharded parameters, and after
+    `pipeline_parallel`, every rank must call this, and rank 0 writes.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
     causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
@@ -74,23 +77,23 @@ def save_adapter(
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
-    layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
-    check_enabled(layers)
-    for name, layer in layers.items():
-        refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
     if task_type not in (None, *TASK_TYPES):
         raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
-    check_scalings(layers)
-    rules = describe(model, layers)
+    stages = PipelineParallel.of(model)
+    with stages.structure() if stages else nullcontext():
+        layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
+        check_enabled(layers)
+        for name, layer in layers.items():
+            refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
+        check_scalings(layers)
+        rules = describe(model, layers)
     parameters = adapter_tensors(model)
     tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
     join_initial(model, tensors)
     for stack in stacks_of(model):
         stack.join(tensors)
-    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
-        return folder
     kind = type(model)
     config = to_peft_dict(
         next(iter(layers.values())).config,
@@ -99,7 +102,10 @@ def save_adapter(
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
         **rules,
     )
-    write_files(folder, config, tensors)
+    if stages is not None:
+        stages.first_rank_writes(tensors, partial(write_files, folder, config))
+    elif not any(map(is_sharded, parameters.values())) or torch.distributed.get_rank() == 0:
+        write_files(folder, config, tensors)
     return folder
 
 
@@ -125,6 +131,7 @@ def load_adapter(
             unchanged then.
     """
     model, folder = _unwrap(model), Path(path)
+    stages = PipelineParallel.of(model)
     config = read_config(folder, fp8, weight_layout)
     tensors = read_weights(folder)
     adapted = bool(lora_modules(model))
@@ -132,8 +139,9 @@ def load_adapter(
         _check_not_meta(model)
         if adapted:
             _check_unmerged(model)
-            expected = slots(adapter_tensors(model))
-            widen(model, expected)
+            with stages.structure() if stages else nullcontext():
+                expected = slots(adapter_tensors(model))
+                widen(model, expected)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:

@@ -82,13 +82,6 @@ class FusedGroup:
         """Members with an active adapter, which is neither merged nor switched off."""
         return [m for m in self.members if is_active(m)]
 
-    @property
-    def drawn(self) -> int:
-        """How many masks a forward in training draws."""
-        adapted = self.adapted
-        masks = {*self._variant(True, adapted).masks}
-        return sum(bool(adapted[index].lora_dropout) for index in masks)
-
     def call(self) -> tuple[Projections, list[Tensor | None]]:
         """Prepare one forward: join the members, update the FP8 state in training, and draw the masks.
 
@@ -459,10 +452,6 @@ class FusedGroup:
         """State for pickle and deepcopy: the members. The next forward joins their memory again."""
         kept = ("members", "shared_dropout", "results", "rows", "over")
         return {name: self.__dict__[name] for name in kept}
-
-    def let_go(self) -> None:
-        """Hold no memory: the layer has left the model, and its members have none either."""
-        self._forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -153,8 +153,9 @@ def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
         }
     for module in (m for each in gone for m in each.modules()):
         if isinstance(module, FusedDecoderLayer):
-            for group in module._fused.groups:
-                group.let_go()
+            parts: Parts = module.__dict__["_fused"]
+            for group in parts.groups:
+                group.__setstate__(group.__getstate__())  # as a copy that has joined nothing yet
         module._parameters.clear()
         module._buffers.clear()
 

@@ -7,7 +7,7 @@ model, and keeps losses, gradients, masks and FP8 scales those of one process th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,6 +135,15 @@ class PipelineParallel:
             found |= part
         order = {name: i for i, name in enumerate(self._names)}
         return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+
+    def first_rank_writes(
+        self, own: dict[str, Tensor], write: Callable[[dict[str, Tensor]], Any]
+    ) -> None:
+        """Collective: call `write` with all ranks' `own` on the first one. What it raises is raised on all."""
+        found = self.gathered(own)
+        with comm.together(self.ranks.group):
+            if self.ranks.rank == 0:
+                write(found)
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.

@@ -134,7 +134,11 @@ def slots_of(layer: nn.Module) -> int:
     """How many dropout slots a forward of the layer draws in training."""
     if isinstance(layer, FusedDecoderLayer):
         parts: Parts = layer.__dict__["_fused"]
-        return sum(group.drawn for group in parts.groups)
+        groups = ([bool(m.lora_dropout) for m in group.adapted] for group in parts.groups)
+        shared = [group.shared_dropout for group in parts.groups]
+        return sum(
+            sum(drops[:1] if one else drops) for drops, one in zip(groups, shared, strict=True)
+        )
     adapters = (m for m in layer.modules() if isinstance(m, LoRALinear))
     return sum(bool(m.lora_dropout) and not (m.merged or m.disable_adapters) for m in adapters)
 
