@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,7 +49,7 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.parallel import PipelineParallel
+from lorakernels.parallel import PipelineParallel, comm
 
 
 def save_adapter(
@@ -77,35 +76,43 @@ def save_adapter(
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
+    stages = PipelineParallel.of(model)
+    if stages is not None:
+        values = stages.whole_values()
+        with comm.together(stages.ranks.group), stages.whole(values):
+            if stages.ranks.rank == 0:
+                _save(model, folder, base_model_name_or_path, task_type)
+        return folder
+    return _save(model, folder, base_model_name_or_path, task_type)
+
+
+def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | None) -> Path:
+    layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
+    check_enabled(layers)
+    for name, layer in layers.items():
+        refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
     if task_type not in (None, *TASK_TYPES):
         raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
-    stages = PipelineParallel.of(model)
-    with stages.structure() if stages else nullcontext():
-        layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
-        if not layers:
-            raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
-        check_enabled(layers)
-        for name, layer in layers.items():
-            refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
-        check_scalings(layers)
-        rules = describe(model, layers)
+    check_scalings(layers)
+    rules = describe(model, layers)
     parameters = adapter_tensors(model)
     tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
     join_initial(model, tensors)
     for stack in stacks_of(model):
         stack.join(tensors)
+    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
+        return folder
     kind = type(model)
     config = to_peft_dict(
         next(iter(layers.values())).config,
-        base_model_name_or_path=base_model_name_or_path or getattr(model, "name_or_path", None),
+        base_model_name_or_path=base or getattr(model, "name_or_path", None),
         task_type=task_type or _task_type(model),
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
         **rules,
     )
-    if stages is not None:
-        stages.first_rank_writes(tensors, partial(write_files, folder, config))
-    elif not any(map(is_sharded, parameters.values())) or torch.distributed.get_rank() == 0:
-        write_files(folder, config, tensors)
+    write_files(folder, config, tensors)
     return folder
 
 

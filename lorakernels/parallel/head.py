@@ -7,20 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
+from lorakernels.autograd.linear_cross_entropy import CHUNK, linear_cross_entropy
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.parallel.tensor_vocabulary import VocabularyHead, vocabulary_loss
 
 IGNORE = -100
 
 
-def sum_of_losses(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+def sum_of_losses(model: Any, hidden: Tensor, labels: Tensor, chunk: int = CHUNK) -> Tensor:
     """The sum of the losses of a causal language model, fp32 [] (fp64 if hidden is).
 
     Args:
         model: of transformers.
         hidden: [..., H], behind the last norm.
         labels: int64 [...], shifted; IGNORE does not count.
+        chunk: number of tokens whose logits exist at the same time, with an nn.Linear as head.
 
     Raises:
         ValueError: the model changes its logits, and its head is neither an nn.Linear nor split over ranks.
@@ -36,6 +37,7 @@ def sum_of_losses(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
             labels,
             bias=head.bias,
             ignore_index=IGNORE,
+            chunk=chunk,
             reduction="sum",
             change=change,
         )

@@ -7,13 +7,14 @@ model, and keeps losses, gradients, masks and FP8 scales those of one process th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lorakernels.autograd.linear_cross_entropy import CHUNK
 from lorakernels.fusion.rewire import let_go
 from lorakernels.parallel import comm
 from lorakernels.parallel.head import IGNORE
@@ -26,13 +27,24 @@ from lorakernels.parallel.pipeline_check import (
     places_of,
     slots_by_stage,
 )
-from lorakernels.parallel.pipeline_stages import Absent, Batch, Draws, Places, Stage, cut, shifted
+from lorakernels.parallel.pipeline_stages import (
+    Absent,
+    Batch,
+    Draws,
+    Microbatch,
+    Places,
+    Stage,
+    cut,
+    shifted,
+)
 from lorakernels.parallel.tensor_check import check_equal
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState
 
 _OF_MODEL = "pipeline_parallel"
 _ROWS = ("position_ids", "attention_mask")
+_INITIAL = (".lora_A_init", ".lora_B_init")
 _TAKEN = ("input_ids", *_ROWS, "cu_seq_lens_q", "max_length_q")
 
 
@@ -44,7 +56,13 @@ class PipelineParallel:
         ranks: the group, and this rank's place in it.
         microbatches: how many parts the rows of a step are cut into.
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
+        loss_chunk: number of tokens whose logits exist at the same time.
+        offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
+            torch's CPU generator has before the step.
     """
+
+    loss_chunk: int = CHUNK
+    offsets: PhiloxState | None = None
 
     def __init__(
         self,
@@ -136,14 +154,34 @@ class PipelineParallel:
         order = {name: i for i, name in enumerate(self._names)}
         return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
 
-    def first_rank_writes(
-        self, own: dict[str, Tensor], write: Callable[[dict[str, Tensor]], Any]
-    ) -> None:
-        """Collective: call `write` with all ranks' `own` on the first one. What it raises is raised on all."""
-        found = self.gathered(own)
-        with comm.together(self.ranks.group):
-            if self.ranks.rank == 0:
-                write(found)
+    def whole_values(self) -> dict[str, Tensor]:
+        """Collective: `whole_adapters`, and the initial adapters of OLoRA and PiSSA, for `whole`."""
+        initial = {n: b for n, b in self.model.named_buffers() if n.endswith(_INITIAL)}
+        return self.gathered({n: p.detach() for n, p in self._trained()} | initial)
+
+    @contextmanager
+    def whole(self, values: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the model has all modules, and those of other ranks have `values`; the rest of them is on meta.
+
+        Nothing in it runs. `save_adapter` takes it for a model of one process.
+        """
+        before: list[tuple[dict[str, Any], str, Tensor]] = []
+        with self.structure():
+            for path, value in values.items():
+                where, _, name = path.rpartition(".")
+                module = self.model.get_submodule(where)
+                is_buffer = name in module._buffers
+                held: dict[str, Any] = module._buffers if is_buffer else module._parameters
+                if held[name].is_meta:
+                    before.append((held, name, held[name]))
+                    held[name] = value if is_buffer else nn.Parameter(value)
+            del vars(self.model)[_OF_MODEL]
+            try:
+                yield
+            finally:
+                vars(self.model)[_OF_MODEL] = self
+                for held, name, on_meta in before:
+                    held[name] = on_meta
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
@@ -186,16 +224,30 @@ class PipelineParallel:
         return found
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
-        device = next(self.model.parameters()).device
-        self._refuse(labels, inputs, device)
-        wanted, n = shifted(labels), self.microbatches
+        self._refuse_inputs(labels, inputs)
+        wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
-        count = torch.as_tensor(count, dtype=torch.float32, device=device)
-        tokens = inputs["input_ids"]
+        return self.run(_microbatches(wanted, inputs, self.microbatches), count, trains)
+
+    def run(self, microbatches: Sequence[Microbatch], items: Any, trains: bool) -> Tensor:
+        """Collective: what `forward_backward` does, or with `trains` False `loss`, of rows that are cut already.
+
+        Args:
+            microbatches: as many as `pipeline_parallel` was given, of one shape and equal on all ranks.
+            items: by which the losses' sum is divided, a number or one value.
+            trains: whether there is a backward.
+
+        Raises:
+            RuntimeError: layers are managed by graphs, or this is compiled or captured.
+        """
+        device, n = next(self.model.parameters()).device, self.microbatches
+        self._refuse(device)
+        items = torch.as_tensor(items, dtype=torch.float32, device=device)
+        tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
-        batch = Batch(_microbatches(inputs, n), list(wanted.chunk(n)), count)
+        batch = Batch(microbatches, items, self.loss_chunk)
         slots = self._slots if self.model.training else []
-        draws = Draws(slots, [stage.index for stage in self._own], n)
+        draws = Draws(slots, [stage.index for stage in self._own], n, self.offsets)
         for stage in self._own:
             stage.begin(batch, draws)
         at, last = torch.arange(n), self._own[-1]
@@ -215,11 +267,19 @@ class PipelineParallel:
         comm.all_reduce(self.ranks.group, total)
         return total[0]
 
-    def _refuse(self, labels: Tensor, inputs: dict[str, Any], device: torch.device) -> None:
+    def _refuse(self, device: torch.device) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("a pipeline cannot be compiled: run it eagerly")
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
+        for path in (path for stage in self._own for path in stage.own):
+            layer = self.model.get_submodule(path)
+            if managed_by_graphs(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+                raise RuntimeError(
+                    f"{path} is compiled or managed by lorakernels.graphs since pipeline_parallel: stages run eagerly"
+                )
+
+    def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:
         for name in inputs:
             if name not in _TAKEN:
                 raise TypeError(f"a pipeline takes {[*_TAKEN]} of whole rows, found {name}")
@@ -237,12 +297,6 @@ class PipelineParallel:
             if x is not None and name in wanted and x.shape not in wanted[name]:
                 raise ValueError(
                     f"{name} must be {list(tokens.shape)} as the rows, found {list(x.shape)}"
-                )
-        for path in (path for stage in self._own for path in stage.own):
-            layer = self.model.get_submodule(path)
-            if managed_by_graphs(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
-                raise RuntimeError(
-                    f"{path} is compiled or managed by lorakernels.graphs since pipeline_parallel: stages run eagerly"
                 )
 
     def _schedule(self, tokens: Tensor, trains: bool, device: torch.device) -> Any:
@@ -390,21 +444,20 @@ def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:
     return loss
 
 
-def _microbatches(inputs: dict[str, Any], n: int) -> list[dict[str, Any]]:
-    """What the model takes beside its tokens, of each microbatch."""
+def _microbatches(wanted: Tensor, inputs: dict[str, Any], n: int) -> list[Microbatch]:
     tokens = inputs["input_ids"]
-    found: list[dict[str, Any]] = [{} for _ in range(n)]
+    others: list[dict[str, Any]] = [{} for _ in range(n)]
     for name in _ROWS:
         x = inputs.get(name)
         if x is not None:
             parts = [x] * n if len(x) == 1 and len(tokens) > 1 else x.chunk(n)
-            for each, part in zip(found, parts, strict=True):
+            for each, part in zip(others, parts, strict=True):
                 each[name] = part
     starts = inputs.get("cu_seq_lens_q")
     if starts is not None:
         own = tokens.numel() // n
         longest = min(inputs.get("max_length_q") or own, own)
-        for i, each in enumerate(found):
+        for i, each in enumerate(others):
             each["cu_seq_lens_q"] = (starts - i * own).clamp(0, own)
             each["max_length_q"] = longest
-    return found
+    return [*map(Microbatch, tokens.chunk(n), wanted.chunk(n), others)]

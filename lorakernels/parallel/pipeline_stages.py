@@ -9,7 +9,7 @@ takes the first layer's place, so that whatever the model does to its embedding 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.parallel.head import IGNORE, sum_of_losses
-from lorakernels.state.philox import skip_slots
+from lorakernels.state.philox import PhiloxState, skip_slots
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -74,18 +74,32 @@ class _Skipped(nn.Module):
         return hidden_states if self.hidden is None else self.hidden
 
 
+class Microbatch(NamedTuple):
+    """Some rows of a step, equally many in each microbatch.
+
+    Attributes:
+        tokens: int64 [b, S].
+        labels: int64 [b, S], of each token the next one; IGNORE does not count.
+        inputs: what else the model takes.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    inputs: dict[str, Any]
+
+
 class Batch(NamedTuple):
     """What all stages read of one step.
 
     Attributes:
-        inputs: of each microbatch, what the model takes beside its tokens.
-        labels: of each microbatch, int64 [b, S], shifted.
+        microbatches: of the step.
         items: fp32 [], by which the losses' sum is divided.
+        chunk: number of tokens whose logits exist at the same time.
     """
 
-    inputs: list[dict[str, Any]]
-    labels: list[Tensor]
+    microbatches: Sequence[Microbatch]
     items: Tensor
+    chunk: int
 
 
 class Places(NamedTuple):
@@ -156,19 +170,20 @@ class Stage(nn.Module):
             at: int64 [1] on the CPU, which microbatch it is.
         """
         index, batch = int(at), self._batch
+        own = batch.microbatches[index]
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         if not self.is_first:
             self.entry.hidden = x
         try:
             with self._draws.of(self.index, index):
-                found = self.view(use_cache=False, **inputs, **batch.inputs[index])
+                found = self.view(use_cache=False, **inputs, **own.inputs)
         finally:
             if not self.is_first:
                 self.entry.hidden = None
         hidden: Tensor = found.last_hidden_state
         if not self.is_last:
             return hidden.contiguous()
-        loss = sum_of_losses(self.model, hidden, batch.labels[index]) / batch.items
+        loss = sum_of_losses(self.model, hidden, own.labels, batch.chunk) / batch.items
         self.losses.append(loss.detach().reshape(1))
         return loss[None].clone()  # torch detaches it in place, which a view is not
 
@@ -182,14 +197,19 @@ class Draws:
         counts: how many slots each stage draws for a microbatch.
         own: the stages of this rank.
         microbatches: of the step.
+        state: if given, all microbatches begin with one state of the generator, and each with an offset of this state
+            of its own, the next one. Afterwards the offset is as before.
     """
 
-    def __init__(self, counts: list[int], own: list[int], microbatches: int) -> None:
+    def __init__(
+        self, counts: list[int], own: list[int], microbatches: int, state: PhiloxState | None = None
+    ) -> None:
+        self._state = state
         self._states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._any = any(counts)
         if not self._any:
             return
-        for microbatch in range(microbatches):
+        for microbatch in range(microbatches if state is None else 1):
             for stage, count in enumerate(counts):
                 before = torch.get_rng_state() if stage in own else None
                 skip_slots(count)
@@ -206,10 +226,15 @@ class Draws:
         if not self._any:
             yield
             return
-        before, after = self._states[stage, microbatch]
+        state, alone = self._state, self._state is None
+        before, after = self._states[stage, microbatch if alone else 0]
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(before)
+            if state is not None:
+                state.advance(microbatch)
             yield
+            if state is not None:
+                state.advance(-microbatch)
             if not torch.equal(torch.get_rng_state(), after):
                 raise RuntimeError(
                     f"stage {stage} drew another number of random numbers than its layers did when the model was cut: "

@@ -50,6 +50,14 @@ def files(rank: int, device: torch.device, way: Way, folder: Path) -> dict[str, 
         save_adapter(whole, folder / "one")
     cut = pipeline_parallel(make(way, device), mesh["pp"], microbatches=2, chunks=way.chunks)
     before = [n for n, _ in cut.model.named_modules()]
+    values = [p.detach().clone() for p in cut.model.parameters()]
+    with torch.no_grad():  # what is saved is what is there at the time
+        for p in cut.model.parameters():
+            if p.requires_grad:
+                p.add_(1)
+        save_adapter(cut.model, folder / "two")
+        for p, value in zip(cut.model.parameters(), values, strict=True):
+            p.copy_(value)
     save_adapter(cut.model, folder / "two")
     comm.agree(cut.ranks.group, None)
     configs = [json.loads((folder / name / CONFIG).read_text()) for name in ("one", "two")]
