@@ -5,6 +5,7 @@ from lorakernels.parallel.context import ContextParallel, context_parallel
 from lorakernels.parallel.offload import Offload
 from lorakernels.parallel.optimizer import ShardedAdamW
 from lorakernels.parallel.pipeline import PipelineParallel, pipeline_parallel
+from lorakernels.parallel.pipeline_stages import Microbatch
 from lorakernels.parallel.plan import ShardPlan
 from lorakernels.parallel.sharded_base import ShardedBase, shard_base
 from lorakernels.parallel.tensor import TensorParallel, parallelize
@@ -13,6 +14,7 @@ from lorakernels.parallel.tensor_layers import ColumnParallelLoRALinear, RowPara
 __all__ = [
     "ColumnParallelLoRALinear",
     "ContextParallel",
+    "Microbatch",
     "Offload",
     "PipelineParallel",
     "RowParallelLoRALinear",

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.parallel.head import IGNORE, sum_of_losses
-from lorakernels.state.philox import PhiloxState, skip_slots
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState, PhiloxStates, skip_slots
 
-_PLAIN = (str, int, float, bool, type(None))
+# of a module: its numbers, and the states that all layers share
+_KEPT = (str, int, float, bool, type(None), FP8State, PhiloxState, PhiloxStates)
 
 
 class Absent(nn.Module):
@@ -49,7 +51,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     nn.Module.__init__(new)
     for name, value in vars(module).items():
         # a config is a value; anything else may hold memory
-        if isinstance(value, _PLAIN) or type(value).__module__ == "lorakernels.config":
+        if isinstance(value, _KEPT) or type(value).__module__ == "lorakernels.config":
             new.__dict__[name] = value
     for name, p in module._parameters.items():
         new._parameters[name] = None if p is None else nn.Parameter(p.to("meta"), p.requires_grad)
