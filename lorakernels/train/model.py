@@ -274,7 +274,7 @@ def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
     if batch.starts is None or not takes_starts(decoder, batch.input_ids):
         mask = attention_mask(batch.segments)
         if _is_eager(decoder):
-            dtype = _dtype(decoder)
+            dtype = _dtype(decoder, decoder.get_input_embeddings())
             least = torch.finfo(dtype).min
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
         return {"position_ids": batch.positions, "attention_mask": mask}
@@ -302,12 +302,12 @@ def takes_starts(decoder: Any, like: Tensor) -> bool:
     fused = any("FusedDecoderLayer" in {kind.__name__ for kind in type(m).__mro__} for m in layers)
     halves = (torch.bfloat16, torch.float16)
     plain = not _is_eager(decoder)
-    return fused and plain and like.is_cuda and _dtype(decoder) in halves
+    return fused and plain and like.is_cuda and _dtype(decoder, decoder.embed_tokens) in halves
 
 
-def _dtype(decoder: Any) -> torch.dtype:
+def _dtype(decoder: Any, embedding: Any) -> torch.dtype:
     """That of hidden states. A stage without the embedding has norms of its dtype."""
-    weight = getattr(decoder.get_input_embeddings(), "weight", None)
+    weight = getattr(embedding, "weight", None)
     if weight is None:
         frozen = (p for p in decoder.parameters() if p.is_floating_point() and not p.requires_grad)
         weight = next(p for p in frozen if p.element_size() > 1)
