@@ -24,9 +24,17 @@ Cli = Callable[..., int]
 PP = ["--pp", 2]
 FORMS = {
     "plain": ["--no-fp8", "--lora-dropout", "0"],
-    "whole rows": ["--no-fp8", "--no-isolate-documents", "--fuse"],
+    "whole rows": ["--no-fp8", "--no-isolate-documents", "--fuse", "--load-best-model-at-end"],
+    "LoRA+": ["--no-fp8", "--loraplus-lr-ratio", "4", "--optim", "adamw_torch"],
+    "adafactor": ["--no-fp8", "--optim", "adafactor"],
     "FP8": ["--fuse", "--save", "checkpoint"],
 }
+RESUMED = ("LoRA+", "adafactor", "FP8")
+
+
+def norms(output: Path) -> list[float]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [line["grad_norm"] for line in lines if "grad_norm" in line]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +57,13 @@ def alone(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(run: list[Any], alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
     runs: list[list[Any]] = [[*run, *form, *PP, "--output", folder / name] for name, form in FORMS.items()]  # fmt: skip
-    runs += [
-        ["copy", folder / "FP8", folder / "parts", "step-00000004"],
-        [*run, *FORMS["FP8"], *PP, "--output", folder / "parts", "--resume"],
-        ["copy", alone / "FP8", folder / "from one", "step-00000004"],
-        [*run, *FORMS["FP8"], *PP, "--output", folder / "from one", "--resume"],
-    ]
+    for name in RESUMED:
+        for begun, parts in (
+            (folder, folder / f"{name} parts"),
+            (alone, folder / f"{name} from one"),
+        ):
+            runs.append(["copy", begun / name, parts, "step-00000004"])
+            runs.append([*run, *FORMS[name], *PP, "--output", parts, "--resume"])
     on_ranks(runs, folder)
     return folder
 
@@ -71,6 +80,15 @@ def test_two_stages_train_as_one_process(form: str, alone: Path, two_ranks: Path
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_norm_of_gradients_is_that_of_all_stages(
+    form: str, alone: Path, two_ranks: Path
+) -> None:
+    found, expected = (norms(folder / form) for folder in (two_ranks, alone))
+    np.testing.assert_allclose(found, expected, rtol=1e-2 if form == "FP8" else 1e-4)
+    assert len(expected) == 4
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_files_are_those_of_one_process(form: str, alone: Path, two_ranks: Path) -> None:
     for name in ("adapter", "checkpoints/step-00000002"):
         ours, theirs = two_ranks / form / name, alone / form / name
@@ -82,18 +100,21 @@ def test_files_are_those_of_one_process(form: str, alone: Path, two_ranks: Path)
             torch.testing.assert_close(found[key], value, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["parts", "from one"])
-def test_a_run_goes_on_from_a_checkpoint(name: str, two_ranks: Path) -> None:
-    np.testing.assert_allclose(losses(two_ranks / name), losses(two_ranks / "FP8"), rtol=1e-4)
+@pytest.mark.parametrize("form", RESUMED)
+@pytest.mark.parametrize("begun", ["parts", "from one"])
+def test_a_run_goes_on_from_a_checkpoint(form: str, begun: str, two_ranks: Path) -> None:
+    found, expected = losses(two_ranks / f"{form} {begun}"), losses(two_ranks / form)
+    np.testing.assert_allclose(found, expected, rtol=0 if begun == "parts" else 1e-4)
 
 
+@pytest.mark.parametrize("form", RESUMED)
 def test_one_process_goes_on_from_the_checkpoint_of_two_stages(
-    cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+    form: str, cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
 ) -> None:
-    copy = Path(shutil.copytree(two_ranks / "FP8", tmp_path / "copy"))
+    copy = Path(shutil.copytree(two_ranks / form, tmp_path / "copy"))
     shutil.rmtree(copy / "checkpoints" / "step-00000004")
-    assert cli(*run, *FORMS["FP8"], "--output", copy, "--resume") == 0
-    np.testing.assert_allclose(losses(copy), losses(two_ranks / "FP8"), rtol=1e-4)
+    assert cli(*run, *FORMS[form], "--output", copy, "--resume") == 0
+    np.testing.assert_allclose(losses(copy), losses(two_ranks / form), rtol=1e-4)
 
 
 def test_two_replicas_of_two_stages(run: list[Any], tmp_path: Path) -> None:
