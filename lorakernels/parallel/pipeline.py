@@ -276,7 +276,7 @@ class PipelineParallel:
             layer = self.model.get_submodule(path)
             if managed_by_graphs(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
                 raise RuntimeError(
-                    f"{path} is compiled or managed by lorakernels.graphs since pipeline_parallel: stages run eagerly"
+                    f"{path} is compiled or managed by lorakernels.graphs since it was cut: stages run eagerly"
                 )
 
     def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:

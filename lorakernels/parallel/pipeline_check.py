@@ -91,7 +91,7 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     if norm.dtype != embedding.dtype:
         yield f"has norms of {norm.dtype} behind an embedding of {embedding.dtype}: they must be equal"
     if managed_by_graphs(layer):
-        yield "is managed by lorakernels.graphs: stages run without CUDA graphs"
+        yield "is managed by attach or lorakernels.graphs: stages run without CUDA graphs"
     if isinstance(layer, FusedDecoderLayer):
         parts: Parts = layer.__dict__["_fused"]
         if parts.offload is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lorakernels import PhiloxState, fuse
+from lorakernels import PhiloxState, attach, fuse
 from lorakernels.parallel import (
     ShardedAdamW,
     comm,
@@ -277,6 +277,8 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["positions"] = refused(
         lambda: cut.loss(labels, input_ids=tokens, position_ids=tokens[:2])
     )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    found["attached"] = refused(lambda: attach(model, optimizer))
     found["no gradients"] = refused(torch.no_grad()(lambda: cut.forward_backward(labels, **inputs)))
     found["other rows"] = refused(
         lambda: cut.loss(labels[: 2 + 2 * rank], input_ids=tokens[: 2 + 2 * rank])
@@ -310,7 +312,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "split": "is split by parallelize, which a pipeline does not have yet",
         "held": "is in a sharded or offloaded base, which a pipeline does not have yet",
         "away": "ValueError: model.layers.0 keeps activations in host memory",
-        "managed": "ValueError: model.layers.0 is managed by lorakernels.graphs",
+        "managed": "ValueError: model.layers.0 is managed by attach or lorakernels.graphs",
         "mesh": "ValueError: mesh must have one dimension",
         "twice": "ValueError: the model was cut into stages already",
         "forward": "of the pipeline: the model runs by PipelineParallel.forward_backward",
@@ -319,9 +321,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "rows": "B a positive multiple of the 2 microbatches, found [3, 12]",
         "labels": "ValueError: labels must be [4, 12] as the rows, found [2, 12]",
         "positions": "ValueError: position_ids must be [4, 12] as the rows, found [2, 12]",
+        "attached": "ValueError: the model was cut into stages by pipeline_parallel",
         "no gradients": "RuntimeError: forward_backward needs gradients",
         "other rows": "ValueError: rows must be equal on all ranks, found microbatches of [1, 12] on rank 0",
-        "compiled later": "is compiled or managed by lorakernels.graphs since pipeline_parallel",
+        "compiled later": "is compiled or managed by lorakernels.graphs since it was cut",
         "another generator": "but torch's CPU generator differ",
     }
     for found in on_ranks(refusals, 2, "gloo"):
