@@ -30,7 +30,14 @@ from lorakernels.modules import (
     unmerge_lora,
 )
 from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import ContextParallel, ShardPlan, context_parallel
+from lorakernels.parallel import (
+    ContextParallel,
+    Microbatch,
+    PipelineParallel,
+    ShardPlan,
+    context_parallel,
+    pipeline_parallel,
+)
 from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
@@ -85,4 +92,7 @@ __all__ = [
     "unfuse",
     "unload",
     "unmerge_lora",
+    "Microbatch",
+    "PipelineParallel",
+    "pipeline_parallel",
 ]

@@ -54,6 +54,7 @@ RUN_BY = {
         "test_tensor_parallel",
         "test_layers_for_authors",
         "test_context_parallel",
+        "test_pipeline_parallel",
         "test_fsdp",
     ],
     "graphs/README.md": ["test_graphs"],
@@ -281,8 +282,14 @@ def test_context_parallel(one_rank: dict[str, Any]) -> None:
     assert names["loss"].isfinite()
 
 
+def test_pipeline_parallel(one_rank: dict[str, Any]) -> None:
+    tokens = torch.arange(16).expand(8, 16)
+    names = on_one_rank(6, one_rank, tokens=tokens, labels=tokens)
+    assert names["loss"].isfinite() and "1 stages over 1 ranks" in str(names["pipeline"])
+
+
 def test_fsdp(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(6, with_a_group(one_rank))
+    names = on_one_rank(7, with_a_group(one_rank))
     tokens = names["tokens"]
     assert names["model"](tokens, labels=tokens).loss.isfinite()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
+from lorakernels.parallel import PipelineParallel, comm
 
 
 def save_adapter(
@@ -61,8 +63,8 @@ def save_adapter(
 
     A new directory appears with both files at once. In an existing directory, each file is written beside its
     place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
-    crash between the two renames leaves new weights beside the old config. With sharded parameters every rank must
-    call this, and rank 0 writes.
+    crash between the two renames leaves new weights beside the old config. With sharded parameters, and after
+    `pipeline_parallel`, every rank must call this, and rank 0 writes.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
     causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
@@ -74,6 +76,17 @@ def save_adapter(
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
+    stages = PipelineParallel.of(model)
+    if stages is not None:
+        values = stages.whole_values()
+        with comm.together(stages.ranks.group), stages.whole(values):
+            if stages.ranks.rank == 0:
+                _save(model, folder, base_model_name_or_path, task_type)
+        return folder
+    return _save(model, folder, base_model_name_or_path, task_type)
+
+
+def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | None) -> Path:
     layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
@@ -94,7 +107,7 @@ def save_adapter(
     kind = type(model)
     config = to_peft_dict(
         next(iter(layers.values())).config,
-        base_model_name_or_path=base_model_name_or_path or getattr(model, "name_or_path", None),
+        base_model_name_or_path=base or getattr(model, "name_or_path", None),
         task_type=task_type or _task_type(model),
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
         **rules,
@@ -125,6 +138,7 @@ def load_adapter(
             unchanged then.
     """
     model, folder = _unwrap(model), Path(path)
+    stages = PipelineParallel.of(model)
     config = read_config(folder, fp8, weight_layout)
     tensors = read_weights(folder)
     adapted = bool(lora_modules(model))
@@ -132,8 +146,9 @@ def load_adapter(
         _check_not_meta(model)
         if adapted:
             _check_unmerged(model)
-            expected = slots(adapter_tensors(model))
-            widen(model, expected)
+            with stages.structure() if stages else nullcontext():
+                expected = slots(adapter_tensors(model))
+                widen(model, expected)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:

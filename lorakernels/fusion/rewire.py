@@ -138,6 +138,28 @@ def unwire(model: nn.Module) -> list[str]:
     return stale
 
 
+def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
+    """Free the memory of decoder layers and norms that have left `model` for good, fused or not.
+
+    The record for `unwire` then has the others alone. A report of `fuse` that somebody keeps holds no memory of them.
+    """
+    modules = {id(m) for each in gone for m in each.modules()}
+    found: Changed | None = model.__dict__.get(_CHANGED)
+    if found is not None:
+        found.kept = [kept for kept in found.kept if id(kept.layer) not in modules]
+        found.norms = [norm for norm in found.norms if id(norm) not in modules]
+        found.columns = {
+            group: kept for group, kept in found.columns.items() if id(group.first) not in modules
+        }
+    for module in (m for each in gone for m in each.modules()):
+        if isinstance(module, FusedDecoderLayer):
+            parts: Parts = module.__dict__["_fused"]
+            for group in parts.groups:
+                group.__setstate__(group.__getstate__())  # as a copy that has joined nothing yet
+        module._parameters.clear()
+        module._buffers.clear()
+
+
 @contextmanager
 def _apart_on_failure(groups: Iterable[FusedGroup]) -> Iterator[None]:
     """When an exception passes, give the members of `groups` memory of their own again.

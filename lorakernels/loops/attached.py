@@ -26,6 +26,7 @@ from lorakernels.graphs import Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.projections import frozen_layers, share_state
+from lorakernels.parallel import PipelineParallel
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 IN_EVAL = (
@@ -250,8 +251,8 @@ def attach(
         options: for GraphManager and its GraphOptions: max_shapes (4 here), grads, mode, backend, on_new_shape.
 
     Raises:
-        ValueError: the model has no adapter or is attached already, an optimizer has no trained parameter of the
-            model, or a layer is not the model's.
+        ValueError: the model has no adapter, is attached already or was cut into stages, an optimizer has no trained
+            parameter of the model, or a layer is not the model's.
         TypeError: an argument is of another type, or an option is not GraphManager's.
     """
     optimizers = _optimizers(optimizer)
@@ -357,6 +358,11 @@ def _check(
             raise ValueError(
                 f"{type(model).__name__} is attached already: give all its optimizers in one call, or detach() first"
             )
+    if PipelineParallel.of(model) is not None:
+        raise ValueError(
+            "the model was cut into stages by pipeline_parallel, which draws for each microbatch itself: call "
+            "reduce_and_update of its FP8State and advance of its PhiloxState after the optimizer's step"
+        )
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     for optimizer in optimizers:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model over several GPUs: layers or rows split over them; the frozen FP8 base and optimizer states kept once."""
+"""One model over several GPUs: its layers, rows or depth split; the frozen FP8 base and optimizer states kept once."""
 
 from lorakernels.parallel.context import ContextParallel, context_parallel
 from lorakernels.parallel.offload import Offload
 from lorakernels.parallel.optimizer import ShardedAdamW
+from lorakernels.parallel.pipeline import PipelineParallel, pipeline_parallel
+from lorakernels.parallel.pipeline_stages import Microbatch
 from lorakernels.parallel.plan import ShardPlan
 from lorakernels.parallel.sharded_base import ShardedBase, shard_base
 from lorakernels.parallel.tensor import TensorParallel, parallelize
@@ -12,7 +14,9 @@ from lorakernels.parallel.tensor_layers import ColumnParallelLoRALinear, RowPara
 __all__ = [
     "ColumnParallelLoRALinear",
     "ContextParallel",
+    "Microbatch",
     "Offload",
+    "PipelineParallel",
     "RowParallelLoRALinear",
     "ShardPlan",
     "ShardedAdamW",
@@ -20,5 +24,6 @@ __all__ = [
     "TensorParallel",
     "context_parallel",
     "parallelize",
+    "pipeline_parallel",
     "shard_base",
 ]

@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
-from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.tensor_check import check_equal, checksum, generators
 from lorakernels.parallel.tensor_ranks import Ranks
-from lorakernels.parallel.tensor_vocabulary import VocabularyHead, vocabulary_loss
 
-IGNORE = -100
 ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
 _OF_MODEL = "context_parallel"
 _OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
@@ -87,7 +84,7 @@ class ContextParallel:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
         count = (shifted != IGNORE).sum().clamp(min=1) if items is None else items
         count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device)
-        own = self._sum(hidden, self.shard(shifted)) / count
+        own = sum_of_losses(model, hidden, self.shard(shifted)) / count
         total = own.detach().clone()
         comm.all_reduce(self.ranks.group, total)
         return own + (total - own.detach())
@@ -152,32 +149,6 @@ class ContextParallel:
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
         return {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
-
-    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The losses' sum of this rank's tokens."""
-        model: Any = self.model
-        head = model.get_output_embeddings()
-        change = change_of_logits(model.config.get_text_config())
-        if isinstance(head, VocabularyHead):
-            return vocabulary_loss(hidden.flatten(0, 1), head, labels.flatten(), 1)
-        if type(head) is nn.Linear:
-            return linear_cross_entropy(
-                hidden,
-                head.weight,
-                labels,
-                bias=head.bias,
-                ignore_index=IGNORE,
-                reduction="sum",
-                change=change,
-            )
-        if change is not None:
-            raise ValueError(
-                f"the head is a {type(head).__name__}: a model that changes its logits needs a plain nn.Linear"
-            )
-        logits = head(hidden).float().flatten(0, 1)
-        return nn.functional.cross_entropy(
-            logits, labels.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
 
     def attach(self, layers: dict[str, nn.Module]) -> ContextParallel:
         """Let the model's attention run over the ranks."""

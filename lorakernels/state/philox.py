@@ -327,6 +327,11 @@ def model_parallel_states(
     return states
 
 
+def skip_slots(count: int) -> None:
+    """Leave torch's CPU generator where `count` slots of `PhiloxState`s would leave it."""
+    torch.randint(_INT63, (count,), dtype=torch.int64, device="cpu")
+
+
 def draw_slot(state: PhiloxState | PhiloxStates | None, device: torch.device) -> Tensor:
     """int64 [2] for one call of one dropout site, from `state`, or from torch's generator of `device` if it is None.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ class AdapterFiles:
         base: the base model's directory, which the adapter's config names.
         beside: {path in the directory: contents} of the other files.
         card: the model card as it is now; None writes none.
+        around: in which the model is whole, where ranks have stages of it.
     """
 
     model: nn.Module
     base: Path
     beside: Mapping[str, bytes]
     card: Callable[[], bytes] | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def write(self, folder: Path) -> None:
         """Write all files into the existing directory `folder`. Every file is synced.
@@ -44,9 +47,10 @@ class AdapterFiles:
         """
         from lorakernels import save_adapter
 
-        save_adapter(
-            self.model, folder, base_model_name_or_path=str(self.base), task_type="CAUSAL_LM"
-        )
+        with self.around():
+            save_adapter(
+                self.model, folder, base_model_name_or_path=str(self.base), task_type="CAUSAL_LM"
+            )
         card = {} if self.card is None else {CARD: self.card()}
         for name, data in {**self.beside, **card}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -18,17 +18,18 @@ from lorakernels.train.ranks import STEP, Ranks
 
 
 def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
-    """The ranks, `cp` of which share each row.
+    """The ranks, `cp` of which share each row, or `pp` of which have a model's stages.
 
     Raises:
-        OptionError: `cp` does not divide their number.
+        OptionError: `cp` or `pp` does not divide their number.
     """
-    if ranks.size % options.cp:
-        raise OptionError(
-            f"cp must divide the number of ranks, got {options.cp} for {ranks.size}: torchrun --nproc-per-node N "
-            "-m -- lorakernels.cli finetune ..."
-        )
-    return replace(ranks, cp=options.cp)
+    for name in ("cp", "pp"):
+        if ranks.size % getattr(options, name):
+            raise OptionError(
+                f"{name} must divide the number of ranks, got {getattr(options, name)} for {ranks.size}: torchrun "
+                "--nproc-per-node N -m -- lorakernels.cli finetune ..."
+            )
+    return replace(ranks, cp=options.cp, pp=options.pp)
 
 
 def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:

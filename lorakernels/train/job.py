@@ -19,6 +19,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.pipeline import collect, cut_stages, whole_model
 from lorakernels.train.preflight import check_before_loading, check_vocabulary, read_config
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reading, Reporter
@@ -181,6 +183,7 @@ def adapt(
         save_activations(model)
     fused = fuse_layers(model, options, device)
     share_rows(model, ranks, device)
+    cut_stages(model, options, ranks, device, random)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
         **data.identity,
@@ -194,14 +197,20 @@ def adapt(
     trainer = Trainer(*given) if adapters is None else JobsTrainer(adapters, jobs, *given)
     session = make_session(trainer, data.held, reporter, metrics)
     files = AdapterFiles(
-        model, directory, tokenizer_files(tokenizer), lambda: card(directory, data, session)
+        model,
+        directory,
+        tokenizer_files(tokenizer),
+        lambda: card(directory, data, session),
+        partial(whole_model, model),
     )
     if not isinstance(trainer, JobsTrainer):
         checkpoints.adapter = files
     session.checkpoints, session.identity = checkpoints, identity
     if options.resume:
         session.resume()
-    for line in choices(report, runtime, fused, describe(device, ranks)):
+    with whole_model(model):
+        lines = choices(report, runtime, fused, describe(device, ranks))
+    for line in lines:
         reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()
     ranks.on_first(lambda: replace_file(output / "options.json", written))
@@ -222,6 +231,7 @@ def adapt(
             merged = write_merged(directory, adapter, options.merge)
             reporter.say(f"merged model ({options.merge}) in {merged}")
 
+    collect(model)
     ranks.on_first(finish)
     return Result(model, report, session, output if jobs else adapter, bool(fused))
 
@@ -348,7 +358,8 @@ def make_session(trainer: Trainer, held: PackedRows, reporter: Reporter, metrics
     peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
     tokens = trainer.rows_per_step * options.seq_len
     reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
-    flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
+    with whole_model(model):
+        flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
     return Session(trainer, held, options, reporter, metrics, flops, peak)
 
 

@@ -42,6 +42,7 @@ from lorakernels.train.model import decoder_and_head, mean_loss, summed_loss
 from lorakernels.train.optimizers import Updater
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
+from lorakernels.train.pipeline import Stages
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime
 from lorakernels.train.schedule import make_schedule
@@ -111,6 +112,7 @@ class Trainer:
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
         self.runtime, self.ranks, self.context = runtime, ranks, ContextParallel.of(model)
+        self.stages = Stages.of(model)
         head = decoder_and_head(model)[1] if options.fp8_head else None
         self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
         self.trainable = self._trained()
@@ -183,7 +185,8 @@ class Trainer:
         """The device's whole work of a step. Nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
-        gradients = self.ranks.add_up_gradients([*self.trainable.values()], loss, asked)
+        adder = self.ranks if self.stages is None else self.stages
+        gradients = adder.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
         self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))
         if self.fp8_state is not None:
@@ -192,6 +195,8 @@ class Trainer:
 
     def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
         """Forward and backward of all microbatches. Returns this rank's part of the step's loss, an fp32 scalar."""
+        if self.stages is not None:
+            return self._through_stages(self.stages, batches)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
             if self.runtime is not None:
@@ -203,9 +208,21 @@ class Trainer:
             loss += micro.detach()
         return loss
 
+    def _through_stages(self, stages: Stages, batches: list[Batch]) -> Tensor:
+        """The same, where microbatches run through the stages of several ranks."""
+        if self.runtime is not None:
+            self.runtime.begin_microbatch()
+        loss = stages.forward_backward(batches, self.items)
+        for number in range(len(batches)):
+            if self.runtime is not None:
+                self.runtime.end_microbatch(last=number == len(batches) - 1)
+        return loss
+
     def _clip(self, gradients: list[Tensor]) -> Tensor:
         """Clip the gradients. Returns their norm before clipping, an fp32 scalar."""
         norm = torch.nn.utils.get_total_norm(gradients)
+        if self.stages is not None:
+            norm = self.stages.total_norm(norm)
         if self.options.max_grad_norm > 0:
             parameters = list(self.trainable.values())
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
@@ -263,17 +280,23 @@ class Trainer:
 
     def checkpoint(self, extra: dict[str, Any]) -> Checkpoint:
         fp8 = None if self.fp8_state is None else self.fp8_state.state_dict()
+        tensors: dict[str, Tensor] = {**self.trainable, **self.initial}
+        optimizer = self.optimizer.state_dict()
+        if self.stages is not None:
+            tensors, optimizer = self.stages.gathered(self.optimizer)
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "rng": rng_state(self.device),
             "fp8": fp8,
             "runtime": {} if self.runtime is None else self.runtime.state_dict(),
         }
         trainer = {"counters": asdict(self.counters), **extra}
-        return Checkpoint(self.counters.step, {**self.trainable, **self.initial}, state, trainer)
+        return Checkpoint(self.counters.step, tensors, state, trainer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore all state. Raises CheckpointError, which names the misfit, before anything is changed."""
+        if self.stages is not None:
+            checkpoint = self.stages.own_part(checkpoint)
         self._check_fits(checkpoint)
         self.take_weights(checkpoint)
         self.updater.load_state_dict(checkpoint.state["optimizer"])
@@ -372,8 +395,10 @@ def evaluate(
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    context = ContextParallel.of(model)
+    context, stages = ContextParallel.of(model), Stages.of(model)
     batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
+    if stages is not None:
+        batches, total = iter(()), stages.evaluate(rows, device)
     for whole, counts in rounds(batches, ranks):
         batch = own_part(whole, context, options.isolate_documents)
         loss = summed_loss(model, batch.to(device), options.loss_chunk, options.isolate_documents)

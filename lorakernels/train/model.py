@@ -235,17 +235,16 @@ def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
         where = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
         output = decoder(input_ids=batch.input_ids, use_cache=False, **where)
     elif isolate:
-        places = {"position_ids": batch.positions, **_packed(decoder, batch)}
-        output = decoder(input_ids=batch.input_ids, use_cache=False, **places)
+        output = decoder(input_ids=batch.input_ids, use_cache=False, **places_of(decoder, batch))
     else:
-        with _no_mask(decoder):
+        with no_mask(decoder):
             output = decoder(input_ids=batch.input_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 @contextlib.contextmanager
-def _no_mask(decoder: Any) -> Iterator[None]:
+def no_mask(decoder: Any) -> Iterator[None]:
     """Inside the context, layers get no mask, and attention is causal by its flag, which every fast kernel accepts.
 
     Otherwise transformers looks for documents in the positions, and waits for the device to do so. Under stream
@@ -266,8 +265,8 @@ def _no_mask(decoder: Any) -> Iterator[None]:
         config._attn_implementation = "sdpa"
 
 
-def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
-    """The arguments that keep packed documents apart.
+def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
+    """The arguments that say where tokens are, and keep packed documents apart.
 
     Fused layers get the starts of the documents; their attention then computes nothing between documents. Other layers
     get a mask [B, 1, T, T], which "eager" adds to the scores.
@@ -275,13 +274,14 @@ def _packed(decoder: Any, batch: Batch) -> dict[str, Any]:
     if batch.starts is None or not takes_starts(decoder, batch.input_ids):
         mask = attention_mask(batch.segments)
         if _is_eager(decoder):
-            dtype = decoder.get_input_embeddings().weight.dtype
+            dtype = _dtype(decoder, decoder.get_input_embeddings())
             least = torch.finfo(dtype).min
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
-        return {"attention_mask": mask}
+        return {"position_ids": batch.positions, "attention_mask": mask}
     # No layer reads this 4-D mask. It keeps transformers from looking for documents, which would wait for the device.
     unread = batch.starts.new_ones(1, 1, 1, 1, dtype=torch.bool)
     return {
+        "position_ids": batch.positions,
         "attention_mask": unread,
         "cu_seq_lens_q": batch.starts,
         "max_length_q": batch.input_ids.shape[1],
@@ -299,10 +299,20 @@ def takes_starts(decoder: Any, like: Tensor) -> bool:
     Elsewhere they would turn the starts into a mask of all rows, as they do where scores are capped.
     """
     layers = getattr(decoder, "layers", None) or [decoder]
-    fused = "FusedDecoderLayer" in {kind.__name__ for kind in type(layers[0]).__mro__}
+    fused = any("FusedDecoderLayer" in {kind.__name__ for kind in type(m).__mro__} for m in layers)
     halves = (torch.bfloat16, torch.float16)
     plain = not _is_eager(decoder)
-    return fused and plain and like.is_cuda and decoder.embed_tokens.weight.dtype in halves
+    return fused and plain and like.is_cuda and _dtype(decoder, decoder.embed_tokens) in halves
+
+
+def _dtype(decoder: Any, embedding: Any) -> torch.dtype:
+    """That of hidden states. A stage without the embedding has norms of its dtype."""
+    weight = getattr(embedding, "weight", None)
+    if weight is None:
+        frozen = (p for p in decoder.parameters() if p.is_floating_point() and not p.requires_grad)
+        weight = next(p for p in frozen if p.element_size() > 1)
+    found: torch.dtype = weight.dtype
+    return found
 
 
 def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:

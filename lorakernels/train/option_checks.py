@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 # by their least value; none has a largest one but "seed"
 AT_LEAST = {
-    1: ("r", "cp", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep", "log_every"),
+    1: ("r", "cp", "pp", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep", "log_every"),
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
     "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
     "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
+    "pp",
 )  # fmt: skip
 
 
@@ -28,7 +29,7 @@ PLANNED = (
 WITH_JOBS = {
     "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
     "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
-    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None, "cp": 1,
+    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None, "cp": 1, "pp": 1,
 }  # fmt: skip
 
 
@@ -159,6 +160,7 @@ def _check_runtime(options: FinetuneOptions) -> None:
         if getattr(options, name) and options.use_dora:
             raise OptionError(f"use_dora does not go with {name}: drop one of them")
     _check_context(options)
+    _check_pipeline(options)
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:
@@ -190,6 +192,29 @@ def _check_context(options: FinetuneOptions) -> None:
         raise OptionError(f"cp runs eager: drop --graphs {options.graphs}")
     if options.demo:
         raise OptionError("cp is for --model: the demo runs in one process")
+
+
+# with --pp, these have one of these values
+WITH_PP = {
+    "demo": False, "cp": 1, "shard_base": False, "offload": 0.0, "offload_activations": False, "graphs": ("auto",),
+    "gradient_checkpointing": False, "fp8_head": False, "init_lora_weights": ("true", "gaussian"), "layout": "given",
+    "target_parameters": [],
+}  # fmt: skip
+
+
+def _check_pipeline(options: FinetuneOptions) -> None:
+    """What stages of a model do not have."""
+    if options.pp == 1:
+        return
+    for name, wanted in WITH_PP.items():
+        value = getattr(options, name)
+        if value not in wanted if isinstance(wanted, tuple) else value != wanted:
+            raise OptionError(f"pp {options.pp} does not go with {name} {value}: drop one of them")
+    if options.grad_accum < options.pp:
+        raise OptionError(
+            f"grad_accum must be at least pp, {options.pp}, as its microbatches run through the stages, got "
+            f"{options.grad_accum}"
+        )
 
 
 def _check_recipe(options: FinetuneOptions) -> None:

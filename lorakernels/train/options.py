@@ -271,6 +271,12 @@ class FinetuneOptions(RunningOptions):
         "context parallel, under torchrun: so many ranks after each other share each row, with seq_len / cp of its "
         "tokens each; layers then run eager",
     )
+    pp: int = option(
+        1,
+        "runtime",
+        "pipeline parallel, under torchrun: so many ranks after each other have the model's layers as stages, and "
+        "grad_accum microbatches of a step run through them; layers then run eager",
+    )
     shard_base: bool = option(
         False,
         "runtime",

@@ -38,6 +38,8 @@ class Ranks:
         size: the number of all processes.
         local: this process's number among those of its machine.
         cp: how many ranks after each other share each row. Such ranks are one replica.
+        pp: how many ranks after each other have a model's stages. Such ranks are one replica.
+        group: the group over which `add_up` sums; None is the default group.
         patient: the group in which ranks wait for each other's work; None is the default group.
     """
 
@@ -45,15 +47,17 @@ class Ranks:
     size: int = 1
     local: int = 0
     cp: int = 1
+    pp: int = 1
+    group: dist.ProcessGroup | None = field(default=None, compare=False)
     patient: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
     def replicas(self) -> int:
-        return self.size // self.cp
+        return self.size // (self.cp * self.pp)
 
     @property
     def replica(self) -> int:
-        return self.rank // self.cp
+        return self.rank // (self.cp * self.pp)
 
     @property
     def first(self) -> bool:
@@ -68,7 +72,7 @@ class Ranks:
             return
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         flat = torch.cat([t.reshape(-1).to(dtype) for t in tensors])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self.group)
         parts = flat.split([t.numel() for t in tensors])
         torch._foreach_copy_(
             list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)]

@@ -350,6 +350,8 @@ def _why_not(
         return "use_dora runs eager only"
     if options.cp > 1:
         return "attention over ranks (cp) is not captured yet"
+    if options.pp > 1:
+        return "stages over ranks (pp) are not captured"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

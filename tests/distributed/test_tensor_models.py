@@ -179,7 +179,9 @@ def test_a_model_over_two_gpus(way: Way) -> None:
         check(way, found[str(way)])
 
 
-@pytest.mark.parametrize("example", ["tensor_parallel.py", "context_parallel.py"])
+@pytest.mark.parametrize(
+    "example", ["tensor_parallel.py", "context_parallel.py", "pipeline_parallel.py"]
+)
 def test_the_example_runs(example: str) -> None:
     """As torchrun starts it, on CPUs."""
     root = Path(__file__).parents[2]

@@ -82,7 +82,7 @@ def run(base_args: list[str], deep_model: Path) -> list[Any]:
     return [*base_args, *(word for pair in more.items() for word in pair)]
 
 
-WHOLE, SHARDED, SHARED = "--no-shard-base", "--shard-base", "--cp=2"
+WHOLE, SHARDED, SHARED, STAGES = "--no-shard-base", "--shard-base", "--cp=2", "--pp=2"
 KILLED = -signal.SIGKILL
 
 
@@ -97,8 +97,13 @@ KILLED = -signal.SIGKILL
         ("killed", KILLED, SHARED),
         ("raises", 1, SHARED),
         ("hangs", KILLED, SHARED),
+        ("killed", KILLED, STAGES),
+        ("raises", 1, STAGES),
+        ("hangs", KILLED, STAGES),
     ],
-    ids=lambda value: {WHOLE: "whole", SHARDED: "sharded", SHARED: "shared rows"}.get(value),
+    ids=lambda value: {
+        WHOLE: "whole", SHARDED: "sharded", SHARED: "shared rows", STAGES: "stages",
+    }.get(value),
 )
 def test_a_rank_that_ends_in_the_middle_ends_all(
     end: str, code: int, base: str, run: list[Any], tmp_path: Path

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism: each rank has some of a model's decoder layers, and torch's engine runs them as stages.
+
+The engine is torch.distributed.pipelining: its stages, its 1F1B schedules, its sends and receives. This file cuts the
+model, and keeps losses, gradients, masks and FP8 scales those of one process that accumulates over microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.autograd.linear_cross_entropy import CHUNK
+from lorakernels.fusion.rewire import let_go
+from lorakernels.parallel import comm
+from lorakernels.parallel.head import IGNORE
+from lorakernels.parallel.pipeline_check import (
+    check,
+    check_ranks,
+    fingerprint,
+    generators,
+    managed_by_graphs,
+    places_of,
+    slots_by_stage,
+)
+from lorakernels.parallel.pipeline_stages import (
+    Absent,
+    Batch,
+    Draws,
+    Microbatch,
+    Places,
+    Stage,
+    cut,
+    shifted,
+)
+from lorakernels.parallel.tensor_check import check_equal
+from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState
+
+_OF_MODEL = "pipeline_parallel"
+_ROWS = ("position_ids", "attention_mask")
+_INITIAL = (".lora_A_init", ".lora_B_init")
+_TAKEN = ("input_ids", *_ROWS, "cu_seq_lens_q", "max_length_q")
+
+
+class PipelineParallel:
+    """What `pipeline_parallel` returns. `print` it to see which rank has which layers.
+
+    Attributes:
+        model: the model, of which this rank has its stages.
+        ranks: the group, and this rank's place in it.
+        microbatches: how many parts the rows of a step are cut into.
+        stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
+        loss_chunk: number of tokens whose logits exist at the same time.
+        offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
+            torch's CPU generator has before the step.
+    """
+
+    loss_chunk: int = CHUNK
+    offsets: PhiloxState | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        places: Places,
+        stages: list[list[str]],
+        microbatches: int,
+    ) -> None:
+        self.model, self.ranks, self.microbatches, self.stages = model, ranks, microbatches, stages
+        self._names = [n for n, p in model.named_parameters() if p.requires_grad]
+        self._slots = slots_by_stage(model, stages)
+        self._absent = self._remove_others(places)
+        self._own = [
+            Stage(model, places, stages[i], i, len(stages))
+            for i in range(ranks.rank, len(stages), ranks.size)
+        ]
+        self._schedules: dict[bool, tuple[Any, Any]] = {}
+        vars(model)[_OF_MODEL] = self
+
+    @classmethod
+    def of(cls, model: nn.Module) -> PipelineParallel | None:
+        """Of a model that was cut into stages; None if it was not."""
+        found: PipelineParallel | None = vars(model).get(_OF_MODEL)
+        return found
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of a step in which a rank waits, if all stages take equally long."""
+        waits, works = self.ranks.size - 1, len(self.stages) // self.ranks.size * self.microbatches
+        return waits / (waits + works)
+
+    def forward_backward(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
+        """Collective: the mean loss of a causal language model, fp32 [] and equal on all ranks; its gradients are added
+        to `.grad` of this rank's parameters.
+
+        Args:
+            labels: int64 [B, S] as transformers takes them: the model's own shift follows; −100 does not count.
+            items: divide by this number instead of by the labels that count.
+            inputs: of the whole rows, equal on all ranks: `input_ids` [B, S]; `position_ids` [1 or B, S] and
+                `attention_mask` [B, S], if wanted; for packed documents `cu_seq_lens_q`, int32 [N + 1] over the B S
+                tokens, with `max_length_q`. No document may run over the end of a row.
+
+        Raises:
+            TypeError: another input, or no `input_ids`.
+            ValueError: a shape does not fit, or the microbatches do not divide B.
+            RuntimeError: gradients are off, layers are managed by graphs, or this is compiled or captured.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")
+        return self._step(labels, items, inputs, True)
+
+    @torch.no_grad()
+    def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
+        """Collective: the loss alone, without a gradient. Arguments and errors are those of `forward_backward`."""
+        return self._step(labels, items, inputs, False)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Collective: scale the gradients of all stages down to a norm of `max_norm`; the norm before, fp32 [].
+
+        `torch.nn.utils.clip_grad_norm_` sees this rank's gradients alone, and would scale each rank otherwise.
+        """
+        device = next(self.model.parameters()).device
+        grads = [p.grad for _, p in self._trained() if p.grad is not None]
+        total = torch.zeros(1, device=device)
+        for g in grads:
+            total += g.float().square().sum()
+        comm.all_reduce(self.ranks.group, total)
+        norm = total.sqrt()[0]
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            g.mul_(factor)
+        return norm
+
+    def whole_adapters(self) -> dict[str, Tensor]:
+        """Collective: {name: value} of the trained parameters of all stages, on the CPU, in the model's order."""
+        return self.gathered({n: p.detach() for n, p in self._trained()})
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Collective: {name: gradient} of the trained parameters of all stages that have one, on the CPU."""
+        return self.gathered({n: p.grad for n, p in self._trained() if p.grad is not None})
+
+    def gathered(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Collective: {name: tensor} of all ranks' `own`, on the CPU. Trained parameters come in the model's order."""
+        found: dict[str, Tensor] = {}
+        for part in comm.agree(self.ranks.group, {n: x.cpu() for n, x in own.items()}):
+            found |= part
+        order = {name: i for i, name in enumerate(self._names)}
+        return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+
+    def whole_values(self) -> dict[str, Tensor]:
+        """Collective: `whole_adapters`, and the initial adapters of OLoRA and PiSSA, for `whole`."""
+        initial = {n: b for n, b in self.model.named_buffers() if n.endswith(_INITIAL)}
+        return self.gathered({n: p.detach() for n, p in self._trained()} | initial)
+
+    @contextmanager
+    def whole(self, values: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the model has all modules, and those of other ranks have `values`; the rest of them is on meta.
+
+        Nothing in it runs. `save_adapter` takes it for a model of one process.
+        """
+        before: list[tuple[dict[str, Any], str, Tensor]] = []
+        with self.structure():
+            for path, value in values.items():
+                where, _, name = path.rpartition(".")
+                module = self.model.get_submodule(where)
+                is_buffer = name in module._buffers
+                held: dict[str, Any] = module._buffers if is_buffer else module._parameters
+                if held[name].is_meta:
+                    before.append((held, name, held[name]))
+                    held[name] = value if is_buffer else nn.Parameter(value)
+            del vars(self.model)[_OF_MODEL]
+            try:
+                yield
+            finally:
+                vars(self.model)[_OF_MODEL] = self
+                for held, name, on_meta in before:
+                    held[name] = on_meta
+
+    def check(self) -> None:
+        """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
+
+        Raises:
+            ValueError: generators differ. It names the first.
+        """
+        check_equal(comm.agree(self.ranks.group, generators(self.model)))
+
+    @contextmanager
+    def structure(self) -> Iterator[None]:
+        """Inside, the model has all modules by their names, those of other ranks without values (on meta)."""
+        for parent, name, absent in self._absent:
+            parent._modules[name] = vars(absent)["skeleton"]
+        try:
+            yield
+        finally:
+            for parent, name, absent in self._absent:
+                parent._modules[name] = absent
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+    def _remove_others(self, places: Places) -> list[tuple[nn.Module, str, Absent]]:
+        """Put an Absent in the place of what other ranks have. A tied head and embedding stay on both ranks."""
+        size = self.ranks.size
+        owners = {path: i % size for i, own in enumerate(self.stages) for path in own}
+        last = (len(self.stages) - 1) % size
+        owners |= {places.embedding: 0, places.norm: last, places.head: last}
+        found, gone = [], []
+        for path, rank in owners.items():
+            if rank != self.ranks.rank:
+                where, _, name = path.rpartition(".")
+                parent = self.model.get_submodule(where)
+                gone.append(parent.get_submodule(name))
+                absent = Absent(path, rank, gone[-1])
+                parent._modules[name] = absent
+                found.append((parent, name, absent))
+        let_go(self.model, gone)
+        return found
+
+    def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
+        self._refuse_inputs(labels, inputs)
+        wanted = shifted(labels)
+        count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
+        return self.run(_microbatches(wanted, inputs, self.microbatches), count, trains)
+
+    def run(self, microbatches: Sequence[Microbatch], items: Any, trains: bool) -> Tensor:
+        """Collective: what `forward_backward` does, or with `trains` False `loss`, of rows that are cut already.
+
+        Args:
+            microbatches: as many as `pipeline_parallel` was given, of one shape and equal on all ranks.
+            items: by which the losses' sum is divided, a number or one value.
+            trains: whether there is a backward.
+
+        Raises:
+            RuntimeError: layers are managed by graphs, or this is compiled or captured.
+        """
+        device, n = next(self.model.parameters()).device, self.microbatches
+        self._refuse(device)
+        items = torch.as_tensor(items, dtype=torch.float32, device=device)
+        tokens = torch.cat([each.tokens for each in microbatches])
+        schedule = self._schedule(tokens, trains, device)
+        batch = Batch(microbatches, items, self.loss_chunk)
+        slots = self._slots if self.model.training else []
+        draws = Draws(slots, [stage.index for stage in self._own], n, self.offsets)
+        for stage in self._own:
+            stage.begin(batch, draws)
+        at, last = torch.arange(n), self._own[-1]
+        try:
+            schedule.step(
+                *((tokens,) if self._own[0].is_first else ()),
+                target=at if trains and last.is_last else None,
+                return_outputs=False,
+                at=at,
+            )
+        finally:
+            for stage in self._own:
+                stage.end()
+        total = torch.zeros(1, device=device)
+        for loss in last.losses:
+            total += loss
+        comm.all_reduce(self.ranks.group, total)
+        return total[0]
+
+    def _refuse(self, device: torch.device) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("a pipeline cannot be compiled: run it eagerly")
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
+        for path in (path for stage in self._own for path in stage.own):
+            layer = self.model.get_submodule(path)
+            if managed_by_graphs(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+                raise RuntimeError(
+                    f"{path} is compiled or managed by lorakernels.graphs since it was cut: stages run eagerly"
+                )
+
+    def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:
+        for name in inputs:
+            if name not in _TAKEN:
+                raise TypeError(f"a pipeline takes {[*_TAKEN]} of whole rows, found {name}")
+        tokens = inputs.get("input_ids")
+        if tokens is None:
+            raise TypeError("a pipeline needs input_ids")
+        if tokens.dim() != 2 or len(tokens) % self.microbatches or not len(tokens):
+            raise ValueError(
+                f"input_ids must be [B, S] with B a positive multiple of the {self.microbatches} microbatches, found "
+                f"{list(tokens.shape)}"
+            )
+        wanted = {"labels": [tokens.shape], "attention_mask": [tokens.shape]}
+        wanted["position_ids"] = [tokens.shape, torch.Size((1, tokens.shape[1]))]
+        for name, x in {**inputs, "labels": labels}.items():
+            if x is not None and name in wanted and x.shape not in wanted[name]:
+                raise ValueError(
+                    f"{name} must be {list(tokens.shape)} as the rows, found {list(x.shape)}"
+                )
+
+    def _schedule(self, tokens: Tensor, trains: bool, device: torch.device) -> Any:
+        """torch's schedule over this rank's stages. It is made anew for another shape."""
+        shape = tokens.shape[0] // self.microbatches, tokens.shape[1]
+        kept = self._schedules.get(trains)
+        if kept is not None and kept[0] == (shape, device):
+            return kept[1]
+        weight = None
+        if self._own[0].is_first:
+            embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+            weight = embedding.weight.dtype
+        found = comm.agree(self.ranks.group, (shape, weight))
+        for rank, (other, _) in enumerate(found):
+            if other != found[0][0]:
+                raise ValueError(
+                    f"rows must be equal on all ranks, found microbatches of {list(found[0][0])} on rank 0 and of "
+                    f"{list(other)} on rank {rank}"
+                )
+        schedule = self._engine(shape, found[0][1], trains, device)
+        self._schedules[trains] = (shape, device), schedule
+        return schedule
+
+    def _engine(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        trains: bool,
+        device: torch.device,
+    ) -> Any:
+        """Shapes are given, so that torch runs no stage to find them: that would draw masks and record amaxes."""
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleInterleaved1F1B,
+        )
+
+        config: Any = self.model.config
+        rows = torch.empty(shape, dtype=torch.int64, device="meta")
+        width = config.get_text_config().hidden_size
+        hidden = torch.empty((*shape, width), dtype=dtype, device="meta", requires_grad=trains)
+        loss = torch.empty(1, device="meta")
+        made = [
+            PipelineStage(
+                stage,
+                stage.index,
+                len(self.stages),
+                device,
+                input_args=rows if stage.is_first else hidden,
+                output_args=loss if stage.is_last else hidden,
+                group=self.ranks.group,
+            )
+            for stage in self._own
+        ]
+        # the losses are divided by the labels of all microbatches already
+        options: dict[str, Any] = {"loss_fn": _as_it_is if trains else None, "scale_grads": False}
+        if len(self.stages) == self.ranks.size:
+            return Schedule1F1B(made[0], self.microbatches, **options)
+        return ScheduleInterleaved1F1B([*made], self.microbatches, **options)
+
+    def __str__(self) -> str:
+        size, count = self.ranks.size, len(self.stages)
+        kind = "1F1B" if count == size else f"interleaved 1F1B, {count // size} chunks a rank"
+        lines = [
+            f"{count} stages over {size} ranks, {kind}, {self.microbatches} microbatches; a rank waits "
+            f"{self.bubble:.1%} of a step if stages take equally long"
+        ]
+        for i, own in enumerate(self.stages):
+            before = "the embedding, " if i == 0 else ""
+            after = ", the norm, head and loss" if i == count - 1 else ""
+            lines.append(f"  stage {i}, rank {i % size}: {before}{own[0]} … {own[-1]}{after}")
+        return "\n".join(lines)
+
+
+def pipeline_parallel(
+    model: nn.Module, mesh: Any, *, microbatches: int, chunks: int = 1
+) -> PipelineParallel:
+    """Collective: cut a model into stages, one or more for each rank of `mesh`, and keep this rank's, in place.
+
+    Every rank gives the same whole model, adapters included. The first stage has the embedding, and the last one the
+    last norm, the head and the loss. Names of modules and parameters stay. The model's own forward then raises.
+
+    FP8 scales are updated by `reduce_and_update` alone from now on: call it once a step, over a group with these ranks.
+    Masks are drawn where one process would draw them, from torch's CPU generator.
+
+    Args:
+        model: a causal language model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`.
+        mesh: one dimension of a DeviceMesh, such as `mesh["pp"]`.
+        microbatches: how many parts the rows of a step are cut into, at least one for each rank.
+        chunks: stages of each rank. One is torch's Schedule1F1B, more are ScheduleInterleaved1F1B.
+
+    Raises:
+        TypeError: the model has no config of transformers, or no head.
+        ValueError: the mesh has several dimensions; a number does not fit; there are fewer layers than stages; the
+            ranks' adapters, generators or arguments differ; the model is compiled, managed by graphs, sharded,
+            offloaded, split, or its rows are shared; a parameter outside of the decoder layers trains; there is
+            dropout without a PhiloxState. All ranks raise, and nothing is changed.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, such as mesh['pp'], found {mesh}")
+    ranks = Ranks(mesh.get_group())
+    with comm.together(ranks.group):
+        _check_numbers(microbatches, chunks, ranks.size)
+        if PipelineParallel.of(model) is not None:
+            raise ValueError("the model was cut into stages already")
+        places = places_of(model)
+        check(model, places)
+        parts = cut(len(places.layers), ranks.size * chunks)
+        stages = [[places.layers[i] for i in part] for part in parts]
+        check_ranks(model, stages, ranks.size)
+        mine = {"microbatches": microbatches, "chunks": chunks, **fingerprint(model)}
+        states = _states(model)
+    check_equal(comm.agree(ranks.group, mine))
+    for state in states:
+        state.in_charge = "explicit"  # a layer would update while microbatches are in flight
+    return PipelineParallel(model, ranks, places, stages, microbatches)
+
+
+def _check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
+    for name, value in (("microbatches", microbatches), ("chunks", chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, found {value!r}")
+    if microbatches < ranks:
+        raise ValueError(f"microbatches must be at least the {ranks} ranks, found {microbatches}")
+    rounds = microbatches // ranks  # what torch's interleaved schedule runs at a time
+    if chunks > 1 and microbatches % rounds:
+        raise ValueError(
+            f"microbatches must be a multiple of {rounds} for {chunks} chunks over {ranks} ranks, found {microbatches}"
+        )
+
+
+def _states(model: nn.Module) -> list[FP8State]:
+    """The model's FP8 states."""
+    found = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
+    for state in found.values():
+        if state.in_charge not in ("auto", "explicit"):
+            raise ValueError(
+                f"the FP8State is updated by {state.in_charge}: stages run without CUDA graphs"
+            )
+    return [*found.values()]
+
+
+def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:
+    """The last stage's output, for torch to run backward from."""
+    return loss
+
+
+def _microbatches(wanted: Tensor, inputs: dict[str, Any], n: int) -> list[Microbatch]:
+    tokens = inputs["input_ids"]
+    others: list[dict[str, Any]] = [{} for _ in range(n)]
+    for name in _ROWS:
+        x = inputs.get(name)
+        if x is not None:
+            parts = [x] * n if len(x) == 1 and len(tokens) > 1 else x.chunk(n)
+            for each, part in zip(others, parts, strict=True):
+                each[name] = part
+    starts = inputs.get("cu_seq_lens_q")
+    if starts is not None:
+        own = tokens.numel() // n
+        longest = min(inputs.get("max_length_q") or own, own)
+        for i, each in enumerate(others):
+            each["cu_seq_lens_q"] = (starts - i * own).clamp(0, own)
+            each["max_length_q"] = longest
+    return [*map(Microbatch, tokens.chunk(n), wanted.chunk(n), others)]

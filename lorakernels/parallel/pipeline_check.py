@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `pipeline_parallel` finds in a model and refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.group import GroupedLoRALinear
+from lorakernels.modules.holder import is_held, is_split
+from lorakernels.modules.lora import LoRALinear
+from lorakernels.parallel.context import ContextParallel
+from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.pipeline_stages import Places
+from lorakernels.parallel.tensor_check import checksum
+from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
+from lorakernels.state.philox import PhiloxState
+
+
+def places_of(model: Any) -> Places:
+    """Where a causal language model of transformers has what is cut.
+
+    Raises:
+        TypeError: it has no config of transformers, or no head.
+        ValueError: it has no decoder layer that `fuse` knows, or its layers are not all in the module that transformers
+            calls the base model.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+    for path, module in model.named_modules():
+        if "_orig_mod" in module._modules or _is_compiled(module):
+            raise ValueError(
+                f"{path or 'the model'} is compiled: stages run eagerly, without torch.compile"
+            )
+    layers = decoder_layers(model)
+    first = next(iter(layers))
+    base = first.rpartition(".")[0].rpartition(".")[0]
+    if model.get_submodule(base) is not model.base_model or any(
+        path.rpartition(".")[0] != first.rpartition(".")[0] for path in layers
+    ):
+        raise ValueError(f"{type(model).__name__} has decoder layers outside of its base model")
+    names = {id(module): path for path, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"model must have an output head, found {type(model).__name__}")
+    norm = (
+        f"{base}.{spec_of(layers[first]).last_norm}" if base else spec_of(layers[first]).last_norm
+    )
+    return Places([*layers], base, names[id(model.get_input_embeddings())], norm, names[id(head)])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def check(model: nn.Module, places: Places) -> None:
+    """Refuse what cannot run as stages.
+
+    Raises:
+        ValueError: the message names the module and why.
+    """
+    if ContextParallel.of(model) is not None:
+        raise ValueError("the model's rows are shared by context_parallel: stages have whole rows")
+    embedding = model.get_submodule(places.embedding).weight
+    for path in places.layers:
+        for objection in _objections(model.get_submodule(path), embedding):
+            raise ValueError(f"{path} {objection}")
+    inside = tuple(f"{path}." for path in places.layers)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.startswith(inside):
+            raise ValueError(
+                f"{name} trains: outside of the decoder layers no parameter of a pipeline can train yet"
+            )
+    for path, module in model.named_modules():
+        if why := _objection(module):
+            raise ValueError(f"{path} {why}")
+
+
+def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
+    spec = spec_of(layer)
+    if (dropout := spec.drops(layer)) is not None:
+        yield f"has {dropout}, whose masks cannot be those of one process: set it to 0"
+    norm = layer.get_parameter(f"{spec.all_norms[0]}.weight")
+    if norm.dtype != embedding.dtype:
+        yield f"has norms of {norm.dtype} behind an embedding of {embedding.dtype}: they must be equal"
+    if managed_by_graphs(layer):
+        yield "is managed by attach or lorakernels.graphs: stages run without CUDA graphs"
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        if parts.offload is not None:
+            yield "keeps activations in host memory: fuse without offload_activations"
+    if any(p.is_meta for p in layer.parameters()):
+        yield "is on the meta device: give the model its weights first"
+    if any(is_sharded(p) for p in layer.parameters()):
+        yield "has parameters that are DTensors (FSDP2), which are not cut into stages"
+
+
+def _objection(module: nn.Module) -> str:
+    if is_held(module):
+        return "is in a sharded or offloaded base, which a pipeline does not have yet"
+    if is_split(module) or isinstance(module, (VocabularyEmbedding, VocabularyHead)):
+        return "is split by parallelize, which a pipeline does not have yet"
+    if isinstance(module, nn.Dropout) and module.p:
+        return (
+            f"is {module}, whose masks cannot be those of one process: set lora_dropout, or p = 0"
+        )
+    if isinstance(module, LoRALinear) and module.lora_dropout:
+        if not isinstance(module.rng_state, PhiloxState):
+            return (
+                "has dropout, whose masks are those of one process with a PhiloxState alone: "
+                f"apply_lora(rng_state=PhiloxState(seed, device)), found {type(module.rng_state).__name__}"
+            )
+        if isinstance(module, GroupedLoRALinear):
+            return "is in a group of projections with dropout, which a pipeline does not have yet"
+    return ""
+
+
+def managed_by_graphs(layer: nn.Module) -> bool:
+    """Whether a GraphManager records or replays the layer."""
+    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    return "forward" in vars(layer) or any(
+        type(hook).__module__.startswith("lorakernels.graphs") for hook in hooks
+    )
+
+
+def slots_of(layer: nn.Module) -> int:
+    """How many dropout slots a forward of the layer draws in training."""
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        groups = ([bool(m.lora_dropout) for m in group.adapted] for group in parts.groups)
+        shared = [group.shared_dropout for group in parts.groups]
+        return sum(
+            sum(drops[:1] if one else drops) for drops, one in zip(groups, shared, strict=True)
+        )
+    adapters = (m for m in layer.modules() if isinstance(m, LoRALinear))
+    return sum(bool(m.lora_dropout) and not (m.merged or m.disable_adapters) for m in adapters)
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What must be equal on all ranks before the model is cut, by what it is called in a message."""
+    trained = {
+        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
+    }
+    adapters = [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
+    numbers = {
+        f"site, scaling or dropout of {n}": (m.site, m.scaling, m.lora_dropout) for n, m in adapters
+    }
+    return trained | numbers | generators(model)
+
+
+def generators(model: nn.Module) -> dict[str, Any]:
+    """The random states from which masks draw, by what they are called in a message."""
+    found: dict[str, Any] = {"torch's CPU generator": torch.get_rng_state().tolist()}
+    states = {id(s): s for m in model.modules() if (s := getattr(m, "rng_state", None)) is not None}
+    return found | {
+        f"PhiloxState {i}": s.tensor.tolist()
+        for i, s in enumerate(states.values())
+        if isinstance(s, PhiloxState)
+    }
+
+
+def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
+    """Refuse ranks that would have nothing to train.
+
+    Raises:
+        ValueError: it names the rank.
+    """
+    for rank in range(ranks):
+        own = [model.get_submodule(path) for part in stages[rank::ranks] for path in part]
+        if not any(p.requires_grad for layer in own for p in layer.parameters()):
+            raise ValueError(
+                f"rank {rank} would have no parameter that trains: take fewer ranks, or adapters on more layers"
+            )
+
+
+def slots_by_stage(model: nn.Module, stages: list[list[str]]) -> list[int]:
+    """How many slots each stage draws for a microbatch."""
+    return [sum(slots_of(model.get_submodule(path)) for path in own) for own in stages]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--pp N`: N ranks after each other have a model's decoder layers as stages, and are one replica.
+
+Every microbatch of a step is one of the pipeline's. Each rank steps the optimizer over its own adapters. Checkpoints
+hold all of them, in the order of one process, so that a run goes on with another N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lorakernels import Microbatch, PhiloxState, PipelineParallel, pipeline_parallel
+from lorakernels.train.checkpoint import Checkpoint
+from lorakernels.train.errors import OptionError
+from lorakernels.train.model import decoder_and_head, no_mask, places_of
+from lorakernels.train.optimizers import groups
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.packing import IGNORE, Batch, PackedRows
+from lorakernels.train.ranks import STEP, Ranks
+
+_OF_MODEL = "finetune_stages"
+
+
+class Stages:
+    """The stages of this rank, as a trainer uses them.
+
+    Attributes:
+        pipeline: what `pipeline_parallel` returned.
+        replica: the ranks of this replica, one for each stage.
+        same: the ranks of all replicas that have this rank's stage.
+        values: of all trained parameters and initial adapters on the CPU, since `collect`.
+    """
+
+    def __init__(
+        self, pipeline: PipelineParallel, options: FinetuneOptions, ranks: Ranks, groups: list[Any]
+    ) -> None:
+        self.pipeline, self.options, self.ranks = pipeline, options, ranks
+        size = ranks.pp
+        self.replica = Ranks(ranks.rank % size, size, group=groups[0])
+        self.same = Ranks(ranks.replica, ranks.replicas, group=groups[1])
+        self.values: dict[str, Tensor] = {}
+        with pipeline.structure():
+            named = pipeline.model.named_parameters()
+            self.whole = {n: p for n, p in named if p.requires_grad}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Stages | None:
+        found: Stages | None = vars(model).get(_OF_MODEL)
+        return found
+
+    def forward_backward(self, batches: Sequence[Batch], items: Tensor) -> Tensor:
+        """The step's loss of this replica on its first rank, fp32 [], and 0 on the others."""
+        loss = self._run(batches, items, True)
+        return loss if self.replica.first else torch.zeros_like(loss)
+
+    def summed_loss(self, batches: Sequence[Batch]) -> Tensor:
+        """Sum of the token losses of so many batches as the pipeline has microbatches."""
+        return self._run(batches, torch.ones((), device=batches[0].labels.device), False)
+
+    def _run(self, batches: Sequence[Batch], items: Tensor, trains: bool) -> Tensor:
+        decoder, _ = decoder_and_head(self.pipeline.model)
+        isolate = self.options.isolate_documents
+        cut = [
+            Microbatch(b.input_ids, b.labels, places_of(decoder, b) if isolate else {})
+            for b in batches
+        ]
+        with contextlib.nullcontext() if isolate else no_mask(decoder):
+            return self.pipeline.run(cut, items, trains)
+
+    def add_up_gradients(self, parameters: Sequence[Tensor], *others: Tensor) -> list[Tensor]:
+        """Sum gradients over the replicas, and `others` over all ranks. Returns the gradients of this rank."""
+        self.ranks.add_up(others)
+        return self.same.add_up_gradients(parameters, torch.zeros_like(others[0]))
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm over all stages, of this rank's."""
+        square = norm.float().square()
+        self.replica.add_up([square])
+        return square.sqrt()
+
+    def evaluate(self, rows: PackedRows, device: torch.device) -> Tensor:
+        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank."""
+        options, ranks = self.options, self.ranks
+        count = min(len(rows), options.eval_rows) if options.eval_rows else len(rows)
+        chosen = [i * len(rows) // count for i in range(count)]
+        size, at_once = options.batch_size, self.pipeline.microbatches
+        together = size * at_once * ranks.replicas
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for start in range(0, count, together):
+            first = start + ranks.replica * size * at_once
+            batches = []
+            for i in range(at_once):
+                own = chosen[first + i * size : first + (i + 1) * size]
+                batch = rows.batch(own + [chosen[0]] * (size - len(own)))
+                batch.labels[len(own) :] = IGNORE  # rows that fill the batch do not count
+                batches.append(replace(batch, targets=int((batch.labels != IGNORE).sum())))
+            loss = self.summed_loss([batch.to(device) for batch in batches])
+            if self.replica.first:
+                total[0] += loss
+                total[1] += sum(batch.targets for batch in batches)
+        return total
+
+    def collect(self) -> None:
+        """Collective: bring `values` of all stages here."""
+        self.values = self.pipeline.whole_values()
+
+    def gathered(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Collective: the trained tensors and the optimizer's state of all stages, as one process has them."""
+        self.collect()
+        state = optimizer.state_dict()
+        own = {name: state["state"].get(i, {}) for name, i in self._places(self._own()).items()}
+        everywhere: list[Any] = [None] * self.replica.size
+        dist.all_gather_object(everywhere, _on_cpu(own), group=self.replica.group)
+        states = {name: found for part in everywhere for name, found in part.items()}
+        places, made = self._places(self.whole), groups(self.whole, self.options)
+        whole: list[dict[str, Any]] = []
+        for group, like in zip(made, state["param_groups"], strict=True):
+            before = sum(len(each["params"]) for each in whole)
+            whole.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        kept = {i: states[name] for name, i in places.items() if states[name]}
+        return self.values, {"state": kept, "param_groups": whole}
+
+    def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Of a checkpoint of all stages, the tensors and the optimizer's state of this rank."""
+        names = {n for n, _ in self.pipeline.model.named_parameters()}
+        names |= {n for n, _ in self.pipeline.model.named_buffers()}
+        tensors = {n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.whole}
+        found, here = checkpoint.state["optimizer"], self._places(self._own())
+        places, made = self._places(self.whole), groups(self._own(), self.options)
+        fits = sum(len(group["params"]) for group in found["param_groups"]) == len(self.whole)
+        if not fits:  # of another run, as the trainer will say
+            return checkpoint
+        own: list[dict[str, Any]] = []
+        for group, like in zip(made, found["param_groups"], strict=True):
+            before = sum(len(each["params"]) for each in own)
+            own.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        kept = {
+            i: found["state"][places[n]] for n, i in here.items() if places[n] in found["state"]
+        }
+        state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": own}}
+        return replace(checkpoint, tensors=tensors, state=state)
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.pipeline.model.named_parameters() if p.requires_grad}
+
+    def _places(self, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
+        """{name: its number in an optimizer's state_dict}."""
+        names = {id(p): n for n, p in trained.items()}
+        made = groups(trained, self.options)
+        return {names[id(p)]: i for i, p in enumerate(p for g in made for p in g["params"])}
+
+
+def cut_stages(
+    model: nn.Module,
+    options: FinetuneOptions,
+    ranks: Ranks,
+    device: torch.device,
+    random: PhiloxState,
+) -> Stages | None:
+    """Collective: keep this rank's stages of the model.
+
+    Raises:
+        OptionError: the model cannot be cut.
+    """
+    if ranks.pp == 1:
+        return None
+    group, same = dist.group.WORLD, None
+    if ranks.replicas > 1:
+        group, _ = dist.new_subgroups(ranks.pp, timeout=STEP)
+        for stage in range(ranks.pp):
+            made = dist.new_group([*range(stage, ranks.size, ranks.pp)], timeout=STEP)
+            same = made if stage == ranks.rank % ranks.pp else same
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
+    try:
+        pipeline = pipeline_parallel(model, mesh, microbatches=options.grad_accum)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"pp {ranks.pp}: {error}") from error
+    pipeline.offsets, pipeline.loss_chunk = random, options.loss_chunk
+    stages = Stages(pipeline, options, ranks, [group, same])
+    vars(model)[_OF_MODEL] = stages
+    return stages
+
+
+@contextlib.contextmanager
+def whole_model(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that was cut has all modules by their names, with the values that were collected last."""
+    stages = Stages.of(model)
+    if stages is None:
+        yield
+        return
+    with stages.pipeline.whole(stages.values):
+        yield
+
+
+def collect(model: nn.Module) -> None:
+    """Collective: before `whole_model` on one rank alone."""
+    if (stages := Stages.of(model)) is not None:
+        stages.collect()
+
+
+def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
+    def moved(value: Any) -> Any:
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return {name: {k: moved(v) for k, v in state.items()} for name, state in states.items()}

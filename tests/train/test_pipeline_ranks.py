@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""finetune --pp: ranks with a model's stages train as one process does, resumed with or without them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lorakernels.train.context import sharing
+from lorakernels.train.errors import OptionError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.ranks import Ranks
+from tests.train.test_ranks import losses, on_ranks
+
+Cli = Callable[..., int]
+PP = ["--pp", 2]
+FORMS = {
+    "plain": ["--no-fp8", "--lora-dropout", "0"],
+    "whole rows": ["--no-fp8", "--no-isolate-documents", "--fuse", "--load-best-model-at-end"],
+    "LoRA+": ["--no-fp8", "--loraplus-lr-ratio", "4", "--optim", "adamw_torch"],
+    "adafactor": ["--no-fp8", "--optim", "adafactor"],
+    "FP8": ["--fuse", "--save", "checkpoint"],
+}
+RESUMED = ("LoRA+", "adafactor", "FP8")
+
+
+def norms(output: Path) -> list[float]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [line["grad_norm"] for line in lines if "grad_norm" in line]
+
+
+@pytest.fixture(scope="module")
+def run(base_args: list[str], deep_model: Path) -> list[Any]:
+    """Three microbatches a step, dropout 0.1 unless a form says otherwise."""
+    steps = ["--steps", 4, "--save-every", 2, "--keep", 9, "--eval-every", 3, "--grad-accum", 3]
+    return [*base_args, "--model", deep_model, "--lora-dropout", "0.1", *steps]
+
+
+@pytest.fixture(scope="module")
+def alone(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    on_ranks(
+        [[*run, *form, "--output", folder / name] for name, form in FORMS.items()], folder, size=1
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run: list[Any], alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    runs: list[list[Any]] = [[*run, *form, *PP, "--output", folder / name] for name, form in FORMS.items()]  # fmt: skip
+    for name in RESUMED:
+        for begun, parts in (
+            (folder, folder / f"{name} parts"),
+            (alone, folder / f"{name} from one"),
+        ):
+            runs.append(["copy", begun / name, parts, "step-00000004"])
+            runs.append([*run, *FORMS[name], *PP, "--output", parts, "--resume"])
+    on_ranks(runs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_stages_train_as_one_process(form: str, alone: Path, two_ranks: Path) -> None:
+    """The loss is divided after its sum, and the norm of gradients has another order: fp32's last bits, and AdamW
+    divides by small numbers."""
+    expected = losses(alone / form)
+    np.testing.assert_allclose(
+        losses(two_ranks / form), expected, rtol=1e-4 if "FP8" in form else 2e-5
+    )
+    assert len(expected) == 7
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_norm_of_gradients_is_that_of_all_stages(
+    form: str, alone: Path, two_ranks: Path
+) -> None:
+    found, expected = (norms(folder / form) for folder in (two_ranks, alone))
+    np.testing.assert_allclose(found, expected, rtol=1e-2 if form == "FP8" else 1e-4)
+    assert len(expected) == 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_are_those_of_one_process(form: str, alone: Path, two_ranks: Path) -> None:
+    for name in ("adapter", "checkpoints/step-00000002"):
+        ours, theirs = two_ranks / form / name, alone / form / name
+        configs = [json.loads((p / "adapter_config.json").read_text()) for p in (ours, theirs)]
+        assert configs[0] == configs[1]
+        found, expected = (load_file(p / "adapter_model.safetensors") for p in (ours, theirs))
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", RESUMED)
+@pytest.mark.parametrize("begun", ["parts", "from one"])
+def test_a_run_goes_on_from_a_checkpoint(form: str, begun: str, two_ranks: Path) -> None:
+    found, expected = losses(two_ranks / f"{form} {begun}"), losses(two_ranks / form)
+    np.testing.assert_allclose(found, expected, rtol=0 if begun == "parts" else 1e-4)
+
+
+@pytest.mark.parametrize("form", RESUMED)
+def test_one_process_goes_on_from_the_checkpoint_of_two_stages(
+    form: str, cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(two_ranks / form, tmp_path / "copy"))
+    shutil.rmtree(copy / "checkpoints" / "step-00000004")
+    assert cli(*run, *FORMS[form], "--output", copy, "--resume") == 0
+    np.testing.assert_allclose(losses(copy), losses(two_ranks / form), rtol=1e-4)
+
+
+def test_two_replicas_of_two_stages(run: list[Any], tmp_path: Path) -> None:
+    """Each replica has rows of its own, which one replica has in more microbatches."""
+    form = [*FORMS["plain"], *PP]
+    on_ranks([[*run, *form, "--grad-accum", 4, "--output", tmp_path / "two"]], tmp_path)
+    on_ranks([[*run, *form, "--grad-accum", 2, "--output", tmp_path / "four"]], tmp_path, size=4)
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "two"), rtol=2e-5)
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(OptionError, match="pp must divide the number of ranks, got 2 for 3"):
+        sharing(FinetuneOptions(pp=2), Ranks(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cp": 2}, "pp 2 does not go with cp 2"),
+        ({"shard_base": True}, "pp 2 does not go with shard_base True"),
+        ({"graphs": "layer"}, "pp 2 does not go with graphs layer"),
+        ({"gradient_checkpointing": True}, "pp 2 does not go with gradient_checkpointing True"),
+        ({"fp8_head": True}, "pp 2 does not go with fp8_head True"),
+        ({"init_lora_weights": "olora"}, "pp 2 does not go with init_lora_weights olora"),
+        ({"grad_accum": 1}, "grad_accum must be at least pp, 2"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    options = FinetuneOptions(
+        model="m",
+        data=["d"],
+        output="o",
+        pp=2,
+        **{"grad_accum": 2, "batch_size": 2, "seq_len": 64, **changes},
+    )
+    with pytest.raises(OptionError, match=message):
+        options.check()
