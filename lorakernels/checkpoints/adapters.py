@@ -10,6 +10,7 @@ import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.parallel import PipelineParallel, comm
+from lorakernels.parallel import PipelineParallel, TensorParallel, comm
 
 
 def save_adapter(
@@ -64,7 +65,7 @@ def save_adapter(
     A new directory appears with both files at once. In an existing directory, each file is written beside its
     place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
     crash between the two renames leaves new weights beside the old config. With sharded parameters, and after
-    `pipeline_parallel`, every rank must call this, and rank 0 writes.
+    `parallelize` or `pipeline_parallel`, every rank must call this, and rank 0 writes.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
     causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
@@ -76,6 +77,12 @@ def save_adapter(
         OSError: the files could not be written; an adapter already at `path` is untouched.
     """
     model, folder = _unwrap(model), Path(path)
+    split = TensorParallel.of(model)
+    if split is not None:
+        with comm.together(split.ranks.group), split.whole():
+            if split.ranks.rank == 0:
+                _save(model, folder, base_model_name_or_path, task_type)
+        return folder
     stages = PipelineParallel.of(model)
     if stages is not None:
         values = stages.whole_values()
@@ -92,7 +99,7 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
         raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
     check_enabled(layers)
     for name, layer in layers.items():
-        refuse_split(name, layer, "saving it to a file (whole_adapters() has the values)")
+        refuse_split(name, layer, "saving it without the model that parallelize took")
     if task_type not in (None, *TASK_TYPES):
         raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
     check_scalings(layers)
@@ -130,6 +137,7 @@ def load_adapter(
     A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
     `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
     and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`.
+    After `parallelize` every rank must call this, and keeps its parts.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -137,7 +145,27 @@ def load_adapter(
             lists missing, unexpected, mis-shaped and mis-typed tensors, and adapters with inf or NaN. `model` is
             unchanged then.
     """
-    model, folder = _unwrap(model), Path(path)
+    model = _unwrap(model)
+    options = _Loading(Path(path), fp8, weight_layout, is_trainable, adapter_dtype)
+    split = TensorParallel.of(model)
+    if split is None:
+        return _load(model, options)
+    with comm.together(split.ranks.group), split.whole():
+        return _load(model, options)
+
+
+class _Loading(NamedTuple):
+    """The arguments of `load_adapter`."""
+
+    folder: Path
+    fp8: Recipe | None
+    weight_layout: str
+    is_trainable: bool
+    adapter_dtype: torch.dtype | None
+
+
+def _load(model: nn.Module, options: _Loading) -> LoRAReport:
+    folder, fp8, weight_layout, is_trainable, adapter_dtype = options
     stages = PipelineParallel.of(model)
     config = read_config(folder, fp8, weight_layout)
     tensors = read_weights(folder)

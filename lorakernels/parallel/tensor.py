@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ from lorakernels.parallel.tensor_vocabulary import (
     vocabulary_loss,
 )
 from lorakernels.values import Weight
+
+_OF_MODEL = "_tensor_parallel"  # attribute of a model that was split
 
 
 class Cut(NamedTuple):
@@ -85,6 +88,42 @@ class TensorParallel:
         hidden = base(use_cache=False, **inputs).last_hidden_state
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
         return vocabulary_loss(hidden.reshape(-1, hidden.shape[-1]), head, shifted, items)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TensorParallel | None:
+        """What `parallelize` returned for `model`; None if it was not split."""
+        found: TensorParallel | None = vars(model).get(_OF_MODEL)
+        return found
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Collective: inside, adapters and biases have the values of all ranks, for files. Nothing in it runs.
+
+        Afterwards each rank has its part of what they are then, or after an exception of what they were.
+        """
+        parts = [m for m in self.model.modules() if isinstance(m, Part)]
+        cuts = [
+            (p, dim, p.data)
+            for part in parts
+            for name, dim in part.dimensions.items()
+            if name != "weight" and (p := part._parameters.get(name)) is not None
+        ]
+        for p, dim, own in cuts:
+            p.data = self._whole(own, dim)
+        for part in parts:
+            del vars(part)["ranks"]  # so that no file refuses them
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            for part in parts:
+                vars(part)["ranks"] = self.ranks
+            for p, dim, own in cuts:
+                if done:
+                    mine = self.ranks.share(p.shape[dim])
+                    own.copy_(p.data.narrow(dim, mine.start, own.shape[dim]))
+                p.data = own
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
@@ -215,7 +254,9 @@ def parallelize(
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
     if vocabulary:
         cuts |= _split_vocabulary(model, ranks)
-    return TensorParallel(model, ranks, cuts)
+    split = TensorParallel(model, ranks, cuts)
+    vars(model)[_OF_MODEL] = split
+    return split
 
 
 def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:
