@@ -102,7 +102,10 @@ KILLED = -signal.SIGKILL
         ("hangs", KILLED, STAGES),
     ],
     ids=lambda value: {
-        WHOLE: "whole", SHARDED: "sharded", SHARED: "shared rows", STAGES: "stages",
+        WHOLE: "whole",
+        SHARDED: "sharded",
+        SHARED: "shared rows",
+        STAGES: "stages",
     }.get(value),
 )
 def test_a_rank_that_ends_in_the_middle_ends_all(
