@@ -66,6 +66,7 @@ def main(steps: int = 10) -> list[float]:
     pipeline.check()
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
+    dist.barrier()  # a rank that leaves first closes what the others may still read
     dist.destroy_process_group()
     return losses
 
