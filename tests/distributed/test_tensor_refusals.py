@@ -20,7 +20,6 @@ from lorakernels import (
     fuse,
     group_projections,
     merge_lora,
-    save_adapter,
 )
 from lorakernels.parallel import (
     ColumnParallelLoRALinear,
