@@ -25,7 +25,7 @@ from lorakernels.parallel.tensor_check import (
     found_in,
     generators,
 )
-from lorakernels.parallel.tensor_layers import KINDS, Part, cut
+from lorakernels.parallel.tensor_layers import KINDS, cut
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
 from lorakernels.parallel.tensor_vocabulary import (
@@ -33,6 +33,7 @@ from lorakernels.parallel.tensor_vocabulary import (
     VocabularyHead,
     vocabulary_loss,
 )
+from lorakernels.parallel.tensor_whole import places, whole_of
 from lorakernels.values import Weight
 
 
@@ -85,12 +86,14 @@ class TensorParallel:
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
-        return {name: self._whole(p.detach(), self._dimension(name)) for name, p in self._trained()}
+        at = places(self.model)
+        return {name: whole_of(p, at.get(id(p))) for name, p in self._trained()}
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Collective: {name: whole gradient} of the trained parameters that have one."""
-        found = ((name, p.grad) for name, p in self._trained())
-        return {n: self._whole(g, self._dimension(n)) for n, g in found if g is not None}
+        at = places(self.model)
+        found = ((n, p.grad, at.get(id(p))) for n, p in self._trained())
+        return {name: whole_of(grad, place) for name, grad, place in found if grad is not None}
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
@@ -101,7 +104,8 @@ class TensorParallel:
             ValueError: generators, FP8 scales, or adapters that all ranks hold whole differ. It names the first.
         """
         model, device = self.model, next(self.model.parameters()).device
-        held = {n: p for n, p in self._trained() if self._dimension(n) is None}
+        at = places(model)
+        held: dict[str, Tensor] = {n: p for n, p in self._trained() if id(p) not in at}
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for index, state in enumerate(states.values()):
             held |= {f"x's scales of FP8State {index}": state.forward[-1]}
@@ -116,7 +120,8 @@ class TensorParallel:
         It is the norm on one GPU: parts are summed over the ranks, and what all ranks hold counts once.
         `torch.nn.utils.clip_grad_norm_` sees this rank's parts only, and would scale each rank otherwise.
         """
-        grads = [(self._dimension(n) is not None, p.grad) for n, p in self._trained()]
+        at = places(self.model)
+        grads = [(id(p) in at, p.grad) for _, p in self._trained()]
         there = [(is_part, g) for is_part, g in grads if g is not None]
         device = next(self.model.parameters()).device
         parts, whole = torch.zeros(1, device=device), torch.zeros(1, device=device)
@@ -131,17 +136,6 @@ class TensorParallel:
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
-    def _dimension(self, name: str) -> int | None:
-        """In which dimension a parameter is cut; None if it is whole."""
-        path, _, own = name.rpartition(".")
-        layer = self.model.get_submodule(path)
-        return layer.dimensions.get(own) if isinstance(layer, Part) else None
-
-    def _whole(self, part: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            return part.clone()
-        return comm.gather_rows(self.ranks.group, part.movedim(dim, 0)).movedim(0, dim).contiguous()
 
     def __str__(self) -> str:
         ranks = self.ranks

@@ -147,7 +147,7 @@ KINDS: dict[tuple[str, bool], type[Part]] = {
 }
 
 
-def _own(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def own_part(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """A copy of this rank's part of `whole`. FP8 is copied as bytes."""
     stored = whole.view(torch.uint8) if whole.element_size() == 1 else whole
     part = stored.narrow(dim, ranks.share(stored.shape[dim]).start, stored.shape[dim] // ranks.size)
@@ -176,7 +176,7 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         whole = layer._parameters.get(name)
         if whole is None:
             continue
-        own = _own(whole.detach(), dim, ranks)
+        own = own_part(whole.detach(), dim, ranks)
         if name == "weight":
             layer._parameters[name] = nn.Parameter(own, requires_grad=False)
         else:

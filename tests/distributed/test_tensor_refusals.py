@@ -20,7 +20,6 @@ from lorakernels import (
     fuse,
     group_projections,
     merge_lora,
-    save_adapter,
 )
 from lorakernels.parallel import (
     ColumnParallelLoRALinear,
@@ -211,7 +210,7 @@ def values_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def afterwards(mesh: Any, folder: str) -> dict[str, str]:
+def afterwards(mesh: Any) -> dict[str, str]:
     """What a split model refuses."""
     model = make(WHOLE, CPU)
     parallelize(model, mesh, sequence_parallel=True)
@@ -224,7 +223,6 @@ def afterwards(mesh: Any, folder: str) -> dict[str, str]:
         "fuse": said_by(lambda: fuse(model, attention="math")),
         "a group": said_by(lambda: LoRALinearGroup(members)),
         "merge": said_by(lambda: merge_lora(model)),
-        "a file": said_by(lambda: save_adapter(model, folder)),
         "a sharded base": said_by(lambda: shard_base(model, mesh)),
         "once more": said_by(lambda: parallelize(model, mesh)),
         "odd rows": said_by(lambda: loss_of(model, odd)),
@@ -276,7 +274,7 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     return float(expected), float(found), worst
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     before: dict[str, Any] = {}
     for name, (model_of, plan, _) in REFUSED.items():
@@ -289,7 +287,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     group = dist.group.WORLD
     return {
         "before": before,
-        "afterwards": afterwards(mesh, folder),
+        "afterwards": afterwards(mesh),
         "authors": authors(group),
         "vocabularies": vocabularies(mesh),
         "biases": biases(group),
@@ -300,8 +298,8 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return on_ranks(worker, 2, "gloo", str(tmp_path_factory.mktemp("adapter")))
+def results() -> Any:
+    return on_ranks(worker, 2, "gloo")
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -322,7 +320,6 @@ def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
         ("fuse", "q_proj is split over tensor-parallel ranks: fusing it is not there yet"),
         ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
-        ("a file", "saving it to a file (whole_adapters() has the values) is not there yet"),
         ("a sharded base", "is split over tensor-parallel ranks, whose base cannot be sharded yet"),
         ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
         ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
