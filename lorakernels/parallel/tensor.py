@@ -59,10 +59,11 @@ class TensorParallel:
         model: the model, of which this rank has its part.
         ranks: the group, this rank's place in it, and whether rows are split.
         cuts: {path: Cut} of the split layers.
+        mesh: the one-dimensional DeviceMesh of the group.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut]) -> None:
-        self.model, self.ranks, self.cuts = model, ranks, cuts
+    def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any) -> None:
+        self.model, self.ranks, self.cuts, self.mesh = model, ranks, cuts, mesh
         self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
 
     def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
@@ -94,6 +95,41 @@ class TensorParallel:
         at = places(self.model)
         found = ((n, p.grad, at.get(id(p))) for n, p in self._trained())
         return {name: whole_of(grad, place) for name, grad, place in found if grad is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """{name: DTensor} of the trained parameters, for torch.distributed.checkpoint to save and load at any layout.
+
+        The DTensors share the parameters' memory, so that `dcp.load` fills the model. Names are those of one process.
+        """
+        return self.dtensors({name: p for name, p in self._trained()})
+
+    def dtensors(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """{name: DTensor} over this rank's `values`, each placed as the trained parameter of its name is.
+
+        Args:
+            values: {name of a trained parameter: a tensor of its shape on this rank}, such as AdamW's exp_avg.
+
+        Raises:
+            ValueError: a name is not that of a trained parameter, or a shape is not its own.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        trained, at = dict(self._trained()), places(self.model)
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in trained:
+                raise ValueError(f"values must have names of trained parameters, found {name!r}")
+            if value.shape != trained[name].shape:
+                raise ValueError(
+                    f"values[{name!r}] must have this rank's shape {tuple(trained[name].shape)}, found "
+                    f"{tuple(value.shape)}"
+                )
+            place = at.get(id(trained[name]))
+            placement = Replicate() if place is None else Shard(place.dim)
+            found[name] = DTensor.from_local(
+                value.detach(), self.mesh, [placement], run_check=False
+            )
+        return found
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
@@ -198,7 +234,7 @@ def parallelize(
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
     if vocabulary:
         cuts |= _split_vocabulary(model, ranks)
-    return TensorParallel(model, ranks, cuts)
+    return TensorParallel(model, ranks, cuts, mesh)
 
 
 def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:
