@@ -217,8 +217,12 @@ class _Author:
                 f"{self.cut_size} must be a multiple of the {ranks.size} ranks, found {sizes[self.cut_size]}"
             )
         LoRALinear.__init__(layer, input_size, output_size, config=config, **options)
+        self.initialize()
         cut(layer, self.kind, ranks)
         layer.__class__ = own
+
+    def initialize(self) -> None:
+        """Called while the layer is whole, for a subclass to give its weight other values."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y, the bias if `skip_bias_add`, else None)."""
