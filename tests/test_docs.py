@@ -52,6 +52,7 @@ RUN_BY = {
         "test_an_offloaded_base",
         "test_a_sharded_optimizer",
         "test_tensor_parallel",
+        "test_saving_parts",
         "test_layers_for_authors",
         "test_context_parallel",
         "test_pipeline_parallel",
@@ -265,10 +266,23 @@ def test_tensor_parallel(one_rank: dict[str, Any]) -> None:
     assert names["loss"].isfinite()
 
 
+def test_saving_parts(one_rank: dict[str, Any], tmp_path: Path) -> None:
+    names = {**on_one_rank(3, one_rank), "folder": tmp_path / "parts"}
+    before = names["split"].whole_adapters()
+    save, load = blocks("docs/parallel.md")[4].strip().splitlines()[-2:]
+    exec("import torch.distributed.checkpoint as dcp\n" + save, names)
+    with torch.no_grad():
+        for parameter in names["model"].parameters():
+            parameter.mul_(0 if parameter.requires_grad else 1)
+    exec(load, names)
+    after = names["split"].whole_adapters()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_layers_for_authors(one_rank: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     small = {"4096": "32", "14336": "48"}
-    code = blocks("docs/parallel.md")[4]
+    code = blocks("docs/parallel.md")[5]
     for width, less in small.items():
         code = code.replace(width, less)
     act, x = torch.nn.functional.silu, torch.randn(6, 2, 32)
@@ -278,7 +292,7 @@ def test_layers_for_authors(one_rank: dict[str, Any]) -> None:
 
 
 def test_context_parallel(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(5, one_rank)
+    names = on_one_rank(6, one_rank)
     assert names["loss"].isfinite()
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +44,14 @@ from lorakernels.checkpoints.peft_format import (
 from lorakernels.config import DelayedScaling, LoRAConfig, Recipe, clean_path
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.holder import refuse_split
+from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import check_enabled, lora_modules
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.parallel import PipelineParallel, TensorParallel, comm
+from lorakernels.parallel import PipelineParallel, comm
+from lorakernels.parallel.tensor_whole import Place, check_alike, group_of, places
 
 
 def save_adapter(
@@ -65,7 +66,8 @@ def save_adapter(
     A new directory appears with both files at once. In an existing directory, each file is written beside its
     place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
     crash between the two renames leaves new weights beside the old config. With sharded parameters, and after
-    `parallelize` or `pipeline_parallel`, every rank must call this, and rank 0 writes.
+    `parallelize` or `pipeline_parallel`, every rank must call this. Rank 0 writes whole values, so that the files are
+    those of one process.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
     causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
@@ -74,15 +76,10 @@ def save_adapter(
     Raises:
         ValueError: `model` has no LoRALinear or is inside `disable_lora`, `task_type` is not one of PEFT's, or a
             layer's scaling is not a positive number, or not that of its initialisation from the weight.
-        OSError: the files could not be written; an adapter already at `path` is untouched.
+        OSError: the files could not be written; an adapter already at `path` is untouched. After `parallelize` the
+            other ranks of rank 0's group raise ValueError then, as where another rank's model cannot be saved.
     """
     model, folder = _unwrap(model), Path(path)
-    split = TensorParallel.of(model)
-    if split is not None:
-        with comm.together(split.ranks.group), split.whole():
-            if split.ranks.rank == 0:
-                _save(model, folder, base_model_name_or_path, task_type)
-        return folder
     stages = PipelineParallel.of(model)
     if stages is not None:
         values = stages.whole_values()
@@ -94,23 +91,18 @@ def save_adapter(
 
 
 def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | None) -> Path:
-    layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
-    check_enabled(layers)
-    for name, layer in layers.items():
-        refuse_split(name, layer, "saving it without the model that parallelize took")
-    if task_type not in (None, *TASK_TYPES):
-        raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
-    check_scalings(layers)
-    rules = describe(model, layers)
-    parameters = adapter_tensors(model)
-    tensors = {key: _whole(tensor) for key, tensor in parameters.items()}
+    group = group_of(model)
+    with comm.together(group):
+        layers = _layers_to_save(model)
+        if task_type not in (None, *TASK_TYPES):
+            raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
+        rules = describe(model, layers)
+        parameters = adapter_tensors(model)
+    at = places(model)
+    tensors = {key: _whole(tensor, at.get(id(tensor))) for key, tensor in parameters.items()}
     join_initial(model, tensors)
     for stack in stacks_of(model):
         stack.join(tensors)
-    if any(map(is_sharded, parameters.values())) and torch.distributed.get_rank() != 0:
-        return folder
     kind = type(model)
     config = to_peft_dict(
         next(iter(layers.values())).config,
@@ -119,8 +111,20 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
         **rules,
     )
-    write_files(folder, config, tensors)
+    is_shared = group is not None or any(map(is_sharded, parameters.values()))
+    with comm.together(group):
+        if not is_shared or torch.distributed.get_rank() == 0:
+            write_files(folder, config, tensors)
     return folder
+
+
+def _layers_to_save(model: nn.Module) -> dict[str, LoRALinear]:
+    layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
+    check_enabled(layers)
+    check_scalings(layers)
+    return layers
 
 
 def load_adapter(
@@ -136,50 +140,59 @@ def load_adapter(
 
     A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
     `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
-    and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`.
-    After `parallelize` every rank must call this, and keeps its parts.
+    and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`. After
+    `parallelize` every rank of its group calls this, reads the files, and takes its part of each tensor.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`. The message
             lists missing, unexpected, mis-shaped and mis-typed tensors, and adapters with inf or NaN. `model` is
-            unchanged then.
+            unchanged then. All ranks of a split model raise together, also where they read different files.
     """
-    model = _unwrap(model)
-    options = _Loading(Path(path), fp8, weight_layout, is_trainable, adapter_dtype)
-    split = TensorParallel.of(model)
-    if split is None:
-        return _load(model, options)
-    with comm.together(split.ranks.group), split.whole():
-        return _load(model, options)
+    model, folder = _unwrap(model), Path(path)
+    group, at = group_of(model), places(model)
+    with comm.together(group):
+        config = read_config(folder, fp8, weight_layout)
+        tensors = _fitting(model, folder, config, at)
+    check_alike(group, tensors, str(folder))
+    adapted = bool(lora_modules(model))
+    with all_or_nothing(model):
+        if not adapted:
+            dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
+            report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
+        _copy_values(model, tensors, is_trainable)
+    return _report_now(model) if adapted or not is_trainable else report
 
 
-class _Loading(NamedTuple):
-    """The arguments of `load_adapter`."""
+def _fitting(
+    model: nn.Module, folder: Path, config: LoRAConfig, at: Mapping[int, Place]
+) -> dict[str, Tensor]:
+    """The tensors at `folder`, whole and by key, which fit `model`. `at` has its parameters that are cut.
 
-    folder: Path
-    fp8: Recipe | None
-    weight_layout: str
-    is_trainable: bool
-    adapter_dtype: torch.dtype | None
-
-
-def _load(model: nn.Module, options: _Loading) -> LoRAReport:
-    folder, fp8, weight_layout, is_trainable, adapter_dtype = options
-    stages = PipelineParallel.of(model)
-    config = read_config(folder, fp8, weight_layout)
+    Raises:
+        FileNotFoundError, ValueError: as for `load_adapter`.
+    """
     tensors = read_weights(folder)
     adapted = bool(lora_modules(model))
     try:
         _check_not_meta(model)
         if adapted:
             _check_unmerged(model)
+            stages = PipelineParallel.of(model)
             with stages.structure() if stages else nullcontext():
-                expected = slots(adapter_tensors(model))
+                own = adapter_tensors(model)
+                expected = slots(own)
+                for key in (key for key, tensor in own.items() if id(tensor) in at):
+                    shape = at[id(own[key])].shape(own[key])
+                    expected[key] = expected[key]._replace(shape=shape)
                 widen(model, expected)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
+            if at:
+                raise ValueError(
+                    "it is split over tensor-parallel ranks and has no adapter: load before parallelize"
+                )
             expected = expected_slots(model, config)
             saved = match_saved(model, config)
             joined = stacks_of(model, config)
@@ -192,12 +205,7 @@ def _load(model: nn.Module, options: _Loading) -> LoRAReport:
     if adapted:
         _check_scaling(model, config, folder)
         check_initial_values(model, split_initial(model, tensors), folder)
-    with all_or_nothing(model):
-        if not adapted:
-            dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
-            report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
-        _copy_values(model, tensors, is_trainable)
-    return _report_now(model) if adapted or not is_trainable else report
+    return tensors
 
 
 def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -243,7 +251,6 @@ def _check_unmerged(model: nn.Module) -> None:
     for name, layer in layers.items():
         if layer.merged:
             raise ValueError(f"{name} is merged: call unmerge_lora first")
-        refuse_split(name, layer, "loading into it (load before parallelize)")
 
 
 def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
@@ -258,12 +265,16 @@ def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: bool) -> None:
-    """Copy all values or none. The old values are kept on the host and copied back if an exception occurs."""
-    own = adapter_tensors(model)
+    """Copy all values or none, on all ranks of a split model.
+
+    The old values are kept on the host and copied back if an exception occurs.
+    """
+    own, at = adapter_tensors(model), places(model)
     before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
     try:
-        for key, tensor in own.items():
-            tensor.copy_(_like(tensors[key], tensor))
+        with comm.together(group_of(model)):
+            for key, tensor in own.items():
+                tensor.copy_(_like(tensors[key], tensor, at.get(id(tensor))))
     except BaseException:
         for key, tensor in own.items():
             _local(tensor).copy_(before[key])
@@ -278,16 +289,19 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor, place: Place | None) -> Tensor:
     """A full copy of the tensor on the CPU.
 
     The copy has its own memory because layers may share memory, and safetensors refuses to write shared memory.
     """
     full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    full = full if place is None else place.gather(full.detach())
     return full.detach().to("cpu", copy=True).contiguous()
 
 
-def _like(value: Tensor, own: Tensor) -> Tensor:
+def _like(value: Tensor, own: Tensor, place: Place | None) -> Tensor:
+    if place is not None:
+        return place.own(value)
     if not is_sharded(own):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from lorakernels.parallel.tensor_check import (
     parts_of,
 )
 from lorakernels.parallel.tensor_fused import split_parts
-from lorakernels.parallel.tensor_layers import KINDS, Part, cut
+from lorakernels.parallel.tensor_layers import KINDS, cut
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
 from lorakernels.parallel.tensor_vocabulary import (
@@ -37,9 +36,8 @@ from lorakernels.parallel.tensor_vocabulary import (
     VocabularyHead,
     vocabulary_loss,
 )
+from lorakernels.parallel.tensor_whole import places, whole_of
 from lorakernels.values import Weight
-
-_OF_MODEL = "_tensor_parallel"  # attribute of a model that was split
 
 
 class Cut(NamedTuple):
@@ -64,10 +62,11 @@ class TensorParallel:
         model: the model, of which this rank has its part.
         ranks: the group, this rank's place in it, and whether rows are split.
         cuts: {path: Cut} of the split layers.
+        mesh: the one-dimensional DeviceMesh of the group.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut]) -> None:
-        self.model, self.ranks, self.cuts = model, ranks, cuts
+    def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any) -> None:
+        self.model, self.ranks, self.cuts, self.mesh = model, ranks, cuts, mesh
         self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
 
     def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
@@ -89,50 +88,51 @@ class TensorParallel:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
         return vocabulary_loss(hidden.reshape(-1, hidden.shape[-1]), head, shifted, items)
 
-    @classmethod
-    def of(cls, model: nn.Module) -> TensorParallel | None:
-        """What `parallelize` returned for `model`; None if it was not split."""
-        found: TensorParallel | None = vars(model).get(_OF_MODEL)
-        return found
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Collective: inside, adapters and biases have the values of all ranks, for files. Nothing in it runs.
-
-        Afterwards each rank has its part of what they are then, or after an exception of what they were.
-        """
-        parts = [m for m in self.model.modules() if isinstance(m, Part)]
-        cuts = [
-            (p, dim, p.data)
-            for part in parts
-            for name, dim in part.dimensions.items()
-            if name != "weight" and (p := part._parameters.get(name)) is not None
-        ]
-        for p, dim, own in cuts:
-            p.data = self._whole(own, dim)
-        for part in parts:
-            del vars(part)["ranks"]  # so that no file refuses them
-        done = False
-        try:
-            yield
-            done = True
-        finally:
-            for part in parts:
-                vars(part)["ranks"] = self.ranks
-            for p, dim, own in cuts:
-                if done:
-                    mine = self.ranks.share(p.shape[dim])
-                    own.copy_(p.data.narrow(dim, mine.start, own.shape[dim]))
-                p.data = own
-
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
-        return {name: self._whole(p.detach(), self._dimension(name)) for name, p in self._trained()}
+        at = places(self.model)
+        return {name: whole_of(p, at.get(id(p))) for name, p in self._trained()}
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Collective: {name: whole gradient} of the trained parameters that have one."""
-        found = ((name, p.grad) for name, p in self._trained())
-        return {n: self._whole(g, self._dimension(n)) for n, g in found if g is not None}
+        at = places(self.model)
+        found = ((n, p.grad, at.get(id(p))) for n, p in self._trained())
+        return {name: whole_of(grad, place) for name, grad, place in found if grad is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """{name: DTensor} of the trained parameters, for torch.distributed.checkpoint to save and load at any layout.
+
+        The DTensors share the parameters' memory, so that `dcp.load` fills the model. Names are those of one process.
+        """
+        return self.dtensors({name: p for name, p in self._trained()})
+
+    def dtensors(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """{name: DTensor} over this rank's `values`, each placed as the trained parameter of its name is.
+
+        Args:
+            values: {name of a trained parameter: a tensor of its shape on this rank}, such as AdamW's exp_avg.
+
+        Raises:
+            ValueError: a name is not that of a trained parameter, or a shape is not its own.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        trained, at = dict(self._trained()), places(self.model)
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in trained:
+                raise ValueError(f"values must have names of trained parameters, found {name!r}")
+            if value.shape != trained[name].shape:
+                raise ValueError(
+                    f"values[{name!r}] must have this rank's shape {tuple(trained[name].shape)}, found "
+                    f"{tuple(value.shape)}"
+                )
+            place = at.get(id(trained[name]))
+            placement = Replicate() if place is None else Shard(place.dim)
+            found[name] = DTensor.from_local(
+                value.detach(), self.mesh, [placement], run_check=False
+            )
+        return found
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
@@ -143,7 +143,8 @@ class TensorParallel:
             ValueError: generators, FP8 scales, or adapters that all ranks hold whole differ. It names the first.
         """
         model, device = self.model, next(self.model.parameters()).device
-        held = {n: p for n, p in self._trained() if self._dimension(n) is None}
+        at = places(model)
+        held: dict[str, Tensor] = {n: p for n, p in self._trained() if id(p) not in at}
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for index, state in enumerate(states.values()):
             held |= {f"x's scales of FP8State {index}": state.forward[-1]}
@@ -158,7 +159,8 @@ class TensorParallel:
         It is the norm on one GPU: parts are summed over the ranks, and what all ranks hold counts once.
         `torch.nn.utils.clip_grad_norm_` sees this rank's parts only, and would scale each rank otherwise.
         """
-        grads = [(self._dimension(n) is not None, p.grad) for n, p in self._trained()]
+        at = places(self.model)
+        grads = [(id(p) in at, p.grad) for _, p in self._trained()]
         there = [(is_part, g) for is_part, g in grads if g is not None]
         device = next(self.model.parameters()).device
         parts, whole = torch.zeros(1, device=device), torch.zeros(1, device=device)
@@ -173,17 +175,6 @@ class TensorParallel:
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
-    def _dimension(self, name: str) -> int | None:
-        """In which dimension a parameter is cut; None if it is whole."""
-        path, _, own = name.rpartition(".")
-        layer = self.model.get_submodule(path)
-        return layer.dimensions.get(own) if isinstance(layer, Part) else None
-
-    def _whole(self, part: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            return part.clone()
-        return comm.gather_rows(self.ranks.group, part.movedim(dim, 0)).movedim(0, dim).contiguous()
 
     def __str__(self) -> str:
         ranks = self.ranks
@@ -254,9 +245,7 @@ def parallelize(
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
     if vocabulary:
         cuts |= _split_vocabulary(model, ranks)
-    split = TensorParallel(model, ranks, cuts)
-    vars(model)[_OF_MODEL] = split
-    return split
+    return TensorParallel(model, ranks, cuts, mesh)
 
 
 def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:

@@ -147,7 +147,7 @@ KINDS: dict[tuple[str, bool], type[Part]] = {
 }
 
 
-def _own(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def own_part(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """A copy of this rank's part of `whole`. FP8 is copied as bytes."""
     stored = whole.view(torch.uint8) if whole.element_size() == 1 else whole
     part = stored.narrow(dim, ranks.share(stored.shape[dim]).start, stored.shape[dim] // ranks.size)
@@ -176,7 +176,7 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         whole = layer._parameters.get(name)
         if whole is None:
             continue
-        own = _own(whole.detach(), dim, ranks)
+        own = own_part(whole.detach(), dim, ranks)
         if name == "weight":
             layer._parameters[name] = nn.Parameter(own, requires_grad=False)
         else:
@@ -217,8 +217,12 @@ class _Author:
                 f"{self.cut_size} must be a multiple of the {ranks.size} ranks, found {sizes[self.cut_size]}"
             )
         LoRALinear.__init__(layer, input_size, output_size, config=config, **options)
+        self.initialize()
         cut(layer, self.kind, ranks)
         layer.__class__ = own
+
+    def initialize(self) -> None:
+        """Called while the layer is whole, for a subclass to give its weight other values."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y, the bias if `skip_bias_add`, else None)."""

@@ -10,7 +10,8 @@ and dh once. Both the embedding and the head are frozen.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ CHUNK = 2048
 
 class VocabularyEmbedding(nn.Module):
     """This rank's rows [V/T, H] of a frozen embedding. The result is the whole embedding's, bit for bit."""
+
+    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0}  # as of a Part
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()
@@ -46,6 +49,8 @@ class VocabularyEmbedding(nn.Module):
 
 class VocabularyHead(nn.Module):
     """This rank's rows [V/T, H] of a frozen output head. Its forward gathers; `vocabulary_loss` does not."""
+
+    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}  # as of a Part
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks) -> None:
         super().__init__()

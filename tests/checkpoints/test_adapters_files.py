@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,11 +170,11 @@ def test_values_are_copied_all_or_none(tmp_path, monkeypatch):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     like, calls = adapters_module._like, []
 
-    def interrupted(value: Tensor, own: Tensor) -> Tensor:
+    def interrupted(value: Tensor, *arguments: Any) -> Tensor:
         calls.append(value)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return like(value, own)
+        return like(value, *arguments)
 
     monkeypatch.setattr(adapters_module, "_like", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -1,108 +1,177 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files of a model over tensor-parallel ranks: those of one process, written and read at any layout."""
+"""Adapter files of a model that is split over ranks: the bytes of one process, read at any layout, refused by all."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import load_adapter, save_adapter
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.parallel import comm, parallelize
+from lorakernels import disable_lora, load_adapter, save_adapter
+from lorakernels.modules.merge import lora_modules
+from lorakernels.parallel import parallelize
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-WAYS = (
-    Way("plain", True),
-    Way("fused", True, save="recompute"),
-    Way("trained biases", False, fp8=False, family="Qwen2", bias="lora_only", dropout=0.0),
-)
+CPU = torch.device("cpu")
+WAYS = {
+    "rows split, vocabulary": Way("", True, vocabulary=True),
+    "trained biases": Way("", False, family="Qwen2", bias="lora_only"),
+    "all biases, bf16": Way("", True, family="Qwen2", bias="all", dtype=torch.bfloat16),
+    "fused": Way("", True, save="recompute"),
+    "some layers": Way("", True, targets=("q_proj", "down_proj")),
+}
 
 
-def changed(way: Way, device: torch.device) -> Any:
-    """Other adapters than `make` gives."""
-    model = make(way, device)
+def drawn(way: Way, seed: int) -> nn.Module:
+    """A model whose trained values are random, and equal on all ranks."""
+    model = make(way, CPU)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.requires_grad:
-                p.mul_(1.5).add_(len(name) / 64)
+                p.copy_(torch.randn(p.shape, generator=generator))
     return model
 
 
-def files(rank: int, device: torch.device, way: Way, folder: Path) -> dict[str, bool]:
-    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))["tp"]
-    whole, model = changed(way, device), changed(way, device)
-    if rank == 0:
-        save_adapter(whole, folder / "one")
-    split = parallelize(model, mesh)
-    kept = {n: (p.data_ptr(), p.shape) for n, p in model.named_parameters()}
-    save_adapter(model, folder / "two")
-    comm.agree(split.ranks.group, None)
-    configs = [json.loads((folder / name / CONFIG).read_text()) for name in ("one", "two")]
-    one, two = (load_file(folder / name / WEIGHTS) for name in ("one", "two"))
-    found = {
-        "config": configs[0] == configs[1],
-        "tensors": one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one),
-        "memory": kept == {n: (p.data_ptr(), p.shape) for n, p in model.named_parameters()},
-    }
-    expected = split.whole_adapters()
-    other = make(way, device)
-    other_split = parallelize(other, mesh)
-    load_adapter(other, folder / "one")
-    read = other_split.whole_adapters()
-    found["read"] = all(torch.equal(read[n], expected[n]) for n in expected)
-    tokens = batch(0, device)
-    torch.manual_seed(3)
-    losses = [loss_of(each.eval(), tokens) for each in (model, other)]
-    found["loss"] = torch.equal(*losses)
-    alone = make(way, device)
-    load_adapter(alone, folder / "two")
-    values = dict(alone.named_parameters())
-    found["one process"] = all(torch.equal(values[n], expected[n]) for n in expected)
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def said_by(act: Any) -> str:
+    try:
+        act()
+    except (ValueError, OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def round_trip(mesh: Any, way: Way, folder: Path) -> dict[str, bool]:
+    whole, model = drawn(way, 5), drawn(way, 5)
+    options = {"sequence_parallel": way.sequence, "vocabulary": way.vocabulary}
+    split = parallelize(model, mesh, **options)
+    rank = mesh.get_local_rank()
+    alone, together = folder / f"alone{rank}", folder / "together"
+    save_adapter(whole, alone)
+    save_adapter(model, together)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    found = {n: (alone / n).read_bytes() == (together / n).read_bytes() for n in files}
+    other = drawn(way, 6)
+    into = parallelize(other, mesh, **options)
+    report = load_adapter(other, alone)
+    expected = trained(whole)
+    found["loaded into parts"] = same(into.whole_adapters(), expected) and report.model is other
+    found["still parts"] = same(trained(other), trained(model))
+    found["trains"] = all(p.grad is not None for p in parameters_after_a_step(other))
+    again = drawn(way, 7)
+    load_adapter(again, together)
+    found["loaded into one process"] = same(trained(again), expected)
+    load_adapter(other, together, is_trainable=False)
+    found["frozen"] = not trained(other) and not other.training
+    found["split as before"] = same(split.whole_adapters(), expected)
     return found
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_files_are_those_of_one_process(way: Way, tmp_path: Path) -> None:
-    for found in on_ranks(files, 2, "gloo", way, tmp_path):
-        assert all(found.values()), found
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-def refused(rank: int, device: torch.device, folder: Path) -> list[Any]:
-    """What is said of a file without a tensor, and of a path that is a file; whether values stay."""
-    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))["tp"]
-    model = make(Way("", True, fp8=False), device)
-    split = parallelize(model, mesh)
-    save_adapter(model, folder / "whole")
+def parameters_after_a_step(model: nn.Module) -> list[nn.Parameter]:
+    loss_of(model, batch(0, CPU)).backward()
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def refusals(mesh: Any, folder: Path) -> dict[str, tuple[str, bool]]:
+    """{case: (what a rank says, whether its model is as before)}. Only one rank sees what is wrong."""
+    rank, way = mesh.get_local_rank(), Way("", True)
+    model = drawn(way, 5)
+    own = folder / f"rank{rank}"
+    save_adapter(model, own)
+    parallelize(model, mesh)
+    before = trained(model)
+    file = own / "adapter_model.safetensors"
+    whole = file.read_bytes()
+
+    def tried(path: Path) -> tuple[str, bool]:
+        said = said_by(lambda: load_adapter(model, path))
+        return said, same(trained(model), before)
+
+    found = {}
+    if rank == 1:
+        file.write_bytes(whole[:-8])
+    found["damaged"] = tried(own)
+    if rank == 1:
+        other = drawn(way, 8)
+        save_adapter(other, own)
+    found["other values"] = tried(own)
+    if rank == 1:
+        shutil.rmtree(own)
+    found["missing"] = tried(own)
+    narrow = folder / f"narrow{rank}"
+    save_adapter(drawn(Way("", True, model={"intermediate_size": 48}), 5), narrow)
+    found["another shape"] = tried(narrow)
+    blocked = folder / "blocked"
     if rank == 0:
-        tensors = load_file(folder / "whole" / WEIGHTS)
-        del tensors[min(tensors)]
-        save_file(tensors, folder / "whole" / WEIGHTS, {"format": "pt"})
-        (folder / "a file").write_text("")
-    comm.agree(split.ranks.group, None)
-    before = split.whole_adapters()
-    said = []
-    for what in (
-        lambda: load_adapter(model, folder / "whole"),
-        lambda: save_adapter(model, folder / "a file"),
-    ):
-        with pytest.raises((ValueError, OSError)) as caught:
-            what()
-        said.append(str(caught.value))
-    after = split.whole_adapters()
-    stay = all(torch.equal(after[n], before[n]) for n in before)
-    split_still = all("ranks" in vars(m) for m in model.modules() if isinstance(m, LoRALinear))
-    return [*said, stay and split_still]
+        blocked.write_text("a file")
+    found["not written"] = said_by(lambda: save_adapter(model, blocked)), True
+
+    def save_disabled() -> None:
+        if rank == 1:
+            with disable_lora(model):
+                save_adapter(model, folder / "never")
+        save_adapter(model, folder / "never")
+
+    found["disabled"] = said_by(save_disabled), not (folder / "never").exists()
+    plain = drawn(way, 5)
+    for layer in lora_modules(plain).values():
+        layer.scaling = 1.5
+    parallelize(plain, mesh)
+    save_adapter(plain, folder / "scaled")
+    found["scaling"] = tried(folder / "scaled")
+    return found
 
 
-def test_bad_files_end_on_all_ranks_and_change_nothing(tmp_path: Path) -> None:
-    for said in on_ranks(refused, 2, "gloo", tmp_path):
-        assert "missing" in said[0] and "a file" in said[1] and said[2]
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))["tp"]
+    ways = {}
+    for number, (name, way) in enumerate(WAYS.items()):
+        ways[name] = round_trip(mesh, way, Path(folder) / str(number))
+    return {"ways": ways, "refusals": refusals(mesh, Path(folder) / "refused")}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return on_ranks(worker, 2, "gloo", str(tmp_path_factory.mktemp("files")))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_of_parts_are_those_of_one_process(results: Any, way: str) -> None:
+    for rank, found in enumerate(results):
+        assert [name for name, good in found["ways"][way].items() if not good] == [], rank
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "said"),
+    [
+        ("damaged", 1, "is not a whole safetensors file"),
+        ("other values", None, "all ranks must read the same tensors from"),
+        ("missing", 1, "is not a directory with an adapter"),
+        ("another shape", None, "of another shape"),
+        ("not written", 0, "expected a directory"),
+        ("disabled", 1, "disable"),
+        ("scaling", None, "has scaling"),
+    ],
+)
+def test_all_ranks_refuse_together(results: Any, case: str, kind: int | None, said: str) -> None:
+    for rank, found in enumerate(results):
+        text, unchanged = found["refusals"][case]
+        assert said in text and unchanged
+        if kind is not None:
+            assert (f"rank {kind}: " in text) == (rank != kind)

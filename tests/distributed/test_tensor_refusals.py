@@ -210,7 +210,7 @@ def values_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def afterwards(mesh: Any, folder: str) -> dict[str, str]:
+def afterwards(mesh: Any) -> dict[str, str]:
     """What a split model refuses."""
     model = make(WHOLE, CPU)
     parallelize(model, mesh, sequence_parallel=True)
@@ -274,7 +274,7 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     return float(expected), float(found), worst
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     before: dict[str, Any] = {}
     for name, (model_of, plan, _) in REFUSED.items():
@@ -287,7 +287,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     group = dist.group.WORLD
     return {
         "before": before,
-        "afterwards": afterwards(mesh, folder),
+        "afterwards": afterwards(mesh),
         "authors": authors(group),
         "vocabularies": vocabularies(mesh),
         "biases": biases(group),
@@ -298,8 +298,8 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return on_ranks(worker, 2, "gloo", str(tmp_path_factory.mktemp("adapter")))
+def results() -> Any:
+    return on_ranks(worker, 2, "gloo")
 
 
 @pytest.mark.parametrize("case", REFUSED)
