@@ -225,7 +225,9 @@ class BlockNode(torch.autograd.Function):
     ) -> Tensor:
         """y [..., N] of a contiguous x [..., K]."""
         ctx.spec, ctx.needs = call.spec, Needs(*(ctx.needs_input_grad[i] for i in (0, 2, 3, 1)))
-        base, adapter = (weight.data, weight.scale_inv, bias), (lora_A, lora_B, call.slot)
+        data, scale_inv, _ = weight
+        assert scale_inv is not None
+        base, adapter = (data, scale_inv, bias), (lora_A, lora_B, call.slot)
         rows = x.view(-1, x.shape[-1])
         y, *made = block_linear_forward(rows, *base, *adapter, *_numbers_of(call.spec))
         ctx.save_for_backward(*_read(ctx.needs, tuple(made), base, adapter))

@@ -128,8 +128,8 @@ def load_quantized(
         ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if `lora`
             starts from the 16-bit weight ("olora", "pissa"), which is never there. Also if a weight is
             not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
-            for with a `mesh` or `offload`, or of a checkpoint with blocks other than 128 × 128. Everything but the
-            values is checked before the first value is read.
+            of a checkpoint with blocks other than 128 × 128. Everything but the values is checked before the first
+            value is read.
         ImportError: transformers is not installed.
     """
     began = time.perf_counter()
@@ -152,7 +152,7 @@ def load_quantized(
         if frozen == "fp8" if lora is None else lora.target_parameters:
             files = with_experts(files, model, block)
         plan = Plan(model, files.tensors, lora, frozen, block)
-        _check_layout(lora, recipe, mesh, offload)
+        _check_layout(lora, mesh, offload)
         _check_block(plan, recipe)
         _check_experts(model, mesh, offload)
     shards = None
@@ -184,15 +184,9 @@ def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
     return partial(comm.together, comm.patient(mesh.get_group()))
 
 
-def _check_layout(
-    lora: LoRAConfig | None, recipe: Recipe, mesh: Any, offload: float | Offload
-) -> None:
+def _check_layout(lora: LoRAConfig | None, mesh: Any, offload: float | Offload) -> None:
     if mesh is None and not as_offload(offload).fraction:
         return
-    if isinstance(recipe, BlockScaling):
-        raise ValueError(
-            "a sharded or offloaded base must follow DelayedScaling, found BlockScaling: leave out mesh and offload"
-        )
     if lora is not None and lora.use_dora:
         raise ValueError(
             "lora.use_dora=True needs whole weights for its norms: leave out mesh and offload"

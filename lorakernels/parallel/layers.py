@@ -94,8 +94,6 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
     weight = stored(linear)
     if not linear.holds_fp8:
         yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
-    if linear.block_scaling is not None:
-        yield "follows BlockScaling: only a base under DelayedScaling is sharded"
     if isinstance(linear, DoRALinear):
         yield "has use_dora=True, whose norms need the whole weight: such a base is not sharded"
     if is_split(linear):

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import apply_lora, fuse, load_quantized
+from lorakernels import BlockScaling, apply_lora, fuse, load_quantized
+from lorakernels.config import Recipe
 from lorakernels.modules.holder import is_held
 from lorakernels.parallel import comm, shard_base, stores
 from lorakernels.train.model import reproducible
@@ -43,19 +44,24 @@ def step(loaded: Any) -> dict[str, Tensor]:
     ids = torch.arange(24, device=model.device).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    loaded.fp8_state.reduce_and_update()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found |= {"loss": loss.detach(), "forward": loaded.fp8_state.forward.clone()}
+    found["loss"] = loss.detach()
+    if loaded.fp8_state is not None:
+        loaded.fp8_state.reduce_and_update()
+        found["forward"] = loaded.fp8_state.forward.clone()
     with torch.no_grad():
         return found | {"evaluated": model.eval()(input_ids=ids).logits}
 
 
-def compare(rank: int, device: torch.device, folder: Path, fused: bool) -> dict[str, Any]:
+def compare(
+    rank: int, device: torch.device, folder: Path, fused: bool, recipe: Recipe | None = None
+) -> dict[str, Any]:
     """What a step gives with a base that was loaded into shards, sharded after loading, and not sharded."""
     with reproducible(True):
         options: dict[str, Any] = {
             "device": device,
             "attn_implementation": "sdpa" if fused else "eager",
+            "lora": LORA if recipe is None else replace(LORA, fp8=recipe),
         }
         into = load(folder, mesh=mesh(device.type), **options)
         after, whole = load(folder, **options), load(folder, **options)
@@ -92,6 +98,17 @@ def test_equal_to_sharding_what_was_loaded_and_to_the_whole_base(
     else:
         write_checkpoint(tmp_path, config(num_hidden_layers=LAYERS), shard_bytes=300_000)
     for found in on_ranks(compare, world, "gloo", tmp_path, fused):
+        check(found)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_blocks_are_sharded_as_the_checkpoint_has_them(fused: bool, tmp_path: Path) -> None:
+    if fused:  # whole blocks of each of q, k and v
+        sizes = {"hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 2}
+        write_checkpoint(tmp_path, config(**sizes, num_attention_heads=4))
+    else:
+        block_fp8(tmp_path, False)
+    for found in on_ranks(compare, 2, "gloo", tmp_path, fused, BlockScaling()):
         check(found)
 
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lorakernels import DelayedScaling, PhiloxState, disable_lora, fuse
+from lorakernels.config import Recipe
 from lorakernels.parallel import ShardedBase, shard_base
 from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
 
 LAYERS, STEPS = 5, 3
+DELAYED = DelayedScaling(amax_history_len=4)
 Found = dict[str, Tensor]
 
 
@@ -34,9 +36,13 @@ class Way:
     apart: bool = False  # the ranks' ways differ, so that none may skip what the others train
     ddp: bool = False  # around the model, with the same data on every rank
     delayed: bool = False
+    recipe: Recipe = DELAYED
     family: str = "Llama"
     options: dict[str, Any] = field(default_factory=dict)  # of shard_base
     step: str = "plain"
+    sizes: dict[str, int] = field(
+        default_factory=lambda: {"hidden_size": 64, "intermediate_size": 96}
+    )
 
 
 def make(way: Way, device: torch.device) -> nn.Module:
@@ -45,10 +51,10 @@ def make(way: Way, device: torch.device) -> nn.Module:
     model = adapted(
         way.family,
         LINEARS if way.save is None else ATTENTION,
-        model={"num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 96},
+        model={"num_hidden_layers": LAYERS, **way.sizes},
         device=device,
         dtype=torch.bfloat16,
-        fp8=DelayedScaling(amax_history_len=4),
+        fp8=way.recipe,
         lora_dropout=0.1,
         rng_state=PhiloxState(11, device),
     )
@@ -138,8 +144,10 @@ def train(
             found[f"gathers {step}"] = torch.tensor(base.gathers - before)
         optimizer.step()
         optimizer.zero_grad()
-        state.reduce_and_update()
-        found |= {f"{step} fp8 x": state.forward.clone(), f"{step} fp8 dy": state.backward.clone()}
+        if state is not None:
+            state.reduce_and_update()
+            scales = {"x": state.forward, "dy": state.backward}
+            found |= {f"{step} fp8 {name}": of.clone() for name, of in scales.items()}
     return found | {f"trained {n}": p.detach() for n, p in trained.items()}
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lorakernels import BlockScaling
 from lorakernels.parallel import Offload
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, compare
 from tests.processes import on_ranks
@@ -36,10 +37,22 @@ WAYS = {
     "offloaded poisoned": Way(checkpoint=True, poison=True, options=OFFLOAD),
     "more slots than layers": Way("recompute", options={"slots": LAYERS + 1}),
 }
+BLOCKS = {"recipe": BlockScaling(), "sizes": {"hidden_size": 256, "intermediate_size": 384}}
+HYBRID = {**BLOCKS, "recipe": BlockScaling("HYBRID", power_2_scale=True)}
+IN_BLOCKS = {
+    "blocks": Way(**BLOCKS),
+    "blocks of a ragged size": Way(recipe=BlockScaling()),
+    "blocks fused": Way("recompute", **HYBRID),
+    "blocks fused poisoned": Way("full", poison=True, **BLOCKS),
+    "blocks offloaded": Way("recompute", options=OFFLOAD, **BLOCKS),
+    "blocks offloaded, unfused, poisoned": Way(poison=True, options=OFFLOAD, **BLOCKS),
+    "blocks compiled by layers": Way(compiled=True, poison=True, **BLOCKS),
+}
 SOME = ("fused recompute", "checkpointed reentrantly")
 WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "1 rank": ((1,), SOME),
     "2 ranks": ((2,), tuple(WAYS)),
+    "2 ranks in blocks": ((2,), tuple(IN_BLOCKS)),
     "4 ranks": ((4,), SOME),
     "2 x 4 ranks": ((2, 4), SOME),
 }
@@ -52,7 +65,9 @@ def worker(
     mesh = init_device_mesh(
         device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
     )
-    return {name: compare(WAYS[name], mesh["dp_shard"], rank, device) for name in names}
+    return {
+        name: compare((WAYS | IN_BLOCKS)[name], mesh["dp_shard"], rank, device) for name in names
+    }
 
 
 _ran: dict[str, list[Compared]] = {}

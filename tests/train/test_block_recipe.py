@@ -35,6 +35,21 @@ def wide_model(model_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_an_offloaded_base_gives_the_same_adapter(
+    fuse: bool, cli: Cli, base_args: list[str], deep_model: Path, wide_model: Path, tmp_path: Path
+) -> None:
+    form = ["--fuse", "--model", wide_model] if fuse else ["--no-fuse", "--model", deep_model]
+    run = [*base_args, *form, "--steps", 2, "--fp8-recipe", "block"]
+    assert cli(*run, "--output", tmp_path / "whole") == 0
+    assert cli(*run, "--output", tmp_path / "away", "--offload", "0.5") == 0
+    whole, away = (
+        (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "away")
+    )
+    assert whole == away
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 def test_it_trains_and_resumes_to_the_same_bits(
     fuse: bool,
     cli: Cli,
