@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import BlockScaling
-from lorakernels.parallel import Offload
+from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear, LoRAConfig, apply_lora
+from lorakernels.parallel import Offload, shard_base
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, compare
+from tests.fusion.fused_models import model_of
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -105,3 +109,30 @@ def test_the_last_layers_stay_at_both_turns(name: str, slots: int) -> None:
     per_step = 2 * (LAYERS - slots)
     for found in results("2 ranks"):
         assert found[name][1] == [LAYERS + per_step // 2, *[per_step] * (STEPS - 1)]
+
+
+def test_a_base_of_two_recipes_is_offloaded_as_it_is() -> None:
+    """Layer 0 was in blocks before, and is no target: each layer keeps its recipe, and its bits."""
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = model_of("Llama", hidden_size=64, intermediate_size=96)
+        for module in list(model.model.layers[0].modules()):
+            for name, linear in list(module.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(module, name, FrozenFP8Linear.from_linear(linear, BlockScaling()))
+        config = LoRAConfig(r=4, target_modules=r".*layers\.1\..*(q_proj|down_proj)")
+        return model, apply_lora(model, config, frozen="fp8")
+
+    (away, report), (whole, _) = make(), make()
+    shown = {row.name: row.reason for row in report.modules}
+    assert shown["model.layers.0.mlp.up_proj"].endswith("e4m3 in blocks")
+    recipes = [layer.mlp.up_proj.recipe for layer in away.model.layers]
+    assert recipes == [BlockScaling(), DelayedScaling()]
+    shard_base(away, offload=Offload(0.5, 2**34))
+    ids, found = torch.arange(16).view(2, 8), []
+    for model in (away, whole):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == 5 and all(map(torch.equal, *found))
