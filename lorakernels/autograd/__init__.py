@@ -10,8 +10,8 @@ from lorakernels.autograd.compiled_linear import (
     rows_of,
 )
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
-from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec
-from lorakernels.autograd.lora_linear import check_input, lora_linear
+from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
+from lorakernels.autograd.lora_linear import lora_linear
 from lorakernels.autograd.shared_input import SharedInput, share_input, shared_linear
 
 __all__ = [

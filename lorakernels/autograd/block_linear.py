@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear_values import Adapter
-from lorakernels.autograd.lora_linear import check_input
+from lorakernels.autograd.linear import Needs
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, check_input
 from lorakernels.config import BlockScaling
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Dropout, Scaled, Up, Weight
+
+Tensors = tuple[Tensor | None, ...]
 
 
 class BlockCall(NamedTuple):
@@ -176,22 +178,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, x8, scale_inv, s = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(x8, scale_inv, s)
-    of_x, of_bias, of_A, of_B = (ctx.needs_input_grad[i] for i in (0, 3, 4, 5))
-    adapted = of_x or of_A or of_B
+    ctx.needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 4, 5, 3)))
+    base = (weight, weight_scale_inv, bias)
     ctx.save_for_backward(
-        x8 if of_A else None,
-        scale_inv if of_A else None,
-        s if of_B else None,
-        weight if of_x else None,
-        weight_scale_inv if of_x else None,
-        bias if of_bias else None,
-        lora_A if adapted else None,
-        lora_B if adapted else None,
-        slot if adapted else None,
-        handle,
+        *_read(ctx.needs, (x8, scale_inv, s), base, (lora_A, lora_B, slot)), handle
     )
     ctx.numbers, ctx.inputs = numbers, len(inputs)
-    ctx.needs = (of_x, of_A, of_B, of_bias)
+
+
+def _read(needs: Needs, made: Tensors, base: Tensors, adapter: Tensors) -> Tensors:
+    """The tensors of `block_linear_backward` after dy, without what the wanted gradients do not read.
+
+    Args:
+        made: x8, its scale_inv and s.
+        base: the weight, its scale_inv and the bias.
+        adapter: A, B and the slot.
+    """
+    of_x, of_A, of_B, of_bias = needs
+    wanted = (of_A, of_A, of_B, of_x, of_x, of_bias, *[of_x or of_A or of_B] * 3)
+    given = zip((*made, *base, *adapter), wanted, strict=True)
+    return tuple([t if is_wanted else None for t, is_wanted in given])
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
@@ -202,6 +208,47 @@ def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | 
     for place, grad, needed in zip((0, 4, 5, 3), grads, ctx.needs, strict=True):
         found[place] = grad if needed else None
     return tuple(found)
+
+
+class BlockNode(torch.autograd.Function):
+    """What a plan records of a layer. Its forward runs for stand-ins alone, and what stands below is its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        lora_A: Tensor | None,
+        lora_B: Tensor | None,
+        weight: Weight,
+        call: Call,
+    ) -> Tensor:
+        """y [..., N] of a contiguous x [..., K]."""
+        ctx.spec, ctx.needs = call.spec, Needs(*(ctx.needs_input_grad[i] for i in (0, 2, 3, 1)))
+        data, scale_inv, _ = weight
+        assert scale_inv is not None
+        base, adapter = (data, scale_inv, bias), (lora_A, lora_B, call.slot)
+        rows = x.view(-1, x.shape[-1])
+        y, *made = block_linear_forward(rows, *base, *adapter, *_numbers_of(call.spec))
+        ctx.save_for_backward(*_read(ctx.needs, tuple(made), base, adapter))
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Tensors:
+        run = _backward if isinstance(dy, Tensor) else block_linear_backward
+        rows = dy.reshape(-1, dy.shape[-1])
+        found = run(rows, *ctx.saved_tensors, *_numbers_of(ctx.spec))
+        needed = zip(found, ctx.needs, strict=True)
+        dx, dA, dB, dbias = (grad if is_needed else None for grad, is_needed in needed)
+        dx = None if dx is None else dx.view(*dy.shape[:-1], dx.shape[1])
+        return dx, dbias, dA, dB, None, None
+
+
+def _numbers_of(spec: LoRASpec) -> tuple[Any, ...]:
+    """The last arguments of both ops outside of a trace: no handle."""
+    recipe = spec.blocks
+    assert recipe is not None
+    return None, spec.scaling, spec.p, spec.site, recipe.backward_dtype, recipe.power_2_scale
 
 
 _backward = define_composed(block_linear_backward, _fake_backward)

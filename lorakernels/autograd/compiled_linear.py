@@ -29,8 +29,7 @@ from lorakernels.autograd.compiled_plan import (
     run_forward,
 )
 from lorakernels.autograd.linear_node import Needs, in_bytes
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
-from lorakernels.autograd.lora_linear import check_input
+from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, check_input
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import Numbers, numbers_of
 from lorakernels.values import Scaled, Scaling, Weight

@@ -146,7 +146,9 @@ def _record_backward(
         (_, A, B), weight = kind.fixed(recording)
         others: list[Any] = [None if form is None else recording.tensor(*form) for form in forms]
         s, x8, scale_inv, slot = others
-        states = [recording.column(kind.value.state) for _ in range(2)]
+        state = kind.value.state
+        assert state is not None  # layers in blocks have an op of their own in a trace
+        states = [recording.column(state) for _ in range(2)]
         saved = Saved(
             weight,
             Adapter(A, B, s),

@@ -51,25 +51,22 @@ _kind = lru_cache(4096)(_Kind)
 def planned_projections(
     to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
 ) -> PlannedProjections | None:
-    """What plans take of `to`; None where there is no FP8 state, several adapters are in one
-    batch, ranks hold the projections together, or a tensor is not torch's own.
+    """What plans take of `to`; None over a plain base, with several adapters in one batch, where
+    ranks hold the projections together, or where a tensor is not torch's own.
 
     Args:
         drawn: the dropout probability of each mask, 0 where none is drawn.
         params: what autograd sees of the projections (`fused_node.Trained`).
     """
     tensors, states = _tensors(to), (to.state_x, to.state_dy)
-    if (
-        None in states
-        or to.batched
-        or to.over is not None
-        or not are_plain(*states, *tensors, *params)
-    ):
+    if (None in states and to.blocks is None) or to.batched or to.over is not None:
+        return None
+    if not are_plain(*states, *tensors, *params):
         return None
     forms = tuple(
         None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
     )
-    key = (forms, to.rows, to.ranks, drawn, to.spec.numbers)
+    key = (forms, to.rows, to.ranks, drawn, to.spec.numbers, to.blocks)
     kind = _kind(key)
     addresses = tuple(column_address(s, to.spec.column) for s in states if s is not None)
     return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)
@@ -123,7 +120,8 @@ class _Call(NamedTuple):
                     tensors.append(_stand_in(recording, mask.slot))
                     masks.append(mask._replace(slot=tensors[-1], site=Site(sites)))
                     sites += 1
-            own = [recording.column(t.shape) for t in (to.state_x, to.state_dy) if t is not None]
+            both = (to.state_x, to.state_dy)
+            own = [None if t is None else recording.column(t.shape) for t in both]
             states += own
             given += tensors
             n = len(_TENSORS)

@@ -255,7 +255,9 @@ def project(
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
     if to.blocks is not None:
-        x = Scaled(*ops.quantize_blocks(operand.data, E4M3, to.blocks.power_2_scale))
+        x = operand
+        if x.scale_inv is None:
+            x = Scaled(*ops.quantize_blocks(x.data, E4M3, to.blocks.power_2_scale))
         return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual)
     return ops.fp8_linear_lora(
         operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual
@@ -420,7 +422,9 @@ def grad_x(
     dx: Tensor
     if to.blocks is not None:
         fp8_dtype = to.blocks.backward_dtype
-        dy8 = Scaled(*run(ops.quantize_blocks, dy8.data, fp8_dtype, to.blocks.power_2_scale))
+        if dy8.scale_inv is None:
+            power = to.blocks.power_2_scale
+            dy8 = Scaled(*run(ops.quantize_blocks, dy8.data, fp8_dtype, power))
         dx = run(ops.fp8_block_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype)
     else:
         fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad

@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from lorakernels.autograd.block_linear import BlockNode
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
 from lorakernels.numerics.segments import adapters_of
@@ -47,7 +48,8 @@ class LinearKind(NamedTuple):
         weight: (N, K).
         forms: shapes and dtypes of bias, A and B; None for what is not there.
         layout: whether the layer keeps Wᵀ.
-        state: shape of the FP8 state's tensors.
+        scales: shape of W's scale_inv.
+        state: shape of the FP8 state's tensors; None under BlockScaling.
         numbers: of the call, as `LoRASpec.numbers` has them.
         device: index of the GPU.
     """
@@ -55,7 +57,8 @@ class LinearKind(NamedTuple):
     weight: torch.Size
     forms: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     layout: bool
-    state: torch.Size
+    scales: torch.Size
+    state: torch.Size | None
     numbers: SharedNumbers
     device: int
 
@@ -75,7 +78,7 @@ class Kind:
         (n, k), forms, layout, *_ = self.value
         return [None if form is None else recording.tensor(*form) for form in forms], Weight(
             recording.tensor((n, k), torch.uint8),
-            recording.tensor((1,), torch.float32),
+            recording.tensor(self.value.scales, torch.float32),
             recording.tensor((k, n), torch.uint8) if layout else None,
         )
 
@@ -86,7 +89,8 @@ class Kind:
         x = recording.tensor(shape, dtype)
         tensors, weight = self.fixed(recording)
         slot = recording.tensor((2,), torch.int64) if drops else None
-        states = [recording.column(self.value.state) for _ in range(2)]
+        state = self.value.state
+        states = [None if state is None else recording.column(state) for _ in range(2)]
         given = [t for t in (x, *tensors, *weight, slot, *states) if t is not None]
         call = Call(replace(self.value.numbers.spec, site=Site(0)), slot, *states)
         return Operands(given, (x, *tensors, weight, call), (0, 1, 2, 3))
@@ -101,7 +105,7 @@ class Known(Generic[P]):
     References are weak: a weight that is replaced is freed, whether or not the layer runs again.
 
     Attributes:
-        kind: None if the layer has no FP8 state, or a tensor that is not torch's own.
+        kind: None if the weight is plain, or a tensor that is not torch's own.
         fixed: the addresses of its tensors, but for the states.
         columns: the addresses of its columns in the states.
         sites: its dropout site.
@@ -176,14 +180,17 @@ def _forms(tensors: LinearTensors) -> list[Any]:
 
 def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
     bias, lora_A, lora_B, data, scale_inv, weight_t, state, _ = tensors
-    if state is None or scale_inv is None or data is None or not are_plain(*tensors):
+    if scale_inv is None or data is None or not are_plain(*tensors):
+        return None
+    if state is None and numbers.spec.blocks is None:
         return None
     if adapters_of(lora_A):
         return None
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])
     layout, device = weight_t is not None, data.get_device()
-    return _kind(LinearKind(data.shape, forms, layout, state.shape, numbers, device))
+    of_state = None if state is None else state.shape
+    return _kind(LinearKind(data.shape, forms, layout, scale_inv.shape, of_state, numbers, device))
 
 
 def known_of(tensors: LinearTensors, spec: LoRASpec, by: str) -> Known[Any]:
@@ -251,4 +258,5 @@ def _record(
     if shape.numel() == 0:
         raise NotPlanned("no rows")
     operands = partial(kind.operands, shape, dtype, not draws_none)
-    return NodePlan(RowsNode, kind.device, operands, (*flags, False, False))
+    node = RowsNode if kind.value.numbers.spec.blocks is None else BlockNode
+    return NodePlan(node, kind.device, operands, (*flags, False, False))

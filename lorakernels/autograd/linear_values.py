@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.config import DelayedScaling
+from lorakernels.config import BlockScaling, DelayedScaling
+from lorakernels.ops.hardware import FLOATS
 from lorakernels.values import Dropout, Scaling
 
 
@@ -27,6 +28,7 @@ class LoRASpec:
         delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
         backward_dtype: FP8 dtype of dy.
         split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
+        blocks: the recipe of a base with a scale for each block; None over any other.
         memo: what is remembered of the layer whose numbers these are, by what it is for.
     """
 
@@ -40,6 +42,7 @@ class LoRASpec:
     backward_dtype: torch.dtype = torch.float8_e5m2
     split_fprop: bool = False
     split_dgrad: bool = True
+    blocks: BlockScaling | None = None
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
@@ -117,3 +120,17 @@ class Adapter(NamedTuple):
     A: Tensor | None = None
     B: Tensor | None = None
     s: Tensor | None = None
+
+
+def check_input(x: Tensor, weight: Tensor) -> None:
+    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
+    if x.dtype not in FLOATS:
+        is_fp8 = x.is_floating_point() and x.element_size() == 1
+        cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""
+        raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}{cause}")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must have shape [..., {weight.shape[1]}], found {tuple(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(
+            f"x is on {x.device}, the weight on {weight.device}; they must be the same"
+        )

@@ -6,25 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.autograd.block_linear import BlockCall, block_linear
 from lorakernels.autograd.linear_node import LinearNode, in_bytes
 from lorakernels.autograd.linear_plan import planned_linear
 from lorakernels.autograd.linear_values import Adapter, Call
-from lorakernels.ops.hardware import FLOATS
 from lorakernels.values import Weight
-
-
-def check_input(x: Tensor, weight: Tensor) -> None:
-    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
-    if x.dtype not in FLOATS:
-        is_fp8 = x.is_floating_point() and x.element_size() == 1
-        cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""
-        raise TypeError(f"x must be float32, bfloat16 or float16, found {x.dtype}{cause}")
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must have shape [..., {weight.shape[1]}], found {tuple(x.shape)}")
-    if x.device != weight.device:
-        raise ValueError(
-            f"x is on {x.device}, the weight on {weight.device}; they must be the same"
-        )
 
 
 def lora_linear(
@@ -35,7 +21,8 @@ def lora_linear(
     Args:
         x: [..., K] fp32, bf16 or fp16, any strides, which `check_input` has taken. Under autocast it is cast to the
             autocast dtype first.
-        weight: [N, K], e4m3 (or its bytes, uint8) with a scale_inv [1], or of a plain dtype without.
+        weight: [N, K], e4m3 (or its bytes, uint8) with a scale_inv [1], or of a plain dtype without. With
+            `call.spec.blocks` the scale_inv is [⌈N/128⌉, ⌈K/128⌉].
         bias: [N] or None.
         adapter: A and B, fp32, bf16 or fp16; both or neither.
         call: the numbers of this call, its random slot and its FP8 state.
@@ -50,7 +37,11 @@ def lora_linear(
     y = planned_linear(x, weight, bias, adapter, call) if kind == "cuda" else None
     if y is not None:
         return y
+    weight, spec = in_bytes(weight), call.spec
+    if spec.blocks is not None:
+        numbers = (spec.scaling, spec.p, spec.site)
+        return block_linear(x, weight, bias, adapter, BlockCall(spec.blocks, call.slot, *numbers))
     shape = x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    y = LinearNode.apply(rows, bias, adapter.A, adapter.B, in_bytes(weight), call)
+    y = LinearNode.apply(rows, bias, adapter.A, adapter.B, weight, call)
     return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])

@@ -128,7 +128,7 @@ def load_quantized(
         ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if `lora`
             starts from the 16-bit weight ("olora", "pissa"), which is never there. Also if a weight is
             not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
-            for of a checkpoint with blocks other than 128 × 128. Everything but the values is checked before the first
+            of a checkpoint with blocks other than 128 × 128. Everything but the values is checked before the first
             value is read.
         ImportError: transformers is not installed.
     """

@@ -319,10 +319,6 @@ class FrozenFP8Linear(nn.Module):
         if is_compiling():
             scaling, p, *_ = numbers
             return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
-        if self.block_scaling is not None:
-            weight = Weight(self.stored, self.weight_scale_inv)
-            in_blocks = BlockCall(self.block_scaling, slot, *numbers[:3])
-            return block_linear(x, weight, self.bias, adapter, in_blocks)
         state, training = self.fp8_state, self.training
         if state is not None:
             state.begin(x.device, self._column, training)
@@ -336,7 +332,7 @@ class FrozenFP8Linear(nn.Module):
 
     def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:
         """Kept in `_specs` until a number of the layer changes, or an adapter of PEFT's has had many scalings."""
-        state, spec = self.fp8_state, LoRASpec(*numbers)
+        state, spec = self.fp8_state, LoRASpec(*numbers, blocks=self.block_scaling)
         if state is not None:
             spec = spec.following(state.recipe, self._column, training)
         if not torch.compiler.is_compiling():  # an export takes it for a side effect

@@ -19,6 +19,7 @@ from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.parallel.tensor_layers import why_not_blocks
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.state.philox import PhiloxStates
 
@@ -108,6 +109,8 @@ def parts_of(layer: FusedDecoderLayer) -> Parts:
 def _objection_to_fused(parts: Parts) -> str:
     if parts.over is not None:
         return "and split over ranks already"
+    if parts.qkv.first.block_scaling is not None:
+        return "under BlockScaling"
     if parts.offload is not None:
         return "with offload_activations=True"
     if parts.attention == FP8:
@@ -151,7 +154,9 @@ def _objections(module: nn.Module, how: str, size: int) -> Iterator[str]:
     if initial_of(module) is not None:
         yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
     if getattr(module, "block_scaling", None) is not None:
-        yield "follows BlockScaling: only layers under DelayedScaling, or plain ones, are split over ranks"
+        dim = 0 if how == "column" else 1
+        if why_not := why_not_blocks(by, dim, size):
+            yield why_not
     if getattr(module, "merged", False):
         yield "is merged: call unmerge_lora first"
     if is_held(module):

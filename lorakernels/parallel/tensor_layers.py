@@ -19,6 +19,7 @@ from lorakernels.autograd.linear_node import in_bytes
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.numerics.blocks import BLOCK
 from lorakernels.parallel.tensor_nodes import ColumnNode, PartCall, RowNode
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales, shared
 from lorakernels.values import Weight
@@ -154,6 +155,17 @@ def own_part(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format).view(whole.dtype)
 
 
+def why_not_blocks(size: int, dim: int, ranks: int) -> str | None:
+    """None if parts of a side of `size` end with a block of a BlockScaling; otherwise the reason why not."""
+    if size % (ranks * BLOCK) == 0:
+        return None
+    name = ("out_features", "in_features")[dim]
+    return (
+        f"follows BlockScaling and has {name} {size}, which must be a multiple of {ranks} ranks · {BLOCK}, so that a "
+        "part ends with a block"
+    )
+
+
 def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = False) -> None:
     """Keep this rank's part of a whole layer, in place. The objects of its parameters stay, the weight's excepted.
 
@@ -164,13 +176,14 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         flat: see `Part`.
 
     Raises:
-        ValueError: the layer's FP8 state belongs to another group, or it follows BlockScaling.
+        ValueError: the layer's FP8 state belongs to another group, or a part would end within a block.
     """
+    dim = kind.dimensions["weight"]
     if layer.block_scaling is not None:
-        raise ValueError(
-            f"{layer.name or 'this layer'} follows BlockScaling: only layers under DelayedScaling, or plain ones, are "
-            "split over ranks"
-        )
+        if why_not := why_not_blocks(layer.stored.shape[dim], dim, ranks.size):
+            raise ValueError(f"{layer.name or 'this layer'} {why_not}")
+        assert layer.weight_scale_inv is not None
+        layer.weight_scale_inv = own_part(layer.weight_scale_inv, dim, ranks)
     scales = shared(layer.fp8_state, ranks)
     for name, dim in kind.dimensions.items():
         whole = layer._parameters.get(name)

@@ -18,6 +18,8 @@ its own rows only. Without it (1) and (3) are nothing, and (2) sums whole tensor
 
 A mask is drawn at its place in the whole x: `row0` of the own rows, `col0` of the own columns. Sums of R-wide factors
 are taken in fp32, because s and ds are rounded once more than on one GPU. y and dx are summed in their own dtype.
+
+Under BlockScaling (1) gathers the scales of the rows, too. A part ends with a block, so that scales need no reduction.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from lorakernels import ops
 from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
@@ -66,18 +69,24 @@ class PartCall(NamedTuple):
     ) -> Projections:
         rows = weight.data.shape[0]
         to = Projections.single(weight, bias, adapter, rows, Call(self.spec))
-        return to._replace(masks=(mask,)) if to.adapted else to
+        return to._replace(masks=(mask,) if to.adapted else (), blocks=self.spec.blocks)
+
+    def in_blocks(self, part: Tensor, fp8_dtype: torch.dtype) -> Scaled | None:
+        """`part` with a scale for each 1 × 128, which no other rank's part changes; None without BlockScaling."""
+        if self.spec.blocks is None:
+            return None
+        return Scaled(*ops.quantize_blocks(part, fp8_dtype, self.spec.blocks.power_2_scale))
 
 
 def down(
     x: Tensor, lora_A: Tensor | None, call: PartCall, mask: Dropout | None
 ) -> tuple[Scaled, Tensor | None]:
     """(x8 and its scale_inv, or x over a plain base; s [M, R] or None) of this rank's x [M, K]."""
-    scaling = call.scaling(x)
+    scaling, operand = call.scaling(x), call.in_blocks(x, E4M3) or Scaled(x)
     if scaling is None and lora_A is None:
-        return Scaled(x), None
+        return operand, None
     x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, scaling, mask)
-    operand = Scaled(x) if scaling is None else Scaled(x8, scale_inv)
+    operand = operand if scaling is None else Scaled(x8, scale_inv)
     return operand, None if lora_A is None else s
 
 
@@ -87,10 +96,13 @@ def quantized_grad(
     """(dy8 and its scale_inv, or dy over a plain base; ds [M, R]; dB [N, R] if there is an s)."""
     scaling = call.scaling(dy, backward=True)
     up = None if lora_B is None else Up(lora_B, s, call.spec.scaling)
+    blocks = call.spec.blocks
+    fp8_dtype = call.spec.backward_dtype if blocks is None else blocks.backward_dtype
+    found = call.in_blocks(dy, fp8_dtype) or Scaled(dy)
     if scaling is None and up is None:
-        return Scaled(dy), None, None
-    dy8, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, call.spec.backward_dtype)
-    found = Scaled(dy) if scaling is None else Scaled(dy8, scale_inv)
+        return found, None, None
+    dy8, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, fp8_dtype)
+    found = found if scaling is None else Scaled(dy8, scale_inv)
     return found, None if up is None else ds, None if s is None else dB
 
 
@@ -99,6 +111,9 @@ def gathered(ranks: Ranks, part: Scaled, factor: Tensor | None) -> tuple[Scaled,
     if not ranks.sequence:
         return part, factor
     whole = part._replace(data=comm.gather_rows(ranks.group, part.data))
+    if part.scale_inv is not None and part.scale_inv.dim() == 2:  # [blocks, M]
+        scales = comm.gather_rows(ranks.group, part.scale_inv.t())
+        whole = whole._replace(scale_inv=scales.t().contiguous())
     return whole, None if factor is None else comm.gather_rows(ranks.group, factor)
 
 

@@ -226,7 +226,7 @@ def _check_recipe(options: FinetuneOptions) -> None:
     for name in ("memory_budget", "offload_activations"):
         if value := getattr(options, name):
             raise OptionError(
-                f"fp8_recipe block keeps one form of activations on the GPU, got {name} {value}: drop one of them"
+                f"fp8_recipe block has no plan of a GPU's memory, got {name} {value}: drop one of them"
             )
     if options.weight_layout != "single":
         raise OptionError(

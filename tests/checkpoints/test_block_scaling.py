@@ -16,7 +16,6 @@ from lorakernels import (
     BlockScaling,
     DelayedScaling,
     FrozenFP8Linear,
-    Offload,
     apply_lora,
     export_model,
     merge_lora,
@@ -159,13 +158,17 @@ def test_blocks_of_another_size_are_refused_by_name(tmp_path):
         ours(tmp_path, fp8=BLOCKS)
 
 
-def test_an_offloaded_base_has_the_file_s_bytes_and_scales(tmp_path):
-    tensors = block_fp8(tmp_path, False)
-    loaded = ours(tmp_path, fp8=BLOCKS, offload=Offload(0.5, 2**34))
-    base = loaded.sharded
-    for path, layer in base.layers.items():
-        with base.gathered(layer) as weights:
+def test_an_offloaded_base_has_the_file_s_bytes_and_computes_the_same(tmp_path):
+    tensors, ids = block_fp8(tmp_path, False), torch.arange(24).view(2, 12)
+    away, whole = (ours(tmp_path, fp8=BLOCKS, offload=offload) for offload in (0.5, 0.0))
+    for path in away.sharded.layers:
+        with away.sharded.gathered(path) as weights:
             for name, weight in weights.items():
-                raw, scales = scaled(tensors, f"{path}.{name}")
-                assert torch.equal(weight.view(torch.uint8), raw)
-                assert torch.equal(layer.get_submodule(name).weight_scale_inv, scales)
+                found = (
+                    weight.view(torch.uint8),
+                    away.model.get_submodule(f"{path}.{name}").weight_scale_inv,
+                )
+                assert all(map(torch.equal, found, scaled(tensors, f"{path}.{name}"))), name
+    with torch.no_grad():
+        logits = [loaded.model(input_ids=ids).logits for loaded in (away, whole)]
+    assert torch.equal(*logits)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, apply_lora, fuse, load_quantized
+from lorakernels.config import Recipe
 from lorakernels.modules.holder import is_held
 from lorakernels.parallel import comm, shard_base, stores
 from lorakernels.train.model import reproducible
@@ -44,25 +45,24 @@ def step(loaded: Any) -> dict[str, Tensor]:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found |= {"loss": loss.detach()}
-    if (state := loaded.fp8_state) is not None:
-        state.reduce_and_update()
-        found |= {"forward": state.forward.clone()}
+    found["loss"] = loss.detach()
+    if loaded.fp8_state is not None:
+        loaded.fp8_state.reduce_and_update()
+        found["forward"] = loaded.fp8_state.forward.clone()
     with torch.no_grad():
         return found | {"evaluated": model.eval()(input_ids=ids).logits}
 
 
 def compare(
-    rank: int, device: torch.device, folder: Path, fused: bool, blocks: bool = False
+    rank: int, device: torch.device, folder: Path, fused: bool, recipe: Recipe | None = None
 ) -> dict[str, Any]:
     """What a step gives with a base that was loaded into shards, sharded after loading, and not sharded."""
     with reproducible(True):
         options: dict[str, Any] = {
             "device": device,
             "attn_implementation": "sdpa" if fused else "eager",
+            "lora": LORA if recipe is None else replace(LORA, fp8=recipe),
         }
-        if blocks:
-            options["lora"] = replace(LORA, fp8=BlockScaling())
         into = load(folder, mesh=mesh(device.type), **options)
         after, whole = load(folder, **options), load(folder, **options)
         if fused:
@@ -86,18 +86,29 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "fused", "fp8", "blocks"),
-    [(2, True, False, False), (3, False, True, False), (2, False, True, True)],
-    ids=["2 ranks, fused", "3 ranks, unfused, block-FP8", "2 ranks, unfused, blocks kept"],
+    ("world", "fused", "fp8"),
+    [(2, True, False), (3, False, True)],
+    ids=["2 ranks, fused", "3 ranks, unfused, block-FP8"],
 )
 def test_equal_to_sharding_what_was_loaded_and_to_the_whole_base(
-    world: int, fused: bool, fp8: bool, blocks: bool, tmp_path: Path
+    world: int, fused: bool, fp8: bool, tmp_path: Path
 ) -> None:
     if fp8:
         block_fp8(tmp_path, False)
     else:
         write_checkpoint(tmp_path, config(num_hidden_layers=LAYERS), shard_bytes=300_000)
-    for found in on_ranks(compare, world, "gloo", tmp_path, fused, blocks):
+    for found in on_ranks(compare, world, "gloo", tmp_path, fused):
+        check(found)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_blocks_are_sharded_as_the_checkpoint_has_them(fused: bool, tmp_path: Path) -> None:
+    if fused:  # whole blocks of each of q, k and v
+        sizes = {"hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 2}
+        write_checkpoint(tmp_path, config(**sizes, num_attention_heads=4))
+    else:
+        block_fp8(tmp_path, False)
+    for found in on_ranks(compare, 2, "gloo", tmp_path, fused, BlockScaling()):
         check(found)
 
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lorakernels import BlockScaling, DelayedScaling, PhiloxState, disable_lora, fuse
+from lorakernels import DelayedScaling, PhiloxState, disable_lora, fuse
+from lorakernels.config import Recipe
 from lorakernels.parallel import ShardedBase, shard_base
 from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
 
 LAYERS, STEPS = 5, 3
+DELAYED = DelayedScaling(amax_history_len=4)
 Found = dict[str, Tensor]
 
 
@@ -34,23 +36,25 @@ class Way:
     apart: bool = False  # the ranks' ways differ, so that none may skip what the others train
     ddp: bool = False  # around the model, with the same data on every rank
     delayed: bool = False
+    recipe: Recipe = DELAYED
     family: str = "Llama"
     options: dict[str, Any] = field(default_factory=dict)  # of shard_base
     step: str = "plain"
-    blocks: bool = False  # FP8 in blocks, which has no state
+    sizes: dict[str, int] = field(
+        default_factory=lambda: {"hidden_size": 64, "intermediate_size": 96}
+    )
 
 
 def make(way: Way, device: torch.device) -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
-    hidden, ffn = (256, 256) if way.blocks else (64, 96)  # k and v have 128 rows, which are a block
     model = adapted(
         way.family,
         LINEARS if way.save is None else ATTENTION,
-        model={"num_hidden_layers": LAYERS, "hidden_size": hidden, "intermediate_size": ffn},
+        model={"num_hidden_layers": LAYERS, **way.sizes},
         device=device,
         dtype=torch.bfloat16,
-        fp8=BlockScaling() if way.blocks else DelayedScaling(amax_history_len=4),
+        fp8=way.recipe,
         lora_dropout=0.1,
         rng_state=PhiloxState(11, device),
     )
@@ -142,8 +146,8 @@ def train(
         optimizer.zero_grad()
         if state is not None:
             state.reduce_and_update()
-            found |= {f"{step} fp8 x": state.forward.clone()}
-            found |= {f"{step} fp8 dy": state.backward.clone()}
+            scales = {"x": state.forward, "dy": state.backward}
+            found |= {f"{step} fp8 {name}": of.clone() for name, of in scales.items()}
     return found | {f"trained {n}": p.detach() for n, p in trained.items()}
 
 

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels.parallel import Offload
+from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear, LoRAConfig, apply_lora
+from lorakernels.parallel import Offload, shard_base
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, compare
+from tests.fusion.fused_models import model_of
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -33,15 +38,25 @@ WAYS = {
     "three slots": Way("recompute", options={"slots": 3, "prefetch": 2}),
     "one slot": Way("recompute", options={"slots": 1, "prefetch": 0}),
     "offloaded": Way("recompute", options=OFFLOAD),
-    "blocks": Way("recompute", blocks=True, poison=True),
-    "blocks unfused offloaded": Way(blocks=True, options=OFFLOAD),
     "offloaded poisoned": Way(checkpoint=True, poison=True, options=OFFLOAD),
     "more slots than layers": Way("recompute", options={"slots": LAYERS + 1}),
+}
+BLOCKS = {"recipe": BlockScaling(), "sizes": {"hidden_size": 256, "intermediate_size": 384}}
+HYBRID = {**BLOCKS, "recipe": BlockScaling("HYBRID", power_2_scale=True)}
+IN_BLOCKS = {
+    "blocks": Way(**BLOCKS),
+    "blocks of a ragged size": Way(recipe=BlockScaling()),
+    "blocks fused": Way("recompute", **HYBRID),
+    "blocks fused poisoned": Way("full", poison=True, **BLOCKS),
+    "blocks offloaded": Way("recompute", options=OFFLOAD, **BLOCKS),
+    "blocks offloaded, unfused, poisoned": Way(poison=True, options=OFFLOAD, **BLOCKS),
+    "blocks compiled by layers": Way(compiled=True, poison=True, **BLOCKS),
 }
 SOME = ("fused recompute", "checkpointed reentrantly")
 WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "1 rank": ((1,), SOME),
     "2 ranks": ((2,), tuple(WAYS)),
+    "2 ranks in blocks": ((2,), tuple(IN_BLOCKS)),
     "4 ranks": ((4,), SOME),
     "2 x 4 ranks": ((2, 4), SOME),
 }
@@ -54,7 +69,9 @@ def worker(
     mesh = init_device_mesh(
         device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
     )
-    return {name: compare(WAYS[name], mesh["dp_shard"], rank, device) for name in names}
+    return {
+        name: compare((WAYS | IN_BLOCKS)[name], mesh["dp_shard"], rank, device) for name in names
+    }
 
 
 _ran: dict[str, list[Compared]] = {}
@@ -92,3 +109,30 @@ def test_the_last_layers_stay_at_both_turns(name: str, slots: int) -> None:
     per_step = 2 * (LAYERS - slots)
     for found in results("2 ranks"):
         assert found[name][1] == [LAYERS + per_step // 2, *[per_step] * (STEPS - 1)]
+
+
+def test_a_base_of_two_recipes_is_offloaded_as_it_is() -> None:
+    """Layer 0 was in blocks before, and is no target: each layer keeps its recipe, and its bits."""
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = model_of("Llama", hidden_size=64, intermediate_size=96)
+        for module in list(model.model.layers[0].modules()):
+            for name, linear in list(module.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(module, name, FrozenFP8Linear.from_linear(linear, BlockScaling()))
+        config = LoRAConfig(r=4, target_modules=r".*layers\.1\..*(q_proj|down_proj)")
+        return model, apply_lora(model, config, frozen="fp8")
+
+    (away, report), (whole, _) = make(), make()
+    shown = {row.name: row.reason for row in report.modules}
+    assert shown["model.layers.0.mlp.up_proj"].endswith("e4m3 in blocks")
+    recipes = [layer.mlp.up_proj.recipe for layer in away.model.layers]
+    assert recipes == [BlockScaling(), DelayedScaling()]
+    shard_base(away, offload=Offload(0.5, 2**34))
+    ids, found = torch.arange(16).view(2, 8), []
+    for model in (away, whole):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == 5 and all(map(torch.equal, *found))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import fuse
+from lorakernels import BlockScaling, fuse
 from lorakernels.parallel import Offload, shard_base
 from lorakernels.parallel.offload import divide
 from lorakernels.parallel.pinned import PAGE, Pinned
@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 MUCH = 2**34  # of memory that the tests say is there
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 SOME = {"offload": Offload(0.3, MUCH)}
+OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256}  # k and v have 128 rows
 WAYS = {
     **{f"fused {save}": Way(save) for save in ("recompute", "fp8", "checkpoint")},
     "unfused": Way(),
@@ -35,8 +36,8 @@ WAYS = {
     "two forwards": Way("recompute", step="two forwards"),
     "interrupted poisoned": Way(step="interrupted", poison=True),
     "almost all": Way("recompute", options={"offload": Offload(0.85, MUCH)}),
-    "blocks": Way("recompute", blocks=True, poison=True),
-    "blocks unfused": Way(blocks=True),
+    "blocks": Way("recompute", recipe=BlockScaling(), sizes=OF_BLOCKS, poison=True),
+    "blocks unfused": Way(recipe=BlockScaling(), sizes=OF_BLOCKS),
     "one slot": Way("recompute", options={"slots": 1, "prefetch": 0, **SOME}),
 }
 

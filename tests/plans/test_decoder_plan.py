@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, GraniteConfig, LlamaConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from lorakernels import LoRAConfig, apply_lora, fuse
+from lorakernels import BlockScaling, LoRAConfig, apply_lora, fuse
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
-from tests.recorded_calls import Call
+from tests.recorded_calls import Call, Recorded
 
 UNNAMED = re.compile(r"m\d+\+\d+ =[0-9a-f]*")
 BF16 = torch.bfloat16
@@ -48,6 +48,18 @@ def of_config(
     return model.train()
 
 
+def blocks(save: str = "recompute", **options: Any) -> nn.Module:
+    return llama(save, "all-linear", **({"fp8": BlockScaling()} | options))
+
+
+def name_tensors(recorded: Recorded, model: nn.Module) -> None:
+    state = model.layers[0].self_attn.q_proj.fp8_state
+    if state is not None:
+        recorded.name(state_x=state.forward, state_dy=state.backward)
+    for own, tensor in (*model.named_parameters(), *model.named_buffers()):
+        recorded.name(**{own.replace(".", "_"): tensor})
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qkvo": llama,
     "no dropout": lambda: llama(lora_dropout=0.0),
@@ -58,6 +70,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: llama("checkpoint", "all-linear"),
     "both layouts": lambda: llama(weight_layout="both"),
     "eval": lambda: llama().eval(),
+    "blocks": lambda: blocks(),
+    "blocks, without dropout": lambda: blocks(lora_dropout=0.0),
+    "blocks, full": lambda: blocks("full"),
+    "blocks, e5m2 dy": lambda: blocks(fp8=BlockScaling("HYBRID", power_2_scale=True)),
     "a factor of the residual": lambda: of_config(GraniteConfig(**SIZES, residual_multiplier=0.5)),
     "no RoPE in one layer": lambda: of_config(
         SmolLM3Config(**SIZES, no_rope_layers=[1, 0], pad_token_id=0)
@@ -102,11 +118,8 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
     model = MODELS[name]()
     h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, requires_grad=True)
     step(model, h)  # on the CPU, where the projections' memory is joined
-    state = model.layers[0].self_attn.q_proj.fp8_state
     with dry_cuda() as recorded:
-        recorded.name(state_x=state.forward, state_dy=state.backward)
-        for own, tensor in (*model.named_parameters(), *model.named_buffers()):
-            recorded.name(**{own.replace(".", "_"): tensor})
+        name_tensors(recorded, model)
         with without_plans():
             step(model, h)
         by_ops = launches(recorded.calls)
@@ -127,11 +140,8 @@ def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
         layer.input_layernorm.weight.requires_grad_()
     h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, requires_grad=True)
     step(model, h)
-    state = model.layers[0].self_attn.q_proj.fp8_state
     with dry_cuda() as recorded:
-        recorded.name(state_x=state.forward, state_dy=state.backward)
-        for own, tensor in (*model.named_parameters(), *model.named_buffers()):
-            recorded.name(**{own.replace(".", "_"): tensor})
+        name_tensors(recorded, model)
         with without_plans():
             step(model, h)
         by_ops = launches(recorded.calls)
@@ -214,11 +224,13 @@ def test_plans_compute_what_the_ops_compute(name: str) -> None:
     model = MODELS[name]().to("cuda")
     h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, device="cuda")
     state = model.layers[0].self_attn.q_proj.fp8_state
-    before = state.save()
+    before = None if state is None else state.save()
     with without_plans():
         by_ops = outcome(model, h)
-    after = state.forward.clone(), state.backward.clone()
-    state.restore(before)
+    after = None if state is None else (state.forward.clone(), state.backward.clone())
+    if state is not None:
+        state.restore(before)
     planned = outcome(model, h)
     assert len(planned) == len(by_ops) and all(map(torch.equal, planned, by_ops))
-    assert torch.equal(state.forward, after[0]) and torch.equal(state.backward, after[1])
+    if state is not None:
+        assert torch.equal(state.forward, after[0]) and torch.equal(state.backward, after[1])

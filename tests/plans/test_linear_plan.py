@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lorakernels
 from lorakernels import (
     _C,
+    BlockScaling,
     DelayedScaling,
     FrozenFP8Linear,
     LoRAConfig,
@@ -29,7 +30,7 @@ from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
-from tests.recorded_calls import Call
+from tests.recorded_calls import Call, Recorded
 
 UNNAMED = re.compile(r"m\d+\+\d+ =[0-9a-f]*")
 K, N, M = 256, 384, 96
@@ -73,10 +74,21 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "only B trained": with_parameters(layer, lambda m: m.lora_A.requires_grad_(False)),
     "e4m3 dy": lambda: layer(fp8=DelayedScaling(fp8_format="E4M3")),
     "frozen": frozen,
+    "blocks": lambda: layer(fp8=BlockScaling()),
+    "blocks without dropout": lambda: layer(fp8=BlockScaling(), lora_dropout=0.0, base_bias=True),
+    "blocks, e5m2 dy, eval": lambda: layer(fp8=BlockScaling("HYBRID", power_2_scale=True)).eval(),
+    "blocks, only A trained": with_parameters(
+        lambda: layer(fp8=BlockScaling()), lambda m: m.lora_B.requires_grad_(False)
+    ),
+    "blocks, only B trained": with_parameters(
+        lambda: layer(fp8=BlockScaling()), lambda m: m.lora_A.requires_grad_(False)
+    ),
+    "blocks, trained bias": lambda: layer(fp8=BlockScaling(), base_bias=True, bias="all"),
+    "blocks, frozen": lambda: frozen(fp8=BlockScaling()),
 }
 
 
-BACKWARD_BY_OPS = {"trained bias"}  # its gradient is a sum of torch's
+BACKWARD_BY_OPS = {"trained bias", "blocks, trained bias"}  # its gradient is a sum of torch's
 
 
 def has_backward(module: nn.Module, x: Tensor) -> bool:
@@ -89,18 +101,21 @@ def step(module: nn.Module, x: Tensor) -> None:
         y.backward(torch.ones_like(y))
 
 
+def name_tensors(recorded: Recorded, module: nn.Module, x: Tensor) -> None:
+    state = module.fp8_state
+    if state is not None:
+        recorded.name(state_x=state.forward, state_dy=state.backward)
+    recorded.name(x=x, **module._buffers)
+    recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+
+
 def launches(calls: list[Call]) -> list[tuple[str, dict[str, Any]]]:
     """Each call with its addresses in the layer's own tensors. Of other memory only that there is an address."""
-    return [
-        (
-            c.name,
-            {
-                k: "there" if isinstance(v, str) and UNNAMED.fullmatch(v) else v
-                for k, v in c.arguments.items()
-            },
-        )
-        for c in calls
-    ]
+    return [(c.name, {k: plain(v) for k, v in c.arguments.items()}) for c in calls]
+
+
+def plain(value: Any) -> Any:
+    return UNNAMED.sub("there", value) if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
@@ -110,9 +125,7 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
     module = LAYERS[name]()
     x = torch.randn(2, M // 2, K, dtype=BF16).requires_grad_(needs_dx)
     with dry_cuda() as recorded:
-        state = module.fp8_state
-        recorded.name(x=x, state_x=state.forward, state_dy=state.backward, **module._buffers)
-        recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+        name_tensors(recorded, module, x)
         with without_plans():
             step(module, x)
         by_ops = launches(recorded.calls)
@@ -132,9 +145,7 @@ def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
     with dry_cuda() as recorded:
-        state = module.fp8_state
-        recorded.name(x=x, state_x=state.forward, state_dy=state.backward, **module._buffers)
-        recorded.name(**{name: p.data for name, p in module._parameters.items() if p is not None})
+        name_tensors(recorded, module, x)
         with without_plans():
             step(module, x)
         by_ops = launches(recorded.calls)
@@ -161,6 +172,31 @@ def test_the_report_says_what_ran_by_plans_and_why_the_rest_did_not() -> None:
         assert str(report).splitlines()[1].endswith(f"eager forwards: {report.eager_forwards}")
         model["b"].scaling = 3.0  # not called since
         assert report.eager_forwards.startswith("1 by plans, 1 by the ops (on a CPU")
+
+
+def test_blocks_that_csrc_does_not_take_say_why_they_have_no_plan() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(K, N, dtype=BF16), "b": nn.Linear(K, N + 8, dtype=BF16)})
+    report = apply_lora(model, LoRAConfig(r=16, target_modules=["a", "b"], fp8=BlockScaling()))
+    x = torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        step(model["a"], x)
+        assert recorded.runs == 2
+        step(model["b"], x)
+        assert recorded.runs == 2
+        assert report.eager_forwards.startswith("1 by plans, 1 by the ops (no plan holds ")
+
+
+def test_two_layers_in_blocks_share_a_plan_and_recipes_do_not() -> None:
+    x = torch.randn(M, K, dtype=BF16, requires_grad=True)
+    recipes = (BlockScaling(), BlockScaling(), BlockScaling("HYBRID"), DelayedScaling())
+    layers = [layer(fp8=recipe) for recipe in recipes]
+    with dry_cuda() as recorded:
+        for module, plans in zip(layers, (1, 1, 2, 3), strict=True):
+            module.site = plans + 7
+            recorded.calls.clear()
+            step(module, x)
+            sites = {c.arguments["site"] for c in recorded.calls if c.arguments.get("slot")}
+            assert len(PLANS) == plans and sites == {plans + 7}
 
 
 def outcome(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -327,16 +363,19 @@ def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None
     torch.manual_seed(0)
     module = LAYERS[name]().to("cuda")
     x = torch.randn(2, M // 2, K, dtype=BF16, device="cuda").requires_grad_(needs_dx)
-    state = module.fp8_state.save()
+    state = module.fp8_state
+    before = None if state is None else state.save()
     with without_plans():
         by_ops = outcome(module, x)
-    after = module.fp8_state.save()
-    module.fp8_state.restore(state)
+    after = None if state is None else state.save()
+    if state is not None:
+        state.restore(before)
     planned = outcome(module, x)
     assert len(planned) == len(by_ops)
     assert all(map(torch.equal, planned, by_ops))
-    assert torch.equal(module.fp8_state.forward, after.forward)
-    assert torch.equal(module.fp8_state.backward, after.backward)
+    if state is not None:
+        assert torch.equal(state.forward, after.forward)
+        assert torch.equal(state.backward, after.backward)
 
 
 @pytest.mark.gpu

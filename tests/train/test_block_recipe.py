@@ -35,6 +35,21 @@ def wide_model(model_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_an_offloaded_base_gives_the_same_adapter(
+    fuse: bool, cli: Cli, base_args: list[str], deep_model: Path, wide_model: Path, tmp_path: Path
+) -> None:
+    form = ["--fuse", "--model", wide_model] if fuse else ["--no-fuse", "--model", deep_model]
+    run = [*base_args, *form, "--steps", 2, "--fp8-recipe", "block"]
+    assert cli(*run, "--output", tmp_path / "whole") == 0
+    assert cli(*run, "--output", tmp_path / "away", "--offload", "0.5") == 0
+    whole, away = (
+        (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "away")
+    )
+    assert whole == away
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 def test_it_trains_and_resumes_to_the_same_bits(
     fuse: bool,
     cli: Cli,
@@ -57,14 +72,3 @@ def test_it_trains_and_resumes_to_the_same_bits(
     assert "fp8_recipe was 'block', now it is 'delayed'" in "".join(capsys.readouterr())
     assert cli(*run, "--resume", "--fp8-recipe", "block") == 0
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
-
-
-def test_a_base_in_blocks_may_wait_on_the_host(
-    cli: Cli, base_args: list[str], deep_model: Path, tmp_path: Path
-) -> None:
-    adapters = []
-    for name, more in (("whole", []), ("offloaded", ["--offload", 0.3])):
-        run = [*base_args, "--model", deep_model, "--output", tmp_path / name, "--steps", 4]
-        assert cli(*run, "--fp8-recipe", "block", *more) == 0
-        adapters.append((tmp_path / name / "adapter/adapter_model.safetensors").read_bytes())
-    assert adapters[0] == adapters[1]

@@ -28,6 +28,7 @@ SHARDED = "--shard-base"
 FORMS = {
     "unfused": ["--no-fuse"],
     "recomputed": ["--gradient-checkpointing"],
+    "blocks": ["--no-fuse", "--fp8-recipe", "block"],
     "fused": ["--fuse", "--save", "checkpoint", "--merge", "bf16"],
 }
 
