@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.autograd import linear
-from lorakernels.parallel import parallelize
+from lorakernels.parallel import comm, parallelize
 from lorakernels.plans.routing import OVER_RANKS
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.processes import on_ranks
@@ -47,7 +47,13 @@ def worker(rank: int, device: torch.device, world: int) -> list[str]:
         way = Way("fused", sequence, save="recompute")
         whole, model = make(way, device), make(way, device)
         parallelize(model, mesh, sequence_parallel=sequence)
-        theirs, ours = products(whole, device), products(model, device)
+        theirs = products(whole, device)
+        with mock.patch.object(comm, "gather_rows", wraps=comm.gather_rows) as gather:
+            ours = products(model, device)
+        # x8 and s once for q, k, v and once for gate, up, in two layers; then all rows once
+        wrong += (
+            [] if gather.call_count == (9 if sequence else 0) else [f"{gather.call_count} gathers"]
+        )
         (x8, s), (own8, own_s) = theirs[0], ours[0]
         assert s is not None and own_s is not None and s.abs().sum() > 0
         wrong += [] if x8.equal(own8) else [f"x8 of q, k, v, {sequence}"]
