@@ -21,7 +21,7 @@ from lorakernels.autograd.decoder_layer import (
 )
 from lorakernels.autograd.linear import PlannedProjections, Projections
 from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
-from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
+from lorakernels.plans.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_address
 from lorakernels.values import Dropout
 
@@ -198,9 +198,11 @@ def ways_of_kinds() -> dict[Hashable, str]:
     return found
 
 
-def way_of(planned: PlannedProjections | None, kinds: Mapping[Hashable, str]) -> str:
+def way_of(to: Projections, kinds: Mapping[Hashable, str]) -> str:
     """How a node ran: "" by plans, or else why by the ops. `kinds`: of `ways_of_kinds`."""
-    return NOT_PLAIN if planned is None else kinds.get(planned.kind, WATCHED)
+    if to.over is not None:
+        return OVER_RANKS
+    return NOT_PLAIN if to.planned is None else kinds.get(to.planned.kind, WATCHED)
 
 
 def norm_qkv(

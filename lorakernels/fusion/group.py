@@ -105,7 +105,7 @@ class FusedGroup:
     def eager_ways(self, kinds: Mapping[Hashable, str]) -> list[str]:
         """How the last forward ran: "" by plans, or else why by the ops; empty before the first. `kinds`: of
         `ways_of_kinds` in autograd."""
-        return [] if self._prepared is None else [way_of(self._prepared.to.planned, kinds)]
+        return [] if self._prepared is None else [way_of(self._prepared.to, kinds)]
 
     def _prepare(self) -> Prepared:
         """Join what is not joined, and make everything of a call that is not drawn."""

@@ -16,6 +16,7 @@ PLAIN = (Tensor, Parameter)
 # Why the ops ran, for reports.
 WATCHED = "on a CPU, or watched by a mode, hook, profiler or checkpoint"
 NOT_PLAIN = "no FP8 weight, or tensors of other classes"
+OVER_RANKS = "split over ranks"
 _allowed = True
 
 

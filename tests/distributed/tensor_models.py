@@ -40,6 +40,7 @@ class Way:
     vocabulary: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     save: str | None = None  # of fused layers
+    shared_dropout: bool = True  # likewise
     fault: str = ""  # an invariant of fused layers that is broken, in tests of these tests
 
     def __str__(self) -> str:
@@ -67,7 +68,7 @@ def make(way: Way, device: torch.device) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": way.checkpoint})
         model.enable_input_require_grads()
     if way.save is not None:
-        fuse(model, save=way.save, attention="math")
+        fuse(model, save=way.save, attention="math", shared_dropout=way.shared_dropout)
     return model.train()
 
 

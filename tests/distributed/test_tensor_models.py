@@ -57,6 +57,8 @@ FUSED = (
     Way("fused, scales updated by the layers", True, automatic=True, save="recompute"),
     Way("fused Qwen2, trained biases", False, fp8=False, dropout=0.0, family="Qwen2", bias="lora_only", save="full"),
     Way("fused Qwen2, trained biases", True, fp8=False, dropout=0.0, family="Qwen2", bias="lora_only", save="full"),
+    Way("fused, a mask each", False, fp8=False, save="recompute", shared_dropout=False),
+    Way("fused, a mask each", True, fp8=False, save="recompute", shared_dropout=False),
     Way("fused Qwen3", True, fp8=False, family="Qwen3", save="recompute"),
     Way("fused, vocabulary", True, fp8=False, dropout=0.0, vocabulary=True, save="recompute"),
 )  # fmt: skip

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused layers over ranks multiply the bytes of the whole model, with its masks, and say that they run by the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lorakernels.autograd import linear
+from lorakernels.parallel import comm, parallelize
+from lorakernels.plans.routing import OVER_RANKS
+from tests.distributed.tensor_models import Way, batch, loss_of, make
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def products(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+    """x8 and s of each product over the base in one forward, in order."""
+    found: list[tuple[Tensor, Tensor | None]] = []
+    project = linear.project
+
+    def watched(operand: Any, s: Tensor | None, *others: Any) -> Tensor:
+        found.append((operand.data.clone(), None if s is None else s.clone()))
+        return project(operand, s, *others)
+
+    torch.manual_seed(9)
+    with mock.patch.object(linear, "project", watched):
+        loss_of(model, batch(0, device))
+    return found
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    return {n: m.stored.clone() for n, m in model.named_modules() if hasattr(m, "stored")}
+
+
+def worker(rank: int, device: torch.device, world: int) -> list[str]:
+    """What is not the whole model's. s has the mask in it; the first layer's q, k, v and o have no sum before them."""
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))["tp"]
+    wrong = []
+    for sequence in (False, True):
+        way = Way("fused", sequence, save="recompute")
+        whole, model = make(way, device), make(way, device)
+        parallelize(model, mesh, sequence_parallel=sequence)
+        theirs = products(whole, device)
+        with mock.patch.object(comm, "gather_rows", wraps=comm.gather_rows) as gather:
+            ours = products(model, device)
+        # x8 and s once for q, k, v and once for gate, up, in two layers; then all rows once
+        wrong += (
+            [] if gather.call_count == (9 if sequence else 0) else [f"{gather.call_count} gathers"]
+        )
+        (x8, s), (own8, own_s) = theirs[0], ours[0]
+        assert s is not None and own_s is not None and s.abs().sum() > 0
+        wrong += [] if x8.equal(own8) else [f"x8 of q, k, v, {sequence}"]
+        wrong += [] if s.equal(own_s) else [f"s of q, k, v, {sequence}"]
+        x8, own8 = theirs[1][0], ours[1][0]
+        wrong += [] if x8.chunk(world, 1)[rank].equal(own8) else [f"x8 of o, {sequence}"]
+        parts = stored(model)
+        for name, weight in stored(whole).items():
+            dim = int(parts[name].shape[0] == weight.shape[0])
+            if not weight.chunk(world, dim)[rank].equal(parts[name]):
+                wrong.append(f"W8 of {name}, {sequence}")
+        groups = [g for m in model.modules() if (f := vars(m).get("_fused")) for g in f.groups]
+        ways = {way for group in groups for way in group.eager_ways({})}
+        wrong += [] if ways == {OVER_RANKS} else [f"ways {ways}"]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_and_masks_are_the_whole_models(world: int) -> None:
+    assert on_ranks(worker, world, "gloo", world) == [[]] * world
