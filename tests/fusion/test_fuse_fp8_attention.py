@@ -66,9 +66,9 @@ def test_the_bytes_of_out_are_out(save: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("taken")
 def test_an_fp8_base_reads_the_bytes() -> None:
     """o's product is of out's bytes as they are: nothing rounds them again."""
-    from lorakernels.autograd import decoder_layer
+    from lorakernels.autograd import linear
 
-    seen, real = [], decoder_layer.project
+    seen, real = [], linear.project
     twin, _ = fused_copy(model(DelayedScaling()), attention="fp8")
     attended = []
     attend = fp8.attend_rows
@@ -83,7 +83,7 @@ def test_an_fp8_base_reads_the_bytes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "attend_rows", spy_attend)
-        patch.setattr(decoder_layer, "project", spy)
+        patch.setattr(linear, "project", spy)
         run(twin, tokens(2, 24))
     assert len(attended) == 2
     for one in attended:
