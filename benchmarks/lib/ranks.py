@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -33,6 +33,19 @@ def step_seconds(step: Callable[[int], object], often: int, device: torch.device
         event.record()
     synchronize(device)
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def average_gradients(trained: Sequence[torch.nn.Parameter]) -> None:
+    """Of the parameters that have one, over all ranks, by one all-reduce."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return
+    grads = [p.grad for p in trained if p.grad is not None]
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    dist.all_reduce(flat)
+    flat.div_(ranks)
+    parts = flat.split([g.numel() for g in grads])
+    torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
 
 
 def start_ranks(device: torch.device) -> torch.device:

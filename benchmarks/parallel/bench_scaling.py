@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.energy import joules, shown
-from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
+from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, Spec, token_rows
@@ -87,21 +87,6 @@ class Split(Ours):
         return loss.detach()
 
 
-def averaged(training: Ours) -> Ours:
-    """Average the adapters' gradients over all ranks before each step of the optimizer."""
-
-    def average(*_: Any) -> None:
-        grads = [p.grad for p in training.trained if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
-        flat.div_(dist.get_world_size())
-        parts = flat.split([g.numel() for g in grads])
-        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
-
-    training.optimizer.register_step_pre_hook(average)
-    return training
-
-
 def training_of(way: str, mesh: Any, spec: Spec, device: torch.device) -> Ours:
     if way in ONE_ROW:
         return Split(way, mesh, spec, device)
@@ -111,7 +96,9 @@ def training_of(way: str, mesh: Any, spec: Spec, device: torch.device) -> Ours:
         form = {"graphs": "layer", "save": "fit"}
     base = {"mesh": mesh} if way == "sharded" else None
     training = Ours(spec, "qkvo", device, base=base, **form)
-    return training if way.startswith("alone") else averaged(training)
+    if not way.startswith("alone"):
+        training.optimizer.register_step_pre_hook(lambda *_: average_gradients(training.trained))
+    return training
 
 
 def measure(way: str, mesh: Any, spec: Spec, args: argparse.Namespace, device: torch.device) -> Row:

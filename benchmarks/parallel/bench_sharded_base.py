@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.energy import joules, shown
-from benchmarks.lib.ranks import ROWS, start_ranks, step_seconds
+from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, token_rows
@@ -96,14 +96,7 @@ class Bench:
 
     def _average(self, *_: Any) -> None:
         """The adapters' gradients, over all ranks."""
-        if self.ranks == 1:
-            return
-        grads = [p.grad for p in self.training.trained if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
-        flat.div_(self.ranks)
-        parts = flat.split([g.numel() for g in grads])
-        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+        average_gradients(self.training.trained)
 
     def step(self, number: int) -> Tensor:
         ids = self.batches[number % ROWS].to(self.device, non_blocking=True)

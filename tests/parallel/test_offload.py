@@ -6,6 +6,7 @@ On a CPU the copies into the slots are the same code, and nothing is pinned.
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from lorakernels.parallel.pinned import PAGE, Pinned
 from lorakernels.train.model import reproducible
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, batches, compare, loss_of, make
 from tests.distributed.test_sharded_graphs import trained
+from tests.fusion.fused_models import an_adapter
 
 CPU = torch.device("cpu")
 MUCH = 2**34  # of memory that the tests say is there
@@ -251,3 +253,34 @@ def linears(layer: nn.Module) -> dict[str, nn.Module]:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
+
+
+def held(device: torch.device) -> tuple[int, int]:
+    """(live tensors, bytes on the GPU)."""
+    gc.collect()
+    tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    return tensors, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_many_steps_keep_what_the_first_ones_hold(device: torch.device) -> None:
+    """Weights and activations wait on the host; rows have two lengths, each with buffers of its own."""
+    model = make(Way(), device)
+    base = shard_base(model, offload=Offload(0.3, MUCH))
+    fuse(model, save="checkpoint", attention="math", offload_activations=True)
+    rows = [ids[:, :n] for ids, n in zip(batches(device), (16, 12, 16), strict=True)]
+    state = an_adapter(model).fp8_state
+
+    def train(steps: int) -> tuple[int, int]:
+        for step in range(steps):
+            model.zero_grad()
+            loss_of(model, rows[step % len(rows)]).backward()
+            state.reduce_and_update()
+        return held(device)
+
+    first = train(6)
+    addresses = [store.slots.memory.data_ptr() for store in base.stores]
+    assert train(2000 if device.type == "cuda" else 45) == first
+    assert addresses == [store.slots.memory.data_ptr() for store in base.stores]
+    base.unshard()
