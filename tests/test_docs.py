@@ -298,12 +298,12 @@ def test_context_parallel(one_rank: dict[str, Any]) -> None:
 
 def test_pipeline_parallel(one_rank: dict[str, Any]) -> None:
     tokens = torch.arange(16).expand(8, 16)
-    names = on_one_rank(6, one_rank, tokens=tokens, labels=tokens)
+    names = on_one_rank(7, one_rank, tokens=tokens, labels=tokens)
     assert names["loss"].isfinite() and "1 stages over 1 ranks" in str(names["pipeline"])
 
 
 def test_fsdp(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(7, with_a_group(one_rank))
+    names = on_one_rank(8, with_a_group(one_rank))
     tokens = names["tokens"]
     assert names["model"](tokens, labels=tokens).loss.isfinite()
 
