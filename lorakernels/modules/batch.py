@@ -39,28 +39,61 @@ class AdapterBatch:
         self, layers: dict[str, LoRALinear], names: tuple[str, ...], ranks: dict[str, int]
     ) -> None:
         self.layers, self.names, self.ranks = layers, names, ranks
-        self._views = {name: self._views_of(name) for name in names}
+        wholes = self._wholes()
+        self._views = {
+            name: {
+                path: nn.Parameter(whole.data[index], requires_grad=whole.requires_grad)
+                for path, whole in wholes.items()
+            }
+            for index, name in enumerate(names)
+        }
+        self._seen = _places(wholes)
 
-    def _views_of(self, name: str) -> dict[str, nn.Parameter]:
-        index = self.names.index(name)
-        found = {}
-        for path, layer in self.layers.items():
-            for factor in FACTORS:
-                whole = getattr(layer, factor)
-                view = nn.Parameter(whole.data[index], requires_grad=whole.requires_grad)
-                found[f"{path}.{factor}"] = view
+    def _wholes(self) -> dict[str, nn.Parameter]:
+        """{path of a layer's lora_A or lora_B: all adapters' together}."""
+        found = {
+            f"{path}.{factor}": getattr(layer, factor)
+            for path, layer in self.layers.items()
+            for factor in FACTORS
+        }
+        if alone := [path for path, whole in found.items() if whole.dim() != 3]:
+            raise RuntimeError(
+                f"{alone[0]} is one adapter's: inside AdapterBatch.only the model has that one alone"
+            )
         return found
+
+    def _renewed(self) -> dict[str, nn.Parameter]:
+        """`_wholes`, after the adapters' parts were put where these lie now.
+
+        `model.to`, deepcopy and `load_state_dict(assign=True)` give a layer's parameters other memory.
+        """
+        wholes = self._wholes()
+        seen = _places(wholes)
+        if seen != self._seen:
+            for index, name in enumerate(self.names):
+                for path, whole in wholes.items():
+                    view = self._views[name][path]
+                    view.grad, view.data = None, whole.data[index]
+            self._seen = seen
+        return wholes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickle and deepcopy, whose parts do not lie in the layers' memory."""
+        return {**vars(self), "_seen": None}
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """{path of a LoRALinear's lora_A or lora_B: the adapter's own part of it}, for an optimizer.
 
-        They lie in the model's memory: an update in place is seen by the next forward.
+        They lie in the model's memory: an update in place is seen by the next forward. Where that memory has moved,
+        this call and the next step of an optimizer that is followed find it again.
 
         Raises:
             KeyError: there is no such adapter.
+            RuntimeError: the call is inside `only`.
         """
         if name not in self._views:
             raise KeyError(f"adapter {name!r} must be one of {', '.join(self.names)}")
+        self._renewed()
         return dict(self._views[name])
 
     def param_groups(
@@ -70,26 +103,32 @@ class AdapterBatch:
 
         Raises:
             KeyError: `options` name an adapter that is not there.
+            RuntimeError: the call is inside `only`.
         """
         options = options or {}
         for name in options:
             self.parameters(name)
         return [
-            {"params": [*self._views[name].values()], **options.get(name, {}), "name": name}
+            {"params": [*self.parameters(name).values()], **options.get(name, {}), "name": name}
             for name in self.names
         ]
 
     def give_gradients(self) -> None:
-        """Let each of `parameters` have its part of the gradients that backward has summed, without a copy."""
-        for index, name in enumerate(self.names):
-            views = iter(self._views[name].values())
-            for layer in self.layers.values():
-                for factor in FACTORS:
-                    whole = getattr(layer, factor).grad
-                    next(views).grad = None if whole is None else whole[index]
+        """Let each of `parameters` have its part of the gradients that backward has summed, without a copy.
+
+        Raises:
+            RuntimeError: the call is inside `only`.
+        """
+        for path, whole in self._renewed().items():
+            for index, name in enumerate(self.names):
+                self._views[name][path].grad = None if whole.grad is None else whole.grad[index]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them."""
+        """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them.
+
+        Gradients reach `param_groups` in that step: clip or unscale them after `give_gradients`. A step that is left out
+        needs `clear_gradients`, since `optimizer.zero_grad` does not reach the layers.
+        """
         optimizer.register_step_pre_hook(lambda *_: self.give_gradients())
         optimizer.register_step_post_hook(lambda *_: self.clear_gradients())
 
@@ -140,6 +179,7 @@ class AdapterBatch:
 
         Raises:
             KeyError: there is no such adapter.
+            RuntimeError: the call is inside another `only`.
         """
         self.parameters(name)
         index = self.names.index(name)
@@ -165,6 +205,10 @@ class AdapterBatch:
 
     def __repr__(self) -> str:
         return f"AdapterBatch of {len(self.layers)} layers: {', '.join(self.names)}"
+
+
+def _places(wholes: Mapping[str, nn.Parameter]) -> list[tuple[int, torch.dtype]]:
+    return [(whole.data_ptr(), whole.dtype) for whole in wholes.values()]
 
 
 def batch_adapters(

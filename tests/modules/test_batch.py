@@ -180,6 +180,61 @@ def test_each_trains_at_its_own_rate_as_alone() -> None:
             assert torch.equal(value, single.get_parameter(key)), (name, key)
 
 
+def to_bf16(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
+    return model.to(torch.bfloat16), batch
+
+
+def assigned(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    for layer in batch.layers.values():
+        layer.lora_A.requires_grad_(), layer.lora_B.requires_grad_()
+    return model, batch
+
+
+def copied(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
+    return copy.deepcopy((model, batch))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["then an optimizer", "under an optimizer"])
+@pytest.mark.parametrize("moved", [to_bf16, assigned, copied])
+def test_an_optimizer_finds_parameters_that_have_moved(moved: Any, early: bool) -> None:
+    """An optimizer that was made before serves what it was made for, not a copy."""
+    model, batch = batched()
+    optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    model, batch = moved(model, batch)
+    if not early or moved is copied:
+        optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    batch.follow(optimizer)
+    old = {key: value.clone() for key, value in model.state_dict().items() if "lora_" in key}
+    gradients = {}
+    model(input_ids=rows(model)).logits.square().sum().backward()
+    for key in old:
+        gradients[key] = model.get_parameter(key).grad.clone()
+    optimizer.step()
+    for key, value in old.items():
+        assert torch.equal(model.get_parameter(key), value.add(gradients[key], alpha=-0.1)), key
+
+
+def test_what_needs_all_adapters_says_so_inside_only() -> None:
+    model, batch = batched()
+    optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    batch.follow(optimizer)
+    before = copy.deepcopy(model.state_dict())
+    with batch.only("fr"):
+        model(input_ids=rows(model, 1)).logits.sum().backward()
+        for call in (
+            optimizer.step,
+            batch.param_groups,
+            batch.give_gradients,
+            lambda: batch.only("de").__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match="q_proj.lora_A is one adapter's: inside"):
+                call()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
 def test_an_optimizer_of_the_model_trains_all() -> None:
     model, batch = batched()
     trained = [p for p in model.parameters() if p.requires_grad]
