@@ -126,8 +126,8 @@ class AdapterBatch:
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them.
 
-        Gradients reach `param_groups` in that step: clip or unscale them after `give_gradients`. A step that is left out
-        needs `clear_gradients`, since `optimizer.zero_grad` does not reach the layers.
+        Gradients reach `param_groups` in that step: clip or unscale them after `give_gradients`. A step that is left
+        out needs `clear_gradients`, since `optimizer.zero_grad` does not reach the layers.
         """
         optimizer.register_step_pre_hook(lambda *_: self.give_gradients())
         optimizer.register_step_post_hook(lambda *_: self.clear_gradients())
@@ -146,7 +146,8 @@ class AdapterBatch:
         """Inside, sequence i of a batch belongs to the adapter names[i], in any order, as PEFT's `adapter_names`.
 
         None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. With gradient
-        checkpointing, backward belongs inside as well. Graphs that were captured outside do not hold inside.
+        checkpointing, backward belongs inside as well. Graphs that were captured outside do not hold inside. Inside
+        another `rows` it holds until its own end.
 
         Raises:
             KeyError: there is no such adapter.
@@ -163,13 +164,14 @@ class AdapterBatch:
         for layer in self.layers.values():
             device = layer.lora_A.device
             made[device] = made.get(device) or AdapterRows.of(numbers, device)
+        before = {path: layer.adapter_rows for path, layer in self.layers.items()}
         try:
             for layer in self.layers.values():
                 layer.adapter_rows = made[layer.lora_A.device]
             yield
         finally:
-            for layer in self.layers.values():
-                layer.adapter_rows = None
+            for path, rows in before.items():
+                self.layers[path].adapter_rows = rows
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:

@@ -131,6 +131,18 @@ def test_sequences_in_any_order_have_their_adapters(fused: bool) -> None:
         pass
 
 
+def test_rows_inside_rows_hold_until_their_own_end() -> None:
+    model, batch = batched()
+    ids = rows(model)
+    with torch.no_grad(), batch.rows(["it", "fr", "de"]):
+        before = model(input_ids=ids).logits
+        with pytest.raises(RuntimeError, match="inside"), batch.rows(["de"]):
+            model(input_ids=ids)
+            raise RuntimeError("inside")
+        assert torch.equal(model(input_ids=ids).logits, before)
+    assert all(layer.adapter_rows is None for layer in batch.layers.values())
+
+
 def test_an_fp8_base_sees_one_scale_for_all_rows() -> None:
     """Rows that are alike have that amax alone, too: then the bits are equal."""
     config = LoRAConfig(r=4, fp8=DelayedScaling())
@@ -229,7 +241,7 @@ def test_what_needs_all_adapters_says_so_inside_only() -> None:
             batch.give_gradients,
             lambda: batch.only("de").__enter__(),
         ):
-            with pytest.raises(RuntimeError, match="q_proj.lora_A is one adapter's: inside"):
+            with pytest.raises(RuntimeError, match=r"q_proj\.lora_A is one adapter's: inside"):
                 call()
     after = model.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
