@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.adapter_rows import AdapterRows
+from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import check_enabled, lora_modules
+from lorakernels.modules.trained_parts import hidden_originals
 
 FACTORS = ("lora_A", "lora_B")
 BASE = "__base__"  # PEFT's name of the base alone
@@ -230,17 +232,18 @@ def batch_adapters(
     Call it before `fuse`, before optimizers are made and before graphs are captured.
 
     Args:
-        model: has LoRALinears, none of them merged or in a LoRALinearGroup.
+        model: has LoRALinears, none of them merged, in a LoRALinearGroup or of an expert. Nothing but adapters trains.
         names: at least one, all different.
         ranks: of adapters with a rank below the layers' own.
 
     Raises:
-        ValueError: the names are not different, a rank does not fit, or a layer cannot hold several adapters. Nothing
-            is changed then.
+        ValueError: the names are not different, a rank does not fit, or a layer cannot hold several adapters. Or biases
+            or `modules_to_save` train, which all adapters would share. Nothing is changed then.
     """
     layers: dict[str, Any] = dict(lora_modules(model))
     own = dict(ranks or {})
     _check(layers, names, own)
+    _check_model(model)
     made = {path: _started(layer, names, own) for path, layer in layers.items()}
     for path, layer in layers.items():
         for factor, value in zip(FACTORS, made[path], strict=True):
@@ -272,6 +275,22 @@ def _first(factor: Tensor, rank: int, dim: int) -> Tensor:
     found = torch.zeros_like(factor)
     found.narrow(dim, 0, rank).copy_(factor.narrow(dim, 0, rank))
     return found
+
+
+def _check_model(model: nn.Module) -> None:
+    experts = expert_layers(model)
+    trained = {id(module) for module in hidden_originals(model)}
+    for path, module in model.named_modules():
+        if path in experts and isinstance(module, LoRALinear):
+            raise ValueError(
+                f"{path} is of an expert, which takes tokens in an order of its own: their adapters would be mixed up"
+            )
+        if id(module) in trained:
+            what = "a trained bias" if isinstance(module, LoRALinear) else "trained parameters"
+            raise ValueError(
+                f"{path} has {what}, which all adapters would share: expected bias='none' and no "
+                "modules_to_save"
+            )
 
 
 def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int]) -> None:

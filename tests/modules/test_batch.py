@@ -366,12 +366,33 @@ def merged() -> Any:
     return model
 
 
+def mixture() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(
+        vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, num_local_experts=4, **sizes
+    )
+    model = transformers.MixtralForCausalLM(config)
+    options = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    lorakernels.apply_lora(model, LoRAConfig(fp8=None, **options))
+    return model
+
+
+def with_biases() -> Any:
+    model = tiny_llama(attention_bias=True)
+    lorakernels.apply_lora(model, LoRAConfig(fp8=None, target_modules=["q_proj"], bias="lora_only"))
+    return model
+
+
 MODELS = {
     "no adapter": (tiny_llama, "model has no LoRALinear: call apply_lora first"),
     "merged": (merged, "q_proj is merged: unmerge it first"),
     "dropout": (lambda: adapted(lora_dropout=0.1), "has lora_dropout=0.1, expected 0 for several"),
     "dora": (lambda: adapted(use_dora=True), "q_proj is a DoRALinear, expected a LoRALinear"),
     "blocks": (lambda: adapted(BlockScaling()), "q_proj follows BlockScaling: several adapters follow"),
+    "experts": (mixture, r"experts\.down_proj\.0 is of an expert, which takes tokens in an order of its own"),
+    "biases": (with_biases, "q_proj has a trained bias, which all adapters would share: expected bias='none'"),
+    "saved": (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head has trained"),
     "twice": (lambda: batched()[0], "q_proj has several adapters: choose one by AdapterBatch.only"),
 }  # fmt: skip
 
