@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lorakernels.autograd.adapter_rows import AdapterRows
 from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import check_enabled, lora_modules
 from lorakernels.modules.trained_parts import hidden_originals
@@ -153,7 +154,7 @@ class AdapterBatch:
 
         Raises:
             KeyError: there is no such adapter.
-            ValueError: `names` is empty.
+            ValueError: `names` is empty, or names the base alone, whose weight lacks an initial adapter.
         """
         if not names:
             raise ValueError("names must have one for each sequence, found none")
@@ -162,6 +163,8 @@ class AdapterBatch:
             if name is not None and name != BASE:
                 self.parameters(name)
             numbers.append(None if name in (None, BASE) else self.names.index(str(name)))
+        if None in numbers:
+            _refuse_initial(self.layers, "no sequence can have the base alone")
         made: dict[torch.device, AdapterRows] = {}
         for layer in self.layers.values():
             device = layer.lora_A.device
@@ -320,3 +323,13 @@ def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int
     for name, rank in ranks.items():
         if not 0 < rank <= most:
             raise ValueError(f"ranks[{name!r}] must be 1 to {most}, found {rank}")
+    if any(rank < layer.r for rank in ranks.values() for layer in layers.values()):
+        _refuse_initial(layers, "every adapter needs the whole rank")
+
+
+def _refuse_initial(layers: Mapping[str, LoRALinear], what: str) -> None:
+    for path, layer in layers.items():
+        if initial_of(layer) is not None:
+            raise ValueError(
+                f"{path}: init_lora_weights={layer.config.init_lora_weights!r} has changed the weight, so {what}"
+            )

@@ -131,6 +131,33 @@ def test_sequences_in_any_order_have_their_adapters(fused: bool) -> None:
         pass
 
 
+@pytest.mark.parametrize("init", ["olora", "pissa"])
+def test_adapters_that_start_from_the_weight(init: str, tmp_path: Any) -> None:
+    """All start as the base, and files fit it. What lacks the initial adapter is refused."""
+    model, base = adapted(init_lora_weights=init), tiny_llama()
+    message = f"init_lora_weights='{init}' has changed the weight, so "
+    with pytest.raises(ValueError, match=message + "every adapter needs the whole rank"):
+        lorakernels.batch_adapters(model, NAMES, {"de": 2})
+    batch = lorakernels.batch_adapters(model, NAMES, {"de": 4})
+    ids = rows(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, base(input_ids=ids).logits)
+    for name in NAMES:
+        for key, value in batch.parameters(name).items():
+            if key.endswith("lora_B"):
+                nn.init.normal_(value.data, std=0.1)
+    with batch.rows(["it", "de"]):
+        found = model(input_ids=ids[:2]).logits
+    with batch.only("de"):
+        lorakernels.save_adapter(model, tmp_path)
+    lorakernels.load_adapter(base, tmp_path, fp8=None)
+    torch.testing.assert_close(base(input_ids=ids[1:2]).logits, found[1:])
+    with (
+        pytest.raises(ValueError, match=message + "no sequence can have the base alone"),
+        batch.rows(["it", None]),
+    ):
+        pass
+
+
 def test_rows_inside_rows_hold_until_their_own_end() -> None:
     model, batch = batched()
     ids = rows(model)
