@@ -325,6 +325,22 @@ def test_what_is_loaded_inside_only_stays(tmp_path: Any) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
+def test_one_that_is_merged_serves_no_others(fused: bool) -> None:
+    model, batch = batched()
+    if fused:
+        lorakernels.fuse(model)
+    ids = rows(model)
+    before = model(input_ids=ids).logits
+    with batch.only("fr"):
+        lorakernels.merge_lora(model)
+        torch.testing.assert_close(model(input_ids=ids[:1]).logits, before[:1])
+    with pytest.raises(RuntimeError, match="q_proj has several adapters, and one is merged"):
+        model(input_ids=ids)
+    lorakernels.unmerge_lora(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
 def test_an_exception_inside_only_gives_the_batch_back() -> None:
     model, batch = batched()
     before = copy.deepcopy(model.state_dict())
