@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.adapter_rows import AdapterRows
+from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import check_enabled, lora_modules
+from lorakernels.modules.trained_parts import hidden_originals
 
 FACTORS = ("lora_A", "lora_B")
 BASE = "__base__"  # PEFT's name of the base alone
@@ -39,28 +42,61 @@ class AdapterBatch:
         self, layers: dict[str, LoRALinear], names: tuple[str, ...], ranks: dict[str, int]
     ) -> None:
         self.layers, self.names, self.ranks = layers, names, ranks
-        self._views = {name: self._views_of(name) for name in names}
+        wholes = self._wholes()
+        self._views = {
+            name: {
+                path: nn.Parameter(whole.data[index], requires_grad=whole.requires_grad)
+                for path, whole in wholes.items()
+            }
+            for index, name in enumerate(names)
+        }
+        self._seen = _places(wholes)
 
-    def _views_of(self, name: str) -> dict[str, nn.Parameter]:
-        index = self.names.index(name)
-        found = {}
-        for path, layer in self.layers.items():
-            for factor in FACTORS:
-                whole = getattr(layer, factor)
-                view = nn.Parameter(whole.data[index], requires_grad=whole.requires_grad)
-                found[f"{path}.{factor}"] = view
+    def _wholes(self) -> dict[str, nn.Parameter]:
+        """{path of a layer's lora_A or lora_B: all adapters' together}."""
+        found = {
+            f"{path}.{factor}": getattr(layer, factor)
+            for path, layer in self.layers.items()
+            for factor in FACTORS
+        }
+        if alone := [path for path, whole in found.items() if whole.dim() != 3]:
+            raise RuntimeError(
+                f"{alone[0]} is one adapter's: inside AdapterBatch.only the model has that one alone"
+            )
         return found
+
+    def _renewed(self) -> dict[str, nn.Parameter]:
+        """`_wholes`, after the adapters' parts were put where these lie now.
+
+        `model.to`, deepcopy and `load_state_dict(assign=True)` give a layer's parameters other memory.
+        """
+        wholes = self._wholes()
+        seen = _places(wholes)
+        if seen != self._seen:
+            for index, name in enumerate(self.names):
+                for path, whole in wholes.items():
+                    view = self._views[name][path]
+                    view.grad, view.data = None, whole.data[index]
+            self._seen = seen
+        return wholes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickle and deepcopy, whose parts do not lie in the layers' memory."""
+        return {**vars(self), "_seen": None}
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """{path of a LoRALinear's lora_A or lora_B: the adapter's own part of it}, for an optimizer.
 
-        They lie in the model's memory: an update in place is seen by the next forward.
+        They lie in the model's memory: an update in place is seen by the next forward. Where that memory has moved,
+        this call and the next step of an optimizer that is followed find it again.
 
         Raises:
             KeyError: there is no such adapter.
+            RuntimeError: the call is inside `only`.
         """
         if name not in self._views:
             raise KeyError(f"adapter {name!r} must be one of {', '.join(self.names)}")
+        self._renewed()
         return dict(self._views[name])
 
     def param_groups(
@@ -70,26 +106,32 @@ class AdapterBatch:
 
         Raises:
             KeyError: `options` name an adapter that is not there.
+            RuntimeError: the call is inside `only`.
         """
         options = options or {}
         for name in options:
             self.parameters(name)
         return [
-            {"params": [*self._views[name].values()], **options.get(name, {}), "name": name}
+            {"params": [*self.parameters(name).values()], **options.get(name, {}), "name": name}
             for name in self.names
         ]
 
     def give_gradients(self) -> None:
-        """Let each of `parameters` have its part of the gradients that backward has summed, without a copy."""
-        for index, name in enumerate(self.names):
-            views = iter(self._views[name].values())
-            for layer in self.layers.values():
-                for factor in FACTORS:
-                    whole = getattr(layer, factor).grad
-                    next(views).grad = None if whole is None else whole[index]
+        """Let each of `parameters` have its part of the gradients that backward has summed, without a copy.
+
+        Raises:
+            RuntimeError: the call is inside `only`.
+        """
+        for path, whole in self._renewed().items():
+            for index, name in enumerate(self.names):
+                self._views[name][path].grad = None if whole.grad is None else whole.grad[index]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them."""
+        """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them.
+
+        Gradients reach `param_groups` in that step: clip or unscale them after `give_gradients`. A step that is left
+        out needs `clear_gradients`, since `optimizer.zero_grad` does not reach the layers.
+        """
         optimizer.register_step_pre_hook(lambda *_: self.give_gradients())
         optimizer.register_step_post_hook(lambda *_: self.clear_gradients())
 
@@ -107,11 +149,12 @@ class AdapterBatch:
         """Inside, sequence i of a batch belongs to the adapter names[i], in any order, as PEFT's `adapter_names`.
 
         None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. With gradient
-        checkpointing, backward belongs inside as well. Graphs that were captured outside do not hold inside.
+        checkpointing, backward belongs inside as well. Graphs that were captured outside do not hold inside. Inside
+        another `rows` it holds until its own end.
 
         Raises:
             KeyError: there is no such adapter.
-            ValueError: `names` is empty.
+            ValueError: `names` is empty, or names the base alone, whose weight lacks an initial adapter.
         """
         if not names:
             raise ValueError("names must have one for each sequence, found none")
@@ -120,17 +163,20 @@ class AdapterBatch:
             if name is not None and name != BASE:
                 self.parameters(name)
             numbers.append(None if name in (None, BASE) else self.names.index(str(name)))
+        if None in numbers:
+            _refuse_initial(self.layers, "no sequence can have the base alone")
         made: dict[torch.device, AdapterRows] = {}
         for layer in self.layers.values():
             device = layer.lora_A.device
             made[device] = made.get(device) or AdapterRows.of(numbers, device)
+        before = {path: layer.adapter_rows for path, layer in self.layers.items()}
         try:
             for layer in self.layers.values():
                 layer.adapter_rows = made[layer.lora_A.device]
             yield
         finally:
-            for layer in self.layers.values():
-                layer.adapter_rows = None
+            for path, rows in before.items():
+                self.layers[path].adapter_rows = rows
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:
@@ -140,6 +186,7 @@ class AdapterBatch:
 
         Raises:
             KeyError: there is no such adapter.
+            RuntimeError: the call is inside another `only`.
         """
         self.parameters(name)
         index = self.names.index(name)
@@ -167,6 +214,10 @@ class AdapterBatch:
         return f"AdapterBatch of {len(self.layers)} layers: {', '.join(self.names)}"
 
 
+def _places(wholes: Mapping[str, nn.Parameter]) -> list[tuple[int, torch.dtype]]:
+    return [(whole.data_ptr(), whole.dtype) for whole in wholes.values()]
+
+
 def batch_adapters(
     model: nn.Module, names: Sequence[str], ranks: Mapping[str, int] | None = None
 ) -> AdapterBatch:
@@ -184,17 +235,18 @@ def batch_adapters(
     Call it before `fuse`, before optimizers are made and before graphs are captured.
 
     Args:
-        model: has LoRALinears, none of them merged or in a LoRALinearGroup.
+        model: has LoRALinears, none of them merged, in a LoRALinearGroup or of an expert. Nothing but adapters trains.
         names: at least one, all different.
         ranks: of adapters with a rank below the layers' own.
 
     Raises:
-        ValueError: the names are not different, a rank does not fit, or a layer cannot hold several adapters. Nothing
-            is changed then.
+        ValueError: the names are not different, a rank does not fit, or a layer cannot hold several adapters. Or biases
+            or `modules_to_save` train, which all adapters would share. Nothing is changed then.
     """
     layers: dict[str, Any] = dict(lora_modules(model))
     own = dict(ranks or {})
     _check(layers, names, own)
+    _check_model(model)
     made = {path: _started(layer, names, own) for path, layer in layers.items()}
     for path, layer in layers.items():
         for factor, value in zip(FACTORS, made[path], strict=True):
@@ -228,6 +280,22 @@ def _first(factor: Tensor, rank: int, dim: int) -> Tensor:
     return found
 
 
+def _check_model(model: nn.Module) -> None:
+    experts = expert_layers(model)
+    trained = {id(module) for module in hidden_originals(model)}
+    for path, module in model.named_modules():
+        if path in experts and isinstance(module, LoRALinear):
+            raise ValueError(
+                f"{path} is of an expert, which takes tokens in an order of its own: their adapters would be mixed up"
+            )
+        if id(module) in trained:
+            what = "a trained bias" if isinstance(module, LoRALinear) else "trained parameters"
+            raise ValueError(
+                f"{path} has {what}, which all adapters would share: expected bias='none' and no "
+                "modules_to_save"
+            )
+
+
 def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int]) -> None:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"names must be at least one, all different, found {list(names)}")
@@ -255,3 +323,13 @@ def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int
     for name, rank in ranks.items():
         if not 0 < rank <= most:
             raise ValueError(f"ranks[{name!r}] must be 1 to {most}, found {rank}")
+    if any(rank < layer.r for rank in ranks.values() for layer in layers.values()):
+        _refuse_initial(layers, "every adapter needs the whole rank")
+
+
+def _refuse_initial(layers: Mapping[str, LoRALinear], what: str) -> None:
+    for path, layer in layers.items():
+        if initial_of(layer) is not None:
+            raise ValueError(
+                f"{path}: init_lora_weights={layer.config.init_lora_weights!r} has changed the weight, so {what}"
+            )

@@ -320,6 +320,10 @@ def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
         refuse_split(repr(member.name), member, "a group of such layers")
         if member.config.use_dora:
             raise ValueError(f"{member.name!r} has use_dora=True, which a group does not compute")
+        if member.lora_A.dim() != 2:
+            raise ValueError(
+                f"{member.name!r} has several adapters, which a group does not compute"
+            )
         if member.block_scaling is not None:
             raise ValueError(
                 f"{member.name!r} follows BlockScaling: members of a group must follow DelayedScaling or be plain"

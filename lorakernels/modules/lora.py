@@ -38,6 +38,16 @@ def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     return scaling * (lora_B.float() @ lora_A.float())
 
 
+def refuse_merged_batch(layer: LoRALinear) -> None:
+    """Raise RuntimeError if `layer` has several adapters, one of which was merged inside `AdapterBatch.only`."""
+    lora_A = layer._parameters.get("lora_A")  # a projection of another library has none
+    if lora_A is not None and lora_A.dim() != 2:
+        raise RuntimeError(
+            f"{layer.name or 'this layer'} has several adapters, and one is merged: call unmerge_lora. Merge it "
+            "inside AdapterBatch.only(name), for as long as it is alone"
+        )
+
+
 def first_plain_dtype(tensors: Iterable[Any]) -> torch.dtype | None:
     """The dtype of the first floating-point tensor with more than one byte per value. FP8 has one byte."""
     found = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
@@ -271,9 +281,13 @@ class LoRALinear(MergeableLinear):
         Raises:
             TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device.
+            RuntimeError: it has several adapters, and one of them is merged.
         """
         if self.merged or self.disable_adapters:
-            return super().forward(x) if self.merged else self._without_adapter(x)
+            if self.merged:
+                refuse_merged_batch(self)
+                return super().forward(x)
+            return self._without_adapter(x)
         if is_compiling():
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None

@@ -14,7 +14,7 @@ from torch import nn
 
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.lora import LoRALinear, refuse_merged_batch
 from lorakernels.state.fp8 import FP8State
 
 
@@ -53,8 +53,12 @@ def is_active(layer: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
 
     Raises:
         ValueError: it is switched off in a group or a fused layer, but its weight lacks an initial adapter.
+        RuntimeError: it has several adapters, and one of them is merged.
     """
-    if not isinstance(layer, LoRALinear) or layer.merged:
+    if not isinstance(layer, LoRALinear):
+        return False
+    if layer.merged:
+        refuse_merged_batch(layer)
         return False
     if layer.disable_adapters and initial_of(layer) is not None:
         raise ValueError(

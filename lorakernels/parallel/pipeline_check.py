@@ -111,6 +111,8 @@ def _objection(module: nn.Module) -> str:
         return (
             f"is {module}, whose masks cannot be those of one process: set lora_dropout, or p = 0"
         )
+    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
+        return "has several adapters in one batch, whose rows microbatches would cut apart"
     if isinstance(module, LoRALinear) and module.lora_dropout:
         if not isinstance(module.rng_state, PhiloxState):
             return (

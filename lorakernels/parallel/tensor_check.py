@@ -159,6 +159,8 @@ def _objections(module: nn.Module, how: str, size: int) -> Iterator[str]:
             yield why_not
     if getattr(module, "merged", False):
         yield "is merged: call unmerge_lora first"
+    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
+        yield "has several adapters in one batch, which cannot be split over ranks yet"
     if is_held(module):
         yield "is in a sharded base, which cannot be split over tensor-parallel ranks yet"
     if any(is_sharded(p) for p in module.parameters(recurse=False)):

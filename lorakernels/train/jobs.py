@@ -62,11 +62,15 @@ def read_jobs(options: FinetuneOptions, ranks: Ranks) -> list[Job]:
     path = options.jobs
     yaml = require("yaml")
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        loaded, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OptionError(f"jobs: the file {path} cannot be read: {error}") from error
     if not isinstance(loaded, dict) or not loaded:
         raise OptionError(f"jobs: {path} must map a name to each job, found {loaded!r}")
+    names = [key.value for key, _ in node.value]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OptionError(f"jobs: {path}: {twice[0]!r} names {names.count(twice[0])} jobs")
     return [_job(path, str(name), entries, options) for name, entries in loaded.items()]
 
 
@@ -254,7 +258,7 @@ class JobsTrainer(Trainer):
         }
 
     def _ratio(self, name: str) -> float:
-        job = next(job for job in self.jobs if name.startswith(f"{job.name}: "))
+        job = next(job for job in self.jobs if job.name == name.rpartition(": ")[0])
         return 1.0 if job.lr is None else job.lr / self.options.lr
 
     def _set_items(self, rows: StepRows) -> None:

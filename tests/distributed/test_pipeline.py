@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lorakernels import PhiloxState, attach, fuse
+from lorakernels import PhiloxState, attach, batch_adapters, fuse
 from lorakernels.parallel import (
     ShardedAdamW,
     comm,
@@ -252,6 +252,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         "generator": (own_generator, {}),
         "norm": (norms, {}),
         "dtypes": (wide, {}),
+        "several adapters": (changed(plain(), lambda m: batch_adapters(m, ["a", "b"])), {}),
         "nothing to train": (plain(lora={"layers_to_transform": [0]}), {}),
         "shared": (shared, {}),
         "split": (split, {}),
@@ -307,6 +308,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "generator": "has dropout, whose masks are those of one process with a PhiloxState alone",
         "norm": "ValueError: model.norm.weight trains",
         "dtypes": "ValueError: model.layers.0 has norms of torch.float32 behind an embedding of torch.bfloat16",
+        "several adapters": "q_proj has several adapters in one batch, whose rows microbatches would cut apart",
         "nothing to train": "ValueError: rank 1 would have no parameter that trains",
         "shared": "ValueError: the model's rows are shared by context_parallel",
         "split": "is split by parallelize, which a pipeline does not have yet",

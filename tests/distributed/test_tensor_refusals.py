@@ -17,6 +17,7 @@ from lorakernels import (
     LoRAConfig,
     LoRALinearGroup,
     apply_lora,
+    batch_adapters,
     fuse,
     group_projections,
     merge_lora,
@@ -46,6 +47,12 @@ def offloading(rank: int) -> nn.Module:
 def grouped(rank: int) -> nn.Module:
     model = make(WHOLE, CPU)
     group_projections(model, [("q_proj", "k_proj", "v_proj")])
+    return model
+
+
+def several(rank: int) -> nn.Module:
+    model = make(Way("", False, dropout=0.0), CPU)
+    batch_adapters(model, ["a", "b"])
     return model
 
 
@@ -99,6 +106,11 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
     "offloaded activations": (offloading, None, "model.layers.0 is fused with offload_activations"),
     "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is a GroupedLoRALinear"),
     "merged": (merged, None, "model.layers.0.self_attn.q_proj is merged"),
+    "several adapters": (
+        several,
+        None,
+        "model.layers.0.self_attn.q_proj has several adapters in one batch",
+    ),
     "packed": (lambda rank: adapted("Phi3", LINEARS), None, "Phi3DecoderLayer packs projections"),
     "norms behind": (
         lambda rank: adapted("Olmo2", LINEARS),

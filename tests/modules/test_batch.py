@@ -131,6 +131,45 @@ def test_sequences_in_any_order_have_their_adapters(fused: bool) -> None:
         pass
 
 
+@pytest.mark.parametrize("init", ["olora", "pissa"])
+def test_adapters_that_start_from_the_weight(init: str, tmp_path: Any) -> None:
+    """All start as the base, and files fit it. What lacks the initial adapter is refused."""
+    model, base = adapted(init_lora_weights=init), tiny_llama()
+    message = f"init_lora_weights='{init}' has changed the weight, so "
+    with pytest.raises(ValueError, match=message + "every adapter needs the whole rank"):
+        lorakernels.batch_adapters(model, NAMES, {"de": 2})
+    batch = lorakernels.batch_adapters(model, NAMES, {"de": 4})
+    ids = rows(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, base(input_ids=ids).logits)
+    for name in NAMES:
+        for key, value in batch.parameters(name).items():
+            if key.endswith("lora_B"):
+                nn.init.normal_(value.data, std=0.1)
+    with batch.rows(["it", "de"]):
+        found = model(input_ids=ids[:2]).logits
+    with batch.only("de"):
+        lorakernels.save_adapter(model, tmp_path)
+    lorakernels.load_adapter(base, tmp_path, fp8=None)
+    torch.testing.assert_close(base(input_ids=ids[1:2]).logits, found[1:])
+    with (
+        pytest.raises(ValueError, match=message + "no sequence can have the base alone"),
+        batch.rows(["it", None]),
+    ):
+        pass
+
+
+def test_rows_inside_rows_hold_until_their_own_end() -> None:
+    model, batch = batched()
+    ids = rows(model)
+    with torch.no_grad(), batch.rows(["it", "fr", "de"]):
+        before = model(input_ids=ids).logits
+        with pytest.raises(RuntimeError, match="inside"), batch.rows(["de"]):
+            model(input_ids=ids)
+            raise RuntimeError("inside")
+        assert torch.equal(model(input_ids=ids).logits, before)
+    assert all(layer.adapter_rows is None for layer in batch.layers.values())
+
+
 def test_an_fp8_base_sees_one_scale_for_all_rows() -> None:
     """Rows that are alike have that amax alone, too: then the bits are equal."""
     config = LoRAConfig(r=4, fp8=DelayedScaling())
@@ -178,6 +217,61 @@ def test_each_trains_at_its_own_rate_as_alone() -> None:
     for name, single in singles.items():
         for key, value in batch.parameters(name).items():
             assert torch.equal(value, single.get_parameter(key)), (name, key)
+
+
+def to_bf16(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
+    return model.to(torch.bfloat16), batch
+
+
+def assigned(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    for layer in batch.layers.values():
+        layer.lora_A.requires_grad_(), layer.lora_B.requires_grad_()
+    return model, batch
+
+
+def copied(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
+    return copy.deepcopy((model, batch))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["then an optimizer", "under an optimizer"])
+@pytest.mark.parametrize("moved", [to_bf16, assigned, copied])
+def test_an_optimizer_finds_parameters_that_have_moved(moved: Any, early: bool) -> None:
+    """An optimizer that was made before serves what it was made for, not a copy."""
+    model, batch = batched()
+    optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    model, batch = moved(model, batch)
+    if not early or moved is copied:
+        optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    batch.follow(optimizer)
+    old = {key: value.clone() for key, value in model.state_dict().items() if "lora_" in key}
+    gradients = {}
+    model(input_ids=rows(model)).logits.square().sum().backward()
+    for key in old:
+        gradients[key] = model.get_parameter(key).grad.clone()
+    optimizer.step()
+    for key, value in old.items():
+        assert torch.equal(model.get_parameter(key), value.add(gradients[key], alpha=-0.1)), key
+
+
+def test_what_needs_all_adapters_says_so_inside_only() -> None:
+    model, batch = batched()
+    optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    batch.follow(optimizer)
+    before = copy.deepcopy(model.state_dict())
+    with batch.only("fr"):
+        model(input_ids=rows(model, 1)).logits.sum().backward()
+        for call in (
+            optimizer.step,
+            batch.param_groups,
+            batch.give_gradients,
+            lambda: batch.only("de").__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match=r"q_proj\.lora_A is one adapter's: inside"):
+                call()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 def test_an_optimizer_of_the_model_trains_all() -> None:
@@ -229,6 +323,22 @@ def test_what_is_loaded_inside_only_stays(tmp_path: Any) -> None:
         batch.parameters("fr").values(), batch.parameters("it").values(), strict=True
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
+def test_one_that_is_merged_serves_no_others(fused: bool) -> None:
+    model, batch = batched()
+    if fused:
+        lorakernels.fuse(model)
+    ids = rows(model)
+    before = model(input_ids=ids).logits
+    with batch.only("fr"):
+        lorakernels.merge_lora(model)
+        torch.testing.assert_close(model(input_ids=ids[:1]).logits, before[:1])
+    with pytest.raises(RuntimeError, match="q_proj has several adapters, and one is merged"):
+        model(input_ids=ids)
+    lorakernels.unmerge_lora(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
 
 
 def test_an_exception_inside_only_gives_the_batch_back() -> None:
@@ -299,12 +409,33 @@ def merged() -> Any:
     return model
 
 
+def mixture() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(
+        vocab_size=64, num_hidden_layers=1, num_key_value_heads=2, num_local_experts=4, **sizes
+    )
+    model = transformers.MixtralForCausalLM(config)
+    options = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    lorakernels.apply_lora(model, LoRAConfig(fp8=None, **options))
+    return model
+
+
+def with_biases() -> Any:
+    model = tiny_llama(attention_bias=True)
+    lorakernels.apply_lora(model, LoRAConfig(fp8=None, target_modules=["q_proj"], bias="lora_only"))
+    return model
+
+
 MODELS = {
     "no adapter": (tiny_llama, "model has no LoRALinear: call apply_lora first"),
     "merged": (merged, "q_proj is merged: unmerge it first"),
     "dropout": (lambda: adapted(lora_dropout=0.1), "has lora_dropout=0.1, expected 0 for several"),
     "dora": (lambda: adapted(use_dora=True), "q_proj is a DoRALinear, expected a LoRALinear"),
     "blocks": (lambda: adapted(BlockScaling()), "q_proj follows BlockScaling: several adapters follow"),
+    "experts": (mixture, r"experts\.down_proj\.0 is of an expert, which takes tokens in an order of its own"),
+    "biases": (with_biases, "q_proj has a trained bias, which all adapters would share: expected bias='none'"),
+    "saved": (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head has trained"),
     "twice": (lambda: batched()[0], "q_proj has several adapters: choose one by AdapterBatch.only"),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from lorakernels import (
     LoRALinearGroup,
     PhiloxState,
     apply_lora,
+    batch_adapters,
     group_projections,
 )
 from lorakernels.modules import GroupedLoRALinear
@@ -86,6 +87,16 @@ def apart():
 )
 def test_members_that_do_not_fit_are_refused_and_stay_as_they_are(members, error, match):
     with pytest.raises(error, match=match):
+        LoRALinearGroup(members)
+    assert not any(isinstance(member, GroupedLoRALinear) for member in members)
+
+
+def test_several_adapters_in_one_batch_are_refused():
+    members = pair()
+    for member in members:
+        member.lora_dropout = 0.0
+    batch_adapters(nn.ModuleList(members), ["a", "b"])
+    with pytest.raises(ValueError, match="'first' has several adapters, which a group does not"):
         LoRALinearGroup(members)
     assert not any(isinstance(member, GroupedLoRALinear) for member in members)
 

@@ -181,6 +181,20 @@ def test_an_expert_that_differs_keeps_the_stack_apart(monkeypatch: pytest.Monkey
     assert "torch.float16, not bfloat16" in str(experts.why_not_stacked(torch.float16))
 
 
+def test_dropout_that_is_set_later_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration has none with target_parameters, but the attribute may be set."""
+    monkeypatch.setattr("lorakernels.modules.expert_stack.why_not_place", lambda layer: None)
+    experts = model_of().model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        for layer in getattr(experts, name):
+            layer.lora_dropout = 0.5
+    assert "adapters have lora_dropout=0.5" in str(experts.why_not_stacked())
+    given = Tokens(0)
+    once, again = (experts(given.x, given.index, given.weights) for _ in range(2))
+    assert not torch.equal(once, again)
+    assert experts.eval().why_not_stacked() is None
+
+
 @pytest.mark.parametrize("choose", [one_by_one, as_a_stack], ids=["one by one", "a stack"])
 def test_a_compiled_model_gives_the_same(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph breaks at the experts, which run as they do without torch.compile, also for other numbers of tokens."""

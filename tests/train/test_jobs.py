@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,13 @@ def test_gradients_norms_and_rates_are_those_of_each_alone(
         trainer.close()
 
 
+def test_a_job_has_its_own_rate_where_another_s_name_begins_as_its_own() -> None:
+    jobs = [Job("fox", ["a"], [], lr=1e-3), Job("fox: dog", ["b"], [], lr=2e-3)]
+    trainer: Any = SimpleNamespace(jobs=jobs, options=SimpleNamespace(lr=1e-3))
+    names = [f"{job.name}: layers.0.q_proj.lora_A" for job in jobs]
+    assert [JobsTrainer._ratio(trainer, name) for name in names] == [1.0, 2.0]
+
+
 def adapters_in(output: Path) -> dict[str, dict[str, torch.Tensor]]:
     found = output.glob("*/adapter/adapter_model.safetensors")
     return {path.parts[-3]: load_file(path) for path in found}
@@ -187,9 +195,10 @@ def test_rows_of_the_shorter_job_repeat(
         ("a: {data: x, r: 5}", "a: r must be 1 to 4, the run's --r, found 5"),
         ("a/b: {data: x}", "must be the name of a directory in output"),
         ("checkpoints: {data: x}", "must be the name of a directory in output"),
+        ("a: {data: [x]}\n'a': {data: [y]}", "'a' names 2 jobs"),
         ("a: [", "cannot be read"),
     ],
-    ids=["empty", "list", "number", "typo", "no data", "data", "lr", "r", "path", "reserved", "yaml"],
+    ids=["empty", "list", "number", "typo", "no data", "data", "lr", "r", "path", "reserved", "twice", "yaml"],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_refused_by_name(
     cli: Cli,
