@@ -59,7 +59,7 @@ def _why_not_alike(layers: Sequence[nn.Module], first: FrozenFP8Linear) -> str |
         return "the experts have biases"
     if isinstance(first, LoRALinear) and first.r > MAX_RANK:
         return f"a rank of {first.r} is above {MAX_RANK}"
-    if _adapted(first) and first.training and first.lora_dropout:  # type: ignore[attr-defined]
+    if _adapted(first) and first.training and first.lora_dropout:
         return f"the experts' adapters have lora_dropout={first.lora_dropout}"
     return None
 
