@@ -103,7 +103,9 @@ def _check_structure(path: str, layer: nn.Module) -> None:
                 f"found {sorted(children)}"
             )
     for name, _, module in projections(layer):
-        refuse_split(f"{path}.{name}", module, "fusing it afterwards (call fuse before parallelize)")
+        refuse_split(
+            f"{path}.{name}", module, "fusing it afterwards (call fuse before parallelize)"
+        )
         if not (_is_plain(module) or isinstance(module, FrozenFP8Linear)):
             raise TypeError(
                 f"{path}.{name} is a {type(module).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"

@@ -329,7 +329,10 @@ def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("fuse", "q_proj is split over tensor-parallel ranks: fusing it afterwards (call fuse before parallelize)"),
+        (
+            "fuse",
+            "q_proj is split over tensor-parallel ranks: fusing it afterwards (call fuse before parallelize)",
+        ),
         ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
         ("a sharded base", "is split over tensor-parallel ranks, whose base cannot be sharded yet"),
