@@ -192,7 +192,7 @@ def _normed_input(
     to = to.placed(rows.shape[0])
     if norm is None:
         return *quantize_down(rows, to), None
-    if to.over is not None:  # their scale comes from the normed rows of all ranks
+    if to.over is not None:  # the scale of x8 comes from the normed rows of all ranks
         normed, _, _, rstd = ops.rms_norm_quantize(rows, norm, eps, None, True)
         return *quantize_down(normed, to), rstd
     scaling, unquantized = to.spec.of_state(to.state_x), to.adapted or not to.quantized
@@ -426,7 +426,7 @@ def _swiglu(
     g_u: Tensor, to: Projections, pack: bool
 ) -> tuple[Scaled, Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """(down's operand, its s, (bytes and scale_inv of gate and up if `pack`))."""
-    apart = to.over is not None  # their scale comes from the bytes' values of all ranks
+    apart = to.over is not None  # the scale of act comes from the parts of all ranks
     scaling = None if apart else to.spec.of_state(to.state_x)
     unquantized = apart or to.adapted or not to.quantized
     bytes_: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -165,7 +165,8 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         if not done and device.type == "cuda":  # else NCCL waits for ranks that wait for this one
             world = dist.group.WORLD
             assert world is not None
-            world.abort()
+            with contextlib.suppress(RuntimeError):  # what ended this rank is what it says
+                world.abort()
         dist.destroy_process_group()
 
 
