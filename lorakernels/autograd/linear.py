@@ -215,7 +215,7 @@ class Projections(NamedTuple):
         )
 
     def scaling_ahead(self, backward: bool = False) -> Scaling | None:
-        """The scale of an x (or dy) that is still to be made; None over a plain base, or while ranks must ask each other."""
+        """The scale of an x (or dy) still to be made; None over a plain base, or while ranks must ask each other."""
         if self.over is not None:
             return self.over.known(self.spec, backward)
         return self.spec.of_state(self.state_dy if backward else self.state_x)

@@ -8,6 +8,7 @@ gather one x8 and one s together, and so do gate and up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.layer import Parts
+from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -50,15 +52,13 @@ class Split:
         """Refuse what split layers do not have yet.
 
         Raises:
-            RuntimeError: under CUDA graph capture.
             TypeError: float16.
         """
-        if h.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a fused layer that is split over ranks cannot be captured in a CUDA graph yet: run it eagerly"
-            )
         if h.dtype == torch.float16:
             raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
+
+    def together(self) -> AbstractContextManager[None]:
+        return comm.together(self.ranks.group)
 
     def scaling(self, part: Tensor, spec: LoRASpec, backward: bool = False) -> Scaling | None:
         if self.scales is None:
@@ -89,10 +89,9 @@ class Split:
             whole, s = gathered(self.ranks, operand, s)
             return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
         own = to._replace(bias=None)
-        y = summed(self.ranks, linear.project(operand, s, own, stacked_B, out_dtype))
-        for added in (to.bias, residual):
-            y = y if added is None else y.add_(added)
-        return y, self.kept(s)
+        partial = linear.project(operand, s, own, stacked_B, out_dtype)
+        y, s = summed(self.ranks, partial, s, residual)
+        return y if to.bias is None else y.add_(to.bias), s
 
     def kept(self, s: Tensor | None) -> Tensor | None:
         return s if self.by == "column" else summed_factor(self.ranks, s)
@@ -116,8 +115,11 @@ class Split:
             here = self.placed(to, dy.shape[0])
             dx = linear.grad_x(here, dy8, ds, dtype) if needs.x else None
         else:
-            dx = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype)) if needs.x else None
-            ds = summed_factor(self.ranks, ds) if needs.A else None
+            dx, needed = None, ds if needs.A else None
+            if needs.x:
+                dx, ds = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
+            else:
+                ds = summed_factor(self.ranks, needed)
             here = to if ds is None else self.placed(to, ds.shape[0])
         dA: list[Tensor | None] = [None] * len(lora_B)
         if needs.A and ds is not None and dtype_A is not None:
