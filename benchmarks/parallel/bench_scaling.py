@@ -10,8 +10,9 @@ q, k, v, o. A step trains on one row. Ways:
     alone, eager     the same without graphs, which is what tp and cp can be compared with
     dp               alone, and the adapters' gradients averaged over all GPUs
     sharded          dp over one base, of which each GPU keeps a part
-    tp               one row for all GPUs, which hold each layer together; rows split between layers, eager
-    tp, not fused    the same over the layers of transformers
+    tp               one row for all GPUs, which hold each layer together; rows split between layers, layers replayed
+    tp, eager        the same without graphs
+    tp, not fused    the same over the layers of transformers, without graphs
     cp               one row for all GPUs, each with some of its tokens; fused layers, eager
 
 Columns:
@@ -51,8 +52,8 @@ from lorakernels.parallel import context_parallel, parallelize
 LOSS_TOLERANCE = (
     0.02  # tp and cp draw other masks for a row than one GPU does, and sum in another order
 )
-WAYS = ("alone, eager", "alone", "dp", "sharded", "tp", "tp, not fused", "cp")
-ONE_ROW = ("tp", "tp, not fused", "cp")  # for all GPUs together
+WAYS = ("alone, eager", "alone", "dp", "sharded", "tp", "tp, eager", "tp, not fused", "cp")
+ONE_ROW = ("tp", "tp, eager", "tp, not fused", "cp")  # for all GPUs together
 
 
 class Split(Ours):
@@ -60,7 +61,8 @@ class Split(Ours):
 
     def __init__(self, way: str, mesh: Any, spec: Spec, device: torch.device) -> None:
         self.way, self.mesh = way, mesh
-        super().__init__(spec, "qkvo", device, save=None if "not fused" in way else "full")
+        graphs = "layer" if way == "tp" and device.type == "cuda" else None
+        super().__init__(spec, "qkvo", device, graphs, save=None if "not fused" in way else "full")
 
     def build(self) -> Any:
         model = super().build()
@@ -83,7 +85,10 @@ class Split(Ours):
             self.split.reduce_gradients()
         self.optimizer.step()
         self.state.reduce_and_update()
-        self.rng.advance()
+        if self.graphs is None:
+            self.rng.advance()
+        else:
+            self.manager.end_iteration()
         return loss.detach()
 
 
