@@ -32,7 +32,9 @@ class DTensorPeft(HfPeft):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """A fused update takes no mixture of DTensors and plain tensors."""
-        kinds = [[p for p in self.trained if isinstance(p, DTensor) is cut] for cut in (False, True)]
+        kinds = [
+            [p for p in self.trained if isinstance(p, DTensor) is cut] for cut in (False, True)
+        ]
         groups = [{"params": found} for found in kinds if found]
         return torch.optim.AdamW(groups, lr=LR, weight_decay=0.0, fused=True)
 

@@ -19,6 +19,7 @@ from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import check_equal, checksum, generators
 from lorakernels.parallel.tensor_ranks import Ranks
 
@@ -264,6 +265,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
                 raise ValueError(f"{name} {why}")
         mine = _fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
+    ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
     return ContextParallel(model, ranks).attach(layers)
 
 
