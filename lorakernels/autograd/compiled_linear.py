@@ -30,6 +30,7 @@ from lorakernels.autograd.compiled_plan import (
 )
 from lorakernels.autograd.linear_node import Needs, in_bytes
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, check_input
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import Numbers, numbers_of
 from lorakernels.values import Scaled, Scaling, Weight
@@ -52,6 +53,7 @@ def _spec(
         p=drawn.p if p is None else p,
         site=drawn.site,
         row0=drawn.row0,
+        blocks=numbers.blocks,
     )
     state = numbers.state
     if state is not None:
@@ -130,6 +132,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     quantizes = weight_scale_inv is not None and x8 is None
     made8 = empty(x, *(x.shape if quantizes else (0,)), dtype=torch.uint8)
     scale_inv = empty(x, 1 if quantizes else 0, dtype=torch.float32)
+    if quantizes and weight_scale_inv.dim() == 2:  # of blocks
+        scale_inv = empty(x, blocks_of(x.shape[1]), x.shape[0], dtype=torch.float32)
     s = empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
     return y, made8, scale_inv, s
 

@@ -2,7 +2,8 @@
 """The autograd node of a linear layer: one projection of `linear`, and what is kept of it.
 
 Backward may need x8 and its 4-byte scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the
-wanted gradients need is saved. Parameters are saved by reference.
+wanted gradients need is saved. Parameters are saved by reference. Under BlockScaling x8 has a scale_inv for each
+1 × 128, and nothing but results is written.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class LinearNode(torch.autograd.Function):
         adapter = Adapter(lora_A, lora_B)
         to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
         operand, s, dtype = given or (*linear.quantize_down(x, to), x.dtype)
+        operand = linear.quantize_in_blocks(operand, to.blocks)
         y = linear.project(operand, s, to, lora_B, dtype)
         _save(ctx, _needs(ctx), operand, weight, bias, adapter._replace(s=s), call)
         return y

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of a linear layer under BlockScaling: opcheck, traces, captures, and what they leave alone.
+"""A linear layer under BlockScaling: its op in a trace, captures, what is saved, and what it leaves alone.
 
 tests/autograd/test_lora_linear.py compares its numbers with float64.
 """
@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora
 from lorakernels.modules.weights import quantize_weight
+from lorakernels.state.handles import Handle, Numbers
 
 
 def net(p: float = 0.0, device: torch.device | str = "cpu") -> nn.Sequential:
@@ -30,14 +31,16 @@ def arguments(drops: bool, adapted: bool) -> tuple:
     tensors = [torch.randn(7, 200), torch.randn(131), *factors]
     x, bias, lora_A, lora_B = (None if t is None else t.requires_grad_() for t in tensors)
     slot = torch.tensor([3, 5]) if drops else None
-    numbers = (None, 2.0, 0.3 if drops else 0.0, 1, torch.float8_e5m2, False)
-    return x, weight, scales, bias, lora_A, lora_B, slot, *numbers
+    return x, weight, scales, None, bias, lora_A, lora_B, slot
 
 
 @pytest.mark.parametrize(("drops", "adapted"), [(True, True), (False, True), (False, False)])
 def test_opcheck(drops, adapted):
-    op = torch.ops.lorakernels.block_linear_forward.default
-    torch.library.opcheck(op, arguments(drops, adapted))
+    recipe = BlockScaling("HYBRID")
+    numbers = Numbers("it", None, 0, 0, 1, scaling=2.0, p=0.3 if drops else 0.0, blocks=recipe)
+    handle = Handle(numbers, torch.device("cpu"))
+    op = torch.ops.lorakernels.linear_forward.default
+    torch.library.opcheck(op, (*arguments(drops, adapted), handle.tensor, True))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
