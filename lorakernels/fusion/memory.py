@@ -20,6 +20,9 @@ FP8 attention keeps a byte for each element of q, k, v and out, which an adapted
 With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
 "fp8-offload" and "checkpoint-offload" count what stays on the device.
 
+A base in blocks (BlockScaling) counts as a plain one: its x is quantized beside each product, and "full" keeps it as it
+came.
+
 Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
 Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.
 A layer without adapters keeps only what attention, the norms and SwiGLU need.
@@ -69,7 +72,7 @@ class LayerSize:
 
     @classmethod
     def of(cls, layer: nn.Module, fp8: bool, fp8_attention: bool = False) -> LayerSize:
-        """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8."""
+        """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8 with one scale."""
         spec = spec_of(layer)
         heads = spec.heads(layer)
         groups = [[projection(layer.get_submodule(p)) for p in group] for group in spec.groups]

@@ -223,11 +223,6 @@ def _check_recipe(options: FinetuneOptions) -> None:
         return
     if not options.fp8:
         raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
-    for name in ("memory_budget", "offload_activations"):
-        if value := getattr(options, name):
-            raise OptionError(
-                f"fp8_recipe block has no plan of a GPU's memory, got {name} {value}: drop one of them"
-            )
     if options.weight_layout != "single":
         raise OptionError(
             f"fp8_recipe block needs weight_layout single, got {options.weight_layout}: drop one of them"
