@@ -29,7 +29,7 @@ PLANNED = (
 WITH_JOBS = {
     "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
     "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
-    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None, "cp": 1, "pp": 1,
+    "offload": 0.0, "layout": "given", "memory_budget": None, "cp": 1, "pp": 1,
 }  # fmt: skip
 
 
