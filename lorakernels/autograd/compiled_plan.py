@@ -111,7 +111,7 @@ def planned_forward(
     return plan.run(addresses, known.sites)  # type: ignore[return-value]
 
 
-def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor) -> Four | None:
+def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Four | None:
     """`run_backward` on a GPU by one call of csrc; None where it cannot. W may be e4m3."""
     weight, (lora_A, lora_B, s), operand, call = saved
     if weight is None or needs.bias or not _is_planned(dy):
@@ -154,8 +154,7 @@ def _record_backward(
         others: list[Any] = [None if form is None else recording.tensor(*form) for form in forms]
         s, x8, scale_inv, slot = others
         state = kind.value.state
-        assert state is not None  # layers in blocks have an op of their own in a trace
-        states = [recording.column(state) for _ in range(2)]
+        states = [None if state is None else recording.column(state) for _ in range(2)]
         saved = Saved(
             weight,
             Adapter(A, B, s),
