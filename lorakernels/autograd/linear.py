@@ -126,8 +126,7 @@ class Projections(NamedTuple):
         spec: scaling, and x's and dy's place in the state.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
         blocks: the recipe of a block-scaled base, with scale_inv and grad_scale_inv [⌈ΣN/128⌉, ⌈K/128⌉]; else None.
-            x and dy' are then quantized in front of their products. Backward's dA reads what was kept: of a linear
-            layer x8, of a fused one x as it came.
+            x and dy' are then quantized in front of their products.
         planned: what plans take of it; None where there are none.
         over: where ranks hold the projections together. Weights, A or B, and biases are this rank's parts then.
     """
@@ -244,7 +243,10 @@ def lora_down(x: Tensor, to: Projections) -> Tensor | None:
 
 
 def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
-    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask."""
+    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask.
+
+    Over blocks x is read once more, for a scale of each 1 × 128.
+    """
     one = len(to.masks) <= 1
     mask = to.masks[0] if to.masks and one else None
     operand, s = Scaled(x), None
@@ -252,6 +254,8 @@ def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
         lora_A = to.lora_A if one else None
         x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask)
         operand = Scaled(x8, scale_inv) if to.quantized else operand
+    if to.over is None:  # ranks cast their parts by themselves
+        operand = quantize_in_blocks(operand, to.blocks)
     return operand, s if one and to.adapted else lora_down(x, to)
 
 

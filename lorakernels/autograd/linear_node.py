@@ -94,7 +94,6 @@ class LinearNode(torch.autograd.Function):
         adapter = Adapter(lora_A, lora_B)
         to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
         operand, s, dtype = given or (*linear.quantize_down(x, to), x.dtype)
-        operand = linear.quantize_in_blocks(operand, to.blocks)
         y = linear.project(operand, s, to, lora_B, dtype)
         _save(ctx, _needs(ctx), operand, weight, bias, adapter._replace(s=s), call)
         return y

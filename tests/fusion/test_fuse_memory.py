@@ -70,7 +70,7 @@ def test_kept_bytes_are_the_predicted_ones(family: str, fp8, save: str, targets)
 @pytest.mark.parametrize("targets", [ATTENTION, LINEARS], ids=["attention", "all linears"])
 @pytest.mark.parametrize("save", SAVE)
 def test_kept_bytes_under_block_scaling_are_the_predicted_ones(save: str, targets) -> None:
-    """x is quantized beside each product. "full" keeps it as it came, as over a plain base."""
+    """Each x8 of "full" has a scale for 128 columns, and o's input is kept as attention keeps it."""
     wide = {"hidden_size": 256, "intermediate_size": 128}  # the rows of k and v are a block
     options = {"fp8": BlockScaling(), "dtype": torch.bfloat16, "lora_dropout": 0.1}
     model = adapted(
