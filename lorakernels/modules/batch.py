@@ -27,6 +27,7 @@ from lorakernels.modules.trained_parts import hidden_originals
 
 FACTORS = ("lora_A", "lora_B")
 BASE = "__base__"  # PEFT's name of the base alone
+NAMED = "named_rows"  # a buffer of each layer inside AdapterBatch.rows
 
 
 class AdapterBatch:
@@ -186,8 +187,8 @@ class AdapterBatch:
 
         None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. Backward may run
         outside: a gradient checkpoint is computed again with the rows of its forward, or raises RuntimeError where
-        these are not known. Graphs that were captured outside do not hold inside. Inside another `rows` it holds until
-        its own end.
+        these are not known. Graphs that were captured outside are not replayed: `attach` runs layers eagerly, and a
+        GraphManager raises. Inside another `rows` it holds until its own end.
 
         Raises:
             KeyError: there is no such adapter.
@@ -206,8 +207,20 @@ class AdapterBatch:
         for layer in self.layers.values():
             device = layer.lora_A.device
             made[device] = made.get(device) or AdapterRows.of(numbers, device)
-        with self._calls.holding(made):
-            yield
+        before = {path: layer._buffers.get(NAMED) for path, layer in self.layers.items()}
+        try:
+            for layer in (
+                self.layers.values()
+            ):  # graphs that were captured see another buffer, and are not replayed
+                layer.register_buffer(NAMED, made[layer.lora_A.device].numbers, persistent=False)
+            with self._calls.holding(made):
+                yield
+        finally:
+            for path, layer in self.layers.items():
+                if NAMED in layer._buffers:
+                    delattr(layer, NAMED)
+                if before[path] is not None:
+                    layer.register_buffer(NAMED, before[path], persistent=False)
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:

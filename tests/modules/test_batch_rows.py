@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import lorakernels
-from lorakernels import AdapterBatch, LoRAConfig, LoRALinear
+from lorakernels import AdapterBatch, DelayedScaling, LoRAConfig, LoRALinear
+from tests.graphs.fake import FakeBackend
 from tests.modules.batched_models import NAMES, adapted, alone, batched, rows, tiny_llama
 
 
@@ -271,3 +273,42 @@ def test_torch_compile_computes_named_rows() -> None:
         found.append({"x": x.grad, **gradients(layer)})
     assert exact(found[1], found[0])
     assert exact(found[2], found[0])
+
+
+SCHEDULES: dict[str, list[Any]] = {
+    "first none": [None] * 6 + [["it", "fr", "de"]] * 3 + [None] * 3,
+    "always": [["it", "fr", "de"], ["de", "de", "it"]] * 5,
+    "then none": [["it", "fr", "de"]] * 5 + [None] * 5,
+}
+
+
+@pytest.mark.filterwarnings("ignore:a microbatch runs eagerly", "ignore:layers run eagerly")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
+def test_a_graph_of_other_rows_is_not_replayed(fused: bool, schedule: str) -> None:
+    losses = []
+    for graphs in (False, True):
+        model, batch = batched(DelayedScaling())
+        torch.manual_seed(1)
+        if fused:
+            lorakernels.fuse(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        for name in NAMES:
+            for value in batch.parameters(name).values():
+                nn.init.normal_(value.data, std=0.1)
+        options: Any = {"backend": FakeBackend} if graphs else {"graphs": False}
+        attached = lorakernels.attach(model, optimizer, **options)
+        found = []
+        with sdpa_kernel(SDPBackend.MATH):
+            for names in SCHEDULES[schedule]:
+                ids = rows(model)
+                with batch.rows(names) if names else nullcontext():
+                    loss = model(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(loss.detach()))
+        assert not graphs or schedule == "always" or attached.replaying, str(attached)
+        attached.detach()
+        losses.append(found)
+    assert losses[0] == losses[1]
