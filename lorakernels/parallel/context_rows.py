@@ -69,20 +69,22 @@ def check_places(ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor |
     total = batch * chunks.length
     found = torch.zeros(2 * batch + 1, dtype=torch.int64, device=rows.device)
     if starts is None:
-        plain = torch.cat([torch.arange(at, at + chunks.size) for at in chunks.begins])
-        ahead = (positions - plain.to(positions.device)).expand(batch, -1)
+        at = positions.device
+        plain = torch.cat([torch.arange(b, b + chunks.size, device=at) for b in chunks.begins])
+        ahead = (positions - plain).expand(batch, -1)
         found[:batch], found[batch : 2 * batch] = ahead.amax(1), (-ahead).amax(1)
     else:
         found[-1] = (starts[0] != 0) | (starts[-1] != total) | (starts.diff() < 0).any()
     comm.maximum(ranks.group, found)
-    highest, lowest, broken = found[:batch], -found[batch : 2 * batch], found[-1]
-    if bool(broken):
+    jumps = (found[:batch] != -found[batch : 2 * batch]).any()
+    broken, jumped = torch.stack((found[-1], jumps.long())).tolist()
+    if broken:
         ends = "None" if starts is None else f"{int(starts[0])} to {int(starts[-1])}"
         raise ValueError(
             f"cu_seq_lens_q must go up from 0 to all {total} tokens of {batch} rows over {ranks.size} ranks, found "
             f"{ends}: let padding be a document of its own"
         )
-    if bool((highest != lowest).any()):
+    if jumped:
         raise ValueError(
             "position_ids must go up by one from token to token of a row, found a jump: documents that are packed need "
             "cu_seq_lens_q, int32 [N + 1], where they begin among the tokens of all ranks"
