@@ -26,6 +26,7 @@ OTHERS = {
     "_ops": TORCH,
     "_version": TORCH,
     "_schema": TORCH,
+    "_sequence_nr": TORCH,
     "_scaled_mm": TORCH,
     "_cdata": TORCH,
     "_get_backend": TORCH,
