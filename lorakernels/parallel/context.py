@@ -48,6 +48,7 @@ class ContextParallel:
             tuple[Any, str, Any]
         ] = []  # (owner, attribute, its value; ... if it had none)
         self._hooks: list[Any] = []
+        self._plain: Tensor | None = None  # positions of rows that are one document each, made here
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Of a copied model, over the same ranks."""
@@ -170,9 +171,12 @@ class ContextParallel:
             raise ValueError(
                 f"labels must be {list(rows.shape[:2])} as the rows, found {list(labels.shape)}"
             )
-        if inputs.get("position_ids") is None:
+        made = inputs.get("position_ids") is None
+        if made:
             inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
-        return {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
+        own = {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
+        self._plain = own["position_ids"] if made else None
+        return own
 
     def attach(self, layers: dict[str, nn.Module]) -> ContextParallel:
         """Let the model's attention run over the ranks."""
@@ -245,6 +249,8 @@ class ContextParallel:
                 f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
             )
         starts = kwargs.get("cu_seq_lens_q")
+        if starts is None and kwargs["position_ids"] is self._plain:
+            return
         check_places(self.ranks, rows, kwargs["position_ids"], starts)
 
 
