@@ -232,8 +232,11 @@ class ShardedVocabulary:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        names = {f"{path}.weight" for path in self._paths()}
-        setattr(self._model, DDP, [n for n in getattr(self._model, DDP) if n not in names])
+        ours = {f"{path}.weight" for path in self._paths()}
+        if others := [name for name in getattr(self._model, DDP) if name not in ours]:
+            setattr(self._model, DDP, others)
+        else:
+            delattr(self._model, DDP)
         self._transport.close()
 
     def __str__(self) -> str:
