@@ -88,13 +88,18 @@ def _objection(module: Any, kind: type[nn.Module]) -> str | None:
         return f"is a {type(module).__name__}, not an nn.{kind.__name__}"
     if module.weight.requires_grad:
         return "is trained"
-    if is_sharded(module.weight):
+    weight: Any = module.weight
+    if is_sharded(weight):
         return "is sharded by FSDP2"
     if module.weight.is_meta:
         return "is on the meta device"
     if getattr(module, "max_norm", None) is not None:
         return "has a max_norm, by which its forward writes to it"
     return None
+
+
+def _is_head(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
 
 
 def _check_owners(model: nn.Module, weights: dict[int, Weight]) -> None:
@@ -127,6 +132,9 @@ class ShardedVocabulary:
         self._device = shards.memory.device
         self._lane: Lane = lane_of(self._device)
         self._coming: tuple[int, Tensor, Any] | None = None
+        self._expected = True  # the head, behind the last layer
+        heads = [i for i, w in enumerate(self.weights) if any(map(_is_head, w.modules.values()))]
+        self._head = heads[0] if heads else None
         self._captured = False
         self._handles: list[Any] = []
 
@@ -168,18 +176,17 @@ class ShardedVocabulary:
             parameter = weight.parameter
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
-            lend(parameter, partial(self.bring, index))
+            lend(parameter, partial(self.bring, index, True))
             for module in weight.modules.values():
                 self._hook(index, module)
         names = [f"{path}.weight" for weight in self.weights for path in weight.modules]
         setattr(self._model, DDP, [*getattr(self._model, DDP, []), *names])
 
-    def bring(self, index: int) -> Tensor:
-        """The whole weight, which takes memory until nobody refers to it."""
+    def bring(self, index: int, as_head: bool = False) -> Tensor:
+        """The whole weight, which takes memory until nobody refers to it. `as_head`: it makes logits or a loss."""
         self._enter()
-        if self._coming is not None and self._coming[0] != index:
-            self.drop()
         self._start(index)
+        self._expected = self._expected or as_head
         assert self._coming is not None
         _, memory, pending = self._coming
         self._coming = None
@@ -193,13 +200,15 @@ class ShardedVocabulary:
     def beside(self, last: bool, ahead: int) -> None:
         """A layer is about to run: beside the last one the head comes, and beside a backward nothing is kept.
 
+        A head that came and was not used, as under an FP8 head, comes only when asked for, until it is used again.
+
         Args:
             last: whether the last layer runs.
             ahead: 1 if it runs forward, -1 if backward, 0 if its weights are read.
         """
-        if last and ahead > 0 and (head := self._head()) is not None:
+        if last and ahead > 0 and self._expected and self._head is not None:
             self._enter()
-            self._start(head)
+            self._start(self._head)
         elif ahead < 0:
             self.drop()
 
@@ -207,6 +216,7 @@ class ShardedVocabulary:
         """Free what was gathered and not used."""
         if self._coming is not None:
             self._lane.wait(self._coming[2])
+            self._expected = self._expected and self._coming[0] != self._head
             self._coming = None
 
     @contextmanager
@@ -264,12 +274,6 @@ class ShardedVocabulary:
         for weight in self.weights:
             yield from weight.modules
 
-    def _head(self) -> int | None:
-        for index, weight in enumerate(self.weights):
-            if any(type(module) is nn.Linear for module in weight.modules.values()):
-                return index
-        return None
-
     def _enter(self) -> None:
         captured = in_captured_step(self, self._device)
         if captured and not self._captured:
@@ -291,7 +295,9 @@ class ShardedVocabulary:
         parameter = self.weights[index].parameter
 
         def lend_to(module: nn.Module, args: Any) -> None:
-            module._parameters["weight"] = nn.Parameter(self.bring(index), requires_grad=False)
+            module._parameters["weight"] = nn.Parameter(
+                self.bring(index, _is_head(module)), requires_grad=False
+            )
 
         def take_back(module: nn.Module, args: Any, output: Any) -> None:
             module._parameters["weight"] = parameter

@@ -283,6 +283,12 @@ class FinetuneOptions(RunningOptions):
         "under torchrun: the GPUs of a machine keep one copy of the FP8 base together, and each layer's weights are "
         "gathered while the layer before runs; the same numbers with less memory",
     )
+    shard_embeddings: bool = option(
+        False,
+        "runtime",
+        "with --shard-base: keep the frozen embedding and output head in parts, too, and gather each while it is used; "
+        "the same numbers with less memory, and two more gathers a microbatch",
+    )
     offload: float = option(
         0.0,
         "runtime",

@@ -126,7 +126,7 @@ class Present:
 
 
 def memory(rank: int, mesh: Any) -> dict[str, bool]:
-    """When whole weights are there."""
+    """When whole weights are there, and how often they come."""
     model = make(Way("recompute"), CPU)
     base = shard_base(model, mesh, embeddings=True)
     vocabulary = base.vocabulary
@@ -146,12 +146,15 @@ def memory(rank: int, mesh: Any) -> dict[str, bool]:
     del logits
     found["none after it"] = present.are(0)
     model.model(ids, use_cache=False).last_hidden_state.sum().backward()
-    found["dropped by a backward without it"] = present.are(0)
+    found["dropped by a backward without it"] = present.are(0) and vocabulary.gathers == 7
     with torch.no_grad():
         model.model(ids, use_cache=False)
-        kept = present.are(1)
+        found["not again unasked"] = vocabulary.gathers == 8
+        model.lm_head(h)
+        model.model(ids, use_cache=False)
+        found["then again"] = present.are(1) and vocabulary.gathers == 11
         model.model.embed_tokens(ids)
-    found["dropped by the embedding"] = kept and present.are(0)
+    found["dropped by the embedding"] = present.are(0)
     with torch.no_grad():
         model(ids, use_cache=False)
     found["none after an evaluation"] = present.are(0)
