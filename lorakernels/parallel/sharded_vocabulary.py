@@ -86,12 +86,12 @@ def _objection(module: Any, kind: type[nn.Module]) -> str | None:
         return "is not there"
     if not isinstance(module, kind) or (kind is nn.Linear and type(module) is not kind):
         return f"is a {type(module).__name__}, not an nn.{kind.__name__}"
-    if module.weight.requires_grad:
-        return "is trained"
     weight: Any = module.weight
+    if weight.requires_grad:
+        return "is trained"
     if is_sharded(weight):
         return "is sharded by FSDP2"
-    if module.weight.is_meta:
+    if weight.is_meta:
         return "is on the meta device"
     if getattr(module, "max_norm", None) is not None:
         return "has a max_norm, by which its forward writes to it"

@@ -30,7 +30,8 @@ def choices(report: LoRAReport, runtime: Runtime, fused: Fused, where: str) -> l
     """One line each for device and precision, layers, attention, graphs and reproducibility."""
     options, model = runtime.options, runtime.model
     return [
-        f"device: {where}; {_precision(model, report)}{_head(model, options)}; {len(report.adapted())} adapters of rank {options.r}, "
+        f"device: {where}; {_precision(model, report)}{_head(model, options)}; "
+        f"{len(report.adapted())} adapters of rank {options.r}, "
         f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters trained",
         f"layers: {fused}",
         f"attention: {_attention(model, options, fused)}",

@@ -19,8 +19,8 @@ AT_LEAST = {
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
-    "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
-    "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
+    "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout",
+    "fp8", "fp8_recipe", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
     "pp",
 )  # fmt: skip
 

@@ -243,8 +243,8 @@ class FinetuneOptions(RunningOptions):
     layout: str = option(
         "given",
         "runtime",
-        "auto: shard_base, offload, offload_activations and memory_budget are those of the fastest plan for this "
-        "model, batch and GPUs, as `lorakernels plan` prints it; given: as the options say",
+        "auto: shard_base, shard_embeddings, offload, offload_activations and memory_budget are those of the fastest "
+        "plan for this model, batch and GPUs, as `lorakernels plan` prints it; given: as the options say",
         choices=("given", "auto"),
     )
     attention: str = option(
