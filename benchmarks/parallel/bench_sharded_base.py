@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.energy import joules, shown
-from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds
+from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds, time_left
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, token_rows
@@ -226,7 +226,7 @@ def bench_model(
     bench.whole = rows[0]
     bench.training.renew_graphs()
     for transport in transports:
-        if not _time_left(end, device):
+        if not time_left(end, device):
             break
         before = bench.loss()
         try:
@@ -247,13 +247,6 @@ def bench_model(
             base.unshard()
         del base
     return rows
-
-
-def _time_left(end: float, device: torch.device) -> bool:
-    """Whether the budget lasts, for all ranks alike."""
-    left = torch.tensor(end - time.perf_counter(), device=device)
-    dist.all_reduce(left, dist.ReduceOp.MIN)
-    return bool(left > 0)
 
 
 def main() -> int:
@@ -284,7 +277,7 @@ def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
     models = args.models or (["70b", "8b"] if device.type == "cuda" else ["tiny"])
     rows: list[Row] = []
     for model in models:
-        if not _time_left(end, device):
+        if not time_left(end, device):
             break
         if args.offload is not None:
             rows += bench_offload(model, device, args)

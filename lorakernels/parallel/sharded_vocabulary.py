@@ -209,7 +209,8 @@ class ShardedVocabulary:
         if last and ahead > 0 and self._expected and self._head is not None:
             self._enter()
             self._start(self._head)
-        elif ahead < 0:
+        elif ahead < 0 and self._coming is not None:
+            self._enter()
             self.drop()
 
     def drop(self) -> None:
@@ -286,7 +287,8 @@ class ShardedVocabulary:
             return
         self.drop()
         size = self.weights[index].block.size
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        with torch.inference_mode(False):  # autograd may refer to it later
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         pending = self._lane.run(partial(self._transport.gather, index, memory.data))
         self._coming = index, memory, pending
         self.gathers += 1

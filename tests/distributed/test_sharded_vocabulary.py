@@ -158,6 +158,11 @@ def memory(rank: int, mesh: Any) -> dict[str, bool]:
     with torch.no_grad():
         model(ids, use_cache=False)
     found["none after an evaluation"] = present.are(0)
+    with torch.inference_mode():
+        model.model(ids, use_cache=False)
+    h = h.detach().requires_grad_()
+    model.lm_head(h).float().sum().backward()
+    found["what came in inference mode trains"] = h.grad is not None and present.are(0)
     base.unshard()
     return found
 
