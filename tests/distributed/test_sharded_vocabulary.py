@@ -306,6 +306,73 @@ def test_what_is_trained_stays_whole(ranks: list[dict[str, Any]]) -> None:
     assert all(found["trained head"] == [True, True] for found in ranks)
 
 
+ROWS = 100_003  # of a vocabulary whose weights stand out in a GPU's memory
+
+
+def on_a_gpu(rank: int, device: torch.device, transport: str) -> dict[str, bool]:
+    """Bits, and the bytes that torch's allocator has, before, in and after a use of each weight."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": ROWS}
+    ids, size = next(batches(device)), ROWS * 64 * 2
+
+    def step(model: Any, chunked: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        if chunked:
+            h = model.model(ids, use_cache=False).last_hidden_state
+            loss = linear_cross_entropy(h, model.lm_head.weight, ids)
+        else:
+            loss = loss_of(model, ids)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    def bytes_now() -> int:
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+
+    whole = make(Way("recompute", sizes=sizes), device)
+    expected = [*step(whole, False), *step(whole, True)]
+    model: Any = make(Way("recompute", sizes=sizes), device)
+    base = shard_base(model, mesh["dp_shard"], transport=transport, embeddings=True)
+    found = [*step(model, False), *step(model, True)]
+    answers = {"bits": len(found) > 20 and all(map(torch.equal, found, expected))}
+    del found, expected
+    before = bytes_now()
+    with torch.no_grad():
+        torch.cuda.reset_peak_memory_stats(device)
+        model.model.embed_tokens(ids)
+        answers["freed after the embedding"] = bytes_now() < before + size // 8
+        peak = torch.cuda.max_memory_allocated(device) - before
+        answers["whole in it"] = size <= peak < 2 * size
+        h = model.model(ids, use_cache=False).last_hidden_state
+        answers["the head is there"] = size <= bytes_now() - before < 2 * size
+        side = torch.cuda.Stream(device)  # not the one on which its memory was allocated
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            loss = linear_cross_entropy(h, model.lm_head.weight, ids)
+        torch.cuda.current_stream(device).wait_stream(side)
+        bytes_now()
+        torch.empty(1, device=device)  # the allocator looks for events that have ended
+        answers["freed after the loss"] = bytes_now() < before + size // 2
+        answers["finite"] = bool(loss.isfinite())
+    dist.barrier()
+    base.unshard()
+    answers["transport"] = base.transport == transport
+    return answers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_gpus(world: int, transport: str) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, found {torch.cuda.device_count()}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        for found in on_ranks(on_a_gpu, world, "nccl", transport):
+            assert [what for what, right in found.items() if not right] == []
+
+
 def test_one_process_has_nobody_to_share_with() -> None:
     model = fp8_model()
     before = state_of(model)
