@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lorakernels.parallel.blocks import Block, lay_out
 from lorakernels.parallel.shards import Shards
 from lorakernels.parallel.slots import Lane, in_captured_step, lane_of
 
+_T = TypeVar("_T")
 DDP = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel reads this attribute
 
 
@@ -176,7 +177,7 @@ class ShardedVocabulary:
             parameter = weight.parameter
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
-            lend(parameter, partial(self.bring, index, True))
+            lend(parameter, untraced(partial(self.bring, index, True)))
             for module in weight.modules.values():
                 self._hook(index, module)
         names = [f"{path}.weight" for weight in self.weights for path in weight.modules]
@@ -334,9 +335,9 @@ def agreed(model: nn.Module, group: Any, ranks: int) -> Found:
     return found
 
 
-def untraced(hook: Callable[..., None]) -> Callable[..., None]:
+def untraced(hook: Callable[..., _T]) -> Callable[..., _T]:
     """A module that is compiled by itself is traced with its hooks; these gather, and depend on an index."""
-    found: Callable[..., None] = torch.compiler.disable(hook, reason="it gathers frozen weights")
+    found: Callable[..., _T] = torch.compiler.disable(hook, reason="it gathers frozen weights")
     return found
 
 

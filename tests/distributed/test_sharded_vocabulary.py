@@ -52,6 +52,9 @@ def held(rank: int, mesh: Any, tied: bool, folder: Path) -> dict[str, bool]:
     vocabulary = base.vocabulary
     with vocabulary.gathered(HEAD) as found:
         gathered = found.clone()
+    h = torch.randn(3, 64, dtype=torch.bfloat16)
+    loss_alone = partial(linear_cross_entropy, h, labels=ids.flatten()[:3])
+    compiled = torch.compile(loss_alone, backend="eager")(weight=model.lm_head.weight)
     save_adapter(model, folder / f"split {rank}")
     save_adapter(whole, folder / f"whole {rank}")
     files = [
@@ -68,6 +71,7 @@ def held(rank: int, mesh: Any, tied: bool, folder: Path) -> dict[str, bool]:
         "state_dict": saved.keys() == expected.keys()
         and all(torch.equal(saved[k].float(), v.float()) for k, v in expected.items()),
         "gathered": torch.equal(gathered, whole.lm_head.weight),
+        "in a compiled loss": compiled.equal(loss_alone(weight=whole.lm_head.weight)),
         "adapters' files": files[0] == files[1],
         "no such weight": raises(
             ValueError, "path must be one of .*'lm_head'.*found 'x'",
