@@ -187,14 +187,16 @@ def predict(
     parts += Parts(
         memory=2 * arrivals * traffic * max(map(weights, model.layers)) / machine.bandwidth
     )
-    parts += Parts(memory=2.0 * sum(split[:1] + split[-1:]) / machine.bandwidth)
     factor = stretched(parts, machine)
     counts = Counter(reversed(layers))
     times = {kind: _layer_time(kind, batch, machine, placement, factor) for kind in counts}
     exposed = (
         sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
-    exposed += _exposed_ends(split, placement.ranks, machine, times[layers[-1]].forward)
+    ends = sum(
+        split[:1] + split[-1:]
+    )  # the embedding and the head, once each; nothing runs beside them
+    exposed += ends * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
     replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
     exchange = 0.0 if gpus == 1 else 2 * 4 * model.trained * (gpus - 1) / gpus / machine.peer
@@ -210,12 +212,6 @@ def predict(
         parts.seconds * factor + replays + exposed + exchange,
         exposed,
     )
-
-
-def _exposed_ends(split: Sequence[int], ranks: int, machine: Machine, layer: float) -> float:
-    """Seconds in which embedding and head come: nothing runs beside the first, one layer beside the other."""
-    gathers = [size * (ranks - 1) / ranks / machine.peer for size in split]
-    return sum(gathers[:1]) + sum(max(0.0, gather - layer) for gather in gathers[-1:])
 
 
 def _layer_time(

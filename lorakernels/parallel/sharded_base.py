@@ -96,8 +96,6 @@ class ShardedBase:
         """Bring the weights of `layer`, as `Slots.ensure`, in every store."""
         for store in self.stores:
             store.slots.ensure(layer, ahead)
-        if self.vocabulary is not None:
-            self.vocabulary.beside(layer == len(self.layers) - 1, ahead)
 
     def attach(self) -> None:
         """Give the layers' weights their places in slots and shards, and hook the layers."""

@@ -2,11 +2,14 @@
 """The frozen embedding and output head of a model, of which each rank keeps 1/n of the bytes. They are whole on loan.
 
     embedding   gathered before its forward, freed after it
-    head        gathered while the last layer runs forward, freed after its use. Where logits of all tokens are made,
-                autograd refers to it until their backward. `linear_cross_entropy` computes dh in forward, and does not.
+    head        gathered before its use, freed after it. Where logits of all tokens are made, autograd refers to it
+                until their backward. `linear_cross_entropy` computes dh in forward, and does not.
 
 Each is one block of bytes, as a layer's weights are (blocks.py). A whole one lies in memory of torch's allocator, which
 other tensors take afterwards. Bytes are only copied. Between uses the parameter shows one NaN for all its elements.
+
+Gathers run on the current stream, and nothing hides them. A head that came beside the last layer would be there at the
+same time as that layer's own tensors. Then the peak of some models would be as high as with a whole head.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
 from lorakernels.parallel.blocks import Block, lay_out
 from lorakernels.parallel.shards import Shards
-from lorakernels.parallel.slots import Lane, in_captured_step, lane_of
 
 _T = TypeVar("_T")
 DDP = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel reads this attribute
@@ -99,10 +101,6 @@ def _objection(module: Any, kind: type[nn.Module]) -> str | None:
     return None
 
 
-def _is_head(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
-
-
 def _check_owners(model: nn.Module, weights: dict[int, Weight]) -> None:
     memory = {w.parameter.data_ptr(): w for w in weights.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -121,7 +119,7 @@ class ShardedVocabulary:
         weights: what is split.
         stay: {path: why not} of what is whole on every rank.
         shards: this rank's bytes.
-        gathers: how many gathers were started so far.
+        gathers: how many weights were gathered so far.
     """
 
     def __init__(
@@ -130,13 +128,6 @@ class ShardedVocabulary:
         self.weights, self.stay = found
         self.shards, self.gathers = shards, 0
         self._model, self._transport = model, transport
-        self._device = shards.memory.device
-        self._lane: Lane = lane_of(self._device)
-        self._coming: tuple[int, Tensor, Any] | None = None
-        self._expected = True  # the head, behind the last layer
-        heads = [i for i, w in enumerate(self.weights) if any(map(_is_head, w.modules.values()))]
-        self._head = heads[0] if heads else None
-        self._captured = False
         self._handles: list[Any] = []
 
     @classmethod
@@ -177,49 +168,22 @@ class ShardedVocabulary:
             parameter = weight.parameter
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
-            lend(parameter, untraced(partial(self.bring, index, True)))
+            lend(parameter, untraced(partial(self.bring, index)))
             for module in weight.modules.values():
                 self._hook(index, module)
         names = [f"{path}.weight" for weight in self.weights for path in weight.modules]
         setattr(self._model, DDP, [*getattr(self._model, DDP, []), *names])
 
-    def bring(self, index: int, as_head: bool = False) -> Tensor:
-        """The whole weight, which takes memory until nobody refers to it. `as_head`: it makes logits or a loss."""
-        self._enter()
-        self._start(index)
-        self._expected = self._expected or as_head
-        assert self._coming is not None
-        _, memory, pending = self._coming
-        self._coming = None
-        self._lane.wait(pending)
-        if memory.is_cuda:  # it may have been allocated on another stream
-            memory.record_stream(torch.cuda.current_stream(self._device))
-        parameter = self.weights[index].parameter
-        size = parameter.numel() * parameter.element_size()
-        return memory[:size].view(parameter.dtype).view(parameter.shape)
-
-    def beside(self, last: bool, ahead: int) -> None:
-        """A layer is about to run: beside the last one the head comes, and beside a backward nothing is kept.
-
-        A head that came and was not used, as under an FP8 head, comes only when asked for, until it is used again.
-
-        Args:
-            last: whether the last layer runs.
-            ahead: 1 if it runs forward, -1 if backward, 0 if its weights are read.
-        """
-        if last and ahead > 0 and self._expected and self._head is not None:
-            self._enter()
-            self._start(self._head)
-        elif ahead < 0 and self._coming is not None:
-            self._enter()
-            self.drop()
-
-    def drop(self) -> None:
-        """Free what was gathered and not used."""
-        if self._coming is not None:
-            self._lane.wait(self._coming[2])
-            self._expected = self._expected and self._coming[0] != self._head
-            self._coming = None
+    def bring(self, index: int) -> Tensor:
+        """The whole weight, which takes memory until nobody refers to it."""
+        parameter, size = self.weights[index].parameter, self.weights[index].block.size
+        memory = torch.empty(size, dtype=torch.uint8, device=self.shards.memory.device)
+        pending = self._transport.gather(index, memory.data)  # of a version counter of its own
+        if pending is not None:
+            pending.wait()
+        self.gathers += 1
+        used = memory[: parameter.numel() * parameter.element_size()]
+        return used.view(parameter.dtype).view(parameter.shape)
 
     @contextmanager
     def gathered(self, path: str) -> Iterator[Tensor]:
@@ -260,47 +224,15 @@ class ShardedVocabulary:
             f"rank, and at most {max(sizes):,} while one is used{stay}"
         )
 
-    # a step that is captured as a whole gathers all that it uses; graphs/whole/followers.py
-
-    def end_capture(self, failed: bool) -> None:
-        """Join what was gathered and not used to the captured step."""
-        if failed:
-            self._coming = None
-        self.drop()
-        self._captured = False
-
-    def before_replay(self) -> None:
-        """A replay gathers into memory of its own."""
-
     def _paths(self) -> Iterator[str]:
         for weight in self.weights:
             yield from weight.modules
-
-    def _enter(self) -> None:
-        captured = in_captured_step(self, self._device)
-        if captured and not self._captured:
-            self._coming = None  # the device is idle when a capture begins
-        self._captured = captured
-        self._lane.enter()
-
-    def _start(self, index: int) -> None:
-        if self._coming is not None and self._coming[0] == index:
-            return
-        self.drop()
-        size = self.weights[index].block.size
-        with torch.inference_mode(False):  # autograd may refer to it later
-            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        pending = self._lane.run(partial(self._transport.gather, index, memory.data))
-        self._coming = index, memory, pending
-        self.gathers += 1
 
     def _hook(self, index: int, module: nn.Module) -> None:
         parameter = self.weights[index].parameter
 
         def lend_to(module: nn.Module, args: Any) -> None:
-            module._parameters["weight"] = nn.Parameter(
-                self.bring(index, _is_head(module)), requires_grad=False
-            )
+            module._parameters["weight"] = nn.Parameter(self.bring(index), requires_grad=False)
 
         def take_back(module: nn.Module, args: Any, output: Any) -> None:
             module._parameters["weight"] = parameter

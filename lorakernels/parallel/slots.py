@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lorakernels.graphs import Follower, follow
+from lorakernels.graphs import follow
 from lorakernels.parallel.comm import Transport
 
 POISON = 0xFF  # NaN in e4m3
@@ -77,27 +77,6 @@ class StreamLane:
         torch.cuda.current_stream(self._device).wait_event(pending)
 
 
-def lane_of(device: torch.device) -> Lane:
-    """Where gathers for layers on `device` run."""
-    return StreamLane(device) if device.type == "cuda" else HostLane()
-
-
-def in_captured_step(follower: Follower, device: torch.device) -> bool:
-    """Whether a whole step is being captured now, which `follower` then follows.
-
-    Raises:
-        RuntimeError: another graph is being captured, whose replays nobody would tell of.
-    """
-    if follow(follower):
-        return True
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a sharded base in a graph of torch.cuda: capture the step with lorakernels.graphs.StepGraph, which "
-            "tells the base of its replays"
-        )
-    return False
-
-
 @dataclass(eq=False)
 class Slot:
     """`layer`: what it holds or is being filled with, None if unknown. `pending`: the gather that fills it."""
@@ -131,9 +110,9 @@ class Slots:
         self.memory = torch.empty(shape, dtype=torch.uint8, device=device)
         # `.data` has a version counter of its own: gathers do not count as changes of a weight
         self._slots = [Slot(memory) for memory in self.memory.data]
-        self._lane, self._device = lane_of(device), device
+        self._lane: Lane = StreamLane(device) if device.type == "cuda" else HostLane()
         self.gathers, self.poison = 0, False
-        self._captured = False
+        self._on_gpu, self._captured = device.type == "cuda", False
 
     def of(self, layer: int) -> Tensor:
         """uint8 [size]: where the block of `layer` comes, always."""
@@ -182,10 +161,16 @@ class Slots:
         self.forget()
 
     def _enter(self) -> None:
-        if in_captured_step(self, self._device) and not self._captured:
+        captured = follow(self)
+        if captured and not self._captured:
             for slot in self._slots:  # the device is idle when a capture begins
                 slot.layer = slot.pending = None
             self._captured = True
+        elif not captured and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a sharded base in a graph of torch.cuda: capture the step with lorakernels.graphs.StepGraph, which "
+                "tells the base of its replays"
+            )
         self._lane.enter()
 
     def _slot(self, layer: int) -> Slot:
