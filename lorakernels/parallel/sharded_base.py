@@ -144,6 +144,9 @@ class ShardedBase:
         Raises:
             torch.OutOfMemoryError: it does not fit. The base goes on then, and may be unsharded later.
         """
+        if self.vocabulary is not None:
+            self.vocabulary.unshard()
+            self.vocabulary = None
         for index, layer in enumerate(self.layers.values()):
             self.ensure(index, 0)
             for store in self.stores:
@@ -157,9 +160,6 @@ class ShardedBase:
         self._forget()
         for store in self.stores:
             store.transport.close()
-        if self.vocabulary is not None:
-            self.vocabulary.unshard()
-            self.vocabulary = None
 
     def __str__(self) -> str:
         parts = self.stores if self.vocabulary is None else (*self.stores, self.vocabulary)

@@ -199,9 +199,14 @@ class ShardedVocabulary:
         raise ValueError(f"path must be one of {[*self._paths()]}, found {path!r}")
 
     def unshard(self) -> None:
-        """Collective: every rank has the whole weights again."""
-        for index, weight in enumerate(self.weights):
-            weight.parameter.data = self.bring(index)
+        """Collective: every rank has the whole weights again.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit. They stay split then.
+        """
+        values = [self.bring(index) for index in range(len(self.weights))]
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.parameter.data = value
             lend(weight.parameter, None)
             for module in weight.modules.values():
                 module.__dict__.pop("_apply", None)
