@@ -8,6 +8,7 @@ gather one x8 and one s together, and so do gate and up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.layer import Parts
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -50,20 +53,23 @@ class Split:
         """Refuse what split layers do not have yet.
 
         Raises:
-            RuntimeError: under CUDA graph capture.
             TypeError: float16.
         """
-        if h.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a fused layer that is split over ranks cannot be captured in a CUDA graph yet: run it eagerly"
-            )
         if h.dtype == torch.float16:
             raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
+
+    def together(self) -> AbstractContextManager[None]:
+        return comm.together(self.ranks.group)
 
     def scaling(self, part: Tensor, spec: LoRASpec, backward: bool = False) -> Scaling | None:
         if self.scales is None:
             return None
         return self.scales.of(part, spec.column, spec.delayed, backward)
+
+    def known(self, spec: LoRASpec, backward: bool = False) -> Scaling | None:
+        if self.scales is None:
+            return None
+        return self.scales.known(spec.column, spec.delayed, backward)
 
     def placed(self, to: Projections, rows: int) -> Projections:
         row0 = self.ranks.rank * rows if self.by == "column" and self.ranks.sequence else 0
@@ -81,13 +87,12 @@ class Split:
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.by == "column":
-            whole, s = gathered(self.ranks, operand, s)
+            whole, s = gathered(self.ranks, _in_blocks(to, operand, E4M3), s)
             return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
         own = to._replace(bias=None)
-        y = summed(self.ranks, linear.project(operand, s, own, stacked_B, out_dtype))
-        for added in (to.bias, residual):
-            y = y if added is None else y.add_(added)
-        return y, self.kept(s)
+        partial = linear.project(operand, s, own, stacked_B, out_dtype)
+        y, s = summed(self.ranks, partial, s, residual)
+        return y if to.bias is None else y.add_(to.bias), s
 
     def kept(self, s: Tensor | None) -> Tensor | None:
         return s if self.by == "column" else summed_factor(self.ranks, s)
@@ -96,6 +101,7 @@ class Split:
         self,
         to: Projections,
         dy: Tensor,
+        dy8: Scaled | None,
         operand: Callable[[], Scaled],
         adapters: Adapters,
         needs: Needs,
@@ -103,15 +109,20 @@ class Split:
     ) -> Gradients:
         s, dtype_A, lora_B, stacked_B = adapters
         block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
-        dy8, ds, dB = self._quantized(to, dy, block, s if needs.B else None)
+        dy8, ds, dB = self._quantized(to, dy, dy8, block, s if needs.B else None)
         if self.by == "row":
+            if to.blocks is not None:
+                dy8 = _in_blocks(to, dy8, to.blocks.backward_dtype)
             dy8, ds = gathered(self.ranks, dy8, ds)
             dB = summed_over_rows(self.ranks, dB)
             here = self.placed(to, dy.shape[0])
             dx = linear.grad_x(here, dy8, ds, dtype) if needs.x else None
         else:
-            dx = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype)) if needs.x else None
-            ds = summed_factor(self.ranks, ds) if needs.A else None
+            dx, needed = None, ds if needs.A else None
+            if needs.x:
+                dx, ds = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
+            else:
+                ds = summed_factor(self.ranks, needed)
             here = to if ds is None else self.placed(to, ds.shape[0])
         dA: list[Tensor | None] = [None] * len(lora_B)
         if needs.A and ds is not None and dtype_A is not None:
@@ -123,21 +134,35 @@ class Split:
         return Gradients(dx, dA, linear.unstack_B(to, dB, len(lora_B)))
 
     def _quantized(
-        self, to: Projections, dy: Tensor, block: Tensor | None, s: Tensor | None
+        self,
+        to: Projections,
+        dy: Tensor,
+        dy8: Scaled | None,
+        block: Tensor | None,
+        s: Tensor | None,
     ) -> tuple[Scaled, Tensor | None, Tensor | None]:
         """(dy8 and its scale_inv, or dy over a plain base; ds; if there is an s, dB of `stack_B`'s second result)."""
-        spec, scaling = to.spec, self.scaling(dy, to.spec, backward=True)
+        spec = to.spec
+        scaling = None if dy8 is not None else self.scaling(dy, spec, backward=True)
         up = None if block is None else Up(block, s, spec.scaling)
         if up is None and scaling is None:
-            return Scaled(dy), None, None
+            return dy8 or Scaled(dy), None, None
         data, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
-        dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
+        if dy8 is None:
+            dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
         return dy8, None if up is None else ds, None if s is None else dB
 
     def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
         if self.by == "column":
             return dbias
         return [summed_over_rows(self.ranks, d) for d in dbias]
+
+
+def _in_blocks(to: Projections, x: Scaled, fp8_dtype: torch.dtype) -> Scaled:
+    """Under BlockScaling, x's bytes with a scale for each 1 × 128 of this rank's rows: less to send than x."""
+    if to.blocks is None or x.scale_inv is not None:
+        return x
+    return Scaled(*ops.quantize_blocks(x.data, fp8_dtype, to.blocks.power_2_scale))
 
 
 def split_parts(parts: Parts, ranks: Ranks) -> None:

@@ -29,7 +29,7 @@ PLANNED = (
 WITH_JOBS = {
     "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
     "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
-    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None, "cp": 1, "pp": 1,
+    "offload": 0.0, "layout": "given", "memory_budget": None, "cp": 1, "pp": 1,
 }  # fmt: skip
 
 
@@ -227,11 +227,6 @@ def _check_recipe(options: FinetuneOptions) -> None:
         return
     if not options.fp8:
         raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
-    for name in ("memory_budget", "offload_activations"):
-        if value := getattr(options, name):
-            raise OptionError(
-                f"fp8_recipe block has no plan of a GPU's memory, got {name} {value}: drop one of them"
-            )
     if options.weight_layout != "single":
         raise OptionError(
             f"fp8_recipe block needs weight_layout single, got {options.weight_layout}: drop one of them"
