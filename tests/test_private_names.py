@@ -21,6 +21,7 @@ OTHERS = {
     "_modules": MODULE,
     "_forward_hooks": MODULE,
     "_forward_pre_hooks": MODULE,
+    "_apply": TORCH,
     "_is_exporting_flag": TORCH,
     "_C": TORCH,
     "_ops": TORCH,
