@@ -35,6 +35,13 @@ def step_seconds(step: Callable[[int], object], often: int, device: torch.device
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
+def largest(value: float, device: torch.device) -> float:
+    """Collective: the largest `value` of all ranks."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
 def average_gradients(trained: Sequence[torch.nn.Parameter]) -> None:
     """Of the parameters that have one, over all ranks, by one all-reduce."""
     ranks = dist.get_world_size()

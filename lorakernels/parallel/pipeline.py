@@ -240,32 +240,43 @@ class PipelineParallel:
         Raises:
             RuntimeError: layers are managed by graphs, or this is compiled or captured.
         """
-        device, n = next(self.model.parameters()).device, self.microbatches
+        device = next(self.model.parameters()).device
         self._refuse(device)
-        items = torch.as_tensor(items, dtype=torch.float32, device=device)
         tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
-        batch = Batch(microbatches, items, self.loss_chunk)
-        slots = self._slots if self.model.training else []
-        draws = Draws(slots, [stage.index for stage in self._own], n, self.offsets)
-        for stage in self._own:
-            stage.begin(batch, draws)
-        at, last = torch.arange(n), self._own[-1]
-        try:
+        at = torch.arange(self.microbatches)
+        with self.begun(microbatches, items) as own:
+            last = own[-1]
             schedule.step(
-                *((tokens,) if self._own[0].is_first else ()),
+                *((tokens,) if own[0].is_first else ()),
                 target=at if trains and last.is_last else None,
                 return_outputs=False,
                 at=at,
             )
-        finally:
-            for stage in self._own:
-                stage.end()
         total = torch.zeros(1, device=device)
         for loss in last.losses:
             total += loss
         comm.all_reduce(self.ranks.group, total)
         return total[0]
+
+    @contextmanager
+    def begun(self, microbatches: Sequence[Microbatch], items: Any) -> Iterator[list[Stage]]:
+        """Inside, this rank's stages run, in any order and without the other ranks: `stage(x, at)`.
+
+        Masks are those of one process. Arguments are those of `run`.
+        """
+        device = next(self.model.parameters()).device
+        items = torch.as_tensor(items, dtype=torch.float32, device=device)
+        slots = self._slots if self.model.training else []
+        own = [stage.index for stage in self._own]
+        draws = Draws(slots, own, self.microbatches, self.offsets)
+        for stage in self._own:
+            stage.begin(Batch(microbatches, items, self.loss_chunk), draws)
+        try:
+            yield self._own
+        finally:
+            for stage in self._own:
+                stage.end()
 
     def _refuse(self, device: torch.device) -> None:
         if torch.compiler.is_compiling():
