@@ -26,6 +26,7 @@ from lorakernels.parallel import (
     shard_base,
 )
 from lorakernels.parallel import pipeline_stages as stages
+from lorakernels.parallel.pipeline_cut import cut
 from lorakernels.state.philox import skip_slots
 from tests.distributed.pipeline_models import Way, batch, compare, make, step_alone, worker
 from tests.distributed.tensor_layers import relative
@@ -160,7 +161,7 @@ def draws_of_its_own() -> Any:
 
 def no_entry() -> Any:
     """A stage runs the embedding's factor over what it got."""
-    return patch.object(stages._Skipped, "forward", lambda self, x, *args, **kwargs: x)
+    return patch.object(stages.Skipped, "forward", lambda self, x, *args, **kwargs: x)
 
 
 FAULTS: dict[str, tuple[Way, Callable[[], AbstractContextManager[Any]], str]] = {
@@ -373,8 +374,8 @@ def test_masks_are_skipped_as_slots_are_drawn() -> None:
 
 
 def test_layers_are_cut_evenly() -> None:
-    assert [*map(len, stages.cut(9, 4))] == [3, 2, 2, 2]
-    assert [i for part in stages.cut(9, 4) for i in part] == [*range(9)]
+    assert [*map(len, cut(9, 4))] == [3, 2, 2, 2]
+    assert [i for part in cut(9, 4) for i in part] == [*range(9)]
 
 
 def clipped(rank: int, device: torch.device) -> list[float]:

@@ -7,17 +7,22 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
+from lorakernels import PhiloxState
 from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
+from lorakernels.train.job import Meshes, load_adapted
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
+from tests import processes
 from tests.train.test_ranks import losses, on_ranks
 
 Cli = Callable[..., int]
@@ -77,6 +82,39 @@ def test_two_stages_train_as_one_process(form: str, alone: Path, two_ranks: Path
         losses(two_ranks / form), expected, rtol=1e-4 if "FP8" in form else 2e-5
     )
     assert len(expected) == 7
+
+
+def loaded(rank: int, device: torch.device, model: Path, ways: list[dict[str, Any]]) -> list[Any]:
+    """(what a load says of the base, whether the rank has the first and the last layer) for each way."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
+    for way in ways:
+        options = FinetuneOptions(model=str(model), data=["d"], output="o", pp=2, **way)
+        said: list[str] = []
+        reporter: Any = SimpleNamespace(say=said.append, console=SimpleNamespace(is_terminal=False))
+        random = PhiloxState(0, "cpu")
+        given = (model, options, torch.float32, device, random, reporter)
+        loaded, _ = load_adapted(*given, Meshes(stages=mesh["pp"]))
+        names = {n for n, _ in loaded.named_parameters()}
+        layers = sorted({int(n.split(".")[2]) for n in names if n.startswith("model.layers.")})
+        found.append((said, layers))
+    return found
+
+
+def test_a_rank_reads_the_weights_of_its_stage_alone(deep_model: Path) -> None:
+    """Where a part cannot be read alone, or nothing is read tensor by tensor, each rank has the whole model first."""
+    weights = {n: x for f in deep_model.glob("*.safetensors") for n, x in load_file(f).items()}
+    layers = sorted({int(n.split(".")[2]) for n in weights if n.startswith("model.layers.")})
+    half = -(-len(layers) // 2)  # the first stage has one more
+    ways = [{}, {"use_dora": True}, {"fp8": False}]
+    for rank, found in enumerate(processes.on_ranks(loaded, 2, "gloo", deep_model, ways)):
+        own = layers[:half] if rank == 0 else layers[half:]
+        inside = [f"model.layers.{i}." for i in own]
+        inside += ["model.embed_tokens."] if rank == 0 else ["model.norm.", "lm_head."]
+        size = sum(x.nbytes for n, x in weights.items() if n.startswith(tuple(inside)))
+        assert found[0] == ([f"base: {size / 1e6:,.3f} MB read, those of this rank's stage"], own)
+        (said,), all_of_them = found[1]
+        assert said.startswith("base: each rank reads the whole model first: lora.use_dora=True")
+        assert all_of_them == layers and found[2] == ([], layers)
 
 
 @pytest.mark.parametrize("form", FORMS)
