@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/parallel/bench_pipeline.py --output DIR [--model 8b] [--budget-s S]
 
 peers/models.py makes the model, 8 layers of Llama-2-70B by default, and the text. R = 16 on q, k, v, o. Layers are
-fused. A microbatch is one row. n GPUs run n, 2 n and 4 n of them, with one stage each (1F1B) and two (interleaved).
+fused, and run eagerly. With --graphs they are replayed, and have no dropout. A microbatch is one row. n GPUs run n, 2 n
+and 4 n of them, with one stage each (1F1B) and two (interleaved).
 
 Columns:
 
@@ -27,6 +28,7 @@ import gc
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,9 @@ from benchmarks.lib.energy import joules, shown
 from benchmarks.lib.ranks import ROWS, largest, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser
 from benchmarks.lib.timing import synchronize
-from benchmarks.peers.models import SPECS, Spec, token_rows
+from benchmarks.peers.models import SPECS, P, Spec, token_rows
 from benchmarks.peers.training import IGNORE, Ours
+from lorakernels.graphs import GraphManager, GraphOptions
 from lorakernels.parallel import Microbatch, pipeline_parallel
 from lorakernels.train.model import no_mask
 
@@ -51,6 +54,7 @@ COLUMNS = (
     "model",
     "row",
     "schedule",
+    "layers",
     "microbatches",
     "ranks",
     "check",
@@ -73,7 +77,11 @@ class Staged(Ours):
     `expected` is the mean loss of `ids` [microbatches, length], computed by the whole model before it is cut.
     """
 
-    def __init__(self, mesh: Any, spec: Spec, ids: Tensor, microbatches: int, chunks: int) -> None:
+    def __init__(
+        self, mesh: Any, spec: Spec, ids: Tensor, way: tuple[int, int], graphs: Any
+    ) -> None:
+        microbatches, chunks = way
+        self.dropout = P if graphs is None else 0.0
         super().__init__(spec, "qkvo", ids.device, save="full")
         with torch.no_grad():
             self.expected = statistics.mean(float(self.loss(row)) for row in ids.split(1))
@@ -86,10 +94,19 @@ class Staged(Ours):
         )
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.make_optimizer()
+        self.layers: GraphManager | None = None
+        if graphs is not None:
+            options = {"fp8_state": self.state, "options": graphs}
+            self.layers = GraphManager(
+                self.pipeline.layers, self.warmup_steps, microbatches, **options
+            )
 
     def forward_backward(self, ids: Tensor) -> Tensor:
         with no_mask(self.model.model):
-            return self.pipeline.forward_backward(ids, input_ids=ids)
+            loss = self.pipeline.forward_backward(ids, input_ids=ids)
+        if self.layers is not None:
+            self.layers.end_iteration()
+        return loss
 
     def step(self, ids: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -100,12 +117,13 @@ class Staged(Ours):
         return loss
 
     def alone(self, ids: Tensor) -> None:
-        """Forward and backward of all microbatches in this rank's stages, which wait for no other rank."""
+        """Forward and backward of all microbatches in this rank's stages, eagerly, which wait for no other rank."""
         labels = nn.functional.pad(ids, (0, 1), value=IGNORE)[:, 1:]
         pairs = zip(ids.split(1), labels.split(1), strict=True)
         microbatches = [Microbatch(row, wanted, {}) for row, wanted in pairs]
+        eager = nullcontext() if self.layers is None else self.layers.disabled()
         whole = no_mask(self.model.model)
-        with whole, self.pipeline.begun(microbatches, labels.numel()) as stages:
+        with eager, whole, self.pipeline.begun(microbatches, labels.numel()) as stages:
             for at, row in enumerate(ids.split(1)):
                 for stage in stages:
                     x = row if stage.is_first else self.hidden.detach().requires_grad_()
@@ -124,12 +142,13 @@ def measure(mesh: Any, spec: Spec, args: argparse.Namespace, way: tuple[int, int
     microbatches, chunks = way
     row: Row = {"model": spec.name, "row": f"1 x {spec.length}", "microbatches": microbatches}
     row["schedule"] = "1F1B" if chunks == 1 else f"interleaved, {chunks} chunks"
+    row["layers"] = "eager" if args.graphs is None else "replayed"
     row["ranks"] = mesh.size()
     device: torch.device = args.on
     torch.manual_seed(0)
     ids = rows_of(spec, microbatches, device)
     try:
-        training = Staged(mesh, spec, ids, microbatches, chunks)
+        training = Staged(mesh, spec, ids, way, args.graphs)
     except ValueError as error:
         return {**row, "check": f"not run: {error}"}
     if device.type == "cuda":
@@ -151,6 +170,8 @@ def measure(mesh: Any, spec: Spec, args: argparse.Namespace, way: tuple[int, int
     ]
     through = largest(statistics.median(passes), device)
     near = abs(first - training.expected) <= LOSS_TOLERANCE * abs(training.expected)
+    if training.layers is not None:
+        training.layers.close()
     return {
         **row,
         "check": "ok" if near else f"WRONG: loss {first}, the whole model's {training.expected}",
@@ -188,6 +209,7 @@ def main() -> int:
     options.add_argument("--length", type=int, help="tokens of a row; default: the model's")
     options.add_argument("--microbatches", type=int, nargs="+", help="default: n, 2 n and 4 n")
     options.add_argument("--chunks", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    options.add_argument("--graphs", action="store_true", help="replay layers; without dropout")
     options.add_argument(
         "--budget-s",
         type=float,
@@ -197,6 +219,7 @@ def main() -> int:
     args, device = arguments(options, on_gpu=4)
     began = time.perf_counter()
     args.on = device = start_ranks(device)
+    args.graphs = GraphOptions() if args.graphs else None
     spec = SPECS[args.model or ("70b" if device.type == "cuda" else "tiny")]
     spec = Spec(spec.name, spec.shape, args.length or spec.length).cut(args.layers)
     ranks = dist.get_world_size()

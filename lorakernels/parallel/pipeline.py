@@ -20,9 +20,9 @@ from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
     check,
     check_ranks,
+    check_running,
     fingerprint,
     generators,
-    managed_by_graphs,
     places_of,
     slots_by_stage,
 )
@@ -78,6 +78,20 @@ class PipelineParallel:
         found: PipelineParallel | None = vars(model).get(_OF_MODEL)
         return found
 
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """{path: decoder layer} of this rank's stages that have a backward, for a GraphManager.
+
+        The model's first layers have none, up to the first one that trains.
+        """
+        found: dict[str, nn.Module] = {}
+        for stage in self._own:
+            for path in stage.own:
+                layer = self.model.get_submodule(path)
+                if found or not stage.is_first or any(p.requires_grad for p in layer.parameters()):
+                    found[path] = layer
+        return found
+
     @staticmethod
     def own_layers_alone(model: nn.Module) -> AbstractContextManager[None]:
         """Inside, a model that `load_quantized(stages=…)` loaded runs with this rank's decoder layers alone."""
@@ -103,7 +117,7 @@ class PipelineParallel:
         Raises:
             TypeError: another input, or no `input_ids`.
             ValueError: a shape does not fit, or the microbatches do not divide B.
-            RuntimeError: gradients are off, layers are managed by graphs, or this is compiled or captured.
+            RuntimeError: gradients are off, layers with dropout are managed by graphs, or this is compiled or captured.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")
@@ -207,7 +221,7 @@ class PipelineParallel:
             trains: whether there is a backward.
 
         Raises:
-            RuntimeError: layers are managed by graphs, or this is compiled or captured.
+            RuntimeError: layers with dropout are managed by graphs, or this is compiled or captured.
         """
         device = next(self.model.parameters()).device
         self._refuse(device)
@@ -253,11 +267,7 @@ class PipelineParallel:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
         for path in (path for stage in self._own for path in stage.own):
-            layer = self.model.get_submodule(path)
-            if managed_by_graphs(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
-                raise RuntimeError(
-                    f"{path} is compiled or managed by lorakernels.graphs since it was cut: stages run eagerly"
-                )
+            check_running(path, self.model.get_submodule(path))
 
     def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:
         for name in inputs:
@@ -446,7 +456,7 @@ def _states(model: nn.Module) -> list[FP8State]:
     for state in found.values():
         if state.in_charge not in ("auto", "explicit"):
             raise ValueError(
-                f"the FP8State is updated by {state.in_charge}: stages run without CUDA graphs"
+                f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
             )
     return [*found.values()]
 

@@ -22,6 +22,8 @@ from lorakernels.parallel.tensor_check import checksum
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.state.philox import PhiloxState
 
+GRAPHS = "lorakernels.graphs"
+
 
 def places_of(model: Any) -> Places:
     """Where a causal language model of transformers has what is cut.
@@ -93,8 +95,10 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     norm = layer.get_parameter(f"{spec.all_norms[0]}.weight")
     if embedding is not None and norm.dtype != embedding.dtype:
         yield f"has norms of {norm.dtype} behind an embedding of {embedding.dtype}: they must be equal"
-    if managed_by_graphs(layer):
-        yield "is managed by attach or lorakernels.graphs: stages run without CUDA graphs"
+    if managed_by_graphs(layer) or "forward" in vars(layer):
+        yield (
+            "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
+        )
     if isinstance(layer, FusedDecoderLayer):
         parts: Parts = layer.__dict__["_fused"]
         if parts.offload is not None:
@@ -130,9 +134,27 @@ def _objection(module: nn.Module) -> str:
 def managed_by_graphs(layer: nn.Module) -> bool:
     """Whether a GraphManager records or replays the layer."""
     hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    return "forward" in vars(layer) or any(
-        type(hook).__module__.startswith("lorakernels.graphs") for hook in hooks
-    )
+    own = vars(layer).get("forward")
+    return any(type(each).__module__.startswith(GRAPHS) for each in (*hooks, own))
+
+
+def check_running(path: str, layer: nn.Module) -> None:
+    """Refuse what a layer has become since it was cut. A GraphManager may record and replay it.
+
+    Raises:
+        RuntimeError: the layer is compiled or has another forward, or it is managed and has dropout.
+    """
+    own = vars(layer).get("forward")
+    other = own is not None and not type(own).__module__.startswith(GRAPHS)
+    if _is_compiled(layer) or other:
+        raise RuntimeError(
+            f"{path} is compiled since it was cut: stages run eagerly, or by GraphManager"
+        )
+    if layer.training and slots_of(layer) and managed_by_graphs(layer):
+        raise RuntimeError(
+            f"{path} has dropout and is managed by lorakernels.graphs: replayed stages cannot draw the masks of one "
+            "process yet. Set lora_dropout=0, or leave the graphs out"
+        )
 
 
 def slots_of(layer: nn.Module) -> int:

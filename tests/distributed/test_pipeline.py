@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "attached": "ValueError: the model was cut into stages by pipeline_parallel",
         "no gradients": "RuntimeError: forward_backward needs gradients",
         "other rows": "ValueError: rows must be equal on all ranks, found microbatches of [1, 12] on rank 0",
-        "compiled later": "is compiled or managed by lorakernels.graphs since it was cut",
+        "compiled later": "is compiled since it was cut: stages run eagerly, or by GraphManager",
         "another generator": "but torch's CPU generator differ",
     }
     for found in on_ranks(refusals, 2, "gloo"):

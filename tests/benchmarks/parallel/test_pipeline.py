@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.rows import Row
+from lorakernels.graphs import GraphOptions
 from tests.benchmarks.aliases import Load, RowsOf, Run
+from tests.graphs.fake import FakeBackend
 from tests.processes import on_ranks
 
 
@@ -35,20 +37,26 @@ def test_what_begins_after_the_budget_is_not_run(load: Load, run: Run, rows_of: 
     assert [row["microbatches"] for row in rows_of("pipeline")] == ["1"]
 
 
-def on_two(rank: int, device: torch.device, ways: list[tuple[int, int]]) -> list[Row]:
+def on_two(rank: int, device: torch.device, ways: list[tuple[int, int]]) -> list[list[Row]]:
     from benchmarks.parallel import bench_pipeline
     from benchmarks.peers.models import SPECS
 
     mesh: Any = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    args = argparse.Namespace(on=device, repetitions=1)
-    return [bench_pipeline.measure(mesh, SPECS["tiny"].cut(4), args, way) for way in ways]
+    found = []
+    for graphs in (None, GraphOptions(backend=FakeBackend)):
+        args = argparse.Namespace(on=device, repetitions=1, graphs=graphs)
+        spec = SPECS["tiny"].cut(4)
+        found.append([bench_pipeline.measure(mesh, spec, args, way) for way in ways])
+    return found
 
 
 @pytest.mark.slow
 def test_two_ranks_have_stages_and_wait_for_each_other() -> None:
     """All ranks find the same numbers; what is refused is a row, and what comes after it runs."""
     found = on_ranks(on_two, 2, "gloo", [(1, 1), (2, 1), (2, 2)])
-    for rows in found:
+    assert found[0] == found[1]
+    for layers, rows in zip(("eager", "replayed"), found[0], strict=True):
+        assert [row["layers"] for row in rows] == [layers] * 3
         assert "at least the 2 ranks" in str(rows[0]["check"])
         assert [row["check"] for row in rows[1:]] == ["ok", "ok"]
         assert [row["predicted"] for row in rows[1:]] == [0.3333, 0.2]
@@ -56,7 +64,6 @@ def test_two_ranks_have_stages_and_wait_for_each_other() -> None:
             own = [float(part) for part in str(row["alone ms"]).split(" / ")]
             assert len(own) == 2 and min(own) > 0
             assert float(str(row["ideal ms"])) == pytest.approx(2 * max(own), abs=0.02)
-    assert found[0] == found[1]
 
 
 def test_the_bubble_of_equal_stages_is_the_schedules(load: Load) -> None:
