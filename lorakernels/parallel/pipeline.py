@@ -228,7 +228,7 @@ class PipelineParallel:
         tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
         at = torch.arange(self.microbatches)
-        with self.begun(microbatches, items) as own:
+        with self.begun(microbatches, items) as own, _as_it_was():
             last = own[-1]
             schedule.step(
                 *((tokens,) if own[0].is_first else ()),
@@ -459,6 +459,17 @@ def _states(model: nn.Module) -> list[FP8State]:
                 f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
             )
     return [*found.values()]
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """torch wraps what a stage raises, and says shapes instead of what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None and "failed to run forward" in str(error):
+            raise error.__cause__ from None
+        raise
 
 
 def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:

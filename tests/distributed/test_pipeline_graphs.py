@@ -139,6 +139,25 @@ def test_what_is_sent_is_no_memory_of_graphs(chunks: int) -> None:
         assert inside and all(inside)
 
 
+def changed_later(rank: int, device: torch.device) -> str:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))["pp"]
+    way = Way("", fused=True)
+    cut = pipeline_parallel(make(way, device), mesh, microbatches=4)
+    manager = managed(cut.layers, device, num_microbatches=4)
+    for step in range(3):
+        labels, inputs = batch(step, way, device)
+        cut.forward_backward(labels, **inputs)
+        manager.end_iteration()
+    cut.layers["model.layers.2"].register_buffer("more", torch.zeros(1))
+    return refused(lambda: cut.forward_backward(labels, **inputs))
+
+
+def test_a_refused_replay_says_what_it_was() -> None:
+    """torch's stages raise another error, which says shapes."""
+    (said,) = on_ranks(changed_later, 1, "gloo")
+    assert said.startswith("ReplayError") and "model.layers.2" in said and "more" in said, said
+
+
 def refusals(rank: int, device: torch.device) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))["pp"]
     way = Way("", dropout=0.1)

@@ -155,6 +155,28 @@ def test_one_process_goes_on_from_the_checkpoint_of_two_stages(
     np.testing.assert_allclose(losses(copy), losses(two_ranks / form), rtol=1e-4)
 
 
+def test_replayed_stages_train_as_eager_ones(run: list[Any], tmp_path: Path) -> None:
+    """To the bit, and a replayed run goes on with graphs of its own. Three steps are recorded."""
+    form = [*run, "--fuse", *PP, "--steps", 6, "--lora-dropout", "0"]
+    graphs = [*form, "--graphs", "layer"]
+    on_ranks(
+        [
+            [*form, "--output", tmp_path / "eager"],
+            [*graphs, "--output", tmp_path / "replayed"],
+            ["copy", tmp_path / "replayed", tmp_path / "parts", "step-00000006"],
+            [*graphs, "--output", tmp_path / "parts", "--resume"],
+        ],
+        tmp_path,
+    )
+    expected = losses(tmp_path / "eager")
+    assert losses(tmp_path / "replayed") == losses(tmp_path / "parts") == expected
+    lines = map(json.loads, (tmp_path / "replayed" / "metrics.jsonl").read_text().splitlines())
+    assert [r["replayed"] for r in lines if "replayed" in r] == [False] * 3 + [True] * 3
+    for rank in range(2):
+        ours, theirs = (torch.load(tmp_path / n / f"rank{rank}.pt") for n in ("replayed", "eager"))
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
 def test_two_replicas_of_two_stages(run: list[Any], tmp_path: Path) -> None:
     """Each replica has rows of its own, which one replica has in more microbatches."""
     form = [*FORMS["plain"], *PP]
@@ -173,7 +195,8 @@ def test_ranks_that_do_not_divide_are_refused() -> None:
     [
         ({"cp": 2}, "pp 2 does not go with cp 2"),
         ({"shard_base": True}, "pp 2 does not go with shard_base True"),
-        ({"graphs": "layer"}, "pp 2 does not go with graphs layer"),
+        ({"graphs": "step"}, "pp 2 does not go with graphs step"),
+        ({"graphs": "layer"}, "pp 2 with graphs layer needs lora_dropout 0, got 0.05"),
         ({"gradient_checkpointing": True}, "pp 2 does not go with gradient_checkpointing True"),
         ({"fp8_head": True}, "pp 2 does not go with fp8_head True"),
         ({"init_lora_weights": "olora"}, "pp 2 does not go with init_lora_weights olora"),
