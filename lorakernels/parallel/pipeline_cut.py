@@ -120,7 +120,10 @@ def own_layers_alone(model: Any) -> Iterator[None]:
         yield
         return
     width = model.config.get_text_config().hidden_size
-    like = next(p for p in model.parameters() if p.is_floating_point() and p.element_size() > 1)
+    frozen = (p for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
+    like = next(
+        p for p in frozen if p.element_size() > 1
+    )  # a norm; adapters may have another dtype
     made: dict[str, nn.Module] = {
         found.places.embedding: _AnyToken(width, like),
         found.places.norm: nn.Identity(),

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import PhiloxState
+from lorakernels import PhiloxState, PipelineParallel
 from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
 from lorakernels.train.job import Meshes, load_adapted
+from lorakernels.train.model_checks import check_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
 from tests import processes
@@ -85,15 +86,19 @@ def test_two_stages_train_as_one_process(form: str, alone: Path, two_ranks: Path
 
 
 def loaded(rank: int, device: torch.device, model: Path, ways: list[dict[str, Any]]) -> list[Any]:
-    """(what a load says of the base, whether the rank has the first and the last layer) for each way."""
+    """(what a load says of the base, which layers the rank has) for each way, in bf16. What it has passes the check."""
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
     for way in ways:
         options = FinetuneOptions(model=str(model), data=["d"], output="o", pp=2, **way)
         said: list[str] = []
         reporter: Any = SimpleNamespace(say=said.append, console=SimpleNamespace(is_terminal=False))
         random = PhiloxState(0, "cpu")
-        given = (model, options, torch.float32, device, random, reporter)
+        given = (model, options, torch.bfloat16, device, random, reporter)
         loaded, _ = load_adapted(*given, Meshes(stages=mesh["pp"]))
+        before = {n for n, _ in loaded.named_modules()}
+        with PipelineParallel.own_layers_alone(loaded):
+            check_model(loaded)
+        assert before == {n for n, _ in loaded.named_modules()}
         names = {n for n, _ in loaded.named_parameters()}
         layers = sorted({int(n.split(".")[2]) for n in names if n.startswith("model.layers.")})
         found.append((said, layers))
