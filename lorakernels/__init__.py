@@ -34,6 +34,7 @@ from lorakernels.parallel import (
     ContextParallel,
     Microbatch,
     PipelineParallel,
+    PlanAxes,
     ShardPlan,
     context_parallel,
     pipeline_parallel,
@@ -94,5 +95,6 @@ __all__ = [
     "unmerge_lora",
     "Microbatch",
     "PipelineParallel",
+    "PlanAxes",
     "pipeline_parallel",
 ]

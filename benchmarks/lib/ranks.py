@@ -42,6 +42,13 @@ def time_left(end: float, device: torch.device) -> bool:
     return bool(left > 0)
 
 
+def largest(value: float, device: torch.device) -> float:
+    """Collective: the largest `value` of all ranks."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
 def average_gradients(trained: Sequence[torch.nn.Parameter]) -> None:
     """Of the parameters that have one, over all ranks, by one all-reduce."""
     ranks = dist.get_world_size()

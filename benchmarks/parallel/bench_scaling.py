@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.energy import joules, shown
-from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds
+from benchmarks.lib.ranks import ROWS, average_gradients, largest, start_ranks, step_seconds
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, Spec, token_rows
@@ -140,15 +140,14 @@ def measure(way: str, mesh: Any, spec: Spec, args: argparse.Namespace, device: t
     often = args.repetitions
     samples = step_seconds(lambda i: training.step(batches[i % ROWS]), often, device)
     energy = (joules(device) - energy) / len(samples)
-    total = torch.tensor(sum(samples), device=device)
-    dist.all_reduce(total, dist.ReduceOp.MAX)
+    total = largest(sum(samples), device)
     rows = spec.batch * (1 if way in ONE_ROW else mesh.size())
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     found: Row = {
         **row,
         "check": "",
         "ranks": mesh.size(),
-        "tokens/s": round(rows * spec.length * len(samples) / float(total), 1),
+        "tokens/s": round(rows * spec.length * len(samples) / total, 1),
         "p50 ms": round(statistics.median(samples) * 1e3, 2),
         "J/step": shown(energy, 1),
         "peak GiB": round(peak, 2),
@@ -211,9 +210,7 @@ def main() -> int:
     rows: list[Row] = []
     try:
         for way in args.ways:
-            left = torch.tensor(began + args.budget_s - time.perf_counter(), device=device)
-            dist.all_reduce(left, dist.ReduceOp.MIN)
-            if left < 0:
+            if largest(time.perf_counter() - began, device) > args.budget_s:
                 break
             rows.append(measure(way, axes, spec, args, device))
             if dist.get_rank() == 0:

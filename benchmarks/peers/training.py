@@ -223,6 +223,7 @@ class Ours(Training):
     """
 
     fp8 = True
+    dropout = P
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class Ours(Training):
         config = LoRAConfig(
             r=RANK,
             lora_alpha=ALPHA,
-            lora_dropout=P,
+            lora_dropout=self.dropout,
             target_modules=list(self.targets),
             fp8=DelayedScaling(),
             weight_layout=self.weight_layout,

@@ -36,6 +36,7 @@ from lorakernels.checkpoints.expert_files import with_experts
 from lorakernels.checkpoints.loading_plan import Plan
 from lorakernels.checkpoints.sharded_loading import ShardedWeights
 from lorakernels.checkpoints.shards import Directory, Source
+from lorakernels.checkpoints.stage_loading import OtherStages, Stages
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, held_weight
@@ -96,6 +97,7 @@ def load_quantized(
     mesh: Any = None,
     offload: float | Offload = 0.0,
     embeddings: bool = False,
+    stages: Any = None,
 ) -> Loaded:
     """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
     runs.
@@ -123,8 +125,12 @@ def load_quantized(
             also without a `mesh`. The GPU never holds these weights together.
         embeddings: split the embedding and the head over the ranks of `mesh`, too, as for `shard_base`. Each rank has
             them whole while it loads.
+        stages: a DeviceMesh of one axis, such as `mesh["pp"]`, or (mesh["pp"], chunks). This rank then reads its part
+            of the model, as `pipeline_parallel` over the same mesh cuts it, and no weight of the others. Collective.
+            `fuse` and `pipeline_parallel` follow, and all ranks must draw the same adapters. Give `lora`.
 
-    With a `mesh`, what one rank raises, all raise; those that did not find it raise ValueError and name the rank.
+    With `mesh` or `stages`, what one rank raises, all raise; those that did not find it raise ValueError and name the
+    rank.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -145,7 +151,8 @@ def load_quantized(
         )
     recipe = _recipe(lora, fp8)
     target = _device(device)
-    together = _together(mesh)
+    wanted = Stages.of(stages)
+    together = _together(mesh if wanted is None else wanted.mesh)
     with together():
         files = Directory(source) if isinstance(source, (str, Path)) else source
         config = config_of(source, config)
@@ -155,16 +162,19 @@ def load_quantized(
         if frozen == "fp8" if lora is None else lora.target_parameters:
             files = with_experts(files, model, block)
         plan = Plan(model, files.tensors, lora, frozen, block)
-        _check_layout(lora, mesh, offload)
+        _check_layout(lora, mesh, offload, wanted)
         if embeddings and mesh is None:
             raise ValueError("embeddings=True needs a mesh, found None")
         _check_block(plan, recipe)
-        _check_experts(model, mesh, offload)
+        _check_experts(model, mesh is not None or as_offload(offload).fraction or wanted)
+        others = None if wanted is None else OtherStages(model, wanted, target)
+        if others is not None:
+            plan.leave_out(others.inside)
     shards = None
     if mesh is not None or as_offload(offload).fraction:
         place = Place.of(mesh, target)
         shards = ShardedWeights(model, plan.quantized, place, offload, embeddings)
-    loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards))
+    loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards, others))
     report = None
     with nullcontext() if shards is None else shards, together():
         loader.run(_Line() if progress is True else progress or None)
@@ -175,10 +185,12 @@ def load_quantized(
                 model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
             )
         restack(model)
+        if others is not None:
+            others.take_out(model)
     sharded = None if shards is None else shards.finish()
     state = loader.state if report is None or report.fp8_state is None else report.fp8_state
     seconds = time.perf_counter() - began
-    read = (plan.tensors, plan.bytes, loader.peak_host_bytes)
+    read = (len(plan.read), plan.bytes, loader.peak_host_bytes)
     return Loaded(model, report, state, *read, seconds, sharded)
 
 
@@ -190,24 +202,35 @@ def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
     return partial(comm.together, comm.patient(mesh.get_group()))
 
 
-def _check_layout(lora: LoRAConfig | None, mesh: Any, offload: float | Offload) -> None:
-    if mesh is None and not as_offload(offload).fraction:
+def _check_layout(
+    lora: LoRAConfig | None, mesh: Any, offload: float | Offload, stages: Stages | None
+) -> None:
+    held = mesh is not None or as_offload(offload).fraction
+    if stages is not None and held:
+        raise ValueError(
+            "stages: the base of a pipeline is neither sharded nor offloaded: leave out mesh and offload"
+        )
+    if stages is not None and lora is None:
+        raise ValueError("stages need lora: adapters cannot follow on a part of a model")
+    if not held and stages is None:
         return
+    how = "a sharded base" if stages is None else "stages"
     if lora is not None and lora.use_dora:
         raise ValueError(
-            "lora.use_dora=True needs whole weights for its norms: leave out mesh and offload"
+            "lora.use_dora=True needs whole weights for its norms: leave out mesh, offload and stages"
         )
     if lora is not None and lora.weight_layout != "single":
         raise ValueError(
-            f"lora.weight_layout must be 'single' for a sharded base, found {lora.weight_layout!r}"
+            f"lora.weight_layout must be 'single' for {how}, found {lora.weight_layout!r}"
         )
 
 
-def _check_experts(model: nn.Module, mesh: Any, offload: float | Offload) -> None:
+def _check_experts(model: nn.Module, apart: Any) -> None:
     held = any(isinstance(module, LoRAExperts) for module in model.modules())
-    if held and (mesh is not None or as_offload(offload).fraction):
+    if held and apart:
         raise ValueError(
-            "a sharded or offloaded base takes no mixture of experts: leave out mesh and offload"
+            "a base that is sharded, offloaded or in stages takes no mixture of experts: leave out mesh, offload and "
+            "stages"
         )
 
 
@@ -314,11 +337,12 @@ def _read_generation_config(model: Any, source: Any) -> None:
 
 
 class _Places(NamedTuple):
-    """Where values go: for the layers of `lora`, on `device`, in `shards` if there are any."""
+    """Where values go: for the layers of `lora`, on `device`, in `shards` if there are any, and not for `others`."""
 
     lora: LoRAConfig | None
     device: torch.device
     shards: ShardedWeights | None
+    others: OtherStages | None
 
 
 class _Loader:
@@ -332,7 +356,7 @@ class _Loader:
         recipe: Recipe,
         places: _Places,
     ) -> None:
-        lora, self.device, self.shards = places
+        lora, self.device, self.shards, self.others = places
         self.model, self.files, self.plan = model, files, plan
         self.recipe = recipe
         self.layout = "single" if lora is None else lora.weight_layout
@@ -346,6 +370,8 @@ class _Loader:
 
     @torch.no_grad()
     def run(self, progress: Progress | None) -> None:
+        for name in self.plan.elsewhere:
+            self._stand_in(name)
         for names, put in (
             (self.plan.scales, self._keep_scale),
             (self.plan.take, self._put),
@@ -396,7 +422,21 @@ class _Loader:
             return
         if fp8 is not None:
             tensor = dequantize(fp8)
-        value = tensor.to(own.dtype) if own.is_floating_point() else tensor
+        self._put_plain(name, own, tensor.to(own.dtype) if own.is_floating_point() else tensor)
+
+    def _stand_in(self, name: str) -> None:
+        """Put what stands for a tensor of another rank."""
+        assert self.others is not None
+        path, _, attribute = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        own = getattr(module, attribute)
+        if attribute == "weight" and path in self._quantized:
+            spec = FrozenSpec(self.recipe, "single", self.state, path)
+            self._hold(path, module, self.others.weight(own.shape, spec.blocks), spec)
+            return
+        self._put_plain(name, own, self.others.tensor(own))
+
+    def _put_plain(self, name: str, own: Tensor, value: Tensor) -> None:
         if isinstance(own, nn.Parameter):
             value = nn.Parameter(value, requires_grad=own.requires_grad)
         for holder in self.plan.holders[name]:
@@ -420,6 +460,9 @@ class _Loader:
             raise ValueError(f"{path}.weight: {error}") from error
         if self.shards is not None and path in self.shards:
             weight = weight._replace(data=self.shards.keep(path, weight.data))
+        self._hold(path, module, weight, spec)
+
+    def _hold(self, path: str, module: Any, weight: Weight, spec: FrozenSpec) -> None:
         new = FrozenFP8Linear.from_weight(weight, module.bias, spec)
         parent, _, name = path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, new.eval())

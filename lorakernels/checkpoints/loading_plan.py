@@ -45,12 +45,31 @@ class Plan:
             and len(self.holders[f"{path}.weight"]) == 1
             and not any(path == name or path.startswith(f"{name}.") for name in saved)
         ]
+        self.copies: dict[str, str] = {}
         self.scales = {k for k in found if k.endswith(".weight_scale_inv")}
         self.take = self._match(model, {k: i for k, i in found.items() if k not in self.scales})
         self._check_fp8(found)
         self._check_shapes(model)
-        read = [*self.scales, *self.take, *self.copies]
-        self.tensors, self.bytes = len(read), sum(found[k].bytes for k in read)
+        self.elsewhere: list[str] = []
+        self._found = found
+
+    @property
+    def read(self) -> list[str]:
+        """Names of the tensors to read."""
+        return [*self.scales, *self.take, *self.copies]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors to read."""
+        return sum(self._found[name].bytes for name in self.read)
+
+    def leave_out(self, inside: tuple[str, ...]) -> None:
+        """Read no tensor whose names all begin with one of `inside`. Those left out go into `elsewhere`."""
+        gone = [n for n in self.take if all(held.startswith(inside) for held in self.holders[n])]
+        self.elsewhere = gone
+        self.take = {name: info for name, info in self.take.items() if name not in gone}
+        self.scales = {k for k in self.scales if k.removesuffix("_scale_inv") in self.take}
+        self.copies = {k: original for k, original in self.copies.items() if original in self.take}
 
     def _match(self, model: nn.Module, found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         """{name: info} of the tensors to read, one name of each tied group.
@@ -59,7 +78,6 @@ class Plan:
         """
         groups = {id(group): group for group in self.holders.values()}
         take, missing, known = {}, [], set()
-        self.copies: dict[str, str] = {}
         for group in groups.values():
             there = [name for name in group if name in found]
             known |= set(there)

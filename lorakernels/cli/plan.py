@@ -47,7 +47,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gpus", type=count, default=1, metavar="N", help="of one host (default: 1)")
     add("--seq", type=count, required=True, metavar="S", help="tokens of a sequence")
-    add("--batch-size", type=count, default=1, metavar="B", help="sequences of a GPU (default: 1)")
+    add(
+        "--batch-size",
+        type=count,
+        default=1,
+        metavar="B",
+        help="sequences of a microbatch (default: 1)",
+    )
+    add(
+        "--cp",
+        type=count,
+        default=1,
+        metavar="N",
+        help="GPUs that share each sequence, by context parallel (default: 1)",
+    )
+    add("--pp", type=count, default=1, metavar="N", help="pipeline stages (default: 1)")
+    add(
+        "--microbatches",
+        type=count,
+        metavar="M",
+        help="of a step, through the stages (default: as many as stages)",
+    )
     add(
         "--memory",
         type=size,
@@ -97,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(config: object, args: argparse.Namespace) -> object:
-    from lorakernels import LoRAConfig, ShardPlan
+    from lorakernels import LoRAConfig, PlanAxes, ShardPlan
     from lorakernels.train.option_fields import targets_of
 
     lora = LoRAConfig(r=args.r, target_modules=targets_of(args.target_modules))
@@ -105,7 +125,7 @@ def _plan(config: object, args: argparse.Namespace) -> object:
         config,
         args.memory,
         (args.batch_size, args.seq),
-        args.gpus,
+        PlanAxes(args.gpus, args.cp, args.pp, args.microbatches),
         lora=lora,
         machine="probe" if args.probe else args.machine,
         host_memory=args.host_memory or (None if args.probe else 0),

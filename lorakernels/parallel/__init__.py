@@ -6,7 +6,7 @@ from lorakernels.parallel.offload import Offload
 from lorakernels.parallel.optimizer import ShardedAdamW
 from lorakernels.parallel.pipeline import PipelineParallel, pipeline_parallel
 from lorakernels.parallel.pipeline_stages import Microbatch
-from lorakernels.parallel.plan import ShardPlan
+from lorakernels.parallel.plan import PlanAxes, ShardPlan
 from lorakernels.parallel.sharded_base import ShardedBase, shard_base
 from lorakernels.parallel.tensor import TensorParallel, parallelize
 from lorakernels.parallel.tensor_layers import ColumnParallelLoRALinear, RowParallelLoRALinear
@@ -17,6 +17,7 @@ __all__ = [
     "Microbatch",
     "Offload",
     "PipelineParallel",
+    "PlanAxes",
     "RowParallelLoRALinear",
     "ShardPlan",
     "ShardedAdamW",

@@ -8,33 +8,30 @@ model, and keeps losses, gradients, masks and FP8 scales those of one process th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.linear_cross_entropy import CHUNK
-from lorakernels.fusion.rewire import let_go
 from lorakernels.parallel import comm
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
     check,
     check_ranks,
+    check_running,
     fingerprint,
     generators,
-    managed_by_graphs,
     places_of,
     slots_by_stage,
 )
+from lorakernels.parallel.pipeline_cut import Cut, own_layers_alone, stages_of
 from lorakernels.parallel.pipeline_stages import (
-    Absent,
     Batch,
     Draws,
     Microbatch,
-    Places,
     Stage,
-    cut,
     shifted,
 )
 from lorakernels.parallel.tensor_check import check_equal
@@ -64,21 +61,13 @@ class PipelineParallel:
     loss_chunk: int = CHUNK
     offsets: PhiloxState | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        ranks: Ranks,
-        places: Places,
-        stages: list[list[str]],
-        microbatches: int,
-    ) -> None:
-        self.model, self.ranks, self.microbatches, self.stages = model, ranks, microbatches, stages
-        self._names = [n for n, p in model.named_parameters() if p.requires_grad]
-        self._slots = slots_by_stage(model, stages)
-        self._absent = self._remove_others(places)
+    def __init__(self, model: nn.Module, cut: Cut, microbatches: int, slots: list[int]) -> None:
+        self.model, self.microbatches, self._cut, self._slots = model, microbatches, cut, slots
+        self.ranks, self.stages = cut.ranks, cut.stages
+        count = len(cut.stages)
         self._own = [
-            Stage(model, places, stages[i], i, len(stages))
-            for i in range(ranks.rank, len(stages), ranks.size)
+            Stage(model, cut.places, cut.stages[i], i, count)
+            for i in range(cut.ranks.rank, count, cut.ranks.size)
         ]
         self._schedules: dict[bool, tuple[Any, Any]] = {}
         vars(model)[_OF_MODEL] = self
@@ -88,6 +77,25 @@ class PipelineParallel:
         """Of a model that was cut into stages; None if it was not."""
         found: PipelineParallel | None = vars(model).get(_OF_MODEL)
         return found
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """{path: decoder layer} of this rank's stages that have a backward, for a GraphManager.
+
+        The model's first layers have none, up to the first one that trains.
+        """
+        found: dict[str, nn.Module] = {}
+        for stage in self._own:
+            for path in stage.own:
+                layer = self.model.get_submodule(path)
+                if found or not stage.is_first or any(p.requires_grad for p in layer.parameters()):
+                    found[path] = layer
+        return found
+
+    @staticmethod
+    def own_layers_alone(model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a model that `load_quantized(stages=…)` loaded runs with this rank's decoder layers alone."""
+        return own_layers_alone(model)
 
     @property
     def bubble(self) -> float:
@@ -109,7 +117,7 @@ class PipelineParallel:
         Raises:
             TypeError: another input, or no `input_ids`.
             ValueError: a shape does not fit, or the microbatches do not divide B.
-            RuntimeError: gradients are off, layers are managed by graphs, or this is compiled or captured.
+            RuntimeError: gradients are off, layers with dropout are managed by graphs, or this is compiled or captured.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")
@@ -151,7 +159,7 @@ class PipelineParallel:
         found: dict[str, Tensor] = {}
         for part in comm.agree(self.ranks.group, {n: x.cpu() for n, x in own.items()}):
             found |= part
-        order = {name: i for i, name in enumerate(self._names)}
+        order = {name: i for i, name in enumerate(self._cut.names)}
         return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
 
     def whole_values(self) -> dict[str, Tensor]:
@@ -191,37 +199,12 @@ class PipelineParallel:
         """
         check_equal(comm.agree(self.ranks.group, generators(self.model)))
 
-    @contextmanager
-    def structure(self) -> Iterator[None]:
+    def structure(self) -> AbstractContextManager[None]:
         """Inside, the model has all modules by their names, those of other ranks without values (on meta)."""
-        for parent, name, absent in self._absent:
-            parent._modules[name] = vars(absent)["skeleton"]
-        try:
-            yield
-        finally:
-            for parent, name, absent in self._absent:
-                parent._modules[name] = absent
+        return self._cut.structure()
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
-    def _remove_others(self, places: Places) -> list[tuple[nn.Module, str, Absent]]:
-        """Put an Absent in the place of what other ranks have. A tied head and embedding stay on both ranks."""
-        size = self.ranks.size
-        owners = {path: i % size for i, own in enumerate(self.stages) for path in own}
-        last = (len(self.stages) - 1) % size
-        owners |= {places.embedding: 0, places.norm: last, places.head: last}
-        found, gone = [], []
-        for path, rank in owners.items():
-            if rank != self.ranks.rank:
-                where, _, name = path.rpartition(".")
-                parent = self.model.get_submodule(where)
-                gone.append(parent.get_submodule(name))
-                absent = Absent(path, rank, gone[-1])
-                parent._modules[name] = absent
-                found.append((parent, name, absent))
-        let_go(self.model, gone)
-        return found
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
         self._refuse_inputs(labels, inputs)
@@ -238,34 +221,45 @@ class PipelineParallel:
             trains: whether there is a backward.
 
         Raises:
-            RuntimeError: layers are managed by graphs, or this is compiled or captured.
+            RuntimeError: layers with dropout are managed by graphs, or this is compiled or captured.
         """
-        device, n = next(self.model.parameters()).device, self.microbatches
+        device = next(self.model.parameters()).device
         self._refuse(device)
-        items = torch.as_tensor(items, dtype=torch.float32, device=device)
         tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
-        batch = Batch(microbatches, items, self.loss_chunk)
-        slots = self._slots if self.model.training else []
-        draws = Draws(slots, [stage.index for stage in self._own], n, self.offsets)
-        for stage in self._own:
-            stage.begin(batch, draws)
-        at, last = torch.arange(n), self._own[-1]
-        try:
+        at = torch.arange(self.microbatches)
+        with self.begun(microbatches, items) as own, _as_it_was():
+            last = own[-1]
             schedule.step(
-                *((tokens,) if self._own[0].is_first else ()),
+                *((tokens,) if own[0].is_first else ()),
                 target=at if trains and last.is_last else None,
                 return_outputs=False,
                 at=at,
             )
-        finally:
-            for stage in self._own:
-                stage.end()
         total = torch.zeros(1, device=device)
         for loss in last.losses:
             total += loss
         comm.all_reduce(self.ranks.group, total)
         return total[0]
+
+    @contextmanager
+    def begun(self, microbatches: Sequence[Microbatch], items: Any) -> Iterator[list[Stage]]:
+        """Inside, this rank's stages run, in any order and without the other ranks: `stage(x, at)`.
+
+        Masks are those of one process. Arguments are those of `run`.
+        """
+        device = next(self.model.parameters()).device
+        items = torch.as_tensor(items, dtype=torch.float32, device=device)
+        slots = self._slots if self.model.training else []
+        own = [stage.index for stage in self._own]
+        draws = Draws(slots, own, self.microbatches, self.offsets)
+        for stage in self._own:
+            stage.begin(Batch(microbatches, items, self.loss_chunk), draws)
+        try:
+            yield self._own
+        finally:
+            for stage in self._own:
+                stage.end()
 
     def _refuse(self, device: torch.device) -> None:
         if torch.compiler.is_compiling():
@@ -273,11 +267,7 @@ class PipelineParallel:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
         for path in (path for stage in self._own for path in stage.own):
-            layer = self.model.get_submodule(path)
-            if managed_by_graphs(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
-                raise RuntimeError(
-                    f"{path} is compiled or managed by lorakernels.graphs since it was cut: stages run eagerly"
-                )
+            check_running(path, self.model.get_submodule(path))
 
     def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:
         for name in inputs:
@@ -376,8 +366,9 @@ def pipeline_parallel(
 ) -> PipelineParallel:
     """Collective: cut a model into stages, one or more for each rank of `mesh`, and keep this rank's, in place.
 
-    Every rank gives the same whole model, adapters included. The first stage has the embedding, and the last one the
-    last norm, the head and the loss. Names of modules and parameters stay. The model's own forward then raises.
+    Every rank gives the same whole model, adapters included, or what `load_quantized(stages=…)` loaded of it. The first
+    stage has the embedding, and the last one the last norm, the head and the loss. Names of modules and parameters
+    stay. The model's own forward then raises.
 
     FP8 scales are updated by `reduce_and_update` alone from now on: call it once a step, over a group with these ranks.
     Masks are drawn where one process would draw them, from torch's CPU generator.
@@ -398,21 +389,52 @@ def pipeline_parallel(
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['pp'], found {mesh}")
     ranks = Ranks(mesh.get_group())
+    loaded = Cut.of(model)
     with comm.together(ranks.group):
         _check_numbers(microbatches, chunks, ranks.size)
         if PipelineParallel.of(model) is not None:
             raise ValueError("the model was cut into stages already")
-        places = places_of(model)
-        check(model, places)
-        parts = cut(len(places.layers), ranks.size * chunks)
-        stages = [[places.layers[i] for i in part] for part in parts]
-        check_ranks(model, stages, ranks.size)
-        mine = {"microbatches": microbatches, "chunks": chunks, **fingerprint(model)}
+        cut = _cut_of(model, ranks, chunks)
+        check(model, cut.places)
+        with cut.structure():
+            check_ranks(model, cut.stages, ranks.size)
+            mine = {"microbatches": microbatches, "chunks": chunks}
+            mine |= {"load_quantized(stages=…)": loaded is not None}
+            mine |= fingerprint(model, values=loaded is None)
         states = _states(model)
     check_equal(comm.agree(ranks.group, mine))
     for state in states:
         state.in_charge = "explicit"  # a layer would update while microbatches are in flight
-    return PipelineParallel(model, ranks, places, stages, microbatches)
+    if loaded is None:
+        cut.take_out(model)
+    return PipelineParallel(model, cut, microbatches, _agreed(model, cut, states))
+
+
+def _cut_of(model: nn.Module, ranks: Ranks, chunks: int) -> Cut:
+    found = Cut.of(model)
+    if found is None:
+        places = places_of(model)
+        return Cut(ranks, places, stages_of(places, ranks.size, chunks))
+    was = found.ranks.size, found.ranks.rank, found.chunks
+    if was != (ranks.size, ranks.rank, chunks):
+        raise ValueError(
+            f"the model was loaded as rank {was[1]} of {was[0]}, {was[2]} stages a rank, found rank {ranks.rank} of "
+            f"{ranks.size} and chunks={chunks}: give both the same mesh and chunks"
+        )
+    found.ranks = ranks
+    return found
+
+
+def _agreed(model: nn.Module, cut: Cut, states: list[FP8State]) -> list[int]:
+    """Collective: the slots of each stage for a microbatch. All ranks' states know the columns that `fuse` joined."""
+    own = range(cut.ranks.rank, len(cut.stages), cut.ranks.size)
+    slots = {i: slots_by_stage(model, [cut.stages[i]])[0] for i in own}
+    joint = [[state.names[column] for column in state.joint] for state in states]
+    for others, names in comm.agree(cut.ranks.group, (slots, joint)):
+        slots |= others
+        for state, found in zip(states, names, strict=True):
+            state.joint |= {state.column(name) for name in found}
+    return [slots[i] for i in range(len(cut.stages))]
 
 
 def _check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
@@ -434,9 +456,20 @@ def _states(model: nn.Module) -> list[FP8State]:
     for state in found.values():
         if state.in_charge not in ("auto", "explicit"):
             raise ValueError(
-                f"the FP8State is updated by {state.in_charge}: stages run without CUDA graphs"
+                f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
             )
     return [*found.values()]
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """torch wraps what a stage raises, and says shapes instead of what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None and "failed to run forward" in str(error):
+            raise error.__cause__ from None
+        raise
 
 
 def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:

@@ -17,10 +17,12 @@ from lorakernels.modules.holder import is_held, is_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.layers import decoder_layers
-from lorakernels.parallel.pipeline_stages import Places
+from lorakernels.parallel.pipeline_stages import Absent, Places
 from lorakernels.parallel.tensor_check import checksum
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.state.philox import PhiloxState
+
+GRAPHS = "lorakernels.graphs"
 
 
 def places_of(model: Any) -> Places:
@@ -61,16 +63,19 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check(model: nn.Module, places: Places) -> None:
-    """Refuse what cannot run as stages.
+    """Refuse what cannot run as stages, of a whole model or of a rank's part.
 
     Raises:
         ValueError: the message names the module and why.
     """
     if ContextParallel.of(model) is not None:
         raise ValueError("the model's rows are shared by context_parallel: stages have whole rows")
-    embedding = model.get_submodule(places.embedding).weight
+    embedding = getattr(model.get_submodule(places.embedding), "weight", None)
     for path in places.layers:
-        for objection in _objections(model.get_submodule(path), embedding):
+        layer = model.get_submodule(path)
+        if isinstance(layer, Absent):
+            continue
+        for objection in _objections(layer, embedding):
             raise ValueError(f"{path} {objection}")
     inside = tuple(f"{path}." for path in places.layers)
     for name, parameter in model.named_parameters():
@@ -88,10 +93,12 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     if (dropout := spec.drops(layer)) is not None:
         yield f"has {dropout}, whose masks cannot be those of one process: set it to 0"
     norm = layer.get_parameter(f"{spec.all_norms[0]}.weight")
-    if norm.dtype != embedding.dtype:
+    if embedding is not None and norm.dtype != embedding.dtype:
         yield f"has norms of {norm.dtype} behind an embedding of {embedding.dtype}: they must be equal"
-    if managed_by_graphs(layer):
-        yield "is managed by attach or lorakernels.graphs: stages run without CUDA graphs"
+    if managed_by_graphs(layer) or "forward" in vars(layer):
+        yield (
+            "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
+        )
     if isinstance(layer, FusedDecoderLayer):
         parts: Parts = layer.__dict__["_fused"]
         if parts.offload is not None:
@@ -127,9 +134,27 @@ def _objection(module: nn.Module) -> str:
 def managed_by_graphs(layer: nn.Module) -> bool:
     """Whether a GraphManager records or replays the layer."""
     hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    return "forward" in vars(layer) or any(
-        type(hook).__module__.startswith("lorakernels.graphs") for hook in hooks
-    )
+    own = vars(layer).get("forward")
+    return any(type(each).__module__.startswith(GRAPHS) for each in (*hooks, own))
+
+
+def check_running(path: str, layer: nn.Module) -> None:
+    """Refuse what a layer has become since it was cut. A GraphManager may record and replay it.
+
+    Raises:
+        RuntimeError: the layer is compiled or has another forward, or it is managed and has dropout.
+    """
+    own = vars(layer).get("forward")
+    other = own is not None and not type(own).__module__.startswith(GRAPHS)
+    if _is_compiled(layer) or other:
+        raise RuntimeError(
+            f"{path} is compiled since it was cut: stages run eagerly, or by GraphManager"
+        )
+    if layer.training and slots_of(layer) and managed_by_graphs(layer):
+        raise RuntimeError(
+            f"{path} has dropout and is managed by lorakernels.graphs: replayed stages cannot draw the masks of one "
+            "process yet. Set lora_dropout=0, or leave the graphs out"
+        )
 
 
 def slots_of(layer: nn.Module) -> int:
@@ -145,10 +170,17 @@ def slots_of(layer: nn.Module) -> int:
     return sum(bool(m.lora_dropout) and not (m.merged or m.disable_adapters) for m in adapters)
 
 
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What must be equal on all ranks before the model is cut, by what it is called in a message."""
+def fingerprint(model: nn.Module, values: bool) -> dict[str, Any]:
+    """What must be equal on all ranks before the model is cut, by what it is called in a message.
+
+    Args:
+        model: with all its modules.
+        values: whether all parameters that train have values.
+    """
     trained = {
-        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
+        f"the values of {n}": checksum(p)
+        for n, p in model.named_parameters()
+        if values and p.requires_grad
     }
     adapters = [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
     numbers = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +61,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     return new
 
 
-class _Skipped(nn.Module):
+class Skipped(nn.Module):
     """In the place of a layer of another stage. `hidden`, if set, is what the layer hands on instead of its input."""
 
     hidden: Tensor | None = None
@@ -151,7 +150,7 @@ class Stage(nn.Module):
         layers = [self.model.get_submodule(path) for path in self.places.layers]
         keep = set(self.own)
         shown = [
-            layer if path in keep else _Skipped(layer)
+            layer if path in keep else Skipped(layer)
             for path, layer in zip(self.places.layers, layers, strict=True)
         ]
         view._modules[name] = nn.ModuleList(shown)
@@ -242,19 +241,6 @@ class Draws:
                     f"stage {stage} drew another number of random numbers than its layers did when the model was cut: "
                     "do not change dropout, adapters or the mode of single layers after pipeline_parallel"
                 )
-
-
-def cut(count: int, stages: int) -> list[range]:
-    """The layers of each stage, as equal as can be; the first stages have one more.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
-    if count < stages:
-        raise ValueError(f"{count} decoder layers cannot make {stages} stages")
-    each, more = divmod(count, stages)
-    ends = [each * i + min(i, more) for i in range(stages + 1)]
-    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def shifted(labels: Tensor) -> Tensor:

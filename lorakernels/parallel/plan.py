@@ -5,6 +5,8 @@
 For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
 shortest. What layers keep may wait in host memory, too. Of plans within 1 % of the shortest step, the one with the
 least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
+
+Context and pipeline parallel are given, not chosen: how many ranks share each row, or have the layers as stages.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from lorakernels.config import LoRAConfig
-from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, host_bytes
+from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, host_bytes, kept_bytes
 from lorakernels.parallel.host_memory import host_memory_limit
 from lorakernels.parallel.plan_machine import MACHINES, Machine
 from lorakernels.parallel.plan_memory import (
@@ -28,6 +30,7 @@ from lorakernels.parallel.plan_memory import (
     fractions,
     saves_within,
 )
+from lorakernels.parallel.plan_pipeline import Pipeline, Steps, stages_within
 from lorakernels.parallel.plan_probe import probe
 from lorakernels.parallel.plan_report import describe
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
@@ -37,6 +40,7 @@ from lorakernels.parallel.plan_time import (
     Parts,
     around,
     backward,
+    exchanged,
     forward,
     stretched,
 )
@@ -49,7 +53,8 @@ EQUAL = 1.01  # steps that differ by less count as equally fast
 class LayerTime:
     """Seconds of a layer in a step: its own, and of what comes for it and leaves it meanwhile.
 
-    `send` is of the activations that go to the host beside a forward, and come back beside a backward.
+    `send` is of the activations that go to the host beside a forward, and come back beside a backward. `rows` is of
+    keys and values of the ranks that share rows, and of their gradients, both ways together. Nothing hides it.
     """
 
     forward: float
@@ -57,6 +62,7 @@ class LayerTime:
     gather: float
     copy: float
     send: float
+    rows: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -70,19 +76,63 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
+class PlanAxes:
+    """How many GPUs train, how many of them share a row (`cp`, context parallel), or have a model's stages (`pp`).
+
+    `microbatches` of a step run through the stages; None is as many as stages.
+    """
+
+    gpus: int
+    cp: int = 1
+    pp: int = 1
+    microbatches: int | None = None
+
+    @property
+    def in_a_step(self) -> int:
+        return self.pp if self.microbatches is None else self.microbatches
+
+    def check(self, length: int, host_memory: int | None) -> None:
+        """Raise ValueError if they do not fit a row of `length` tokens, or each other."""
+        _positive("gpus", self.gpus)
+        for name in ("cp", "pp"):
+            if self.gpus % _positive(name, getattr(self, name)):
+                raise ValueError(
+                    f"{name} must divide the {self.gpus} gpus, found {getattr(self, name)}"
+                )
+        if self.cp > 1 and self.pp > 1:
+            raise ValueError(f"cp {self.cp} does not go with pp {self.pp}: a stage has whole rows")
+        if self.cp > 1 and length % (2 * self.cp):
+            raise ValueError(
+                f"tokens of a row must be a multiple of 2 cp = {2 * self.cp}, found {length}"
+            )
+        if self.microbatches is not None and self.pp == 1:
+            raise ValueError(
+                f"microbatches are of pipeline stages, found {self.microbatches} with pp 1"
+            )
+        if self.pp > 1 and _positive("microbatches", self.in_a_step) < self.pp:
+            raise ValueError(f"microbatches must be at least pp, {self.pp}, found {self.in_a_step}")
+        if self.pp > 1 and host_memory:
+            raise ValueError(
+                f"host_memory does not go with pp {self.pp}: stages have no offloaded base and no offloaded activations"
+            )
+
+
+@dataclass(frozen=True)
 class ShardPlan:
     """How a model is trained, and what it takes. `print(plan)` shows all of it.
 
     Attributes:
         machine: whose rates were taken.
-        gpus: how many train, each on `batch` tokens of its own.
+        batch: of a microbatch, and how many GPUs share it.
+        gpus: how many train.
         placement: over how many GPUs the base is sharded, the fraction of it in host memory, and whether embedding and
             head are split over these GPUs, too.
         saves: what each layer keeps for backward.
         bytes: of one GPU, part by part.
-        layer: times of the layer of which most is exposed; of layers alike, the last one's.
+        layer: times of the layer of which most is exposed; of layers alike, the last one's. Of stages, of the fullest.
         step: seconds of one optimizer step.
         exposed: seconds of it that gathers and copies add.
+        pipeline: how a step runs through stages; None without pipeline parallel. `bytes` are of the fullest stage then.
     """
 
     model: ModelSize
@@ -95,6 +145,7 @@ class ShardPlan:
     layer: LayerTime
     step: float
     exposed: float
+    pipeline: Pipeline | None = None
 
     @classmethod
     def of(
@@ -102,7 +153,7 @@ class ShardPlan:
         model: Any,
         memory: int | None,
         tokens: int | tuple[int, int],
-        gpus: int = 1,
+        gpus: int | PlanAxes = 1,
         *,
         lora: LoRAConfig | None = None,
         machine: str | Machine = "H200",
@@ -114,8 +165,9 @@ class ShardPlan:
         Args:
             model: a transformers config, or a model, whose adapters count if it has any. No weights are needed.
             memory: bytes of one GPU; None for the machine's.
-            tokens: of one GPU and microbatch: one sequence, or (sequences, tokens of each).
-            gpus: how many, of one host.
+            tokens: of one microbatch: one sequence, or (sequences, tokens of each).
+            gpus: how many, of one host, each with a microbatch of its own; or `PlanAxes`, where some of them share it.
+                Stages have a whole base on the GPU, without offload.
             lora: adapters of a model that has none. None is r = 16 on all linear layers.
             machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
             host_memory: bytes that may be pinned on the host, for all GPUs; 0 offloads nothing. None is the limit of
@@ -131,15 +183,18 @@ class ShardPlan:
         if memory is not None:
             found = found.with_memory(_positive("memory", memory))
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
-        batch = Batch(_positive("tokens", many), _positive("tokens", length))
-        _positive("gpus", gpus)
+        axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
+        axes.check(length, host_memory)
+        batch = Batch(_positive("tokens", many), _positive("tokens", length), axes.cp)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
         host = (host_memory_limit() or 0) if host_memory is None else host_memory
         size = ModelSize.of(model, lora)
-        plans = candidates(size, batch, found, gpus, host)
+        if axes.pp > 1:
+            return _staged(size, batch, found, axes)
+        plans = candidates(size, batch, found, axes.gpus, host)
         if not plans:
-            raise ValueError(_nothing_fits(size, batch, found, gpus, host))
+            raise ValueError(_nothing_fits(size, batch, found, axes.gpus, host))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
             raise ValueError(_not_hidden(_best(plans)))
@@ -148,12 +203,15 @@ class ShardPlan:
     @property
     def rate(self) -> float:
         """Tokens a second, of all GPUs together."""
-        return self.gpus * self.batch.tokens / self.step
+        if self.pipeline is None:
+            return self.gpus * self.batch.tokens / self.step
+        replicas = self.gpus // self.pipeline.ranks
+        return replicas * self.pipeline.microbatches * self.batch.tokens / self.step
 
     @property
     def memory_budget(self) -> int:
-        """What `fuse(memory_budget=…)` takes to choose `saves`."""
-        return self.bytes.kept
+        """What `fuse(memory_budget=…)` takes to choose `saves`, of all layers together: without stages."""
+        return kept_bytes(self.model.layers, self.saves, self.batch.tokens, ELEMENT)
 
     @property
     def offload_activations(self) -> bool:
@@ -199,7 +257,8 @@ def predict(
     exposed += ends * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
     replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
-    exchange = 0.0 if gpus == 1 else 2 * 4 * model.trained * (gpus - 1) / gpus / machine.peer
+    exchange = _averaged(model.trained, gpus, machine)
+    exchange += sum(exchanged(size, batch, machine, save) for size, save in layers)
     return ShardPlan(
         model,
         batch,
@@ -228,6 +287,40 @@ def _layer_time(
         # a GPU copies its own part from the host, which the others then gather
         placement.offload * (block / n / machine.host + gather),
         host_bytes(size, save, batch.tokens, ELEMENT) / machine.host,
+        exchanged(size, batch, machine, save),
+    )
+
+
+def _averaged(trained: int, gpus: int, machine: Machine) -> float:
+    """Seconds of an all-reduce of fp32 gradients: each GPU sends and receives (n − 1) / n of them twice."""
+    return 2 * 4 * trained * (gpus - 1) / gpus / machine.peer
+
+
+def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) -> ShardPlan:
+    """The plan over pipeline stages, if it fits."""
+    found = stages_within(model, batch, machine, (axes.pp, axes.in_a_step))
+    if not isinstance(found, Steps):
+        raise ValueError(
+            f"memory: stage {found} of {axes.pp} does not fit {machine.memory / 1e9:.1f} GB with its layers "
+            f"checkpointed and {min(axes.in_a_step, axes.pp - found)} microbatches of {batch.tokens} tokens in flight: "
+            "take more stages, or fewer tokens"
+        )
+    fullest = found.fullest
+    last = model.layers[sum(found.pipeline.layers[: found.pipeline.fullest + 1]) - 1]
+    kind = last, fullest.saves[-1]
+    trained = model.trained // axes.pp
+    return ShardPlan(
+        model,
+        batch,
+        machine,
+        axes.gpus,
+        Placement(),
+        tuple(save for each in found.stages for save in each.saves),
+        fullest.bytes,
+        _layer_time(kind, batch, machine, Placement(), fullest.factor),
+        found.step + _averaged(trained, axes.gpus // axes.pp, machine),
+        0.0,
+        found.pipeline,
     )
 
 

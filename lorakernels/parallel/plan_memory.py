@@ -11,7 +11,7 @@ from itertools import combinations
 from lorakernels.fusion.memory import AWAY, LayerSize, fit, host_bytes, kept_bytes
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
-from lorakernels.parallel.plan_time import Batch
+from lorakernels.parallel.plan_time import Batch, whole_rows
 
 SLOTS = 2  # whole layers of a sharded base
 STAGES = 3  # of what is on the host: one in use, two on their way
@@ -95,7 +95,7 @@ def bytes_of(
         outside=model.outside - sum(split) + math.ceil(sum(split) / n),
         adapters=model.trained * TRAINED // 2,
         optimizer=model.trained * TRAINED // 2,
-        kept=kept_bytes(model.layers, saves, batch.tokens, ELEMENT),
+        kept=kept_of(model, batch, saves),
         workspace=_workspace(model, batch, saves, split),
         context=CONTEXT,
         fragments=int(FRAGMENTS * machine.memory),
@@ -104,25 +104,44 @@ def bytes_of(
     )
 
 
+def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
+    """Bytes that layers keep of a microbatch: `fuse`'s count, and what ranks that share rows keep besides.
+
+    That is keys and values of all ranks: this rank's own lie with q in one block, and stay beside them. An adapted o
+    keeps the results of both chunks together, which attention of packed documents keeps one by one; with "full" it
+    keeps their bytes in FP8 alone. Layers that only keep their input keep neither.
+    """
+    more = 0
+    for size, save in zip(model.layers, saves, strict=True):
+        if batch.ranks == 1 or save.startswith("checkpoint"):
+            continue
+        more += whole_rows(size, batch)
+        if save != "full" and size.ranks[1]:
+            more += ELEMENT * batch.tokens * size.heads * size.head_dim
+    return kept_bytes(model.layers, saves, batch.tokens, ELEMENT) + more
+
+
 def saves_within(
     model: ModelSize,
     batch: Batch,
     room: int,
     forms: Sequence[str],
     placement: Placement = Placement(),
+    in_flight: int = 1,
 ) -> list[str] | None:
     """The fastest of `forms` for each layer whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
-    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks.
+    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks. So it does by what
+    `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
     """
     split = placement.split(model)
     budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers), split)
-    for _ in range(4):
+    for _ in range(9):
         try:
-            saves = fit(model.layers, budget, batch.tokens, ELEMENT, forms)
+            saves = fit(model.layers, budget // in_flight, batch.tokens, ELEMENT, forms)
         except ValueError:
             return None
-        kept = kept_bytes(model.layers, saves, batch.tokens, ELEMENT)
+        kept = in_flight * kept_of(model, batch, saves)
         over = kept + _workspace(model, batch, saves, split) - room
         if over <= 0:
             return saves
@@ -133,11 +152,13 @@ def saves_within(
 def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequence[int]) -> int:
     """At the turn, where all layers keep what they keep: the loss, or the last layer's backward.
 
-    A head that is split, the last of `split`, is whole at the loss.
+    A head that is split, the last of `split`, is whole at the loss. Ranks that share rows have gradients of all keys
+    and values then: of both chunks in 16 bits, their sum in fp32, and that by rank (context_attention.py).
     """
     hidden = ELEMENT * batch.tokens * model.layers[-1].hidden
     loss = ELEMENT * min(batch.tokens, CHUNK) * model.vocabulary + sum(split[-1:])
-    return 3 * hidden + max(loss, _layer(model.layers[-1], batch.tokens, saves[-1]))
+    layer = _layer(model.layers[-1], batch.tokens, saves[-1])
+    return 3 * hidden + max(loss, layer + 6 * whole_rows(model.layers[-1], batch))
 
 
 def _layer(size: LayerSize, tokens: int, form: str) -> int:

@@ -30,6 +30,8 @@ def describe(plan: ShardPlan) -> str:
 def _choice(plan: ShardPlan) -> list[str]:
     waiting = plan.gpus * plan.bytes.waiting
     where = "whole on each GPU" if plan.gpus > 1 else "whole"
+    if plan.pipeline is not None:
+        where = f"in {plan.pipeline.ranks} stages of {' + '.join(map(str, plan.pipeline.layers))} layers"
     if plan.placement.ranks > 1:
         where = f"sharded over {plan.placement.ranks} GPUs"
     if plan.placement.embeddings:
@@ -41,6 +43,11 @@ def _choice(plan: ShardPlan) -> list[str]:
     if waiting:
         mix += f" ({waiting / 1e9:.1f} GB of activations in host memory)"
     tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens a GPU"
+    if plan.batch.ranks > 1:
+        tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens over {plan.batch.ranks} GPUs"
+    if plan.pipeline is not None:
+        rows = f"{plan.batch.sequences} x {plan.batch.length} tokens"
+        tokens = f"{plan.pipeline.microbatches} microbatches of {rows}"
     return [
         f"{plan.gpus} x {plan.machine.name}, {plan.machine.memory / 1e9:.1f} GB each, {tokens}",
         f"base      {where}",
@@ -52,7 +59,10 @@ def _memory(plan: ShardPlan) -> list[str]:
     rows = [(text, getattr(plan.bytes, name)) for name, text in NAMES.items()]
     lines = [f"  {text:<24}{size / 1e9:8.2f} GB" for text, size in rows if size]
     total = f"  {'in all':<24}{plan.bytes.total / 1e9:8.2f} GB"
-    return ["bytes of one GPU", *lines, f"{total}, of tensors {plan.bytes.peak / 1e9:.2f}"]
+    whose = "bytes of one GPU"
+    if plan.pipeline is not None:
+        whose += f", of stage {plan.pipeline.fullest}, which holds most"
+    return [whose, *lines, f"{total}, of tensors {plan.bytes.peak / 1e9:.2f}"]
 
 
 def _times(plan: ShardPlan) -> list[str]:
@@ -63,12 +73,17 @@ def _times(plan: ShardPlan) -> list[str]:
         ("gather, each way", layer.gather),
         ("host copy, each way", layer.copy),
         ("activations, each way", layer.send),
+        ("keys, values, both ways", layer.rows),
     )
+    waits = []
+    if plan.pipeline is not None:
+        waits = [f"  {'of it a rank waits':<24}{plan.pipeline.bubble:8.1%}"]
     return [
         "times of one layer",
         *(f"  {text:<24}{seconds * 1e3:8.3f} ms" for text, seconds in shown if seconds),
         "times of one step",
         f"  {'step':<24}{plan.step * 1e3:8.1f} ms",
         f"  {'of it not hidden':<24}{plan.exposed * 1e3:8.1f} ms",
+        *waits,
         f"  {'tokens a second':<24}{plan.rate:8,.0f}, all GPUs together",
     ]

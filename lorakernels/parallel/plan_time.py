@@ -24,6 +24,9 @@ GEMM = 3.5e-6  # seconds that a product takes beside its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
+# FlashAttention-2, which context parallel runs: attention.csv, "flash", D = 128, rows of 4096 and 8192 tokens
+FLASH = (403e12, 1936)
+FLASH_GRAD = (381e12, 2157)
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
@@ -32,14 +35,16 @@ REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer
 
 @dataclass(frozen=True)
 class Batch:
-    """`sequences` of `length` tokens, each causal by itself."""
+    """`sequences` of `length` tokens, each causal by itself. `ranks` share each of them, by context parallel."""
 
     sequences: int
     length: int
+    ranks: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.length
+        """Of one GPU."""
+        return self.sequences * self.length // self.ranks
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
         seconds = gemm_seconds((m, n, inner), machine.fp8_forward, machine.processors)
         total += Parts(seconds) + _lora_forward(m * inner, rank)
     total += _carried(size, batch, machine, form)
-    return total + _attention(size, batch, 1.0, ATTENTION)
+    total += _gathered(size, batch, machine)
+    return total + _attention(size, batch, 1.0, ATTENTION if batch.ranks == 1 else FLASH)
 
 
 @lru_cache(maxsize=1024)
@@ -128,13 +134,38 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
     for n, inner, rank in projections(size):
         seconds = gemm_seconds((m, inner, n), machine.fp8_backward, machine.processors)
         total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
-    total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
+    rate = ATTENTION_GRAD if batch.ranks == 1 else FLASH_GRAD
+    total += _attention(size, batch, 2.5, rate) + _carried(size, batch, machine, form)
+    total += _gathered(size, batch, machine) * 2
     return total + _again(size, batch, machine) if save == "checkpoint" else total
 
 
 def _carried(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
     """What a copy of activations takes of the GPU's own bandwidth."""
     return Parts(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
+
+
+def whole_rows(size: LayerSize, batch: Batch) -> int:
+    """Bytes of a layer's keys and values of all ranks that share rows, in 16 bits; 0 of one rank."""
+    if batch.ranks == 1:
+        return 0
+    return 2 * ELEMENT * batch.sequences * batch.length * size.kv_heads * size.head_dim
+
+
+def _gathered(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+    """Keys and values of all ranks are put in the order of their rows: each is read and written once."""
+    return Parts(memory=2 * whole_rows(size, batch) / machine.bandwidth)
+
+
+def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> float:
+    """Seconds of a layer's collectives among the n ranks that share rows; nothing hides them.
+
+    The forward receives the others' (n − 1) / n of keys and values. The backward sends as much of their gradients, in
+    fp32, which is twice the bytes (context_attention.py). "checkpoint" gathers again.
+    """
+    times = 4 if form.startswith("checkpoint") else 3
+    part = (batch.ranks - 1) / batch.ranks
+    return times * part * whole_rows(size, batch) / machine.peer
 
 
 def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
@@ -162,12 +193,20 @@ def _lora_backward(inputs: int, outputs: int, rank: int) -> Parts:
 
 
 def around(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
-    """What a step does outside of the layers: head and loss in bf16, AdamW over fp32 adapters, last norm, scales."""
+    """What a step does outside of the layers: `head`, and AdamW over fp32 adapters."""
+    return head(model, batch, machine) + adamw(model, machine)
+
+
+def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
+    """Head and loss in bf16, last norm, scales, of a microbatch."""
     hidden, m = model.layers[0].hidden, batch.tokens
     products = 2 * 2 * m * hidden * model.vocabulary / machine.bf16
     logits = moved(machine, 4 * 2 * m * model.vocabulary, 4)
-    optimizer = moved(machine, 40 * model.trained, 2 * len(model.layers))
-    return Parts(products) + logits + optimizer + moved(machine, 12 * m * hidden, 20)
+    return Parts(products) + logits + moved(machine, 12 * m * hidden, 20)
+
+
+def adamw(model: ModelSize, machine: Machine) -> Parts:
+    return moved(machine, 40 * model.trained, 2 * len(model.layers))
 
 
 def stretched(parts: Parts, machine: Machine) -> float:

@@ -34,6 +34,7 @@ from lorakernels import (
     LoRAReport,
     Offload,
     PhiloxState,
+    PipelineParallel,
     apply_lora,
     export_model,
     load_quantized,
@@ -75,7 +76,7 @@ from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
-from lorakernels.train.pipeline import collect, cut_stages, whole_model
+from lorakernels.train.pipeline import collect, cut_stages, stage_ranks, whole_model
 from lorakernels.train.preflight import check_before_loading, check_vocabulary, read_config
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reading, Reporter
@@ -85,6 +86,14 @@ from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
 from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Over which ranks the base is sharded, and which have a model's stages; None for neither."""
+
+    base: DeviceMesh | None = None
+    stages: DeviceMesh | None = None
 
 
 @dataclass
@@ -174,16 +183,19 @@ def adapt(
     random = make_random_state(options.seed, ranks.replica, device)
     torch.manual_seed(options.seed)
     mesh = shard_mesh(options, ranks, device, reporter.say)
+    shared = stage_ranks(ranks, device)
+    meshes = Meshes(mesh, None if shared is None else shared.mesh)
     model, report = ranks.together(
-        lambda: load_adapted(directory, options, dtype, device, random, reporter, mesh)
+        lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
     )
     adapters = add_jobs(model, jobs) if jobs else None
-    check_model(model)
+    with PipelineParallel.own_layers_alone(model):
+        ranks.together(lambda: check_model(model))
     if options.gradient_checkpointing:
         save_activations(model)
     fused = fuse_layers(model, options, device)
     share_rows(model, ranks, device)
-    cut_stages(model, options, ranks, device, random)
+    cut_stages(model, options, ranks, shared, random)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
         **data.identity,
@@ -272,13 +284,14 @@ def load_adapted(
     device: torch.device,
     random: PhiloxState,
     reporter: Reporter,
-    mesh: DeviceMesh | None = None,
+    meshes: Meshes = Meshes(),
 ) -> tuple[nn.Module, LoRAReport]:
-    """The base with its adapters, and their report.
+    """The base with its adapters, and their report. Of a pipeline, this rank's part, where that can be read alone.
 
     With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
-    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded over `mesh` or
-    offloaded. An initialisation from the 16-bit weight is such a case, and holds the same layers in FP8.
+    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded or offloaded.
+    An initialisation from the 16-bit weight is such a case, and holds the same layers in FP8. If it refuses to read a
+    part of the model, such as with DoRA, it reads the whole one on every rank.
 
     Raises:
         ModelError: the model cannot be loaded or adapted.
@@ -295,16 +308,23 @@ def load_adapted(
                 rng_state=random,
                 attn_implementation=attention_of(read_config(directory)),
                 progress=reading,
-                mesh=mesh,
+                mesh=meshes.base,
                 offload=Offload(options.offload, progress=pinning(reporter.say)),
-                embeddings=options.shard_embeddings and mesh is not None,
+                embeddings=options.shard_embeddings and meshes.base is not None,
+                stages=meshes.stages,
             )
         except (ValueError, TypeError, OSError) as error:
-            if reading.began or mesh is not None or options.offload:
+            if reading.began or meshes.base is not None or options.offload:
                 raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
+            if meshes.stages is not None:
+                reporter.say(f"base: each rank reads the whole model first: {error}")
+                whole = Meshes(meshes.base)
+                return load_adapted(directory, options, dtype, device, random, reporter, whole)
             reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
         else:
             assert loaded.report is not None
+            if meshes.stages is not None:
+                reporter.say(f"base: {loaded.bytes / 1e6:,.3f} MB read, those of this rank's stage")
             if loaded.sharded is not None:
                 reporter.say(f"base: {'; '.join(str(loaded.sharded).splitlines())}")
             loaded.model.config.use_cache = False  # type: ignore[union-attr]

@@ -200,9 +200,9 @@ def _check_context(options: FinetuneOptions) -> None:
 
 # with --pp, these have one of these values
 WITH_PP = {
-    "demo": False, "cp": 1, "shard_base": False, "offload": 0.0, "offload_activations": False, "graphs": ("auto",),
-    "gradient_checkpointing": False, "fp8_head": False, "init_lora_weights": ("true", "gaussian"), "layout": "given",
-    "target_parameters": [],
+    "demo": False, "cp": 1, "shard_base": False, "offload": 0.0, "offload_activations": False,
+    "graphs": ("auto", "layer"), "gradient_checkpointing": False, "fp8_head": False, "layout": "given",
+    "init_lora_weights": ("true", "gaussian"), "target_parameters": [],
 }  # fmt: skip
 
 
@@ -214,6 +214,11 @@ def _check_pipeline(options: FinetuneOptions) -> None:
         value = getattr(options, name)
         if value not in wanted if isinstance(wanted, tuple) else value != wanted:
             raise OptionError(f"pp {options.pp} does not go with {name} {value}: drop one of them")
+    if options.graphs == "layer" and options.lora_dropout:
+        raise OptionError(
+            f"pp {options.pp} with graphs layer needs lora_dropout 0, got {options.lora_dropout}: replayed stages "
+            "cannot draw the masks of one process yet"
+        )
     if options.grad_accum < options.pp:
         raise OptionError(
             f"grad_accum must be at least pp, {options.pp}, as its microbatches run through the stages, got "

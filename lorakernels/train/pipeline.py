@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,18 +160,17 @@ class Stages:
         return {names[id(p)]: i for i, p in enumerate(p for g in made for p in g["params"])}
 
 
-def cut_stages(
-    model: nn.Module,
-    options: FinetuneOptions,
-    ranks: Ranks,
-    device: torch.device,
-    random: PhiloxState,
-) -> Stages | None:
-    """Collective: keep this rank's stages of the model.
+@dataclass(frozen=True)
+class StageRanks:
+    """Who shares what under `--pp N`: `mesh` of one replica's stages, and `groups`, that replica and who has this
+    rank's stage in the other ones."""
 
-    Raises:
-        OptionError: the model cannot be cut.
-    """
+    mesh: DeviceMesh
+    groups: list[Any]
+
+
+def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
+    """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
     if ranks.pp == 1:
         return None
     group, same = dist.group.WORLD, None
@@ -182,12 +181,29 @@ def cut_stages(
             same = made if stage == ranks.rank % ranks.pp else same
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
+    return StageRanks(mesh, [group, same])
+
+
+def cut_stages(
+    model: nn.Module,
+    options: FinetuneOptions,
+    ranks: Ranks,
+    shared: StageRanks | None,
+    random: PhiloxState,
+) -> Stages | None:
+    """Collective: keep this rank's stages of the model.
+
+    Raises:
+        OptionError: the model cannot be cut.
+    """
+    if shared is None:
+        return None
     try:
-        pipeline = pipeline_parallel(model, mesh, microbatches=options.grad_accum)
+        pipeline = pipeline_parallel(model, shared.mesh, microbatches=options.grad_accum)
     except (TypeError, ValueError) as error:
         raise OptionError(f"pp {ranks.pp}: {error}") from error
     pipeline.offsets, pipeline.loss_chunk = random, options.loss_chunk
-    stages = Stages(pipeline, options, ranks, [group, same])
+    stages = Stages(pipeline, options, ranks, shared.groups)
     vars(model)[_OF_MODEL] = stages
     return stages
 

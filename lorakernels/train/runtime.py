@@ -26,6 +26,7 @@ from lorakernels import (
     LoRAExperts,
     LoRALinear,
     PhiloxState,
+    PipelineParallel,
     fuse,
     model_parallel_states,
 )
@@ -37,7 +38,7 @@ from lorakernels.graphs import (
     ReplayError,
     StepGraph,
 )
-from lorakernels.train.errors import OptionError
+from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.model import decoder_and_head
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
@@ -194,8 +195,11 @@ class Runtime:
         self.why_not = _why_not_layers(self.model)
         if self.why_not is None:
             layers: Any = decoder_and_head(self.model)[0].layers
+            shared = self._shared
+            if (pipeline := PipelineParallel.of(self.model)) is not None:
+                layers, shared = pipeline.layers, {**shared, "rng_states": []}  # no dropout
             microbatches = self.options.grad_accum
-            self.manager = GraphManager(layers, num_microbatches=microbatches, **self._shared)
+            self.manager = GraphManager(layers, num_microbatches=microbatches, **shared)
             self.scope = "layer"
 
     @property
@@ -239,11 +243,18 @@ class Runtime:
         Until its last backward, a step changes only gradients, amaxes and the random state. Gradients are zeroed
         first, amaxes come out the same, and the random state is restored. The step can therefore be repeated, with the
         exceptions in `run`.
+
+        Raises:
+            FinetuneError: a replay of a pipeline's stage is refused. The other ranks cannot repeat the step then.
         """
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
         except (ReplayError, OrderError) as error:
+            if self.options.pp > 1:  # the other ranks are in the middle of this step
+                raise FinetuneError(
+                    f"{_refused(error)}, and the other ranks cannot repeat their step; --resume without --graphs layer"
+                ) from error
             self._give_up(_refusal(error, "--eager"))
         self.replayed = False
         self._set_offset(before)
@@ -258,7 +269,7 @@ class Runtime:
 
         Graphs of layers advance the random state themselves. A graph of a step does so for its `last` microbatch.
         """
-        by_graph = last if self.scope == "step" else self.replaying
+        by_graph = last if self.scope == "step" else self.replaying and self.options.pp == 1
         if self.random is not None and not by_graph:
             self.random.advance()
 
@@ -329,11 +340,15 @@ class Runtime:
 
 def _refusal(error: ReplayError | OrderError, instead: str) -> str:
     """The message about a refused replay, for the user of the command: what was found, and what to do about it."""
+    return f"{_refused(error)} and the step starts anew; to do without it: {instead}"
+
+
+def _refused(error: ReplayError | OrderError) -> str:
     what = str(error)
     if isinstance(error, ReplayError):
         found = f"expected {error.expected}, found {error.found}"
         what = f"replay of layer {error.layer!r}: {error.what}: {found}"
-    return f"{what}. It was refused before its launch and the step starts anew; to do without it: {instead}"
+    return f"{what}. It was refused before its launch"
 
 
 def _why_not(
@@ -350,8 +365,8 @@ def _why_not(
         return "use_dora runs eager only"
     if options.cp > 1:
         return "attention over ranks (cp) is not captured yet"
-    if options.pp > 1:
-        return "stages over ranks (pp) are not captured"
+    if options.pp > 1 and options.graphs != "layer":
+        return "stages over ranks (pp) are captured with --graphs layer alone"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

@@ -170,5 +170,5 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 
 def test_offload_is_refused(tmp_path: Path) -> None:
     saved("Mixtral", tmp_path)
-    with pytest.raises(ValueError, match="takes no mixture of experts: leave out mesh and offload"):
+    with pytest.raises(ValueError, match="takes no mixture of experts: leave out mesh, offload"):
         load(tmp_path, offload=0.5)

@@ -42,10 +42,22 @@ def test_a_config_alone_is_planned(model: Path, capsys: pytest.CaptureFixture[st
         assert part in shown
 
 
+def test_ranks_that_share_rows_and_stages_are_planned(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--seq=8192", "--gpus=4", "--cp=4") == 0
+    assert "1 x 8192 tokens over 4 GPUs" in capsys.readouterr().out
+    assert plan(model, "--seq=8192", "--gpus=4", "--pp=2", "--microbatches=6") == 0
+    shown = capsys.readouterr().out
+    assert "6 microbatches of 1 x 8192 tokens" in shown and "of it a rank waits" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--seq=8192", "--memory=80GB"], "nothing fits 80.0 GB"),
+        (["--seq=64", "--gpus=4", "--cp=3"], "cp must divide the 4 gpus, found 3"),
+        (["--seq=64", "--gpus=2", "--pp=2", "--host-memory=1GB"], "host_memory does not go with pp 2"),
         (
             ["--seq=64", "--memory=40GB", "--host-memory=100GB"],
             "ms of .* a step are not hidden. Take more tokens, or allow_exposed",
@@ -54,7 +66,7 @@ def test_a_config_alone_is_planned(model: Path, capsys: pytest.CaptureFixture[st
         (["--seq=64", "--probe"], "a probe needs a GPU with FP8 tensor cores, found cpu"),
         (["--seq=64", "--target-modules=nothing"], "nothing"),
     ],
-    ids=["memory", "exposed", "machine", "probe", "targets"],
+    ids=["memory", "cp", "pp", "exposed", "machine", "probe", "targets"],
 )  # fmt: skip
 def test_what_cannot_be_planned(
     model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -135,7 +136,11 @@ def loss_in_double(model: Any, labels: Tensor, inputs: dict[str, Any], way: Way)
 
 
 def train(
-    model: nn.Module, way: Way, device: torch.device, cut: PipelineParallel | None
+    model: nn.Module,
+    way: Way,
+    device: torch.device,
+    cut: PipelineParallel | None,
+    after_step: Callable[[], object] = lambda: None,
 ) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """[(values before, {"loss" and gradients, FP8 state})] of each step of plain descent."""
     torch.manual_seed(9)
@@ -164,6 +169,7 @@ def train(
             numbers |= {"scales of x": state.forward.cpu().clone()}
             numbers |= {"scales of dy": state.backward.cpu().clone()}
         rng.advance()
+        after_step()
         found.append((values, numbers))
     model.eval()
     labels, inputs = batch(STEPS, way, device)

@@ -26,6 +26,7 @@ from lorakernels.parallel import (
     shard_base,
 )
 from lorakernels.parallel import pipeline_stages as stages
+from lorakernels.parallel.pipeline_cut import cut
 from lorakernels.state.philox import skip_slots
 from tests.distributed.pipeline_models import Way, batch, compare, make, step_alone, worker
 from tests.distributed.tensor_layers import relative
@@ -165,7 +166,7 @@ def draws_of_its_own() -> Any:
 
 def no_entry() -> Any:
     """A stage runs the embedding's factor over what it got."""
-    return patch.object(stages._Skipped, "forward", lambda self, x, *args, **kwargs: x)
+    return patch.object(stages.Skipped, "forward", lambda self, x, *args, **kwargs: x)
 
 
 FAULTS: dict[str, tuple[Way, Callable[[], AbstractContextManager[Any]], str]] = {
@@ -331,7 +332,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "attached": "ValueError: the model was cut into stages by pipeline_parallel",
         "no gradients": "RuntimeError: forward_backward needs gradients",
         "other rows": "ValueError: rows must be equal on all ranks, found microbatches of [1, 12] on rank 0",
-        "compiled later": "is compiled or managed by lorakernels.graphs since it was cut",
+        "compiled later": "is compiled since it was cut: stages run eagerly, or by GraphManager",
         "another generator": "but torch's CPU generator differ",
     }
     for found in on_ranks(refusals, 2, "gloo"):
@@ -378,8 +379,8 @@ def test_masks_are_skipped_as_slots_are_drawn() -> None:
 
 
 def test_layers_are_cut_evenly() -> None:
-    assert [*map(len, stages.cut(9, 4))] == [3, 2, 2, 2]
-    assert [i for part in stages.cut(9, 4) for i in part] == [*range(9)]
+    assert [*map(len, cut(9, 4))] == [3, 2, 2, 2]
+    assert [i for part in cut(9, 4) for i in part] == [*range(9)]
 
 
 def clipped(rank: int, device: torch.device) -> list[float]:

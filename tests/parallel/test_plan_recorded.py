@@ -27,6 +27,7 @@ from lorakernels.parallel.plan_time import REPLAY, Batch
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = RECORDED / "h200"
 FOLDERS = {"H200": "h200", "H100-80GB": "h100"}
+COLUMN = {"sharded_base": "base", "scaling": "way"}  # that has the row's name
 WITHIN = 0.05
 
 
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     offload: float = 0.0  # of the base
     cut: tuple[int, int] | None = None  # layers and sequences, where they are not those of SPECS
     machine: str = "H200"
+    cp: int = 1  # ranks that share a row
 
     def __str__(self) -> str:
         where = "" if self.machine == "H200" else f"-{self.machine}"
@@ -78,6 +80,7 @@ CASES = (
     Case(
         "sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 52), ("fp8", 28)), 2, True, machine="H100-80GB",
     ),
+    Case("scaling", "70b", "qkvo", "cp", (("full", 8),), 2, cut=(8, 1), machine="H100-80GB", cp=2),
 )  # fmt: skip
 
 
@@ -85,13 +88,13 @@ def recorded(case: Case) -> tuple[float, float]:
     """(ms of a step, GiB at most)."""
     with (RECORDED / FOLDERS[case.machine] / f"{case.file}.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    name, sharded = SPECS[case.model].name, case.file == "sharded_base"
+    name, column = SPECS[case.model].name, COLUMN.get(case.file, "provider")
     wanted = {"model": f"{case.cut[0]} layers of {name}" if case.cut else name}
-    wanted["base" if sharded else "provider"] = case.row
+    wanted[column] = case.row
     if case.file == "end_to_end":
         wanted["LoRA on"] = case.adapted
     (row,) = (r for r in rows if wanted.items() <= r.items())
-    return float(row["p50 ms" if sharded else "ms/step"]), float(row["peak GiB"])
+    return float(row["ms/step" if column == "provider" else "p50 ms"]), float(row["peak GiB"])
 
 
 @lru_cache
@@ -109,7 +112,7 @@ def predicted(case: Case) -> tuple[float, float]:
         trained = size.trained * count // len(size.layers)
         size = replace(size, layers=size.layers[:count], trained=trained)
     saves = [save for save, count in case.saves for _ in range(count)]
-    batch = Batch(sequences, spec.length)
+    batch = Batch(sequences, spec.length, case.cp)
     placement = Placement(case.ranks if case.sharded else 1, case.offload)
     plan = predict(size, batch, MACHINES[case.machine], case.ranks, placement, saves)
     by_layer = (

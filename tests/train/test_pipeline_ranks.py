@@ -7,17 +7,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
+from lorakernels import PhiloxState, PipelineParallel
 from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
+from lorakernels.train.job import Meshes, load_adapted
+from lorakernels.train.model_checks import check_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
+from tests import processes
 from tests.train.test_ranks import losses, on_ranks
 
 Cli = Callable[..., int]
@@ -79,6 +85,43 @@ def test_two_stages_train_as_one_process(form: str, alone: Path, two_ranks: Path
     assert len(expected) == 7
 
 
+def loaded(rank: int, device: torch.device, model: Path, ways: list[dict[str, Any]]) -> list[Any]:
+    """(what a load says of the base, which layers the rank has) for each way, in bf16. What it has passes the check."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
+    for way in ways:
+        options = FinetuneOptions(model=str(model), data=["d"], output="o", pp=2, **way)
+        said: list[str] = []
+        reporter: Any = SimpleNamespace(say=said.append, console=SimpleNamespace(is_terminal=False))
+        random = PhiloxState(0, "cpu")
+        given = (model, options, torch.bfloat16, device, random, reporter)
+        loaded, _ = load_adapted(*given, Meshes(stages=mesh["pp"]))
+        before = {n for n, _ in loaded.named_modules()}
+        with PipelineParallel.own_layers_alone(loaded):
+            check_model(loaded)
+        assert before == {n for n, _ in loaded.named_modules()}
+        names = {n for n, _ in loaded.named_parameters()}
+        layers = sorted({int(n.split(".")[2]) for n in names if n.startswith("model.layers.")})
+        found.append((said, layers))
+    return found
+
+
+def test_a_rank_reads_the_weights_of_its_stage_alone(deep_model: Path) -> None:
+    """Where a part cannot be read alone, or nothing is read tensor by tensor, each rank has the whole model first."""
+    weights = {n: x for f in deep_model.glob("*.safetensors") for n, x in load_file(f).items()}
+    layers = sorted({int(n.split(".")[2]) for n in weights if n.startswith("model.layers.")})
+    half = -(-len(layers) // 2)  # the first stage has one more
+    ways = [{}, {"use_dora": True}, {"fp8": False}]
+    for rank, found in enumerate(processes.on_ranks(loaded, 2, "gloo", deep_model, ways)):
+        own = layers[:half] if rank == 0 else layers[half:]
+        inside = [f"model.layers.{i}." for i in own]
+        inside += ["model.embed_tokens."] if rank == 0 else ["model.norm.", "lm_head."]
+        size = sum(x.nbytes for n, x in weights.items() if n.startswith(tuple(inside)))
+        assert found[0] == ([f"base: {size / 1e6:,.3f} MB read, those of this rank's stage"], own)
+        (said,), all_of_them = found[1]
+        assert said.startswith("base: each rank reads the whole model first: lora.use_dora=True")
+        assert all_of_them == layers and found[2] == ([], layers)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_norm_of_gradients_is_that_of_all_stages(
     form: str, alone: Path, two_ranks: Path
@@ -117,6 +160,28 @@ def test_one_process_goes_on_from_the_checkpoint_of_two_stages(
     np.testing.assert_allclose(losses(copy), losses(two_ranks / form), rtol=1e-4)
 
 
+def test_replayed_stages_train_as_eager_ones(run: list[Any], tmp_path: Path) -> None:
+    """To the bit, and a replayed run goes on with graphs of its own. Three steps are recorded."""
+    form = [*run, "--fuse", *PP, "--steps", 6, "--lora-dropout", "0"]
+    graphs = [*form, "--graphs", "layer"]
+    on_ranks(
+        [
+            [*form, "--output", tmp_path / "eager"],
+            [*graphs, "--output", tmp_path / "replayed"],
+            ["copy", tmp_path / "replayed", tmp_path / "parts", "step-00000006"],
+            [*graphs, "--output", tmp_path / "parts", "--resume"],
+        ],
+        tmp_path,
+    )
+    expected = losses(tmp_path / "eager")
+    assert losses(tmp_path / "replayed") == losses(tmp_path / "parts") == expected
+    lines = map(json.loads, (tmp_path / "replayed" / "metrics.jsonl").read_text().splitlines())
+    assert [r["replayed"] for r in lines if "replayed" in r] == [False] * 3 + [True] * 3
+    for rank in range(2):
+        ours, theirs = (torch.load(tmp_path / n / f"rank{rank}.pt") for n in ("replayed", "eager"))
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
 def test_two_replicas_of_two_stages(run: list[Any], tmp_path: Path) -> None:
     """Each replica has rows of its own, which one replica has in more microbatches."""
     form = [*FORMS["plain"], *PP]
@@ -135,7 +200,8 @@ def test_ranks_that_do_not_divide_are_refused() -> None:
     [
         ({"cp": 2}, "pp 2 does not go with cp 2"),
         ({"shard_base": True}, "pp 2 does not go with shard_base True"),
-        ({"graphs": "layer"}, "pp 2 does not go with graphs layer"),
+        ({"graphs": "step"}, "pp 2 does not go with graphs step"),
+        ({"graphs": "layer"}, "pp 2 with graphs layer needs lora_dropout 0, got 0.05"),
         ({"gradient_checkpointing": True}, "pp 2 does not go with gradient_checkpointing True"),
         ({"fp8_head": True}, "pp 2 does not go with fp8_head True"),
         ({"init_lora_weights": "olora"}, "pp 2 does not go with init_lora_weights olora"),

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of rows that ranks share and of pipeline stages: times by hand, bytes part by part, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.peers.models import ADAPTED, SPECS
+from lorakernels import DelayedScaling, LoRAConfig, PlanAxes, ShardPlan, context_parallel, fuse
+from lorakernels.fusion.memory import LayerSize
+from lorakernels.parallel import context_attention
+from lorakernels.parallel.plan import predict
+from lorakernels.parallel.plan_machine import MACHINES
+from lorakernels.parallel.plan_memory import Placement, kept_of
+from lorakernels.parallel.plan_pipeline import part_of, stage, stages_within, steps
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
+from lorakernels.parallel.plan_time import Batch, backward, exchanged, forward, head, whole_rows
+from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted
+from tests.fusion.test_fuse_memory import kept_bytes
+from tests.processes import on_ranks
+
+H200 = MACHINES["H200"]
+LORA = LoRAConfig(target_modules=list(ADAPTED["qkvo"]))
+GB = 10**9
+
+
+@lru_cache
+def size_of(model: str) -> ModelSize:
+    return ModelSize.of(SPECS[model].config(), LORA)
+
+
+def test_rows_that_ranks_share_take_a_part_of_the_work_and_of_the_bytes() -> None:
+    """128k tokens over four GPUs: everything but attention's keys and values is a quarter."""
+    layer, whole = size_of("70b").layers[0], Batch(1, 131072)
+    shared = replace(whole, ranks=4)
+    assert shared.tokens == 32768
+    rows = 2 * ELEMENT * 131072 * 8 * 128  # k and v, 8 heads of 128
+    assert whole_rows(layer, shared) == rows and whole_rows(layer, whole) == 0
+    for form in ("full", "recompute", "fp8"):
+        model = replace(size_of("70b"), layers=(layer,))
+        alone, own = kept_of(model, whole, [form]), kept_of(model, shared, [form])
+        out = 0 if form == "full" else ELEMENT * 32768 * 64 * 128
+        fixed = layer.stacked
+        assert own == pytest.approx((alone - fixed) / 4 + fixed + rows + out)
+    model = replace(size_of("70b"), layers=(layer,))
+    assert kept_of(model, shared, ["checkpoint"]) == kept_of(model, whole, ["checkpoint"]) / 4
+
+
+def test_keys_and_values_come_once_and_their_gradients_go_in_twice_the_bytes() -> None:
+    layer, batch = size_of("70b").layers[0], Batch(2, 8192, 4)
+    received = 0.75 * 2 * 4 * 8192 * 8 * 128 / H200.peer
+    assert exchanged(layer, batch, H200, "full") == pytest.approx(3 * received)
+    assert exchanged(layer, batch, H200, "checkpoint") == pytest.approx(4 * received)
+    assert exchanged(layer, replace(batch, ranks=1), H200, "full") == 0
+    size = size_of("70b")
+    found = predict(size, batch, H200, 4, Placement(), ["fp8"] * 80)
+    free = predict(size, batch, replace(H200, peer=math.inf), 4, Placement(), ["fp8"] * 80)
+    gradients = 2 * 4 * size.trained * 0.75 / H200.peer
+    assert found.step - free.step == pytest.approx(80 * 3 * received + gradients)
+    assert found.layer.rows == pytest.approx(3 * received) and found.rate == 4 * 4096 / found.step
+
+
+def test_a_long_row_is_planned_over_a_shared_base() -> None:
+    long = replace(SPECS["70b"], length=131072).config()
+    with pytest.raises(ValueError, match="nothing fits"):
+        ShardPlan.of(long, None, 131072, 1, lora=LORA, host_memory=0)
+    found = ShardPlan.of(long, None, 131072, PlanAxes(4, cp=4), lora=LORA, host_memory=0)
+    assert found.placement.ranks == 4 and found.bytes.total <= H200.memory
+    assert "1 x 131072 tokens over 4 GPUs" in str(found) and "keys, values" in str(found)
+    assert found.memory_budget < found.bytes.kept or set(found.saves) == {"checkpoint"}
+
+
+def test_stages_have_what_the_model_has() -> None:
+    size = size_of("70b")
+    for count in (2, 3, 4):
+        parts = part_of(size, count)
+        assert sum((part.layers for part in parts), ()) == size.layers
+        assert sum(part.outside for part in parts) == size.outside
+        assert sum(part.trained for part in parts) == pytest.approx(size.trained, abs=count)
+        assert [part.vocabulary for part in parts] == [0] * (count - 1) + [size.vocabulary]
+        assert all(not part.outside for part in parts[1:-1])
+    tied = part_of(size_of("1b"), 2)
+    assert tied[0].outside == tied[1].outside == ELEMENT * 128256 * 2048  # of each rank a copy
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 16)])
+def test_equal_stages_wait_as_the_schedule_says(ranks: int, microbatches: int) -> None:
+    """Without a head and over links without end: (p − 1) / (m + p − 1) of a step."""
+    size = replace(size_of("70b"), vocabulary=0, outside=0)
+    machine = replace(H200, peer=math.inf, memory=10**15)
+    found = stages_within(size, Batch(1, 8192), machine, (ranks, microbatches))
+    assert not isinstance(found, int)
+    assert found.pipeline.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+    layer = size.layers[0]
+    forms = (f(layer, Batch(1, 8192), machine, "full") for f in (forward, backward))
+    own = sum(form.seconds for form in forms) * 80 / ranks * found.stages[0].factor
+    assert found.step == pytest.approx(
+        (microbatches + ranks - 1) * own, rel=1e-3
+    )  # and the optimizer
+
+
+def test_the_slowest_stage_sets_the_pace_and_the_others_fill() -> None:
+    """By hand: 2 stages of 3 s and 5 s, 4 microbatches: 4 · 5 + 3 s, and a send of each way at each of 4 times."""
+    size, batch = size_of("70b"), Batch(1, 8192)
+    made = [stage(part, batch, H200, (i, 2, 4), ["full"] * 40) for i, part in enumerate(part_of(size, 2))]  # fmt: skip
+    made = [each._replace(seconds=s, update=0.0) for each, s in zip(made, (3.0, 5.0), strict=True)]
+    found = steps(size, batch, H200, (2, 4), made)
+    sends = 2 * 4 * 2 * 8192 * 8192 / H200.peer
+    assert found.step == pytest.approx(23.0 + sends)
+    assert found.pipeline.bubble == pytest.approx(1 - 20 / (23 + sends))
+
+
+def test_a_stage_holds_its_part_and_what_is_in_flight() -> None:
+    size, batch = size_of("70b"), Batch(1, 8192)
+    parts = part_of(size, 4)
+    for i, part in enumerate(parts):
+        for microbatches in (4, 16):
+            found = stage(part, batch, H200, (i, 4, microbatches), ["fp8"] * 20).bytes
+            assert found.base == 20 * weights(size.layers[0]) and found.slots == found.host == 0
+            one = part.layers[0].saved_bytes("fp8", 8192)
+            assert found.kept == (4 - i) * 20 * one
+    hidden = ELEMENT * 8192 * 8192
+    most, least = (
+        [stage(p, batch, H200, (i, 4, m), ["fp8"] * 20).bytes for i, p in enumerate(parts)]
+        for m in (16, 4)
+    )
+    grown = [a.workspace - b.workspace for a, b in zip(most, least, strict=True)]
+    assert grown == [12 * hidden, 24 * hidden, 24 * hidden, 12 * hidden]
+
+
+def test_the_head_is_the_last_stage_s_alone() -> None:
+    size, batch = size_of("8b"), Batch(1, 4096)
+    parts = enumerate(part_of(size, 2))
+    first, last = (stage(part, batch, H200, (i, 2, 2), ["full"] * 16) for i, part in parts)
+    extra = head(size, batch, H200).seconds
+    assert 0.8 * extra < last.seconds - first.seconds < 1.3 * extra  # the power stretches both
+
+
+def test_plans_of_stages_fit_and_are_said() -> None:
+    config = SPECS["70b"].config()
+    axes = PlanAxes(4, pp=2, microbatches=8)
+    found = ShardPlan.of(config, 80 * GB, 8192, axes, lora=LORA, machine="H100-80GB")
+    assert found.bytes.total <= 80 * GB and len(found.saves) == 80 and found.pipeline is not None
+    assert found.pipeline.layers == (40, 40)
+    assert found.rate == 2 * 8 * 8192 / found.step  # two replicas
+    shown = str(found)
+    assert (
+        "8 microbatches of 1 x 8192 tokens" in shown
+        and f"of stage {found.pipeline.fullest}, which" in shown
+    )
+    assert f"{found.pipeline.bubble:.1%}" in shown and "in 2 stages of 40 + 40 layers" in shown
+    with pytest.raises(ValueError, match=r"stage 0 of 2 does not fit 40\.0 GB .* 2 microbatches"):
+        ShardPlan.of(config, 40 * GB, 16384, PlanAxes(2, pp=2), lora=LORA)
+
+
+@pytest.mark.parametrize(
+    ("axes", "change", "message"),
+    [
+        (PlanAxes(4, cp=3), {}, "cp must divide the 4 gpus, found 3"),
+        (PlanAxes(4, pp=3), {}, "pp must divide the 4 gpus, found 3"),
+        (PlanAxes(4, cp=0), {}, "cp must be a positive whole number, found 0"),
+        (PlanAxes(4, cp=2, pp=2), {}, "cp 2 does not go with pp 2"),
+        (PlanAxes(4, cp=4), {"tokens": 4092}, "a multiple of 2 cp = 8, found 4092"),
+        (PlanAxes(4, microbatches=4), {}, "microbatches are of pipeline stages, found 4 with pp 1"),
+        (PlanAxes(4, pp=4, microbatches=3), {}, "microbatches must be at least pp, 4, found 3"),
+        (PlanAxes(4, pp=2), {"host_memory": 1}, "host_memory does not go with pp 2"),
+        (PlanAxes(4, pp=4), {"layers": 3}, "3 decoder layers cannot make 4 stages"),
+    ],
+    ids=["cp", "pp", "none", "both", "row", "no stages", "few", "host", "layers"],
+)
+def test_axes_that_do_not_fit_are_refused(
+    axes: PlanAxes, change: dict[str, Any], message: str
+) -> None:
+    layers = change.pop("layers", 32)
+    given: dict[str, Any] = {"tokens": 4096, "host_memory": 0, **change}
+    with pytest.raises(ValueError, match=message):
+        ShardPlan.of(SPECS["8b"].cut(layers).config(), None, gpus=axes, lora=LORA, **given)
+
+
+class Flash(torch.autograd.Function):
+    """Keeps what FlashAttention keeps: q, k, v and out as they lie, and a fp32 number a query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q.transpose(1, 2)).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_zeros(q.shape[:3], dtype=torch.float32))
+        return out
+
+
+def kept_by_two(rank: int, device: torch.device, forms: list[str]) -> dict[str, tuple[int, int]]:
+    """{form: (bytes that two fused layers keep of a rank's tokens, those that a plan counts)}."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    found = {}
+    for form, targets in product(forms, (ATTENTION, ["q_proj", "v_proj"], LINEARS)):
+        torch.manual_seed(0)
+        kind = {"device": device, "dtype": torch.bfloat16, "fp8": DelayedScaling()}
+        model: Any = adapted("Llama", targets, **kind)
+        fuse(model, save=form)
+        layers = tuple(LayerSize.of(layer, True) for layer in model.model.layers)
+        context_parallel(model, mesh["cp"])
+        own = torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(rank))
+        size = ModelSize(layers, VOCABULARY, 0, 0)
+        by_flash = {
+            "attend_segments": lambda name, q, k, v, *_: Flash.apply(q, k, v),
+            "CHUNKS": frozenset(),  # as packed documents run, which keep most
+        }
+        with patch.multiple(context_attention, **by_flash):
+            kept = kept_bytes(model, own)
+        found[f"{form}, {targets}"] = kept, kept_of(size, Batch(2, 64, 2), [form] * len(layers))
+    return found
+
+
+@pytest.mark.slow
+def test_what_layers_keep_of_shared_rows_is_what_the_plan_counts() -> None:
+    """But for slots and scales, some hundred bytes a layer."""
+    for found in on_ranks(kept_by_two, 2, "gloo", ["full", "recompute", "fp8", "checkpoint"]):
+        for form, (kept, counted) in found.items():
+            assert abs(kept - counted) <= 0.02 * counted + 400, (form, kept, counted)
