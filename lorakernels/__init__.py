@@ -35,7 +35,9 @@ from lorakernels.parallel import (
     Microbatch,
     PipelineParallel,
     ShardPlan,
+    TensorParallel,
     context_parallel,
+    parallelize,
     pipeline_parallel,
 )
 from lorakernels.parallel.offload import Offload
@@ -67,6 +69,7 @@ __all__ = [
     "PhiloxState",
     "PhiloxStates",
     "ShardPlan",
+    "TensorParallel",
     "apply_lora",
     "attach",
     "batch_adapters",
@@ -85,6 +88,7 @@ __all__ = [
     "load_quantized",
     "merge_and_unload",
     "merge_lora",
+    "parallelize",
     "model_parallel_states",
     "quantize_head",
     "save_adapter",
