@@ -83,6 +83,7 @@ def run(base_args: list[str], deep_model: Path) -> list[Any]:
 
 
 WHOLE, SHARDED, SHARED, STAGES = "--no-shard-base", "--shard-base", "--cp=2", "--pp=2"
+PARTS = "--tp=2"
 KILLED = -signal.SIGKILL
 
 
@@ -100,19 +101,24 @@ KILLED = -signal.SIGKILL
         ("killed", KILLED, STAGES),
         ("raises", 1, STAGES),
         ("hangs", KILLED, STAGES),
+        ("killed", KILLED, PARTS),
+        ("raises", 1, PARTS),
+        ("hangs", KILLED, PARTS),
     ],
     ids=lambda value: {
         WHOLE: "whole",
         SHARDED: "sharded",
         SHARED: "shared rows",
         STAGES: "stages",
+        PARTS: "parts of layers",
     }.get(value),
 )
 def test_a_rank_that_ends_in_the_middle_ends_all(
-    end: str, code: int, base: str, run: list[Any], tmp_path: Path
+    end: str, code: int, base: str, run: list[Any], even_model: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    codes, said = end_of(end, [[*run, base, "--output", output]] * 2, tmp_path)
+    model = ["--model", even_model] if base == PARTS else []
+    codes, said = end_of(end, [[*run, base, *model, "--output", output]] * 2, tmp_path)
     assert codes == [1, code], said
     assert "error: rank 0 lost contact with the others" in said[0]
     assert "Traceback" not in said[0] and "--resume" in said[0]
@@ -162,7 +168,7 @@ def test_a_rank_that_cannot_read_the_model_ends_all_with_its_message(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("end", ["killed", "raises"])
-@pytest.mark.parametrize("base", [WHOLE, SHARDED])
+@pytest.mark.parametrize("base", [WHOLE, SHARDED, PARTS])
 def test_a_rank_that_ends_in_the_middle_ends_both_gpus(
     base: str, end: str, gpu_run: list[Any], tmp_path: Path
 ) -> None:
