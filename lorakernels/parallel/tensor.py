@@ -35,7 +35,6 @@ from lorakernels.parallel.tensor_rows import Rows
 from lorakernels.parallel.tensor_vocabulary import (
     VocabularyEmbedding,
     VocabularyHead,
-    vocabulary_loss,
 )
 from lorakernels.parallel.tensor_whole import WHOLE, Place, places, whole_of
 from lorakernels.values import Weight
@@ -87,7 +86,7 @@ class TensorParallel:
         base: Any = self.model.base_model
         hidden = base(use_cache=False, **inputs).last_hidden_state
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
-        return vocabulary_loss(hidden.reshape(-1, hidden.shape[-1]), head, shifted, items)
+        return head.loss(hidden.reshape(-1, hidden.shape[-1]), shifted, items)
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""

@@ -181,11 +181,11 @@ def adapt(
     )
     adapters = add_jobs(model, jobs) if jobs else None
     check_model(model)
-    if options.gradient_checkpointing:
-        save_activations(model)
     fused = fuse_layers(model, options, device)
     sizes = Sizes.of(model, options.seq_len)
     split_layers(model, options, ranks, device, reporter.say)
+    if options.gradient_checkpointing:
+        save_activations(model)  # hooks the embedding, which the ranks may have replaced
     share_rows(model, ranks, device)
     cut_stages(model, options, ranks, device, random)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)

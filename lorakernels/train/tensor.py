@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lorakernels import TensorParallel, parallelize
+from lorakernels import TensorParallel, change_of_logits, parallelize
 from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import CheckpointError, OptionError
 from lorakernels.train.optimizers import numbers
@@ -106,12 +106,29 @@ def split_layers(
     same = ranks.group_of(ranks.size // ranks.tp, apart=ranks.tp)
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+    whole = _why_whole_vocabulary(model, options)
+    rows = options.sequence_parallel
     try:
-        split = parallelize(model, mesh, sequence_parallel=options.sequence_parallel)
+        split = parallelize(model, mesh, sequence_parallel=rows, vocabulary=whole is None)
     except (TypeError, ValueError) as error:
         raise OptionError(f"tp {ranks.tp}: {error}") from error
-    say(f"tp: {str(split).splitlines()[0]}")
+    where = "split by tokens" if whole is None else f"whole on each rank, as {whole}"
+    say(f"tp: {str(split).splitlines()[0]}; embedding and head {where}")
     return SplitLayers(split, options, ranks, same)
+
+
+def _why_whole_vocabulary(model: Any, options: FinetuneOptions) -> str | None:
+    """Why each rank keeps the whole embedding and head; None if they are split."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if options.fp8_head:
+        return "fp8_head multiplies by the whole head"
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
+        return f"they are a {type(embedding).__name__} and a {type(head).__name__}"
+    if change := change_of_logits(model.config.get_text_config()):
+        return f"the model changes its logits ({change})"
+    if len(head.weight) % options.tp:
+        return f"the vocabulary has {len(head.weight)} tokens, no multiple of {options.tp}"
+    return None
 
 
 def _number(item: tuple[str, int]) -> int:
