@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import parallelize
+from lorakernels import VocabularyHead, parallelize
 from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
 from lorakernels.train.job import add_adapters
@@ -27,6 +27,7 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import fuse_layers
+from lorakernels.train.tensor import split_layers
 from tests import processes
 from tests.train.replays import assert_same
 from tests.train.test_ranks import losses, on_ranks
@@ -325,6 +326,41 @@ def test_fused_parts_get_documents_by_where_they_start(even_model: Path) -> None
             for way in ("split", "split by rows"):
                 error = float((found[f"{way}: {name}"] - value).norm() / value.norm())
                 assert error < 1e-4, (way, name)
+
+
+def spoken(
+    rank: int, device: torch.device, model_dir: str, cases: list[dict[str, Any]]
+) -> list[Any]:
+    """(what was said, whether the head was split) of each case."""
+    found = []
+    for case in cases:
+        options = FinetuneOptions(r=4, fp8=False, tp=2, **case.get("options", {}))
+        model: Any = load_model(Path(model_dir), torch.float32, device)
+        if "tokens" in case:
+            model.resize_token_embeddings(case["tokens"], mean_resizing=False)
+        vars(model.config).update(case.get("config", {}))
+        add_adapters(model, options)
+        said: list[str] = []
+        ranks = Ranks(rank, 2, tp=2)
+        split_layers(model, options, ranks, device, said.append)
+        found.append((said, isinstance(model.get_output_embeddings(), VocabularyHead)))
+    return found
+
+
+def test_the_run_says_what_is_split_and_why_not_the_vocabulary(even_model: Path) -> None:
+    cases: list[Any] = [
+        ({}, True, "; embedding and head split by tokens"),
+        ({"options": {"fp8_head": True}}, False, "whole on each rank, as fp8_head multiplies by the whole head"),
+        ({"tokens": 265}, False, "as the vocabulary has 265 tokens, no multiple of 2"),
+        ({"config": {"logits_scaling": 8.0}}, False, "as the model changes its logits"),
+        ({"options": {"sequence_parallel": False}}, True, " layers over 2 ranks, rows whole; "),
+    ]  # fmt: skip
+    given = [case for case, _, _ in cases]
+    for found in processes.on_ranks(spoken, 2, "gloo", str(even_model), given):
+        for (said, split), (case, expected, words) in zip(found, cases, strict=True):
+            assert len(said) == 1 and words in said[0], case
+            assert said[0].startswith(f"tp: {16 if split else 14} layers over 2 ranks, rows ")
+            assert split is expected, case
 
 
 @pytest.mark.gpu
