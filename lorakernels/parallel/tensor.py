@@ -205,10 +205,9 @@ class TensorParallel:
         Parts are summed over the ranks, and what all ranks hold counts once.
         """
         at, device = places(self.model), next(self.model.parameters()).device
-        parts, whole = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        for _, p in self._trained():
-            if p.grad is not None:
-                (parts if id(p) in at else whole).add_(p.grad.float().square().sum())
+        found = [(id(p) in at, p.grad) for _, p in self._trained() if p.grad is not None]
+        parts = _sum_of_squares([grad for is_part, grad in found if is_part], device)
+        whole = _sum_of_squares([grad for is_part, grad in found if not is_part], device)
         comm.all_reduce(self.ranks.group, parts)
         return (parts + whole).sqrt()[0]
 
@@ -305,6 +304,14 @@ def parallelize(
     if vocabulary:
         cuts |= _split_vocabulary(model, ranks)
     return TensorParallel(model, ranks, cuts, mesh)
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Of all elements of `tensors`, fp32 [1]."""
+    if not tensors:
+        return torch.zeros(1, device=device)
+    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    return torch.stack([*norms]).square().sum(0, keepdim=True)
 
 
 def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:

@@ -43,6 +43,8 @@ def drive(rank: int, port: int, end: str, arguments: list[list[str]]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "hangs":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if end == "is asked to stop":
+                os.kill(os.getpid(), signal.SIGTERM)
             if end == "raises":
                 raise MemoryError("no memory for this rank's rows")
         if rank == 0 and self.counters.step == 2 and end == "killed beside one that computes":
@@ -125,6 +127,20 @@ def test_a_rank_that_ends_in_the_middle_ends_all(
     checkpoints = Checkpoints(output / "checkpoints", 2)
     newest = checkpoints.load_newest(pytest.fail, torch.device("cpu"))
     assert newest is not None and newest.step == 2
+
+
+@pytest.mark.parametrize("base", [WHOLE, PARTS])
+def test_all_ranks_stop_after_the_same_step_if_one_is_asked(
+    base: str, run: list[Any], even_model: Path, tmp_path: Path
+) -> None:
+    """Rank 1 gets the signal, in its third step. Rank 0 hears of it in the fourth."""
+    output, rows = tmp_path / "out", ["--model", even_model, "--steps", 9, "--save-every", 0]
+    codes, said = end_of(
+        "is asked to stop", [[*run, *rows, base, "--output", output]] * 2, tmp_path
+    )
+    assert codes == [143, 143], said
+    assert all("SIGTERM: saved" in text and "step-00000004" in text for text in said)
+    assert Checkpoints(output / "checkpoints", 2).steps() == [4]
 
 
 def cut(model: Path) -> str:

@@ -203,6 +203,32 @@ def test_four_ranks(more: list[Any], run: list[Any], alone: Path, tmp_path: Path
     np.testing.assert_allclose(*found, rtol=1e-3)
 
 
+@pytest.fixture
+def wide_model(even_model: Path, tmp_path: Path) -> Path:
+    """Of each weight two ranks have whole blocks of 128."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(shutil.copytree(even_model, tmp_path / "wide"))
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 128}
+    config = LlamaConfig.from_pretrained(even_model, **sizes)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "form",
+    [["--fp8-recipe", "block"], ["--weight-layout", "both", "--target-modules", "q_proj", "down_proj"]],
+    ids=["blocks", "some layers, and both layouts"],
+)  # fmt: skip
+def test_other_bases(form: list[str], run: list[Any], wide_model: Path, tmp_path: Path) -> None:
+    run = [*run, *form, "--model", wide_model, "--steps", 2]
+    on_ranks([[*run, "--output", tmp_path / "one"]], tmp_path, size=1)
+    on_ranks([[*run, "--tp", 2, "--output", tmp_path / "two"]], tmp_path)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
+    np.testing.assert_allclose(norms(tmp_path / "two"), norms(tmp_path / "one"), rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("more", "ranks", "message"),
     [
