@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import VocabularyHead, parallelize
@@ -191,6 +191,24 @@ def test_one_process_goes_on_from_the_checkpoint_of_two_parts(
     assert adapter(copy) != adapter(two_ranks / form), "other sums: the comparison was of two runs"
 
 
+def test_parts_take_the_best_step(run: list[Any], tmp_path: Path) -> None:
+    """Of a run whose steps are too large, so that its last one is not the best."""
+    steps = ["--optim", "sgd", "--lr", 100, "--lr-scheduler-type", "constant", "--eval-every", 1]
+    output = tmp_path / "two"
+    best = ["--load-best-model-at-end", "--tp", 2, "--output", output]
+    on_ranks([[*run, "--no-fp8", *steps, *best]], tmp_path)
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    evaluated = [(line["eval_loss"], line["step"]) for line in lines if "eval_loss" in line]
+    step = min(evaluated[1:])[1]
+    assert step < 4, "the test needs another run"
+    file = load_file(output / "adapter" / "adapter_model.safetensors")
+    expected = load_file(output / f"checkpoints/step-{step:08d}" / "adapter_model.safetensors")
+    assert_same(file, expected)
+    name = "model.layers.1.mlp.down_proj.lora_A"
+    ranks = [torch.load(output / f"rank{rank}.pt")[name] for rank in range(2)]
+    assert torch.equal(torch.cat(ranks, 1), file[f"base_model.model.{name}.weight"])
+
+
 def test_two_replicas_of_two_parts(run: list[Any], tmp_path: Path) -> None:
     """Each replica has rows of its own, which one process has in another microbatch."""
     form = ["--no-fp8", "--lora-dropout", "0"]
@@ -234,6 +252,13 @@ def test_other_bases(form: list[str], run: list[Any], wide_model: Path, tmp_path
     on_ranks([[*run, "--tp", 2, "--output", tmp_path / "two"]], tmp_path)
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
     np.testing.assert_allclose(norms(tmp_path / "two"), norms(tmp_path / "one"), rtol=1e-2)
+
+
+def test_layers_in_blocks_stay_unfused_by_default() -> None:
+    """On a GPU, where they would be fused; `--fuse` is refused."""
+    options = FinetuneOptions(tp=2, fp8_recipe="block")
+    fused = fuse_layers(nn.Module(), options, torch.device("cuda"))
+    assert not fused and "(tp) have no fused kernels for fp8_recipe block" in str(fused)
 
 
 @pytest.mark.parametrize(
