@@ -141,8 +141,11 @@ class Recorded:
 
         def run(*args: Any, **kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
-            given = {k: _address(v) for k, v in flat(name, bound.arguments).items()}
+            values = flat(name, bound.arguments)
+            given = {k: _address(v) for k, v in values.items()}
             if self.list is not None:
+                if any(isinstance(v, Tensor) for v in values.values()):
+                    raise ValueError("an address given while a LaunchList records must be symbolic")
                 self.list.recorded.append(("extension", name, given))
             else:
                 self.add("extension", name, given)

@@ -192,11 +192,12 @@ def _normed_input(
     to = to.placed(rows.shape[0])
     if norm is None:
         return *quantize_down(rows, to), None
-    if to.over is not None:  # the scale of x8 comes from the normed rows of all ranks
-        normed, _, _, rstd = ops.rms_norm_quantize(rows, norm, eps, None, True)
-        return *quantize_down(normed, to), rstd
-    scaling, unquantized = to.spec.of_state(to.state_x), to.adapted or not to.quantized
+    scaling = to.scaling_ahead()
+    apart = to.quantized and scaling is None  # the scale comes from the normed rows of all ranks
+    unquantized = apart or to.adapted or not to.quantized
     normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, eps, scaling, unquantized)
+    if apart:
+        return *quantize_down(normed, to), rstd
     operand = Scaled(*x8) if to.quantized else Scaled(normed)
     return operand, lora_down(normed, to), rstd
 
@@ -426,8 +427,9 @@ def _swiglu(
     g_u: Tensor, to: Projections, pack: bool
 ) -> tuple[Scaled, Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """(down's operand, its s, (bytes and scale_inv of gate and up if `pack`))."""
-    apart = to.over is not None  # the scale of act comes from the parts of all ranks
-    scaling = None if apart else to.spec.of_state(to.state_x)
+    to = to.placed(g_u.shape[0])
+    scaling = to.scaling_ahead()
+    apart = to.quantized and scaling is None  # the scale comes from the parts of all ranks
     unquantized = apart or to.adapted or not to.quantized
     bytes_: tuple[Tensor | None, Tensor | None] = (None, None)
     if pack:
@@ -436,7 +438,7 @@ def _swiglu(
     else:
         act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
     if apart:
-        return *quantize_down(act, to.placed(act.shape[0])), bytes_
+        return *quantize_down(act, to), bytes_
     operand = Scaled(*a8) if to.quantized else Scaled(act)
     return operand, lora_down(act, to), bytes_
 
@@ -452,11 +454,9 @@ def _act_backward(
     assert dact is not None and to.multiplier is not None
     if call.act == "gelu_tanh":
         return geglu_backward(dact, g_u, to.multiplier), None
-    apart = to.over is not None
-    unquantized = apart or to.adapted or biases or not to.quantized
-    spec = to.spec
-    scaling = None if apart else spec.of_state(to.state_dy)
+    scaling = to.scaling_ahead(backward=True)
+    unquantized = scaling is None or to.adapted or biases
     d, d8, scale_inv = ops.swiglu_quantize_grad(
-        dact, g_u, to.multiplier, scaling, spec.backward_dtype, unquantized
+        dact, g_u, to.multiplier, scaling, to.spec.backward_dtype, unquantized
     )
-    return d, Scaled(d8, scale_inv) if to.quantized and not apart else None
+    return d, None if scaling is None else Scaled(d8, scale_inv)

@@ -70,6 +70,9 @@ class OverRanks(Protocol):
     def scaling(self, part: Tensor, spec: LoRASpec, backward: bool = False) -> Scaling | None:
         """The scale that all ranks have for their parts of x, or of dy; None over a plain base."""
 
+    def known(self, spec: LoRASpec, backward: bool = False) -> Scaling | None:
+        """As `scaling`, where no rank has to ask the others; else None."""
+
     def placed(self, to: Projections, rows: int) -> Projections:
         """`to` with masks at the place of this rank's x, which has so many rows."""
 
@@ -91,6 +94,7 @@ class OverRanks(Protocol):
         self,
         to: Projections,
         dy: Tensor,
+        dy8: Scaled | None,
         operand: Callable[[], Scaled],
         adapters: Adapters,
         needs: Needs,
@@ -209,6 +213,12 @@ class Projections(NamedTuple):
             if self.over is None
             else self.over.scaling(x, self.spec)
         )
+
+    def scaling_ahead(self, backward: bool = False) -> Scaling | None:
+        """The scale of an x (or dy) that is still to be made; None over a plain base, or while ranks must ask each other."""
+        if self.over is not None:
+            return self.over.known(self.spec, backward)
+        return self.spec.of_state(self.state_dy if backward else self.state_x)
 
     def placed(self, rows: int) -> Projections:
         """These projections with masks at the place of an x of so many rows."""
@@ -332,8 +342,7 @@ def gradients(
         run: calls an op.
     """
     if to.over is not None:
-        assert dy8 is None
-        return to.over.gradients(to, dy, operand, adapters, needs, dtype or dy.dtype)
+        return to.over.gradients(to, dy, dy8, operand, adapters, needs, dtype or dy.dtype)
     s, dtype_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None

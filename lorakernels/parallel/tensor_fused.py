@@ -65,6 +65,11 @@ class Split:
             return None
         return self.scales.of(part, spec.column, spec.delayed, backward)
 
+    def known(self, spec: LoRASpec, backward: bool = False) -> Scaling | None:
+        if self.scales is None:
+            return None
+        return self.scales.known(spec.column, spec.delayed, backward)
+
     def placed(self, to: Projections, rows: int) -> Projections:
         row0 = self.ranks.rank * rows if self.by == "column" and self.ranks.sequence else 0
         col0 = self.ranks.rank * to.weight.shape[1] if self.by == "row" else 0
@@ -96,6 +101,7 @@ class Split:
         self,
         to: Projections,
         dy: Tensor,
+        dy8: Scaled | None,
         operand: Callable[[], Scaled],
         adapters: Adapters,
         needs: Needs,
@@ -103,7 +109,7 @@ class Split:
     ) -> Gradients:
         s, dtype_A, lora_B, stacked_B = adapters
         block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
-        dy8, ds, dB = self._quantized(to, dy, block, s if needs.B else None)
+        dy8, ds, dB = self._quantized(to, dy, dy8, block, s if needs.B else None)
         if self.by == "row":
             dy8, ds = gathered(self.ranks, dy8, ds)
             dB = summed_over_rows(self.ranks, dB)
@@ -123,15 +129,22 @@ class Split:
         return Gradients(dx, dA, linear.unstack_B(to, dB, len(lora_B)))
 
     def _quantized(
-        self, to: Projections, dy: Tensor, block: Tensor | None, s: Tensor | None
+        self,
+        to: Projections,
+        dy: Tensor,
+        dy8: Scaled | None,
+        block: Tensor | None,
+        s: Tensor | None,
     ) -> tuple[Scaled, Tensor | None, Tensor | None]:
         """(dy8 and its scale_inv, or dy over a plain base; ds; if there is an s, dB of `stack_B`'s second result)."""
-        spec, scaling = to.spec, self.scaling(dy, to.spec, backward=True)
+        spec = to.spec
+        scaling = None if dy8 is not None else self.scaling(dy, spec, backward=True)
         up = None if block is None else Up(block, s, spec.scaling)
         if up is None and scaling is None:
-            return Scaled(dy), None, None
+            return dy8 or Scaled(dy), None, None
         data, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
-        dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
+        if dy8 is None:
+            dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
         return dy8, None if up is None else ds, None if s is None else dB
 
     def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:

@@ -59,9 +59,10 @@ class SharedScales:
 
         It is the same on all ranks. Its amax goes to the state if `delayed`.
         """
+        known = self.known(column, delayed, backward)
+        if known is not None:
+            return known
         tensor = self.state.backward if backward else self.state.forward
-        if delayed and self._has_scale(tensor, column, backward):
-            return Scaling(tensor, column, True)
         amax = amax_of(part)
         reduce_amax(amax, self.group)
         fp8_dtype = self.state.recipe.backward_dtype if backward else E4M3
@@ -70,6 +71,13 @@ class SharedScales:
             row0 = tensor[0, column : column + 1]
             row0.copy_(torch.maximum(row0, amax))
         return Scaling(torch.stack((torch.zeros_like(scale), scale)), 0, True)
+
+    def known(self, column: int, delayed: bool, backward: bool = False) -> Scaling | None:
+        """As `of`, if the state has a scale, which all ranks then have; else None. Not collective."""
+        tensor = self.state.backward if backward else self.state.forward
+        if delayed and self._has_scale(tensor, column, backward):
+            return Scaling(tensor, column, True)
+        return None
 
     def _has_scale(self, tensor: Tensor, column: int, backward: bool) -> bool:
         """Whether an update gave the column a scale. It reads the device once after an update, until all have one."""

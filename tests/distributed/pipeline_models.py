@@ -196,7 +196,7 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     expected = train(whole, way, device, None)
     found = train(model, way, device, cut)
     cut.check()
-    unequal, errors = [], {}
+    unequal, errors, alones = [], {}, {}
     for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
         assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
         unequal += [f"{n} in step {step}" for n in ours if not torch.equal(ours[n], theirs[n])]
@@ -209,11 +209,13 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
             loss = partial(loss_in_double, double, *batch(step, way, torch.device("cpu")), way)
             for name, value in gradients_at(double, values, loss).items():
                 errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
+                alones[f"{name} in step {step}, float64"] = relative(theirs[name].cpu(), value)
     alone = comm.agree(cut.ranks.group, {n: float(x.sum()) for n, x in found[-1][1].items()})
     own = [n for n, _ in model.named_parameters()]
     return {
         "unequal": unequal,
         "errors": errors,
+        "errors of one process": alones,
         "ranks equal": all(other == alone[0] for other in alone),
         "own": own,
         "said": str(cut),

@@ -98,7 +98,10 @@ def test_stages_train_as_one_process(world: int, way: Way) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_GPU, ids=str)
 def test_stages_on_two_gpus(way: Way) -> None:
-    """Sums by atomics have no order. bf16 rounds to 2^-9 at each of some twenty places; FP8 may turn a rounding."""
+    """Sums by atomics have no order. bf16 rounds to 2^-9 at each of some twenty places; FP8 may turn a rounding.
+
+    From float64 the stages may differ half as much again as one process does, where that is more.
+    """
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     if "gpu" not in _ran_on_gpu:
@@ -108,8 +111,10 @@ def test_stages_on_two_gpus(way: Way) -> None:
         found = found[str(way)]
         errors, said = found["errors"], found["unequal"]
         assert not [name for name in said if name.startswith("generator")] and found["ranks equal"]
-        worst = max(errors, key=errors.__getitem__)
-        assert errors[worst] <= bound, (worst, errors[worst])
+        alone = found["errors of one process"]
+        over = {n: e - max(bound, 1.5 * alone.get(n, 0.0)) for n, e in errors.items()}
+        worst = max(over, key=over.__getitem__)
+        assert over[worst] <= 0, (worst, errors[worst], alone.get(worst))
 
 
 _ran_on_gpu: dict[str, Any] = {}

@@ -186,6 +186,16 @@ def test_blocks_that_csrc_does_not_take_say_why_they_have_no_plan() -> None:
         assert report.eager_forwards.startswith("1 by plans, 1 by the ops (no plan holds ")
 
 
+def test_a_mask_that_csrc_draws_for_torch_has_no_plan() -> None:
+    """The rest of `quantize_lora_down` in fp32 is torch's. A launch list cannot hold a real tensor's address."""
+    model = nn.ModuleDict({"a": nn.Linear(K, N)})
+    config = LoRAConfig(r=16, lora_dropout=0.1, target_modules=["a"], fp8=BlockScaling())
+    report = apply_lora(model, config)
+    with dry_cuda():
+        step(model["a"], torch.randn(M, K, requires_grad=True))
+        assert report.eager_forwards == "1 by the ops (no plan holds torch.where)"
+
+
 def test_two_layers_in_blocks_share_a_plan_and_recipes_do_not() -> None:
     x = torch.randn(M, K, dtype=BF16, requires_grad=True)
     recipes = (BlockScaling(), BlockScaling(), BlockScaling("HYBRID"), DelayedScaling())
