@@ -43,7 +43,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a whole model, counted before ranks keep parts of it: trained and all parameters, and FLOPs of a token."""
+    """Of a whole model: trained and all parameters, and FLOPs of a token."""
 
     trained: int
     total: int

@@ -182,12 +182,13 @@ def adapt(
     adapters = add_jobs(model, jobs) if jobs else None
     check_model(model)
     fused = fuse_layers(model, options, device)
-    sizes = Sizes.of(model, options.seq_len)
+    sizes = sizes_of(model, options) if ranks.tp > 1 else None  # later it has parts of each layer
     split_layers(model, options, ranks, device, reporter.say)
     if options.gradient_checkpointing:
         save_activations(model)  # hooks the embedding, which the ranks may have replaced
     share_rows(model, ranks, device)
     cut_stages(model, options, ranks, device, random)
+    sizes = sizes or sizes_of(model, options)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
         **data.identity,
@@ -353,6 +354,12 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
         )
     except (ValueError, TypeError) as error:
         raise OptionError(str(error)) from error
+
+
+def sizes_of(model: nn.Module, options: FinetuneOptions) -> Sizes:
+    """Of a whole model, or of one that was cut into stages."""
+    with whole_model(model):
+        return Sizes.of(model, options.seq_len)
 
 
 def make_session(

@@ -119,6 +119,14 @@ def test_the_norm_of_gradients_is_that_of_the_whole_model(
     assert len(expected) == 4 and min(expected) > 0.05, "the norm is clipped in every step"
 
 
+def test_flops_are_those_of_the_whole_model(alone: Path, two_ranks: Path) -> None:
+    per_token = []
+    for folder in (two_ranks, alone):
+        lines = map(json.loads, (folder / "plain" / "metrics.jsonl").read_text().splitlines())
+        per_token.append([line["tflops"] / line["tokens_per_s"] for line in lines if "lr" in line])
+    np.testing.assert_allclose(per_token[0], per_token[1], rtol=1e-9)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_files_are_those_of_one_process(form: str, alone: Path, two_ranks: Path) -> None:
     for name in ("adapter", "checkpoints/step-00000002"):
