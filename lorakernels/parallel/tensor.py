@@ -310,8 +310,8 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Of all elements of `tensors`, fp32 [1]."""
     if not tensors:
         return torch.zeros(1, device=device)
-    norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
-    return torch.stack([*norms]).square().sum(0, keepdim=True)
+    norm = torch.nn.utils.get_total_norm([tensor.float() for tensor in tensors])
+    return norm.square().reshape(1)
 
 
 def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:
