@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class GraphOptions:
         max_shapes: how many shapes "capture" captures; at least 1. Further shapes run eagerly, after one warning.
         mode: which CUDA calls of other threads a capture tolerates, "relaxed" or "thread_local"; see `CudaBackend`.
         backend: makes the backend of each capture; by default CUDA graphs on the device of the parameters.
+        together: for layers that communicate with other ranks: makes a context that raises on all ranks what one raises
+            inside. A capture that fails on one rank then fails on all. All ranks have to capture at the same time.
 
     Raises:
         ValueError: an argument is not one of the above.
@@ -32,6 +35,7 @@ class GraphOptions:
     max_shapes: int = 8
     mode: str = "relaxed"
     backend: Callable[[], Backend] | None = None
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         check_choice("on_new_shape", self.on_new_shape, ("error", "eager", "capture"))

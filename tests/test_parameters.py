@@ -15,10 +15,6 @@ LINES = 500
 SCHEMA = "torch.library reads the op's flat schema off its signature"
 OPTIONS = "an entry point whose options are keywords"
 MORE = {
-    ("lorakernels/autograd/block_linear.py", "block_linear_forward"): SCHEMA,
-    ("lorakernels/autograd/block_linear.py", "_fake_forward"): SCHEMA,
-    ("lorakernels/autograd/block_linear.py", "block_linear_backward"): SCHEMA,
-    ("lorakernels/autograd/block_linear.py", "_fake_backward"): SCHEMA,
     ("lorakernels/autograd/compiled_linear.py", "linear_forward"): SCHEMA,
     ("lorakernels/autograd/compiled_linear.py", "_fake_forward"): SCHEMA,
     ("lorakernels/autograd/compiled_linear.py", "linear_backward"): SCHEMA,

@@ -28,6 +28,7 @@ OTHERS = {
     "_schema": TORCH,
     "_scaled_mm": TORCH,
     "_cdata": TORCH,
+    "_get_backend": TORCH,
     "_init_handles": "Triton loads a kernel that was compiled by it",
     "_foreach_copy_": TORCH,
     "_foreach_mul_": TORCH,

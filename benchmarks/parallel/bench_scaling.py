@@ -10,8 +10,12 @@ q, k, v, o. A step trains on one row. Ways:
     alone, eager     the same without graphs, which is what tp and cp can be compared with
     dp               alone, and the adapters' gradients averaged over all GPUs
     sharded          dp over one base, of which each GPU keeps a part
-    tp               one row for all GPUs, which hold each layer together; rows split between layers, eager
-    tp, not fused    the same over the layers of transformers
+    tp               one row for all GPUs, which hold each layer together; rows split between layers, layers replayed
+    tp, eager        the same without graphs
+    tp, not fused    the same over the layers of transformers, without graphs
+    alone, frozen    alone without adapters, but for one projection of the first layer
+    tp, frozen       tp without adapters, likewise
+    DTensor + PEFT   the peer of tp: bf16 layers of transformers and PEFT, cut by torch's DTensor
     cp               one row for all GPUs, each with some of its tokens; fused layers, eager
 
 Columns:
@@ -45,14 +49,17 @@ from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seco
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, Spec, token_rows
-from benchmarks.peers.training import Ours
+from benchmarks.peers.tensor import DTensorPeft
+from benchmarks.peers.training import Ours, Training
 from lorakernels.parallel import context_parallel, parallelize
 
 LOSS_TOLERANCE = (
     0.02  # tp and cp draw other masks for a row than one GPU does, and sum in another order
 )
-WAYS = ("alone, eager", "alone", "dp", "sharded", "tp", "tp, not fused", "cp")
-ONE_ROW = ("tp", "tp, not fused", "cp")  # for all GPUs together
+PEER = "DTensor + PEFT"
+# for all GPUs together
+ONE_ROW = ("tp", "tp, eager", "tp, not fused", "tp, frozen", PEER, "cp")
+WAYS = ("alone, eager", "alone", "alone, frozen", "dp", "sharded", *ONE_ROW)
 
 
 class Split(Ours):
@@ -60,7 +67,9 @@ class Split(Ours):
 
     def __init__(self, way: str, mesh: Any, spec: Spec, device: torch.device) -> None:
         self.way, self.mesh = way, mesh
-        super().__init__(spec, "qkvo", device, save=None if "not fused" in way else "full")
+        graphed = way in ("tp", "tp, frozen") and device.type == "cuda"
+        save = None if "not fused" in way else "full"
+        super().__init__(spec, adapted_by(way), device, "layer" if graphed else None, save)
 
     def build(self) -> Any:
         model = super().build()
@@ -83,11 +92,20 @@ class Split(Ours):
             self.split.reduce_gradients()
         self.optimizer.step()
         self.state.reduce_and_update()
-        self.rng.advance()
+        if self.graphs is None:
+            self.rng.advance()
+        else:
+            self.manager.end_iteration()
         return loss.detach()
 
 
-def training_of(way: str, mesh: Any, spec: Spec, device: torch.device) -> Ours:
+def adapted_by(way: str) -> str:
+    return "one" if "frozen" in way else "qkvo"
+
+
+def training_of(way: str, mesh: Any, spec: Spec, device: torch.device) -> Training:
+    if way == PEER:
+        return DTensorPeft(spec, "qkvo", device, mesh)
     if way in ONE_ROW:
         return Split(way, mesh, spec, device)
     on_gpu = device.type == "cuda"
@@ -95,7 +113,7 @@ def training_of(way: str, mesh: Any, spec: Spec, device: torch.device) -> Ours:
     if on_gpu and way != "alone, eager":
         form = {"graphs": "layer", "save": "fit"}
     base = {"mesh": mesh} if way == "sharded" else None
-    training = Ours(spec, "qkvo", device, base=base, **form)
+    training = Ours(spec, adapted_by(way), device, base=base, **form)
     if not way.startswith("alone"):
         training.optimizer.register_step_pre_hook(lambda *_: average_gradients(training.trained))
     return training
@@ -138,7 +156,7 @@ def measure(way: str, mesh: Any, spec: Spec, args: argparse.Namespace, device: t
     }
     synchronize(device)
     dist.barrier()
-    if training.graphs is not None:
+    if isinstance(training, Ours):
         training.renew_graphs()
     return found
 

@@ -25,7 +25,12 @@ from lorakernels.train.demo import write_texts
 from lorakernels.train.flops import flops_per_token
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTED = {"qkvo": ATTENTION, "all": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
+# "one": all but one projection of the first layer is frozen, through which backward passes to it
+ADAPTED = {
+    "qkvo": ATTENTION,
+    "all": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
+    "one": ("layers.0.self_attn.q_proj",),
+}
 RANK, ALPHA, P = 16, 32, 0.1
 STD = 0.02
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,16 @@ class CapturedBlocks:
     """All blocks that are captured of a loop.
 
     Each block has a pool of its own. The memory for the parameters' gradients is common to all of them.
+    `together` is GraphOptions'.
     """
 
-    def __init__(self, managed: ManagedLayers, progress: IterationProgress) -> None:
-        self.managed, self.progress = managed, progress
+    def __init__(
+        self,
+        managed: ManagedLayers,
+        progress: IterationProgress,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.managed, self.progress, self._together = managed, progress, together
         self.captured: list[CapturedBlock] = []
         self.forwards: list[Callable[..., Any]] = []
         self.layers: list[Layer] = []
@@ -63,14 +70,15 @@ class CapturedBlocks:
             replaced: executable graphs of an earlier capture of this block, to be updated where CUDA can do that.
 
         Raises:
-            CaptureError: the block cannot be captured; everything is as before.
+            CaptureError: the block cannot be captured, here or on another rank; everything is as before.
         """
         started, managed, trace = time.perf_counter(), self.managed, block.trace
         if not self.captured:
             self.forwards = [module.forward for module in managed.modules]
         layers = self._layers(trace.recomputed)
-        adds = managed.check(layers, trace.reentrant, self._grads)
-        plan = make_plan(block.order, trace.specs)
+        with self._on_all_ranks("check"):
+            adds = managed.check(layers, trace.reentrant, self._grads)
+            plan = make_plan(block.order, trace.specs)
         trace.keep(plan.calls)
         states = named_states(managed.fp8_state, managed.rng_states)
         snapshot = Snapshot(managed.modules, managed.fp8_state, states.values())
@@ -84,14 +92,19 @@ class CapturedBlocks:
             attempt = BlockGraphs(plan.order, self.progress, backend)
             drawn = list(states.values())
             capturer = Capturer(layers, trace, plan, attempt, grad_memory, drawn, replaced)
-            graphs = capturer.run(snapshot.restore, advance_all(states.values()))
-            snapshot.restore()
-            self._prepare_calls(graphs, layers, block, states)
+            with self._on_all_ranks("capture"):
+                graphs = capturer.run(snapshot.restore, advance_all(states.values()))
+                snapshot.restore()
+                self._prepare_calls(graphs, layers, block, states)
             pins.add()
             report = _report(capturer, len(self.captured), free, time.perf_counter() - started)
         except BaseException as error:
             self._roll_back(graphs, pins, snapshot)
-            if graphs is None or not isinstance(error, Exception):
+            if (
+                graphs is None
+                or isinstance(error, CaptureError)
+                or not isinstance(error, Exception)
+            ):
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise CaptureError(managed.names[0], "install", reason) from error
@@ -104,6 +117,22 @@ class CapturedBlocks:
         found = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
         self.captured.append(found)
         return found
+
+    @contextmanager
+    def _on_all_ranks(self, phase: str) -> Iterator[None]:
+        """Inside, what one rank raises is raised on all, as a CaptureError on the others."""
+        own: Exception | None = None
+        try:
+            with self._together():
+                try:
+                    yield
+                except Exception as error:  # to tell it from another rank's
+                    own = error
+                    raise
+        except Exception as error:
+            if error is own:
+                raise
+            raise CaptureError(self.managed.names[0], phase, str(error)) from error
 
     def _layers(self, recomputed: set[int]) -> list[Layer]:
         named = zip(self.managed.names, self.managed.modules, self.forwards, strict=True)

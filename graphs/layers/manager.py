@@ -82,7 +82,8 @@ class GraphManager:
         self._managed = ManagedLayers(
             self.names, self.modules, fp8_state, self.rng_states, grads, self._make_backend
         )
-        self._blocks = CapturedBlocks(self._managed, IterationProgress(self.num_microbatches))
+        progress = IterationProgress(self.num_microbatches)
+        self._blocks = CapturedBlocks(self._managed, progress, options.together)
         self.runner = BlockRunner(self._blocks, options, self.device.type)
         self._forwards: list[LayerForward] = []
         self._record()

@@ -2,13 +2,13 @@
 """Which ops run forward and backward, and what is saved in between; nothing else."""
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
-from lorakernels.autograd.block_linear import BlockCall, block_linear
 from lorakernels.autograd.compiled_linear import (
     compiled_linear,
     is_compiling,
     quantize_input,
     rows_of,
 )
+from lorakernels.autograd.linear import quantize_in_blocks
 from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
 from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
 from lorakernels.autograd.lora_linear import lora_linear
@@ -17,12 +17,10 @@ from lorakernels.autograd.shared_input import SharedInput, share_input, shared_l
 __all__ = [
     "Adapter",
     "AdapterNumbers",
-    "BlockCall",
     "Call",
     "LoRASpec",
     "SharedInput",
     "bias_dropout_add",
-    "block_linear",
     "check_input",
     "compiled_linear",
     "get_bias_dropout_add",
@@ -30,6 +28,7 @@ __all__ = [
     "linear_cross_entropy",
     "lora_linear",
     "quantize_head",
+    "quantize_in_blocks",
     "quantize_input",
     "rows_of",
     "share_input",

@@ -30,7 +30,9 @@ from lorakernels.autograd.compiled_plan import (
 )
 from lorakernels.autograd.linear_node import Needs, in_bytes
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, check_input
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty
+from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Numbers, numbers_of
 from lorakernels.values import Scaled, Scaling, Weight
 
@@ -52,12 +54,18 @@ def _spec(
         p=drawn.p if p is None else p,
         site=drawn.site,
         row0=drawn.row0,
+        blocks=numbers.blocks,
     )
     state = numbers.state
     if state is not None:
         spec = spec.following(state.recipe, column, training)
     numbers.made[key] = spec
     return spec
+
+
+def _states(state: FP8State | None) -> tuple[Tensor | None, Tensor | None]:
+    """The state of x and of dy; None over a plain base and over blocks."""
+    return (None, None) if state is None else (state.forward, state.backward)
 
 
 def _directly(x: Tensor) -> Callable[..., Any]:
@@ -112,8 +120,8 @@ def linear_forward(
         state.begin(x.device, numbers.column_dy, training)
     spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
     frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
-    if x8 is None and state is not None:
-        call = Call(spec, slot, state.forward, state.backward)
+    if x8 is None and weight_scale_inv is not None:
+        call = Call(spec, slot, *_states(state))
         found = planned_forward(x, bias, adapter, frozen, call)
         if found is not None:
             return found
@@ -130,6 +138,8 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     quantizes = weight_scale_inv is not None and x8 is None
     made8 = empty(x, *(x.shape if quantizes else (0,)), dtype=torch.uint8)
     scale_inv = empty(x, 1 if quantizes else 0, dtype=torch.float32)
+    if quantizes and weight_scale_inv.dim() == 2:  # of blocks
+        scale_inv = empty(x, blocks_of(x.shape[1]), x.shape[0], dtype=torch.float32)
     s = empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
     return y, made8, scale_inv, s
 
@@ -165,10 +175,10 @@ def linear_backward(
         None if operand is None else Scaled(operand, x_scale_inv),
         Call(_spec(numbers, scaling, p, mask, numbers.column_dy), slot),
     )
-    need = Needs(*needs)
-    if state is not None:
-        saved = saved._replace(call=saved.call._replace(state_dy=state.backward))
-        found = planned_backward(dy, saved, need, state.forward)
+    need, (state_x, state_dy) = Needs(*needs), _states(state)
+    saved = saved._replace(call=saved.call._replace(state_dy=state_dy))
+    if weight_scale_inv is not None:
+        found = planned_backward(dy, saved, need, state_x)
         if found is not None:
             return found
     if saved.weight is not None:

@@ -14,6 +14,7 @@ from lorakernels import ops
 from lorakernels.autograd.linear_node import Needs, gradients
 from lorakernels.autograd.linear_plan import Kind, Known, known_of
 from lorakernels.autograd.linear_values import Adapter, Call
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.register import Op
 from lorakernels.plans.function import FunctionPlan
 from lorakernels.plans.node import Operands, Plans
@@ -68,8 +69,14 @@ def run_forward(
     lora_A, lora_B, _ = adapter
     spec, scaling = call.spec, call.scaling_x
     x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, call.dropout)
-    operand = given or (Scaled(x) if scaling is None else Scaled(x8, scale_inv))
     up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
+    if spec.blocks is not None:
+        if given is None:
+            x8, scale_inv = run(ops.quantize_blocks, x, E4M3, spec.blocks.power_2_scale)
+        operand = given or Scaled(x8, scale_inv)
+        y = run(ops.fp8_block_linear, operand, weight, bias, up, x.dtype)
+        return y, x8, scale_inv, s
+    operand = given or (Scaled(x) if scaling is None else Scaled(x8, scale_inv))
     y = run(ops.fp8_linear_lora, operand, weight, bias, up, x.dtype, spec.split_fprop)
     return y, x8, scale_inv, s
 
@@ -104,7 +111,7 @@ def planned_forward(
     return plan.run(addresses, known.sites)  # type: ignore[return-value]
 
 
-def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor) -> Four | None:
+def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Four | None:
     """`run_backward` on a GPU by one call of csrc; None where it cannot. W may be e4m3."""
     weight, (lora_A, lora_B, s), operand, call = saved
     if weight is None or needs.bias or not _is_planned(dy):
@@ -147,8 +154,7 @@ def _record_backward(
         others: list[Any] = [None if form is None else recording.tensor(*form) for form in forms]
         s, x8, scale_inv, slot = others
         state = kind.value.state
-        assert state is not None  # layers in blocks have an op of their own in a trace
-        states = [recording.column(state) for _ in range(2)]
+        states = [None if state is None else recording.column(state) for _ in range(2)]
         saved = Saved(
             weight,
             Adapter(A, B, s),

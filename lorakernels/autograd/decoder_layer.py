@@ -57,6 +57,7 @@ from lorakernels.autograd.linear import (
     lora_down,
     projected,
     quantize_down,
+    quantize_in_blocks,
     stack_B,
 )
 from lorakernels.numerics.gate_up import packed
@@ -198,7 +199,7 @@ def _normed_input(
     normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, eps, scaling, unquantized)
     if apart:
         return *quantize_down(normed, to), rstd
-    operand = Scaled(*x8) if to.quantized else Scaled(normed)
+    operand = Scaled(*x8) if to.quantized else quantize_in_blocks(Scaled(normed), to.blocks)
     return operand, lora_down(normed, to), rstd
 
 
@@ -439,7 +440,7 @@ def _swiglu(
         act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
     if apart:
         return *quantize_down(act, to), bytes_
-    operand = Scaled(*a8) if to.quantized else Scaled(act)
+    operand = Scaled(*a8) if to.quantized else quantize_in_blocks(Scaled(act), to.blocks)
     return operand, lora_down(act, to), bytes_
 
 

@@ -126,7 +126,7 @@ class Projections(NamedTuple):
         spec: scaling, and x's and dy's place in the state.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
         blocks: the recipe of a block-scaled base, with scale_inv and grad_scale_inv [⌈ΣN/128⌉, ⌈K/128⌉]; else None.
-            x and dy' are then quantized in front of their products. Backward's dA reads x as it came.
+            x and dy' are then quantized in front of their products.
         planned: what plans take of it; None where there are none.
         over: where ranks hold the projections together. Weights, A or B, and biases are this rank's parts then.
     """
@@ -171,6 +171,7 @@ class Projections(NamedTuple):
             state_x=call.state_x,
             state_dy=call.state_dy,
             spec=call.spec,
+            blocks=call.spec.blocks,
         )
 
     @property
@@ -215,7 +216,7 @@ class Projections(NamedTuple):
         )
 
     def scaling_ahead(self, backward: bool = False) -> Scaling | None:
-        """The scale of an x (or dy) that is still to be made; None over a plain base, or while ranks must ask each other."""
+        """The scale of an x (or dy) still to be made; None over a plain base, or while ranks must ask each other."""
         if self.over is not None:
             return self.over.known(self.spec, backward)
         return self.spec.of_state(self.state_dy if backward else self.state_x)
@@ -242,7 +243,10 @@ def lora_down(x: Tensor, to: Projections) -> Tensor | None:
 
 
 def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
-    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask."""
+    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask.
+
+    Over blocks x is read once more, for a scale of each 1 × 128.
+    """
     one = len(to.masks) <= 1
     mask = to.masks[0] if to.masks and one else None
     operand, s = Scaled(x), None
@@ -250,7 +254,19 @@ def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
         lora_A = to.lora_A if one else None
         x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask)
         operand = Scaled(x8, scale_inv) if to.quantized else operand
+    if to.over is None:  # ranks cast their parts by themselves
+        operand = quantize_in_blocks(operand, to.blocks)
     return operand, s if one and to.adapted else lora_down(x, to)
+
+
+def quantize_in_blocks(x: Scaled, blocks: BlockScaling | None) -> Scaled:
+    """x8 [M, K] with a scale_inv fp32 [⌈K/128⌉, M], by the recipe `blocks`; x itself without one, or if it has scales.
+
+    It may be traced.
+    """
+    if blocks is None or x.scale_inv is not None:
+        return x
+    return Scaled(*ops.quantize_blocks(x.data, E4M3, blocks.power_2_scale))
 
 
 def project(
@@ -265,9 +281,7 @@ def project(
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
     if to.blocks is not None:
-        x = operand
-        if x.scale_inv is None:
-            x = Scaled(*ops.quantize_blocks(x.data, E4M3, to.blocks.power_2_scale))
+        x = quantize_in_blocks(operand, to.blocks)
         return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual)
     return ops.fp8_linear_lora(
         operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual
@@ -346,13 +360,13 @@ def gradients(
     s, dtype_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
-    if dy8 is None or block is not None:
-        state = to.state_dy if dy8 is None else None
+    state = to.state_dy if dy8 is None else None
+    if state is not None or block is not None:
         found8, scale_inv, ds, dB, dropped = _quantize(
             to, dy, block, s if needs.B else None, state, needs, run
         )
-        if dy8 is None:
-            dy8 = Scaled(dy) if state is None else Scaled(found8, scale_inv)
+        dy8 = dy8 if state is None else Scaled(found8, scale_inv)
+    dy8 = dy8 or Scaled(dy)
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
         each = adapters_of(lora_B[0])

@@ -2,7 +2,8 @@
 """The autograd node of a linear layer: one projection of `linear`, and what is kept of it.
 
 Backward may need x8 and its 4-byte scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the
-wanted gradients need is saved. Parameters are saved by reference.
+wanted gradients need is saved. Parameters are saved by reference. Under BlockScaling x8 has a scale_inv for each
+1 × 128, and nothing but results is written.
 """
 
 from __future__ import annotations

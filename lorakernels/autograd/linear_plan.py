@@ -12,7 +12,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.block_linear import BlockNode
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
 from lorakernels.numerics.segments import adapters_of
@@ -258,5 +257,4 @@ def _record(
     if shape.numel() == 0:
         raise NotPlanned("no rows")
     operands = partial(kind.operands, shape, dtype, not draws_none)
-    node = RowsNode if kind.value.numbers.spec.blocks is None else BlockNode
-    return NodePlan(node, kind.device, operands, (*flags, False, False))
+    return NodePlan(RowsNode, kind.device, operands, (*flags, False, False))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.block_linear import BlockCall, block_linear
 from lorakernels.autograd.linear_node import LinearNode, in_bytes
 from lorakernels.autograd.linear_plan import planned_linear
 from lorakernels.autograd.linear_values import Adapter, Call
@@ -37,11 +36,7 @@ def lora_linear(
     y = planned_linear(x, weight, bias, adapter, call) if kind == "cuda" else None
     if y is not None:
         return y
-    weight, spec = in_bytes(weight), call.spec
-    if spec.blocks is not None:
-        numbers = (spec.scaling, spec.p, spec.site)
-        return block_linear(x, weight, bias, adapter, BlockCall(spec.blocks, call.slot, *numbers))
-    shape = x.shape
+    weight, shape = in_bytes(weight), x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     y = LinearNode.apply(rows, bias, adapter.A, adapter.B, weight, call)
     return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])

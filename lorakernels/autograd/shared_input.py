@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.compiled_linear import rows_of
+from lorakernels.autograd.linear import quantize_in_blocks
 from lorakernels.autograd.linear_node import Given, LinearNode, in_bytes
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.ops.quantize_lora_down import MAX_RANK
@@ -26,7 +27,7 @@ class SharedInput:
 
     Attributes:
         rows: [M, K], x in the compute dtype, outside of autograd.
-        operand: x8 and its scale_inv; over a plain base, `rows`.
+        operand: x8 and its scale_inv, [1] or one for each 1 × 128; over a plain base, `rows`.
         s: {layer: [M, R]}, with the mask of `slot` and of `spec`'s p and site.
         slot: int64 [2], or None without dropout.
         spec: the mask's numbers, and x's column in the FP8 state.
@@ -46,13 +47,14 @@ def share_input(x: Tensor, lora_A: Mapping[int, Tensor], call: Call) -> SharedIn
         x: [..., K] fp32, bf16 or fp16, any strides; under autocast it is cast to the autocast dtype first.
         lora_A: {layer: [R, K]}; may be empty. One read of x serves all, if `quantize_lora_down` takes the sum of their
             ranks (MAX_RANK). If not, each has a read of x.
-        call: the mask's numbers and slot, and x's place in the FP8 state.
+        call: the mask's numbers and slot, and x's place in the FP8 state, or the recipe of a base in blocks.
     """
     rows, scaling = rows_of(x.detach()), call.scaling_x
     each = [a.detach() for a in lora_A.values()]
     ranks = [a.shape[0] for a in each]
     stacked = [_cat(each)] if len(each) > 1 and sum(ranks) <= MAX_RANK else each
-    operand, found = Scaled(rows), list[Tensor]()
+    found = list[Tensor]()
+    operand = quantize_in_blocks(Scaled(rows), call.spec.blocks)
     for a in stacked or (None,):
         x8, scale_inv, s = ops.quantize_lora_down(rows, a, scaling, call.dropout)
         if scaling is not None:

@@ -203,7 +203,8 @@ def fuse(
         first = next(iter(layers.values()))
         element = first.get_parameter(f"{spec_of(first).all_norms[0]}.weight").element_size()
         in_fp8 = attention == attention_backends.FP8
-        sizes = [LayerSize.of(layer, state is not None, in_fp8) for layer in layers.values()]
+        kind = state is not None, in_fp8, adapter.block_scaling is not None
+        sizes = [LayerSize.of(layer, *kind) for layer in layers.values()]
         modes = [save] * len(sizes)
         if memory_budget is not None:
             modes = fit(sizes, memory_budget, tokens or 1, element, forms)

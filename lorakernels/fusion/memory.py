@@ -20,6 +20,9 @@ FP8 attention keeps a byte for each element of q, k, v and out, which an adapted
 With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
 "fp8-offload" and "checkpoint-offload" count what stays on the device.
 
+Over a base in blocks (BlockScaling) an x8 of "full" has a scale for each 128 columns, 4 M ⌈K_in / 128⌉ more. out has
+none, as over a plain base.
+
 Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
 Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.
 A layer without adapters keeps only what attention, the norms and SwiGLU need.
@@ -38,6 +41,7 @@ from torch import nn
 from lorakernels.fusion.families import spec_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.gate_up import packed_scales
 
 SAVE = ("full", "recompute", "fp8", "checkpoint")  # from the fastest to the slowest
@@ -66,10 +70,14 @@ class LayerSize:
     heads_together: bool = False
     capped: bool = False
     fp8_attention: bool = False
+    blocks: bool = False
 
     @classmethod
-    def of(cls, layer: nn.Module, fp8: bool, fp8_attention: bool = False) -> LayerSize:
-        """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8."""
+    def of(
+        cls, layer: nn.Module, fp8: bool, fp8_attention: bool = False, blocks: bool = False
+    ) -> LayerSize:
+        """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8 with one scale; `blocks`:
+        with one for each block."""
         spec = spec_of(layer)
         heads = spec.heads(layer)
         groups = [[projection(layer.get_submodule(p)) for p in group] for group in spec.groups]
@@ -90,6 +98,7 @@ class LayerSize:
             spec.norms_whole(layer),
             spec.cap_of(layer) is not None,
             fp8_attention,
+            blocks,
         )
 
     def saved_bytes(self, save: str, tokens: int, element: int = 2) -> int:
@@ -115,8 +124,9 @@ class LayerSize:
         row += 2 * f + 4 * packed_scales(1, 2 * f)[1] if save == "fp8" else 2 * f * element
         if save == "full":
             inputs = (k, h * d if self.fp8 and not self.fp8_attention else 0, k, f)
-            adapted = sum(n for n, rank in zip(inputs, self.ranks, strict=True) if rank)
-            row += adapted * (1 if self.fp8 else element)
+            adapted = [n for n, rank in zip(inputs, self.ranks, strict=True) if rank]
+            row += sum(adapted) * (1 if self.fp8 or self.blocks else element)
+            row += 4 * sum(map(blocks_of, adapted)) if self.blocks else 0
         return tokens * row + self.stacked
 
     def _norms(self, save: str, element: int) -> int:

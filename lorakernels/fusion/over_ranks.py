@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -25,6 +26,9 @@ class Over(Protocol):
     def check(self, h: Tensor) -> None:
         """Refuse an input that split layers do not take."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Collective at its end: an exception inside, on one rank, is raised on all."""
+
 
 class Context(Protocol):
     """Attention over ranks that have some of each row's tokens (parallel/context_attention.py).
@@ -39,3 +43,9 @@ class Context(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
     ) -> Tensor:
         """out [B, H, T, D] of this rank's q, k and v. `documents`: where they begin, and the tokens of the longest."""
+
+
+def over_of(layer: Any) -> Over | None:
+    """The ranks that hold a decoder layer together; None for a layer that is not fused, or is whole."""
+    parts = vars(layer).get("_fused")
+    return None if parts is None else cast("Over | None", parts.over)

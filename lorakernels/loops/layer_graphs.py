@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from lorakernels.fusion.over_ranks import over_of
 from lorakernels.graphs import (
     CaptureError,
     GraphManager,
@@ -50,6 +51,9 @@ class LayerGraphs:
         chosen = {"on_new_shape": "capture", "max_shapes": 4, **options}
         of_layers = chosen.keys() & {"fp8_state", "rng_states", "grads"}
         self._of_layers = {name: chosen.pop(name) for name in of_layers}
+        over = next((o for layer in self.layers if (o := over_of(layer)) is not None), None)
+        if over is not None:
+            chosen["together"] = over.together
         self.options = GraphOptions(**chosen)
         self.manager: Any = None
         self.failed = False

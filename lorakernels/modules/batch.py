@@ -309,10 +309,6 @@ def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int
             raise ValueError(f"{path} is merged: unmerge it first")
         if any(map(is_sharded, layer.parameters())):
             raise ValueError(f"{path} is sharded: it cannot hold several adapters")
-        if layer.block_scaling is not None:
-            raise ValueError(
-                f"{path} follows BlockScaling: several adapters follow DelayedScaling or are plain"
-            )
         if layer.lora_dropout:
             raise ValueError(
                 f"{path} has lora_dropout={layer.lora_dropout}, expected 0 for several adapters"

@@ -15,10 +15,8 @@ from lorakernels import ops
 from lorakernels.autograd import (
     Adapter,
     AdapterNumbers,
-    BlockCall,
     Call,
     LoRASpec,
-    block_linear,
     check_input,
     compiled_linear,
     is_compiling,
@@ -350,17 +348,14 @@ class FrozenFP8Linear(nn.Module):
     ) -> Tensor:
         """`with_adapter` in a trace. It reads no number that differs between layers, so that they share the trace."""
         handle = self._handle.tensor
-        if self.block_scaling is not None:
-            weight = Weight(self.stored, self.weight_scale_inv)
-            in_blocks = BlockCall(self.block_scaling, slot, handle=handle, **options)
-            return block_linear(x, weight, self.bias, Adapter(*adapter), in_blocks)
         base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
     def _numbers(self) -> Numbers:
         column_x = vars(self).get("_column_x")
         column_x = self.column if column_x is None else column_x
-        return Numbers(self.name, self.fp8_state, column_x, self.column)
+        blocks = self.block_scaling
+        return Numbers(self.name, self.fp8_state, column_x, self.column, blocks=blocks)
 
     @property
     def handle(self) -> Handle:

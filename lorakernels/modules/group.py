@@ -24,6 +24,7 @@ from lorakernels.autograd import (
     SharedInput,
     check_input,
     is_compiling,
+    quantize_in_blocks,
     quantize_input,
     rows_of,
     share_input,
@@ -35,7 +36,7 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import draw_slot
-from lorakernels.values import Weight
+from lorakernels.values import Scaled, Weight
 
 _Key = tuple[list[Any], list[Any]]  # objects, and values
 
@@ -70,6 +71,7 @@ class LoRALinearGroup:
     In backward each member is by itself, as if it were in no group.
 
     x has one amax and one scale, in the first member's column of the FP8 state (and in every member's state_dict).
+    Under BlockScaling it has a scale for each 1 × 128, and there is no state.
 
     Args:
         members: two or more LoRALinears of equal in_features, FP8 recipe, FP8 state, device and dropout. Ranks and
@@ -155,8 +157,11 @@ class LoRALinearGroup:
         check_input(x, first.stored)
         shared: dict[str, Any] = {}
         if first.holds_fp8:
-            handle = first.handle.tensor
-            x8, x_scale_inv = quantize_input(rows_of(x.detach()), handle, first.training)
+            rows, blocks = rows_of(x.detach()), first.block_scaling
+            if blocks is None:
+                x8, x_scale_inv = quantize_input(rows, first.handle.tensor, first.training)
+            else:
+                x8, x_scale_inv = quantize_in_blocks(Scaled(rows), blocks)
             shared = {"x8": x8, "x_scale_inv": x_scale_inv}
         if self.shared_dropout:
             owner = [*(m for m in self.members if is_active(m)), first][0]
@@ -212,6 +217,7 @@ class LoRALinearGroup:
             row0=owner.row0,
             column=first.column,
             delayed=member.training,
+            blocks=first.block_scaling,
         )
         state_x = None if state is None else state.forward
         return share_input(x, stack, Call(spec, slot, state_x))
@@ -255,7 +261,8 @@ class LoRALinearGroup:
         if index not in shared.s:
             slot = draw_slot(member.rng_state, x.device) if _drops(member) else None
             p, site = member.lora_dropout, member.site
-        spec, state = LoRASpec(member.scaling, p, site, member.row0), member.fp8_state
+        spec = LoRASpec(member.scaling, p, site, member.row0, blocks=member.block_scaling)
+        state = member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member.column, member.training)
         weight = Weight(member.stored, member.weight_scale_inv, member.weight_t)
@@ -324,10 +331,6 @@ def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
             raise ValueError(
                 f"{member.name!r} has several adapters, which a group does not compute"
             )
-        if member.block_scaling is not None:
-            raise ValueError(
-                f"{member.name!r} follows BlockScaling: members of a group must follow DelayedScaling or be plain"
-            )
     names = [member.name for member in members]
     if len({id(member) for member in members}) < max(len(members), 2):
         raise ValueError(f"a group needs two or more different members, found {names}")
@@ -347,8 +350,6 @@ def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
 
 
 def _asked(member: LoRALinear, what: str) -> Any:
-    if what == "recipe":
-        return None if member.fp8_state is None else member.fp8_state.recipe
     return member.lora_A.device if what == "device" else getattr(member, what)
 
 

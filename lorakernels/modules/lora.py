@@ -70,7 +70,7 @@ class LoRALinear(MergeableLinear):
             the output equals the base's at first, unless `config.init_lora_weights` is False.
         scaling: alpha / r, or alpha / √r with rslora.
         row0: the row of the whole tensor at which x begins, where ranks hold rows of one tensor: masks are drawn there.
-            DoRA and BlockScaling do not read it.
+            DoRA does not read it.
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.

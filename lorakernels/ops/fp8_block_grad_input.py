@@ -4,12 +4,13 @@
     dx[m, k] = Σ_b dys[b, m] · ws[b, ⌊k/128⌋] · Σ_{n in block b} dy8[m, n] w8[n, k]  +  …
 
 dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]; w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds [M, R],
-A [R, K], dx [M, K]. A block of W has the same scale in both directions, so that its bytes serve both: no second copy.
+dx [M, K], A [R, K], or [J, R, K] of J adapters in one batch (numerics/segments.py). A block of W has the same scale in
+both directions, so that its bytes serve both: no second copy.
 
-csrc/ops/fp8_gemm on Hopper turns W on its way through the registers, adds the branch there and rounds dx once. cuBLASLt
-multiplies the blocks themselves, for sizes that it takes, on a copy of Wᵀ that is made for the call. PyTorch's way
-dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. Behind these two the
-branch comes after the product.
+csrc/ops/fp8_gemm on Hopper turns W on its way through the registers, adds the branch there and rounds dx once. PyTorch
+adds the branch of several adapters after it. cuBLASLt multiplies the blocks themselves, for sizes that it takes, on a
+copy of Wᵀ that is made for the call. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
+CPU, and multiplies those. Behind these two the branch comes after the product.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.segments import adapters_of, check_segments, rows_times
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
+from lorakernels.ops.fp8_grad_input import add_branch
 from lorakernels.ops.fp8_grad_input import by_csrc as by_csrc_product
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
-from lorakernels.ops.hardware import why_not_cublaslt_blocks
+from lorakernels.ops.hardware import SEVERAL, why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
@@ -61,7 +64,7 @@ def _with_branch(
 ) -> Tensor:
     """fp32 sums and the adapter's branch, rounded once."""
     if ds is not None and lora_A is not None:
-        branch, factor = masked(ds.float() @ lora_A.to(ds.dtype).float(), dropout)
+        branch, factor = masked(rows_times(ds.float(), lora_A.to(ds.dtype).float()), dropout)
         acc += branch * factor
     return acc.to(out_dtype)
 
@@ -95,6 +98,7 @@ def check(
     check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(depth), blocks_of(cols)))
     checks.slot(dropout, dy.data.device)
     checks.dropped(dropout, rows, cols, dy.data.device)
+    check_segments("lora_A", lora_A, rows)
 
 
 def why_not_csrc_kernel(
@@ -107,6 +111,8 @@ def why_not_csrc_kernel(
     out_dtype: torch.dtype,
 ) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    if ds is not None and adapters_of(lora_A):
+        return SEVERAL
     if why_not := why_not_gaps(dy=dy.scale_inv, weight=weight.scale_inv):
         return why_not
     return why_not_csrc_product(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
@@ -123,6 +129,33 @@ def by_csrc(
 ) -> Tensor:
     """One kernel of csrc, for any rank, on W as it lies."""
     return by_csrc_product(dy, fp8_dtype, weight._replace(t=None), ds, lora_A, dropout, out_dtype)
+
+
+def why_not_csrc_base(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """None if csrc's kernel takes all but the adapters; otherwise the reason why not."""
+    return why_not_csrc_kernel(dy, fp8_dtype, weight, None, None, None, out_dtype)
+
+
+def by_csrc_and_torch(
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """One kernel of csrc, then PyTorch's for the adapters' branch."""
+    dx = by_csrc(dy, fp8_dtype, weight, None, None, None, out_dtype)
+    return add_branch(dx, ds, lora_A, dropout, out_dtype)
 
 
 def by_torch(
@@ -186,6 +219,7 @@ fp8_block_grad_input = define(
         check,
         (
             Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("csrc, torch", by_csrc_and_torch, why_not_csrc_base),
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
             Implementation("torch", by_torch),
         ),

@@ -4,14 +4,14 @@
     y[m, n] = Σ_b xs[b, m] · ws[⌊n/128⌋, b] · Σ_{k in block b} x8[m, k] w8[n, k]  +  …
 
 x8 [M, K] and w8 [N, K] are bytes of e4m3; xs fp32 [⌈K/128⌉, M] and ws fp32 [⌈N/128⌉, ⌈K/128⌉] are their scale_inv.
-bias [N], s [M, R], B [N, R], residual and y [M, N]. The scales are applied to partial sums of 128 products in fp32, so
-that the tensor cores' short sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report,
-section 3.3).
+bias [N], s [M, R], residual and y [M, N]. B is [N, R], or [J, N, R] of J adapters in one batch
+(numerics/segments.py). The scales are applied to partial sums of 128 products in fp32, so that the tensor cores' short
+sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report, section 3.3).
 
-csrc/ops/fp8_gemm on Hopper adds the other terms in registers and rounds y once. cuBLASLt multiplies the blocks
-themselves, for sizes that it takes. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
-CPU, and multiplies those. Behind these two the other terms come after the product, so that y is rounded up to four
-times.
+csrc/ops/fp8_gemm on Hopper adds the other terms in registers and rounds y once. PyTorch adds the term of several
+adapters after it. cuBLASLt multiplies the blocks themselves, for sizes that it takes. PyTorch's way dequantizes both
+operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. Behind these two the other terms come
+after the product, so that y is rounded up to four times.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch import Tensor
 from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.ops.fp8_linear_lora import launch_csrc, with_terms
+from lorakernels.numerics.segments import adapters_of, rows_times
+from lorakernels.ops.fp8_linear_lora import check_up, launch_csrc, with_terms
 from lorakernels.ops.fp8_linear_lora import why_not_csrc_kernel as why_not_csrc_linear
 from lorakernels.ops.hardware import (
     FP8_GEMM_MULTIPLE,
+    SEVERAL,
     Place,
     why_not_cublaslt_blocks,
     why_not_wgmma_gemm,
@@ -50,7 +52,7 @@ def reference(
     check(x, weight, bias, up, out_dtype, residual)
     acc = dequantize_rows(x) @ dequantize_weight_blocks(weight).t()
     if up is not None and up.s is not None:
-        acc += up.scaling * (up.s.float() @ up.lora_B.to(up.s.dtype).float().t())
+        acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
     if bias is not None:
         acc += bias.float()
     if residual is not None:
@@ -87,8 +89,7 @@ def check(
         raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
     if bias is not None and bias.shape != (cols,):
         raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
-    if up is not None and up.s is not None and up.lora_B.shape != (cols, up.s.shape[1]):
-        raise ValueError(f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}")
+    check_up(up, rows, cols)
 
 
 def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> None:
@@ -107,6 +108,8 @@ def why_not_csrc_kernel(
     residual: Tensor | None = None,
 ) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    if up is not None and adapters_of(up.lora_B):
+        return SEVERAL
     if why_not := why_not_gaps(x=x.scale_inv, weight=weight.scale_inv):
         return why_not
     return why_not_csrc_linear(x, weight, bias, up, out_dtype, False, residual)
@@ -124,6 +127,31 @@ def by_csrc(
     y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
     launch_csrc(y, x, weight, bias, up, False, residual)
     return y
+
+
+def why_not_csrc_base(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> str | None:
+    """None if csrc's kernel takes all but the adapters; otherwise the reason why not."""
+    return why_not_csrc_kernel(x, weight, bias, None, out_dtype, residual)
+
+
+def by_csrc_and_torch(
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """One kernel of csrc, then PyTorch's for the adapters' term, which it adds in fp32."""
+    y = by_csrc(x, weight, bias, None, out_dtype, residual)
+    return with_terms(y, None, up, out_dtype, None)
 
 
 def why_not_gaps(**scales: Tensor | None) -> str | None:
@@ -206,6 +234,7 @@ fp8_block_linear = define(
         check,
         (
             Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("csrc, torch", by_csrc_and_torch, why_not_csrc_base),
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
             Implementation("torch", by_torch),
         ),

@@ -260,7 +260,7 @@ def by_cublaslt(
         out_dtype=out_dtype,
         use_fast_accum=not split,
     )
-    return _with_branch(dx, ds, lora_A, dropout, out_dtype)
+    return add_branch(dx, ds, lora_A, dropout, out_dtype)
 
 
 def by_dequantized(
@@ -275,7 +275,7 @@ def by_dequantized(
 ) -> Tensor:
     """A product in `out_dtype`, then one PyTorch kernel after the other for the branch."""
     dx = dequantized_grad_input(dy, fp8_dtype, weight, out_dtype)
-    return _with_branch(dx, ds, lora_A, dropout, out_dtype)
+    return add_branch(dx, ds, lora_A, dropout, out_dtype)
 
 
 def by_torch(
@@ -293,10 +293,10 @@ def by_torch(
         dx = dy.data @ weight.data.to(dy.data.dtype)
     else:
         dx = reference(dy, fp8_dtype, weight, None, None, None, out_dtype)
-    return _with_branch(dx, ds, lora_A, dropout, out_dtype)
+    return add_branch(dx, ds, lora_A, dropout, out_dtype)
 
 
-def _with_branch(
+def add_branch(
     dx: Tensor,
     ds: Tensor | None,
     lora_A: Tensor | None,

@@ -112,6 +112,11 @@ def check(
         raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
     if bias is not None and bias.shape != (cols,):
         raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
+    check_up(up, rows, cols)
+
+
+def check_up(up: Up | None, rows: int, cols: int) -> None:
+    """ValueError unless lora_B is [N, R], or [J, N, R] of J adapters that divide the rows, for an s [M, R]."""
     if up is not None and up.s is not None:
         if up.lora_B.shape[-2:] != (cols, up.s.shape[1]) or up.lora_B.dim() > 3:
             raise ValueError(

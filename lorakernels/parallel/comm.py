@@ -284,6 +284,13 @@ def sum_rows(group: Any, whole: Tensor) -> Tensor:
     return part
 
 
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """After which the collectives of `group` give up."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", timedelta(minutes=10))
+    return found
+
+
 def maximum(group: Any, x: Tensor) -> None:
     """Collective: `x` becomes its elements' largest values over the ranks. A backend may lose NaN."""
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)

@@ -19,6 +19,7 @@ from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import check_equal, checksum, generators
 from lorakernels.parallel.tensor_ranks import Ranks
 
@@ -245,8 +246,8 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     Raises:
         TypeError: the model has no config of transformers.
         ValueError: the mesh has several dimensions; ranks' adapters or generators differ; a layer has a sliding window,
-            capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA or BlockScaling; layers are
-            split over the same ranks. All ranks raise, and nothing is changed.
+            capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are split over the
+            same ranks. All ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
@@ -264,6 +265,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
                 raise ValueError(f"{name} {why}")
         mine = _fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
+    ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
     return ContextParallel(model, ranks).attach(layers)
 
 
@@ -299,11 +301,10 @@ def _cannot_draw(module: nn.Module, group: Any) -> str:
         return "is split over these ranks already: tensor parallelism needs a dimension of its own"
     if isinstance(module, nn.Dropout) and module.p:
         return f"is {module}, which would draw equal masks on all ranks: set lora_dropout of our layers, or p = 0"
-    if isinstance(module, LoRALinear) and module.lora_dropout:
-        if module.has_magnitude:
-            return f"is a {type(module).__name__} with dropout, whose masks cannot be drawn over ranks yet"
-        if module.block_scaling is not None:
-            return "follows BlockScaling with dropout, whose masks cannot be drawn over ranks yet"
+    if isinstance(module, LoRALinear) and module.lora_dropout and module.has_magnitude:
+        return (
+            f"is a {type(module).__name__} with dropout, whose masks cannot be drawn over ranks yet"
+        )
     return ""
 
 

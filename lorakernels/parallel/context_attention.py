@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorakernels.autograd.attention import Segments, attend_segments, choose_segments
-from lorakernels.parallel import comm
+from lorakernels.autograd.attention import (
+    Segments,
+    attend_segments,
+    choose,
+    choose_segments,
+    expanded,
+)
+from lorakernels.autograd.chunk_attention import NAMES as CHUNKS
+from lorakernels.autograd.chunk_attention import attend_chunks
 from lorakernels.parallel.tensor_ranks import Ranks
 
 
@@ -87,18 +94,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, chunks: Chunks, group: Any
+        ctx: Any, k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
-        ctx.chunks, ctx.group = chunks, group
+        ctx.chunks, ctx.ranks = chunks, ranks
         both = torch.cat((k, v), 1).transpose(1, 2)
-        return _heads(chunks.in_order(comm.gather_rows(group, both)))
+        return _heads(chunks.in_order(ranks.rows.gather(both)[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         both = torch.cat((dk, dv), 1).transpose(1, 2)
         parts = ctx.chunks.by_rank(both if both.dtype == torch.float64 else both.float())
-        return *_heads(comm.sum_rows(ctx.group, parts).to(dk.dtype)), None, None
+        return *_heads(ctx.ranks.rows.sum(parts)[0].to(dk.dtype)), None, None
 
 
 def _heads(both: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +119,12 @@ class ContextAttention:
 
     Attributes:
         size: the number of ranks.
-        chosen: {(dtype, D): the backend that runs}.
+        chosen: {(dtype, D, whether each row is one document): the backend that runs}.
     """
 
     def __init__(self, ranks: Ranks, attention: str = "auto") -> None:
         self.ranks, self.size, self.attention = ranks, ranks.size, attention
-        self.chosen: dict[tuple[torch.dtype, int], str] = {}
+        self.chosen: dict[tuple[torch.dtype, int, bool], str] = {}
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
@@ -141,15 +148,29 @@ class ContextAttention:
             raise RuntimeError("attention over ranks cannot be captured in a CUDA graph yet")
         chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
         starts, longest = documents
+        k, v = _Gather.apply(k, v, chunks, self.ranks)
+        key = q.dtype, q.shape[3], starts is None
+        if key not in self.chosen:
+            self.chosen[key] = self._choose(q, k, v, starts is None)
+        name = self.chosen[key]
+        if starts is None and name in CHUNKS:
+            heads = expanded("efficient", q, k, v) if name == "torch" else (k, v)
+            return attend_chunks(name, q, *heads, chunks.begins, scale)
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
             longest = chunks.length
-        k, v = _Gather.apply(k, v, chunks, self.ranks.group)
-        key = q.dtype, q.shape[3]
-        if key not in self.chosen:
-            self.chosen[key] = choose_segments(self.attention, q, k, v)
         outs = []
         for part, begin in zip(q.chunk(2, 2), chunks.begins, strict=True):
             segments = chunks.segments(starts, rows, begin, longest)
-            outs.append(attend_segments(self.chosen[key], part, k, v, segments, scale))
+            outs.append(attend_segments(name, part, k, v, segments, scale))
         return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
+
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> str:
+        """Rows of one document are attended to in squares and rectangles by what does that fast, others in segments."""
+        if whole and self.attention in ("auto", "cudnn"):
+            size = q.shape[2] // 2
+            square = [x[:, :, :size] for x in (q, k, v)]
+            name = choose(self.attention, square[0], square[1], square[2], None, True)
+            if name in CHUNKS:
+                return name
+        return choose_segments(self.attention, q, k, v)

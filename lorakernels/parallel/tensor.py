@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.parallel import comm
+from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import (
     Found,
     check,
@@ -65,8 +66,11 @@ class TensorParallel:
         mesh: the one-dimensional DeviceMesh of the group.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any, why: str
+    ) -> None:
         self.model, self.ranks, self.cuts, self.mesh = model, ranks, cuts, mesh
+        self._why = why  # rows are exchanged as they are
         self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
 
     def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
@@ -185,6 +189,10 @@ class TensorParallel:
         mine = {f"the values of {name}": checksum(value) for name, value in held.items()}
         check_equal(comm.agree(self.ranks.group, mine | generators(model, device)))
 
+    def together(self) -> AbstractContextManager[None]:
+        """Collective at its end: what one rank raises inside is raised on all. For `GraphOptions.together`."""
+        return comm.together(self.ranks.group)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Collective: scale the gradients down to a norm of `max_norm`, and return the norm before, fp32 [].
@@ -236,7 +244,9 @@ class TensorParallel:
 
     def __str__(self) -> str:
         ranks = self.ranks
-        rows = "rows split between them" if ranks.sequence else "rows whole"
+        rows = "rows whole"
+        if ranks.sequence:
+            rows = f"rows split between them and exchanged by {ranks.rows.name!r} ({self._why})"
         lines = [f"{len(self.cuts)} layers over {ranks.size} ranks, {rows}"]
         for path, (by, whole, own, adapted) in self.cuts.items():
             kind, axes = (
@@ -254,6 +264,7 @@ def parallelize(
     *,
     sequence_parallel: bool = True,
     vocabulary: bool = False,
+    transport: str = "auto",
 ) -> TensorParallel:
     """Collective: split a model's linear layers over the ranks of `mesh`, in place.
 
@@ -269,9 +280,12 @@ def parallelize(
             With a `plan` the model's own code has to split them, by the first dimension.
         vocabulary: whether the embedding and the head are split, too, by tokens. Both must be frozen. Compute the loss
             by `TensorParallel.loss` then. The model's own forward still works, but gathers the whole logits.
+        transport: how rows are exchanged with sequence parallelism. "auto" takes "peer", which reads the other GPUs'
+            memory, where all ranks can, else "nccl" or "gloo". The report says which and why.
 
     Raises:
         TypeError: the model has no config of transformers.
+        RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
             ranks' models or random states differ, a layer is grouped, merged or sharded, or fused with offloaded
             activations or FP8 attention, or a parameter
@@ -288,6 +302,8 @@ def parallelize(
         _refuse_other_groups(model, found, ranks)
         mine = fingerprint(model, found, sequence_parallel)
     check_equal(comm.agree(ranks.group, mine))
+    device = next(model.parameters()).device
+    ranks.rows, why = row_exchange(transport, ranks.group, device)
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
     for parts in fused:
@@ -303,7 +319,7 @@ def parallelize(
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
     if vocabulary:
         cuts |= _split_vocabulary(model, ranks)
-    return TensorParallel(model, ranks, cuts, mesh)
+    return TensorParallel(model, ranks, cuts, mesh, why)
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:

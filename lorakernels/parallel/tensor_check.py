@@ -109,8 +109,6 @@ def parts_of(layer: FusedDecoderLayer) -> Parts:
 def _objection_to_fused(parts: Parts) -> str:
     if parts.over is not None:
         return "and split over ranks already"
-    if parts.qkv.first.block_scaling is not None:
-        return "under BlockScaling"
     if parts.offload is not None:
         return "with offload_activations=True"
     if parts.attention == FP8:

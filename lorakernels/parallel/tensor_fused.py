@@ -8,6 +8,7 @@ gather one x8 and one s together, and so do gate and up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.layer import Parts
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -50,15 +53,13 @@ class Split:
         """Refuse what split layers do not have yet.
 
         Raises:
-            RuntimeError: under CUDA graph capture.
             TypeError: float16.
         """
-        if h.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a fused layer that is split over ranks cannot be captured in a CUDA graph yet: run it eagerly"
-            )
         if h.dtype == torch.float16:
             raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
+
+    def together(self) -> AbstractContextManager[None]:
+        return comm.together(self.ranks.group)
 
     def scaling(self, part: Tensor, spec: LoRASpec, backward: bool = False) -> Scaling | None:
         if self.scales is None:
@@ -86,13 +87,12 @@ class Split:
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.by == "column":
-            whole, s = gathered(self.ranks, operand, s)
+            whole, s = gathered(self.ranks, _in_blocks(to, operand, E4M3), s)
             return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
         own = to._replace(bias=None)
-        y = summed(self.ranks, linear.project(operand, s, own, stacked_B, out_dtype))
-        for added in (to.bias, residual):
-            y = y if added is None else y.add_(added)
-        return y, self.kept(s)
+        partial = linear.project(operand, s, own, stacked_B, out_dtype)
+        y, s = summed(self.ranks, partial, s, residual)
+        return y if to.bias is None else y.add_(to.bias), s
 
     def kept(self, s: Tensor | None) -> Tensor | None:
         return s if self.by == "column" else summed_factor(self.ranks, s)
@@ -111,13 +111,18 @@ class Split:
         block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
         dy8, ds, dB = self._quantized(to, dy, dy8, block, s if needs.B else None)
         if self.by == "row":
+            if to.blocks is not None:
+                dy8 = _in_blocks(to, dy8, to.blocks.backward_dtype)
             dy8, ds = gathered(self.ranks, dy8, ds)
             dB = summed_over_rows(self.ranks, dB)
             here = self.placed(to, dy.shape[0])
             dx = linear.grad_x(here, dy8, ds, dtype) if needs.x else None
         else:
-            dx = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype)) if needs.x else None
-            ds = summed_factor(self.ranks, ds) if needs.A else None
+            dx, needed = None, ds if needs.A else None
+            if needs.x:
+                dx, ds = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
+            else:
+                ds = summed_factor(self.ranks, needed)
             here = to if ds is None else self.placed(to, ds.shape[0])
         dA: list[Tensor | None] = [None] * len(lora_B)
         if needs.A and ds is not None and dtype_A is not None:
@@ -151,6 +156,13 @@ class Split:
         if self.by == "column":
             return dbias
         return [summed_over_rows(self.ranks, d) for d in dbias]
+
+
+def _in_blocks(to: Projections, x: Scaled, fp8_dtype: torch.dtype) -> Scaled:
+    """Under BlockScaling, x's bytes with a scale for each 1 × 128 of this rank's rows: less to send than x."""
+    if to.blocks is None or x.scale_inv is not None:
+        return x
+    return Scaled(*ops.quantize_blocks(x.data, fp8_dtype, to.blocks.power_2_scale))
 
 
 def split_parts(parts: Parts, ranks: Ranks) -> None:

@@ -110,25 +110,40 @@ def gathered(ranks: Ranks, part: Scaled, factor: Tensor | None) -> tuple[Scaled,
     """All rows of an operand and of its R-wide factor; as they are without sequence parallelism."""
     if not ranks.sequence:
         return part, factor
-    whole = part._replace(data=comm.gather_rows(ranks.group, part.data))
-    if part.scale_inv is not None and part.scale_inv.dim() == 2:  # [blocks, M]
-        scales = comm.gather_rows(ranks.group, part.scale_inv.t())
-        whole = whole._replace(scale_inv=scales.t().contiguous())
-    return whole, None if factor is None else comm.gather_rows(ranks.group, factor)
+    in_blocks = part.scale_inv is not None and part.scale_inv.dim() == 2  # [blocks, M]
+    sent = [part.data, part.scale_inv.t() if in_blocks else None, factor]  # type: ignore[union-attr]
+    found = iter(ranks.rows.gather(*(t for t in sent if t is not None)))
+    whole = part._replace(data=next(found))
+    if in_blocks:
+        whole = whole._replace(scale_inv=next(found).t().contiguous())
+    return whole, next(found, None)
 
 
-def summed(ranks: Ranks, partial: Tensor) -> Tensor:
-    """The sum over the ranks, [M, …], in the dtype of `partial`. With sequence parallelism this rank's rows of it."""
+def summed(
+    ranks: Ranks, partial: Tensor, factor: Tensor | None = None, added: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum over the ranks of `partial` [M, …] + `added`, and that of s or ds [M, R], in fp32 and rounded once.
+
+    With sequence parallelism this rank's rows of both. `added` is of those.
+    """
     if ranks.sequence:
-        return comm.sum_rows(ranks.group, partial)
-    partial = partial.contiguous()
+        return ranks.rows.sum(partial, factor, added)
+    total = _reduced(ranks, partial.contiguous())
+    if added is not None:
+        total.add_(added)
+    return total, None if factor is None else _reduced(ranks, factor.float()).to(factor.dtype)
+
+
+def summed_factor(ranks: Ranks, factor: Tensor | None) -> Tensor | None:
+    """`summed` of s or ds alone."""
+    if factor is None:
+        return None
+    return summed(ranks, factor.float())[0].to(factor.dtype)
+
+
+def _reduced(ranks: Ranks, partial: Tensor) -> Tensor:
     comm.all_reduce(ranks.group, partial)
     return partial
-
-
-def summed_factor(ranks: Ranks, partial: Tensor | None) -> Tensor | None:
-    """`summed` of s or ds [M, R], in fp32 and rounded once."""
-    return None if partial is None else summed(ranks, partial.float()).to(partial.dtype)
 
 
 def summed_over_rows(ranks: Ranks, partial: Tensor | None) -> Tensor | None:
@@ -217,10 +232,11 @@ class ColumnNode(torch.autograd.Function):
         saved, need_x = _Saved.of(ctx), ctx.needs_input_grad[0]
         dy, ranks, call = dy.contiguous(), ctx.call.ranks, saved.call
         dy8, ds, dB = quantized_grad(dy, saved.adapter.B, saved.s, call)
-        dx = None
+        dx, needed = None, ds if ctx.needs_input_grad[2] else None
         if need_x:
-            dx = summed(ranks, saved.grad_x(dy8, ds, call.mask(), dy.dtype))
-        ds = summed_factor(ranks, ds) if ctx.needs_input_grad[2] else None
+            dx, ds = summed(ranks, saved.grad_x(dy8, ds, call.mask(), dy.dtype), needed)
+        else:
+            ds = summed_factor(ranks, needed)
         dA = saved.grad_A(ds, call.mask(row0=ctx.row0), ctx.dtype_A)
         return dx, bias_gradient(ctx, dy), summed_over_rows(ranks, dA), dB, None, None
 
@@ -244,7 +260,7 @@ class RowNode(torch.autograd.Function):
         y = linear.project(
             operand, s, call.projections(weight, None, adapter, None), lora_B, x.dtype
         )
-        y, s = summed(ranks, y), summed_factor(ranks, s) if ctx.needs_input_grad[3] else None
+        y, s = summed(ranks, y, s if ctx.needs_input_grad[3] else None)
         _save(ctx, operand, s, adapter, weight)
         return y if bias is None else y.add_(bias)
 

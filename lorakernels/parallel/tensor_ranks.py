@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, scale_of
+from lorakernels.parallel.row_exchange import CollectiveRows, RowExchange
 from lorakernels.state.fp8 import FP8State, reduce_amax
 from lorakernels.values import Scaling
 
@@ -31,15 +32,18 @@ class Ranks:
         group: torch's process group.
         rank, size: this rank's place in it, and how many there are.
         sequence: whether what lies between split layers is split by rows (sequence parallelism).
+        rows: how they exchange rows then.
     """
 
     group: Any
     sequence: bool = False
+    rows: RowExchange = field(init=False)
     rank: int = field(init=False)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rows = CollectiveRows(self.group, dist.get_backend(self.group))
 
     def share(self, total: int) -> slice:
         """This rank's part of `total`, which the size divides."""
@@ -80,9 +84,20 @@ class SharedScales:
         return None
 
     def _has_scale(self, tensor: Tensor, column: int, backward: bool) -> bool:
-        """Whether an update gave the column a scale. It reads the device once after an update, until all have one."""
+        """Whether an update gave the column a scale. It reads the device once after an update, until all have one.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured, in which it cannot read, and no scale was known before.
+        """
         state = self.state
         updates, rewrites, known = self._known.get(backward, (-1, -1, []))
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            if column < len(known) and known[column]:
+                return True  # what was put in place meanwhile is what the warm-up of the graph had found
+            raise RuntimeError(
+                "ranks have no FP8 scale yet, and cannot ask each other in a CUDA graph: train and update the scales "
+                "eagerly once before it is captured"
+            )
         same = rewrites == state.rewrites and column < len(known)
         if same and (known[column] or updates == state.updates):
             return known[column]

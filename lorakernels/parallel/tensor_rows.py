@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_layers import OWN_ROWS
 from lorakernels.parallel.tensor_ranks import Ranks
 
@@ -31,7 +30,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return comm.gather_rows(ctx.ranks.group, dx), None
+        return ctx.ranks.rows.gather(dx)[0], None
 
 
 class _Gather(torch.autograd.Function):
@@ -40,7 +39,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return comm.gather_rows(ranks.group, x)
+        return ranks.rows.gather(x)[0]
 
     @staticmethod
     @once_differentiable

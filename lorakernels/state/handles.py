@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorakernels.config import BlockScaling
 from lorakernels.state.fp8 import FP8State
 
 
@@ -30,6 +31,7 @@ class Numbers:
         site: the dropout site.
         row0: the first row of x in the tensor that the mask is drawn for.
         scaling, p: the adapter's scaling and dropout probability.
+        blocks: the recipe of a base with a scale for each block; None over any other.
         made: a cache of values that ops derive from the numbers.
     """
 
@@ -41,6 +43,7 @@ class Numbers:
     row0: int = 0
     scaling: float = 1.0
     p: float = 0.0
+    blocks: BlockScaling | None = None
     made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 

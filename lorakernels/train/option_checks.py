@@ -31,8 +31,7 @@ PLANNED = (
 WITH_JOBS = {
     "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
     "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
-    "offload": 0.0, "layout": "given", "fp8_recipe": "delayed", "memory_budget": None, "cp": 1, "pp": 1,
-    "tp": 1,
+    "offload": 0.0, "layout": "given", "memory_budget": None, "cp": 1, "pp": 1, "tp": 1,
 }  # fmt: skip
 
 
@@ -234,10 +233,6 @@ def _check_tensor(options: FinetuneOptions) -> None:
             raise OptionError("sequence_parallel is for tp above 1: drop --no-sequence-parallel")
         return
     _check_beside(options, "tp", WITH_TP)
-    if options.fuse and options.fp8_recipe == "block":
-        raise OptionError(
-            f"tp {options.tp} does not go with fuse and fp8_recipe block: drop one of them"
-        )
     if options.sequence_parallel and options.seq_len % (options.cp * options.tp):
         raise OptionError(
             f"seq_len must be a multiple of {options.cp * options.tp}, cp · tp, with sequence_parallel, got "
@@ -260,11 +255,6 @@ def _check_recipe(options: FinetuneOptions) -> None:
         return
     if not options.fp8:
         raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
-    for name in ("memory_budget", "offload_activations"):
-        if value := getattr(options, name):
-            raise OptionError(
-                f"fp8_recipe block has no plan of a GPU's memory, got {name} {value}: drop one of them"
-            )
     if options.weight_layout != "single":
         raise OptionError(
             f"fp8_recipe block needs weight_layout single, got {options.weight_layout}: drop one of them"

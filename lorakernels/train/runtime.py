@@ -113,8 +113,6 @@ def _why_not_fused(model: Any, options: FinetuneOptions, device: torch.device) -
         return "--no-fuse was asked for"
     if options.fuse is None and device.type != "cuda":
         return "fused kernels are a GPU's; --fuse takes them elsewhere too"
-    if options.tp > 1 and options.fp8_recipe == "block":
-        return "layers split over ranks (tp) have no fused kernels for fp8_recipe block"
     if options.gradient_checkpointing:
         return "gradient_checkpointing recomputes whole layers; --save checkpoint does so fused"
     kind = getattr(getattr(model, "config", None), "model_type", "")

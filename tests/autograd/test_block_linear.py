@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of a linear layer under BlockScaling: opcheck, traces, captures, and what they leave alone.
+"""A linear layer under BlockScaling: its op in a trace, captures, what is saved, and what it leaves alone.
 
 tests/autograd/test_lora_linear.py compares its numbers with float64.
 """
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from lorakernels import BlockScaling, LoRAConfig, apply_lora
+from lorakernels import BlockScaling, LoRAConfig, apply_lora, group_projections
 from lorakernels.modules.weights import quantize_weight
+from lorakernels.state.handles import Handle, Numbers
 
 
 def net(p: float = 0.0, device: torch.device | str = "cpu") -> nn.Sequential:
@@ -30,14 +31,16 @@ def arguments(drops: bool, adapted: bool) -> tuple:
     tensors = [torch.randn(7, 200), torch.randn(131), *factors]
     x, bias, lora_A, lora_B = (None if t is None else t.requires_grad_() for t in tensors)
     slot = torch.tensor([3, 5]) if drops else None
-    numbers = (None, 2.0, 0.3 if drops else 0.0, 1, torch.float8_e5m2, False)
-    return x, weight, scales, bias, lora_A, lora_B, slot, *numbers
+    return x, weight, scales, None, bias, lora_A, lora_B, slot
 
 
 @pytest.mark.parametrize(("drops", "adapted"), [(True, True), (False, True), (False, False)])
 def test_opcheck(drops, adapted):
-    op = torch.ops.lorakernels.block_linear_forward.default
-    torch.library.opcheck(op, arguments(drops, adapted))
+    recipe = BlockScaling("HYBRID")
+    numbers = Numbers("it", None, 0, 0, 1, scaling=2.0, p=0.3 if drops else 0.0, blocks=recipe)
+    handle = Handle(numbers, torch.device("cpu"))
+    op = torch.ops.lorakernels.linear_forward.default
+    torch.library.opcheck(op, (*arguments(drops, adapted), handle.tensor, True))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
@@ -110,10 +113,32 @@ def test_under_autocast_it_computes_in_the_autocast_dtype(dtype):
     assert y.dtype == dtype and torch.equal(y, layer(x.to(dtype)))
 
 
+class Sum(nn.Module):
+    """Two layers of one x, called one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(200, 200), nn.Linear(200, 200)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def grouped(p: float = 0.0, device: torch.device | str = "cpu") -> nn.Module:
+    model = Sum().to(device)
+    config = LoRAConfig(r=3, lora_dropout=p, target_modules=["a", "b"], fp8=BlockScaling())
+    apply_lora(model, config)
+    for layer in (model.a, model.b):
+        nn.init.normal_(layer.lora_B, std=0.2)
+    group_projections(model, [("a", "b")])
+    return model
+
+
 @pytest.mark.gpu
-def test_captured_it_reads_the_new_input_and_gradient():
+@pytest.mark.parametrize("make", [net, grouped])
+def test_captured_it_reads_the_new_input_and_gradient(make):
     """Forward and backward in one graph. A replay has the bits of an eager call with the same input."""
-    model = net(device="cuda").bfloat16()
+    model = make(device="cuda").bfloat16()
     trained = [p for p in model.parameters() if p.requires_grad]
     x = torch.randn(64, 200, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)

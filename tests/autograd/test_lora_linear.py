@@ -22,6 +22,7 @@ from lorakernels import (
 from lorakernels.autograd import linear
 from lorakernels.modules import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
+from lorakernels.plans.routing import without_plans
 from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
 
@@ -337,14 +338,19 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
 
 
 @pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])
-def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
+@pytest.mark.parametrize(
+    ("fp8", "op"),
+    [(HYBRID, "fp8_grad_input"), (BlockScaling(), "fp8_block_grad_input")],
+    ids=["delayed", "blocks"],
+)
+def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(fp8, op, draws, monkeypatch):
     """What a GPU's backward does, with the reference's ops."""
     monkeypatch.setattr(linear, "hands_mask_over", lambda *_: draws)
-    layer = make_layer(40, 16, 4, p=0.3)
+    layer = make_layer(40, 16, 4, p=0.3, fp8=fp8)
     x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
     with (
         mock.patch.object(lora_module, "draw_slot", lambda *_: slot),
-        mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as grad_x,
+        mock.patch.object(ops, op, wraps=getattr(ops, op)) as grad_x,
         mock.patch.object(ops, "lora_grad_a", wraps=ops.lora_grad_a) as grad_a,
     ):
         layer(x).sum().backward()
@@ -352,3 +358,21 @@ def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(draws, monkeypatch):
     for dropout in (grad_x.call_args.args[5], grad_a.call_args.args[2]):
         dropped = dropout.dropped
         assert torch.equal(dropped, dropped_bits(keep)) if draws else dropped is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_with_a_mask_drawn_once_have_the_bits_of_one_drawn_twice(dtype, monkeypatch):
+    """The products in blocks read its bits, of whole blocks and of parts of them."""
+    layer = make_layer(528, 208, 16, p=0.3, fp8=BlockScaling(), dtype=dtype, device="cuda")
+    x = torch.randn(130, 528, dtype=dtype, device="cuda")
+    dy, slot = torch.randn(130, 208, dtype=dtype, device="cuda"), torch.tensor(SLOT, device="cuda")
+    found = []
+    for draws in (False, True):
+        monkeypatch.setattr(linear, "hands_mask_over", lambda *_, draws=draws: draws)
+        layer.zero_grad()
+        given = x.clone().requires_grad_()
+        with without_plans(), mock.patch.object(lora_module, "draw_slot", return_value=slot):
+            layer(given).backward(dy)
+        found.append([given.grad, layer.lora_A.grad, layer.lora_B.grad])
+    assert all(map(torch.equal, *found))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import (
+    BlockScaling,
     DelayedScaling,
     FP8State,
     LoRAConfig,
@@ -27,13 +28,15 @@ from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
 
 HYBRID = DelayedScaling()
+BLOCKS = BlockScaling()
 SIZES = {"q": (48, 8), "k": (16, 3), "v": (33, 8)}  # N, R
 
 
 def make(k=32, p=0.0, fp8=HYBRID, dtype=torch.float32, device="cpu", bias=True, sizes=None):
     """LoRALinears that are not grouped yet, between others' columns of one FP8 state, with sites of their own."""
     sizes = SIZES if sizes is None else sizes
-    state = FP8State(["before", *sizes, "after"], fp8, device) if fp8 else None
+    delayed = isinstance(fp8, DelayedScaling)
+    state = FP8State(["before", *sizes, "after"], fp8, device) if delayed else None
     layers = []
     for site, (name, (n, r)) in enumerate(sizes.items(), start=3):
         config = LoRAConfig(r=r, lora_alpha=2 * r, lora_dropout=p, fp8=fp8, bias="lora_only")
@@ -111,7 +114,15 @@ MODE_IDS = ["no dropout", "masks apart", "one mask"]
     how=st.sampled_from(["group(x)", "members"]),
     order=st.randoms(use_true_random=False),
     bias=st.booleans(),
-    fp8=st.sampled_from([DelayedScaling(), DelayedScaling(fp8_format="E4M3"), None]),
+    fp8=st.sampled_from(
+        [
+            DelayedScaling(),
+            DelayedScaling(fp8_format="E4M3"),
+            BLOCKS,
+            BlockScaling("HYBRID", power_2_scale=True),
+            None,
+        ]
+    ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
     scales=st.sampled_from([(0.0, 0.0), (100.0, 3.0), (448.0, 60000.0), (0.5, 0.25)]),
@@ -122,13 +133,13 @@ MODE_IDS = ["no dropout", "masks apart", "one mask"]
     fp8=DelayedScaling(), dtype=torch.float32, seed=2, scales=(0.0, 0.0),
 )  # fmt: skip
 def test_matches_float64(m, k, sizes, mode, how, order, bias, fp8, dtype, seed, scales):
-    """Ranks of 64 three times do not fit one down-projection. The scale of x is the first member's column."""
+    """Ranks of 64 three times do not fit one down-projection. The scale of x is the first member's column; in blocks,
+    each block's."""
     torch.manual_seed(seed)
     p, shared_dropout = mode
     names = {f"m{i}": size for i, size in enumerate(sizes)}
     members = make(k, p, fp8, dtype, bias=bias, sizes=names)
-    if fp8:
-        state = members[0].fp8_state
+    if (state := members[0].fp8_state) is not None:
         state.in_charge = "test"
         state.forward[-1], state.backward[-1] = scales
     x = torch.randn(m, k, dtype=dtype, requires_grad=True)
@@ -155,12 +166,13 @@ def test_matches_float64_on_the_gpu(m, k, ranks, mode, dtype):
     check(members, x, dys, *mode, "members", [1, 0, 2], 2e-3 + EPS[dtype])
 
 
-def steps(members, device, dtype=torch.float32, how="members", autocast=False):
+def steps(members, device, dtype=torch.float32, how="members", autocast=False, rows=6):
     """Three training steps with scales that follow; everything that may differ, as one dict."""
     torch.manual_seed(11)
     found = {}
     for step in range(3):
-        x = torch.randn(2, 6, 32, device=device, dtype=dtype, requires_grad=True)
+        shape = (2, rows, members[0].in_features)
+        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             ys = members[0].group(x) if how == "group(x)" else [member(x) for member in members]
         torch.autograd.backward(ys, [torch.randn_like(y) for y in ys])
@@ -176,7 +188,7 @@ def steps(members, device, dtype=torch.float32, how="members", autocast=False):
 
 
 @pytest.mark.parametrize("how", ["members", "group(x)"])
-@pytest.mark.parametrize("fp8", [HYBRID, None], ids=["fp8", "plain"])
+@pytest.mark.parametrize("fp8", [HYBRID, BLOCKS, None], ids=["fp8", "blocks", "plain"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_masks_apart_give_the_bits_of_layers_apart(fp8, how, autocast, device):
     """The same random draws in the same order, the same sums: no bit of y, dx, dA, dB or the scales changes."""
@@ -191,11 +203,27 @@ def test_masks_apart_give_the_bits_of_layers_apart(fp8, how, autocast, device):
         assert torch.equal(value, found[name]), name
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("how", ["members", "group(x)"])
-def test_stacked_projections_differ_by_rounding_only(how, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_that_csrc_takes_give_the_bits_of_layers_apart(dtype, how):
+    """Layers apart run by plans, a group by the ops: whole blocks and parts of them, masks drawn once a backward."""
+    sizes = {"q": (384, 16), "k": (128, 16), "v": (208, 8)}
+    apart = make(528, p=0.3, fp8=BLOCKS, device="cuda", dtype=dtype, sizes=sizes)
+    together = copy.deepcopy(apart)
+    LoRALinearGroup(together)
+    expected = steps(apart, torch.device("cuda"), dtype, rows=130)
+    found = steps(together, torch.device("cuda"), dtype, how, rows=130)
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize("how", ["members", "group(x)"])
+@pytest.mark.parametrize("fp8", [HYBRID, BLOCKS], ids=["delayed", "blocks"])
+def test_stacked_projections_differ_by_rounding_only(fp8, how, device):
     """Without dropout all s come from one product, whose sums a BLAS may order otherwise: a few of fp32's roundings
     (2⁻²⁴) of what is added. The scales agree to the bit."""
-    apart = make(device=device)
+    apart = make(fp8=fp8, device=device)
     together = copy.deepcopy(apart)
     LoRALinearGroup(together)
     expected, found = steps(apart, device), steps(together, device, how=how)
@@ -247,9 +275,16 @@ def saved_bytes(members, x, call):
         (HYBRID, (0.0, False), 64 * 256 + 4),
         (HYBRID, (0.1, False), 64 * 256 + 4 + 3 * 16),
         (HYBRID, (0.1, True), 64 * 256 + 4 + 16),
+        (BLOCKS, (0.1, False), 64 * 256 + 4 * 64 * 2 + 3 * 16),
         (None, (0.1, True), 2 * 64 * 256 + 16),
     ],
-    ids=["x8 and its scale once", "and a slot each", "and one slot", "bf16 base: x once"],
+    ids=[
+        "x8 and its scale once",
+        "and a slot each",
+        "and one slot",
+        "x8 and a scale for each 128",
+        "bf16 base: x once",
+    ],
 )
 def test_saved_for_backward(fp8, mode, expected, how):
     members = make(256, mode[0], fp8, torch.bfloat16)

@@ -132,15 +132,26 @@ def as_it_is(ranks: Any, value: Any) -> Any:
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
-    def half(ranks: Ranks, partial: Tensor) -> Tensor:
+    sum_both = tensor_fused.summed
+
+    def own(ranks: Ranks, partial: Tensor) -> Tensor:
         return partial[ranks.share(len(partial))] if ranks.sequence else partial
 
-    def half_factor(ranks: Ranks, partial: Tensor | None) -> Tensor | None:
-        return None if partial is None else half(ranks, partial)
+    def half(
+        ranks: Ranks, partial: Tensor, factor: Tensor | None = None, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        y = own(ranks, partial) + (0 if added is None else added)
+        return y, sum_both(ranks, partial, factor)[1]
+
+    def half_factor(
+        ranks: Ranks, partial: Tensor, factor: Tensor | None = None, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        y = sum_both(ranks, partial, None, added)[0]
+        return y, None if factor is None else own(ranks, factor)
 
     replaced: dict[str, tuple[Any, str, Any]] = {
         "no sum over the ranks": (tensor_fused, "summed", half),
-        "factors not summed": (tensor_fused, "summed_factor", half_factor),
+        "factors not summed": (tensor_fused, "summed", half_factor),
         "rows not summed": (tensor_fused, "summed_over_rows", as_it_is),
         "equal masks": (tensor_fused.Split, "placed", lambda self, to, rows: to),
         "each rank's own scale": (tensor_ranks, "reduce_amax", lambda amax, group: None),

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import BlockScaling, fuse
+from lorakernels import fuse
 from lorakernels.parallel import context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, Way, batch, make, positions, worker
-from tests.fusion.fused_models import FP32, an_adapter, fp8_state
+from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -32,6 +32,8 @@ WORLDS = {
         Way("fused, checkpoint", dropout=0.1, fused=True, save="checkpoint"),
         Way("FP8", dropout=0.1, fp8=True),
         Way("fused, FP8, over a sharded base", dropout=0.1, fp8=True, fused=True, sharded=True),
+        Way("blocks", dropout=0.1, blocks=True),
+        Way("fused, blocks, checkpoint", dropout=0.1, blocks=True, fused=True, save="checkpoint"),
         Way("scales updated by the layers", fp8=True, automatic=True),
         Way("Qwen3, fused", fused=True, family="Qwen3"),
         Way("Granite, whose logits are divided", family="Granite"),
@@ -60,6 +62,7 @@ ON_GPU = (
     Way("fused, fp32", dropout=0.1, fused=True),
     Way("fused, bf16", fused=True, dtype=torch.bfloat16),
     Way("fused, bf16, FP8", dropout=0.1, fp8=True, fused=True, dtype=torch.bfloat16),
+    Way("fused, bf16, blocks", dropout=0.1, blocks=True, fused=True, dtype=torch.bfloat16),
 )
 
 
@@ -68,7 +71,13 @@ def test_two_processes_on_one_gpu() -> None:
     """bf16 rounds to 2^-9 at each of some twenty places; FP8 as on a CPU, and bf16 turns more roundings."""
     for found in on_ranks(worker, 2, "cuda:gloo", [*ON_GPU]):
         for way in ON_GPU:
-            bound = 2.0**-2 if way.fp8 else 2.0**-4 if way.dtype == torch.bfloat16 else 2 * FP32
+            bound = (
+                2.0**-2
+                if way.fp8 or way.blocks
+                else 2.0**-4
+                if way.dtype == torch.bfloat16
+                else 2 * FP32
+            )
             errors = found[str(way)]["errors"]
             worst = max(errors, key=errors.__getitem__)
             assert found[str(way)]["unequal"] == [] and errors[worst] <= bound, (
@@ -83,8 +92,8 @@ CASES = [pytest.param(w, way, id=f"{w} ranks-{way}") for w, ways in WORLDS.items
 @pytest.mark.parametrize(("world", "way"), CASES)
 def test_rows_over_ranks_train_as_in_one_process(world: int, way: Way) -> None:
     """Sums of fp32 have another order. Over FP8 one such difference may turn one rounding, 2^-3 of an element of dy,
-    and in the first step each rank's tokens have a scale of their own."""
-    bound = 2.0**-3 if way.fp8 else 2 * FP32
+    and in the first step each rank's tokens have a scale of their own. Blocks have the same scales."""
+    bound = 2.0**-3 if way.fp8 or way.blocks else 2 * FP32
     for found in results(world):
         assert found[str(way)]["unequal"] == []
         errors = found[str(way)]["errors"]
@@ -152,10 +161,8 @@ def another_adapter(rank: int, model: nn.Module) -> nn.Module:
     return model
 
 
-def over_blocks(device: torch.device) -> nn.Module:
-    from tests.fusion.fused_models import adapted
-
-    return adapted(fp8=BlockScaling(), lora_dropout=0.1)
+def with_dora(device: torch.device) -> nn.Module:
+    return adapted(use_dora=True, lora_dropout=0.1)
 
 
 def fused_flash8(device: torch.device) -> nn.Module:
@@ -175,7 +182,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         "window": lambda: make(window, device),
         "cap": lambda: make(Way("cap", family="Gemma2"), device),
         "dropout": lambda: with_dropout(make(PLAIN, device)),
-        "blocks": lambda: over_blocks(device),
+        "dora": lambda: with_dora(device),
         "attention": lambda: fused_flash8(device),
         "adapters": lambda: another_adapter(rank, make(PLAIN, device)),
         "split": lambda: split,
@@ -212,7 +219,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "window": "ValueError: model.layers.0 has a sliding window of 8",
         "cap": "ValueError: model.layers.0 has a",
         "dropout": "ValueError: model.layers.1.mlp.drop is Dropout(p=0.1",
-        "blocks": "q_proj follows BlockScaling with dropout",
+        "dora": "q_proj is a DoRALinear with dropout",
         "attention": "ValueError: model.layers.0 has attention='cudnn'",
         "adapters": "ValueError: all ranks of the group must have the same model, but the values of",
         "split": "is split over these ranks already",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import BlockScaling, LoRAConfig, LoRALinear, PhiloxState, ops
+from lorakernels import BlockScaling, LoRAConfig, LoRALinear, PhiloxState, fuse, ops
 from lorakernels.autograd import linear
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import ColumnParallelLoRALinear, RowParallelLoRALinear, parallelize
@@ -130,17 +130,29 @@ def model_of() -> Any:
     )
 
 
-def parallelized(rank: int, device: torch.device, sequence: bool) -> dict[str, float]:
-    """How far the loss and B's gradients of a model over ranks are from those of a whole one."""
+def parallelized(
+    rank: int, device: torch.device, sequence: bool, save: str | None
+) -> dict[str, float]:
+    """How far the loss and B's gradients of a model over ranks are from those of a whole one; unequal bytes as 1.0."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ids = torch.arange(24).view(2, 12) % VOCABULARY
-    both = []
+    both: list[dict[str, Tensor]] = []
+    first: list[Scaled] = []
+    project = linear.project
+
+    def watched(operand: Scaled, *others: Any) -> Tensor:
+        first.append(operand)
+        return project(operand, *others)
+
     for is_split in (False, True):
         torch.manual_seed(0)
         model = model_of().train()
+        if save is not None:
+            fuse(model, save=save, attention="math")
         if is_split:
             parallelize(model, mesh["tp"], sequence_parallel=sequence)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with mock.patch.object(linear, "project", watched):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         layer = model.model.layers[0]
         both.append(
@@ -150,17 +162,26 @@ def parallelized(rank: int, device: torch.device, sequence: bool) -> dict[str, f
                 "q": layer.self_attn.q_proj.lora_A.grad,
             }
         )
-    return {
+    far = {
         name: float((both[1][name] - value).norm() / value.norm())
         for name, value in both[0].items()
     }
+    if (
+        save is not None and sequence
+    ):  # what q, k and v of the first layer multiply was gathered as bytes
+        x, scales = ops.quantize_blocks(first[0].data, E4M3, BlockScaling().power_2_scale)
+        sent = first[len(first) // 2]
+        assert sent.scale_inv is not None
+        far["x8"] = float(not (x.equal(sent.data) and scales.equal(sent.scale_inv)))
+    return far
 
 
+@pytest.mark.parametrize("save", [None, "recompute", "full"], ids=lambda s: s or "not fused")
 @pytest.mark.parametrize("sequence", [False, True], ids=["rows whole", "rows split"])
-def test_a_model_over_ranks_is_near_the_whole_one(sequence: bool) -> None:
+def test_a_model_over_ranks_is_near_the_whole_one(sequence: bool, save: str | None) -> None:
     """A sum in another order moves an x to the next FP8 value here and there, by 2^-4 of it at most; the loss sees
     a mean of many. A missing factor or scale is farther away."""
-    for found in on_ranks(parallelized, 2, "gloo", sequence):
+    for found in on_ranks(parallelized, 2, "gloo", sequence, save):
         assert found["loss"] < 2.0**-10 and max(found.values()) < 2.0**-4, found
 
 

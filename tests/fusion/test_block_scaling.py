@@ -26,10 +26,11 @@ RECIPES = {
 }
 
 
-def model_of(recipe: BlockScaling, kv_heads: int = 2, bias: bool = False, **lora: Any) -> Any:
+def model_of(recipe: BlockScaling, kv_heads: int = 2, layers: int = 2, **lora: Any) -> Any:
     """Heads of 64: two make a block of 128 rows. Of the first layer's projections three have no adapter."""
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 40, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "attention_bias": bias}
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 40}
+    sizes["num_hidden_layers"] = layers
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
     torch.manual_seed(0)
     made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     made.config.use_cache = False
@@ -47,7 +48,7 @@ def model_of(recipe: BlockScaling, kv_heads: int = 2, bias: bool = False, **lora
 def step(model: Any, seed: int = 1) -> dict[str, torch.Tensor]:
     """Logits and gradients."""
     torch.manual_seed(seed)
-    ids = torch.randint(0, 40, (2, 24))
+    ids = torch.randint(0, 40, (2, 24)).to(model.device)
     model.zero_grad()
     logits = model(input_ids=ids).logits
     logits.backward(torch.randn_like(logits))
@@ -73,6 +74,48 @@ def test_a_fused_model_is_the_model(recipe: str, save: str) -> None:
     for name, value in one.items():
         off = (other[name] - value).norm() / value.norm()
         assert off < (0.01 if name == "logits" else allowed), (name, float(off))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
+def test_recomputed_layers_have_the_bits_of_kept_ones(
+    offload: bool, recipe: str, device: torch.device
+) -> None:
+    """Masks are drawn again, and blocks have the scales that they had: there is no history."""
+    kept = model_of(RECIPES[recipe], lora_dropout=0.3).to(device)
+    recomputed = copy.deepcopy(kept)
+    how = {"attention": "math"}  # the same sums every time, on a GPU too
+    fuse(kept, save="recompute", **how)
+    report = fuse(recomputed, save="checkpoint", offload_activations=offload, **how)
+    assert {layer.save for layer in report.layers} == {"checkpoint" + "-offload" * offload}
+    one, other = step(kept), step(recomputed)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_memory_budget_mixes_forms() -> None:
+    """Each layer computes what it does with its form: bits are those of layers that were given it."""
+    plain = model_of(BlockScaling(), layers=3)
+    count = 2 * 24
+    bytes_of = {}
+    for save in ("fp8", "checkpoint"):
+        report = fuse(copy.deepcopy(plain), save=save, tokens=count)
+        bytes_of[save] = report.layers[-1].bytes
+    budget = bytes_of["fp8"] + 2 * bytes_of["checkpoint"]
+    mixed = copy.deepcopy(plain)
+    report = fuse(mixed, memory_budget=budget, tokens=count)
+    assert [layer.save for layer in report.layers] == ["checkpoint", "checkpoint", "fp8"]
+    assert report.saved_bytes == budget
+    away = copy.deepcopy(plain)
+    report = fuse(away, memory_budget=budget, tokens=count, offload_activations=True)
+    assert "fp8-offload" in {layer.save for layer in report.layers}
+    assert report.saved_bytes <= budget
+    expected, of_mixed, of_away = step(plain), step(mixed), step(away)
+    for name, value in expected.items():
+        for found in (of_mixed[name], of_away[name]):
+            assert (found - value).norm() < (0.01 if name == "logits" else 0.08) * value.norm()
+    with pytest.raises(ValueError, match="is too little for 3 layers of 48 tokens"):
+        fuse(plain, memory_budget=3 * bytes_of["checkpoint"] - 1, tokens=count)
 
 
 def test_frozen_projections_become_blocks_and_come_back() -> None:

@@ -9,10 +9,19 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lorakernels import DelayedScaling, LoRAConfig, apply_lora, group_projections, ops
+from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora, group_projections, ops
 from lorakernels.modules import lora_modules
 
 NAMES = ("q_proj", "k_proj", "v_proj")
+OPS = (
+    "quantize_lora_down",
+    "fp8_linear_lora",
+    "quantize_grad",
+    "lora_grad_a",
+    "quantize_blocks",
+    "fp8_block_linear",
+)
+BLOCKS = BlockScaling("HYBRID")
 MODES = [(0.0, False), (0.3, False), (0.3, True)]
 MODE_IDS = ["no dropout", "masks apart", "one mask"]
 
@@ -52,18 +61,19 @@ def one_group(mode=(0.0, False), **options):
 
 
 class Counted:
-    """How often each op runs; reads of x that quantize it count apart."""
+    """How often each op runs; reads of x that quantize it count apart. Under BlockScaling dy must be e5m2 for that."""
 
     def __init__(self):
         self.calls = {}
         self.stack = ExitStack()
 
     def __enter__(self):
-        for name in ("quantize_lora_down", "fp8_linear_lora", "quantize_grad", "lora_grad_a"):
+        for name in OPS:
             op = getattr(ops, name)
 
             def run(*args, _op=op, _name=name):
                 quantizes = _name == "quantize_lora_down" and args[2] is not None
+                quantizes |= _name == "quantize_blocks" and args[1] == torch.float8_e4m3fn
                 key = "quantize" if quantizes else _name
                 self.calls[key] = self.calls.get(key, 0) + 1
                 return _op(*args)

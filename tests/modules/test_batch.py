@@ -30,16 +30,24 @@ def tiny_llama(**changes: Any) -> Any:
     return model
 
 
-def adapted(fp8: Any = None, **options: Any) -> Any:
-    model = tiny_llama()
+# by the recipe's name, with sizes that it takes: the rows of k and v are a block
+RECIPES = {
+    "plain": (None, {}),
+    "blocks": (BlockScaling(), {"hidden_size": 256, "intermediate_size": 128}),
+    "blocks, e5m2": (BlockScaling("HYBRID", True), {"hidden_size": 256, "intermediate_size": 128}),
+}
+
+
+def adapted(fp8: Any = None, sizes: Any = None, **options: Any) -> Any:
+    model = tiny_llama(**(sizes or {}))
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | options
     lorakernels.apply_lora(model, LoRAConfig(fp8=fp8, **options))
     return model.train()
 
 
-def batched(fp8: Any = None, **options: Any) -> tuple[Any, AdapterBatch]:
+def batched(fp8: Any = None, sizes: Any = None, **options: Any) -> tuple[Any, AdapterBatch]:
     """With values in every B."""
-    model = adapted(fp8)
+    model = adapted(fp8, sizes)
     batch = lorakernels.batch_adapters(model, NAMES, **options)
     for name in NAMES:
         for key, value in batch.parameters(name).items():
@@ -67,8 +75,10 @@ def differing(model: Any, batch: AdapterBatch, single: Any, name: str) -> list[s
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
-def test_bits_are_those_of_each_alone(fused: bool) -> None:
-    model, batch = batched()
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_are_those_of_each_alone(recipe: str, fused: bool) -> None:
+    """Under BlockScaling each row has scales of its own, so that other adapters' rows do not change them."""
+    model, batch = batched(*RECIPES[recipe])
     singles = {name: alone(model, batch, name) for name in NAMES}
     if fused:
         for each in (model, *singles.values()):
@@ -86,10 +96,11 @@ def test_bits_are_those_of_each_alone(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
-def test_sequences_in_any_order_have_their_adapters(fused: bool) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sequences_in_any_order_have_their_adapters(recipe: str, fused: bool) -> None:
     """As PEFT's adapter_names: an adapter twice, one not at all, and the base alone."""
     names = ["de", "__base__", "fr", "de"]
-    model, batch = batched()
+    model, batch = batched(*RECIPES[recipe])
     singles = {name: alone(model, batch, name) for name in NAMES}
     base = copy.deepcopy(singles["fr"])
     if fused:
@@ -387,8 +398,9 @@ def test_a_state_dict_holds_all() -> None:
         assert all(torch.equal(a, b) for a, b in found)
 
 
-def test_torch_compile_computes_the_same() -> None:
-    layer = LoRALinear(64, 48, config=LoRAConfig(r=4, fp8=None))
+@pytest.mark.parametrize("fp8", [None, BlockScaling()], ids=["plain", "blocks"])
+def test_torch_compile_computes_the_same(fp8: Any) -> None:
+    layer = LoRALinear(64, 48, config=LoRAConfig(r=4, fp8=fp8))
     batch = lorakernels.batch_adapters(nn.Sequential(layer), NAMES)
     nn.init.normal_(layer.lora_B)
     x = torch.randn(24, 64)
@@ -432,7 +444,6 @@ MODELS = {
     "merged": (merged, "q_proj is merged: unmerge it first"),
     "dropout": (lambda: adapted(lora_dropout=0.1), "has lora_dropout=0.1, expected 0 for several"),
     "dora": (lambda: adapted(use_dora=True), "q_proj is a DoRALinear, expected a LoRALinear"),
-    "blocks": (lambda: adapted(BlockScaling()), "q_proj follows BlockScaling: several adapters follow"),
     "experts": (mixture, r"experts\.down_proj\.0 is of an expert, which takes tokens in an order of its own"),
     "biases": (with_biases, "q_proj has a trained bias, which all adapters would share: expected bias='none'"),
     "saved": (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head has trained"),
@@ -486,12 +497,13 @@ def test_calls_that_need_one_adapter_say_so(tmp_path: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
-def test_replayed_steps_are_eager_ones(fused: bool) -> None:
+@pytest.mark.parametrize("fp8", [DelayedScaling(), BlockScaling()], ids=["delayed", "blocks"])
+def test_replayed_steps_are_eager_ones(fp8: Any, fused: bool) -> None:
     """The same losses with graphs and without, by the kernels of segments: 128 rows for each adapter."""
     losses = []
     for graphs in (False, True):
         model = tiny_llama(hidden_size=256, intermediate_size=512).cuda().bfloat16()
-        lora = LoRAConfig(r=8, target_modules="all-linear", fp8=DelayedScaling())
+        lora = LoRAConfig(r=8, target_modules="all-linear", fp8=fp8)
         lorakernels.apply_lora(model, lora)
         batch = lorakernels.batch_adapters(model, NAMES)
         if fused:

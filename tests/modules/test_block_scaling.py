@@ -316,6 +316,9 @@ class TestAdaptersOverFrozenLayers:
         model(torch.randn(3, 300)).sum().backward()
 
 
-def test_groups_refuse():
-    with pytest.raises(ValueError, match="'it' follows BlockScaling: members of a group"):
-        LoRALinearGroup([layer_of(), layer_of()])
+@pytest.mark.parametrize("fp8", [DelayedScaling(), BlockScaling("HYBRID"), None], ids=str)
+def test_a_group_has_one_recipe(fp8):
+    members = [layer_of(), layer_of(config=LoRAConfig(r=4, fp8=fp8))]
+    with pytest.raises(ValueError, match="members of a group must have one recipe"):
+        LoRALinearGroup(members)
+    assert all(type(member) is LoRALinear for member in members)

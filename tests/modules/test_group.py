@@ -18,6 +18,7 @@ from lorakernels import DelayedScaling, FrozenFP8Linear, group_projections, ops
 from lorakernels.modules.projections import share_state
 from lorakernels.state.handles import numbers_of
 from tests.modules.grouped_models import (
+    BLOCKS,
     MODE_IDS,
     MODES,
     NAMES,
@@ -43,6 +44,19 @@ def test_how_often_each_op_runs(mode, down, how):
         sum(y.sum() for y in ys).backward()
     expected = {"quantize": 1, "fp8_linear_lora": 3, "quantize_grad": 3, "lora_grad_a": 3}
     assert calls == expected | ({"quantize_lora_down": down} if down else {})
+    assert group._entry is None
+
+
+@pytest.mark.parametrize("how", ["members", "group(x)"])
+def test_blocks_are_quantized_once_for_all(how):
+    """x once, in a pass of its own; its adapters' products are one where there is one mask."""
+    layer, group = one_group(fp8=BLOCKS)
+    x = torch.randn(5, 32, requires_grad=True)
+    with Counted() as calls:
+        ys = group(x) if how == "group(x)" else [getattr(layer, n)(x) for n in NAMES]
+        sum(y.sum() for y in ys).backward()
+    expected = {"quantize_lora_down": 1, "fp8_block_linear": 3, "quantize_blocks": 3}  # of dy
+    assert calls == expected | {"quantize": 1, "quantize_grad": 3, "lora_grad_a": 3}
     assert group._entry is None
 
 
@@ -80,7 +94,7 @@ def test_only_the_same_tensor_in_the_same_mode_is_shared():
 @settings(max_examples=50, deadline=None)
 @given(
     p=st.sampled_from([0.0, 0.3]),
-    fp8=st.sampled_from([DelayedScaling(), None]),
+    fp8=st.sampled_from([DelayedScaling(), BLOCKS, None]),
     seed=st.integers(0, 2**31),
     program=st.lists(
         st.sampled_from(
@@ -101,7 +115,7 @@ def test_any_program_gives_what_layers_apart_give(p, fp8, seed, program):
     (group,) = group_projections(together, [NAMES])
     found = []
     for m in (apart, together):
-        if fp8:
+        if m[0].q_proj.fp8_state is not None:
             m[0].q_proj.fp8_state.in_charge = "test"
         found.append(execute(m[0], program, seed, group if m is together else None))
     stacked = p == 0 or "mode" in program  # eval has no masks

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, group_projections
 from lorakernels.modules import lora_modules
 from tests.modules.grouped_models import (
+    BLOCKS,
     MODE_IDS,
     MODES,
     NAMES,
@@ -36,9 +37,10 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("rng", [None, 5], ids=["torch's generator", "PhiloxState"])
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_checkpointed_layers_give_the_same_bits(mode, rng, reentrant, device):
+@pytest.mark.parametrize("fp8", [DelayedScaling(), BLOCKS], ids=["delayed", "blocks"])
+def test_checkpointed_layers_give_the_same_bits(fp8, mode, rng, reentrant, device):
     state = None if rng is None else PhiloxState(rng, device)
-    m, _, _ = grouped(mode, rng_state=state)
+    m, _, _ = grouped(mode, rng_state=state, fp8=fp8)
     m = m.to(device)
     again = copy.deepcopy(m)
     x = torch.randn(6, 32, device=device, requires_grad=True)
@@ -85,7 +87,7 @@ def test_projections_checkpointed_one_by_one(mode, reentrant):
             torch.testing.assert_close(getattr(inner, key).grad, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fp8", [DelayedScaling(), None], ids=["fp8", "plain"])
+@pytest.mark.parametrize("fp8", [DelayedScaling(), BLOCKS, None], ids=["fp8", "blocks", "plain"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "gradient checkpointing"])
 def test_a_llama_as_transformers_writes_it(fp8, recompute, device):
     """Two groups per layer, one quantization each; with masks apart loss and gradients are those without groups."""
@@ -121,9 +123,10 @@ def test_a_llama_as_transformers_writes_it(fp8, recompute, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES[:2], ids=MODE_IDS[:2])
-def test_compiles_without_a_graph_break(mode):
+@pytest.mark.parametrize("fp8", [DelayedScaling(), BLOCKS], ids=["delayed", "blocks"])
+def test_compiles_without_a_graph_break(fp8, mode):
     """`group(x)` shares under torch.compile; members called one by one are traced apart, each quantizing x."""
-    layer, group = one_group(mode)
+    layer, group = one_group(mode, fp8=fp8)
     slot = torch.tensor([11, 12])
     x = torch.randn(5, 32)
     calls = {"group(x)": group, "members": lambda x: [getattr(layer, n)(x) for n in NAMES]}
@@ -138,7 +141,8 @@ def test_compiles_without_a_graph_break(mode):
             *(torch.compile(c, fullgraph=True, backend="aot_eager") for c in calls.values()),
         ):
             layer.zero_grad()
-            layer.q_proj.fp8_state.reset()
+            if layer.q_proj.fp8_state is not None:
+                layer.q_proj.fp8_state.reset()
             xs = x.clone().requires_grad_()
             ys = call(xs)
             sum(y.sum() for y in ys).backward()

@@ -9,6 +9,8 @@ import torch
 from lorakernels import ops
 from lorakernels.numerics.blocks import dequantize_rows, quantize_rows
 from lorakernels.ops import Scaled
+from lorakernels.ops.register import OPS
+from tests.dry_cuda import dry_cuda
 from tests.ops.cases import CONTRACTS
 from tests.ops.contract import E4M3, E5M2, Call, cloned, tensors
 
@@ -27,6 +29,17 @@ def test_pytorch_s_way_is_within_the_bound(name, case):
     done = Call(before, arguments, tuple(tensors(by_torch.run(*arguments))), ROUNDINGS)
     assert all(each.is_right() for each in contract.bound(done))
     assert all(map(torch.equal, tensors(arguments), tensors(before))), "operands are left alone"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_csrc_s_kernels_get_no_factors_of_several_adapters(name):
+    """They have none for each segment of rows, and would take the first adapter's for all."""
+    arguments = CONTRACTS[name].cases["several"].arguments("cpu", rows=256)
+    with dry_cuda() as recorded:
+        OPS[name](*arguments)
+    (launch,) = (call.arguments for call in recorded.calls if call.name == name)
+    factors = ("B", "s") if name == "fp8_block_linear" else ("A", "ds")
+    assert [launch[f] for f in (*factors, "rank", "segment_rows")] == [None, None, 0, 0]
 
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)

@@ -17,6 +17,7 @@ from lorakernels.autograd.attention import (
     choose_segments,
     segments_mask,
 )
+from lorakernels.autograd.chunk_attention import attend_chunks
 from lorakernels.parallel.context_attention import Chunks
 
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))  # ranks, B, C
@@ -106,6 +107,48 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(device: torch.device) -> None:
     for ours, theirs in pairs:
         theirs = theirs.detach()
         assert float((ours.detach().double() - theirs).norm() / theirs.norm()) <= bound
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
+    ranks: int, device: torch.device
+) -> None:
+    """Each rank's two chunks of rows that are one document each, beside float64's.
+
+    On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once more.
+    """
+    rows, size, heads, dim = 2, 32, 4, 64
+    length, on_gpu = 2 * ranks * size, device.type == "cuda"
+    dtype, bound = (torch.bfloat16, 2.0**-7) if on_gpu else (torch.float64, 1e-13)
+    kv_heads = 2 if on_gpu else heads
+    name = "cudnn" if on_gpu else "torch"
+    if on_gpu and torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("cuDNN's attention is taken on Hopper")
+    q, k, v = (
+        (torch.randn(rows, n, length, dim, device=device) * 2).to(dtype).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    wide = [x.repeat_interleave(heads // x.shape[1], 1) for x in exact]
+    scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.3).masked_fill(~mask, -torch.inf)
+    expected = scores.softmax(-1) @ wide[2]
+    grad = torch.randn_like(expected).to(dtype)
+    gradients = torch.autograd.grad(expected, exact, grad.double())
+    found = torch.empty_like(expected, dtype=dtype)
+    totals = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+    for rank in range(ranks):
+        chunks = Chunks(rank, ranks, size)
+        at = torch.cat([torch.arange(b, b + size, device=device) for b in chunks.begins])
+        here = q.detach()[:, :, at].requires_grad_()
+        out = attend_chunks(name, here, k, v, chunks.begins, 0.3)
+        found[:, :, at] = out.detach()
+        dq, dk, dv = torch.autograd.grad(out, (here, k, v), grad[:, :, at])
+        totals[0][:, :, at] += dq
+        totals[1] += dk
+        totals[2] += dv
+    for ours, theirs in zip((found, *totals), (expected.detach(), *gradients), strict=True):
+        assert float((ours.double() - theirs).norm() / theirs.norm()) <= bound
 
 
 def test_a_backend_of_whole_rows_is_refused() -> None:

@@ -49,6 +49,42 @@ def test_an_offloaded_base_gives_the_same_adapter(
     assert whole == away
 
 
+@pytest.mark.parametrize(
+    ("kept", "asked", "said"),
+    [
+        (["--save", "recompute"], ["--save", "checkpoint"], "save checkpoint"),
+        (
+            ["--save", "recompute"],
+            ["--save", "checkpoint", "--offload-activations"],
+            "save checkpoint-offload",
+        ),
+        (["--save", "full"], ["--memory-budget", 1], "save full"),
+        (["--save", "fp8"], ["--save", "fp8", "--offload-activations"], "save fp8-offload"),
+    ],
+    ids=["recomputed", "recomputed of the host's", "within a budget", "FP8 on the host"],
+)
+def test_what_a_layer_keeps_is_chosen_as_without_blocks(
+    kept: list[object],
+    asked: list[object],
+    said: str,
+    cli: Cli,
+    base_args: list[str],
+    wide_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = [*base_args, "--fuse", "--model", wide_model, "--steps", 2, "--fp8-recipe", "block"]
+    assert cli(*run, *kept, "--output", tmp_path / "kept") == 0
+    capsys.readouterr()
+    assert cli(*run, *asked, "--output", tmp_path / "asked") == 0
+    assert said in "".join(capsys.readouterr())
+    one, other = (
+        (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+        for name in ("kept", "asked")
+    )
+    assert one == other
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 def test_it_trains_and_resumes_to_the_same_bits(
     fuse: bool,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import VocabularyHead, parallelize
@@ -251,8 +251,12 @@ def wide_model(even_model: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "form",
-    [["--fp8-recipe", "block"], ["--weight-layout", "both", "--target-modules", "q_proj", "down_proj"]],
-    ids=["blocks", "some layers, and both layouts"],
+    [
+        ["--fp8-recipe", "block"],
+        ["--fp8-recipe", "block", "--fuse"],
+        ["--weight-layout", "both", "--target-modules", "q_proj", "down_proj"],
+    ],
+    ids=["blocks", "blocks, fused", "some layers, and both layouts"],
 )  # fmt: skip
 def test_other_bases(form: list[str], run: list[Any], wide_model: Path, tmp_path: Path) -> None:
     run = [*run, *form, "--model", wide_model, "--steps", 2]
@@ -260,13 +264,6 @@ def test_other_bases(form: list[str], run: list[Any], wide_model: Path, tmp_path
     on_ranks([[*run, "--tp", 2, "--output", tmp_path / "two"]], tmp_path)
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
     np.testing.assert_allclose(norms(tmp_path / "two"), norms(tmp_path / "one"), rtol=1e-2)
-
-
-def test_layers_in_blocks_stay_unfused_by_default() -> None:
-    """On a GPU, where they would be fused; `--fuse` is refused."""
-    options = FinetuneOptions(tp=2, fp8_recipe="block")
-    fused = fuse_layers(nn.Module(), options, torch.device("cuda"))
-    assert not fused and "(tp) have no fused kernels for fp8_recipe block" in str(fused)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +301,6 @@ def test_a_rank_knows_its_replica_and_who_counts() -> None:
         ({"memory_budget": 1.0}, "tp 2 does not go with memory_budget 1.0"),
         ({"target_parameters": ["experts.down_proj"]}, "tp 2 does not go with target_parameters"),
         ({"attention": "fp8", "isolate_documents": False}, "tp 2 does not go with attention fp8"),
-        ({"fuse": True, "fp8_recipe": "block"}, "tp 2 does not go with fuse and fp8_recipe block"),
         ({"jobs": "jobs.yml", "data": [], "lora_dropout": 0.0}, "tp must be 1 with jobs, got 2"),
         ({"layout": "auto"}, "tp 2 does not go with layout auto"),
         ({"seq_len": 63}, "seq_len must be a multiple of 2, cp · tp"),

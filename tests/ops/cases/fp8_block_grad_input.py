@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from lorakernels import ops
+from lorakernels.numerics.segments import rows_times
 from lorakernels.ops import Dropout, Scaled, Weight
+from lorakernels.ops.hardware import SEVERAL
 from tests.ops.cases.bias_dropout_add import exact_branch
 from tests.ops.cases.fp8_block_linear import (
     blocks,
@@ -44,13 +46,15 @@ class Grad(NamedTuple):
     dtype: torch.dtype = BF16
     a: torch.dtype = FP32
     fp8: torch.dtype = E5M2
+    adapters: int = 0
 
     def __call__(self, m: Made) -> Arguments:
-        k, n, rank, p, dtype, a, fp8 = self
+        k, n, rank, p, dtype, a, fp8, adapters = self
+        each = (adapters,) if adapters else ()
         dy = Scaled(m.fp8(m.rows, n, dtype=fp8), scales(m, blocks(n), m.rows) / n**0.5)
         weight = Weight(m.fp8(n, k), scales(m, blocks(n), blocks(k)))
         ds = m.randn(m.rows, rank, dtype=dtype) if rank else None
-        lora_A = m.randn(rank, k, dtype=a) if rank else None
+        lora_A = m.randn(*each, rank, k, dtype=a) if rank else None
         return dy, fp8, weight, ds, lora_A, m.dropout(p) if p else None, dtype
 
 
@@ -62,9 +66,9 @@ def bound(call: Call) -> Iterator[Checked]:
     depth = dy.data.shape[1]
     if ds is not None and lora_A is not None:
         s, a = ds.double(), lora_A.to(ds.dtype).double()
-        exact = exact + exact_branch(s @ a, dropout)
-        size = size + exact_branch(s.abs() @ a.abs(), dropout)
-        depth += len(a)
+        exact = exact + exact_branch(rows_times(s, a), dropout)
+        size = size + exact_branch(rows_times(s.abs(), a.abs()), dropout)
+        depth += a.shape[-2]
     found = near_block_gemm(ops.fp8_block_grad_input, call, exact, size, depth)
     yield found._replace(name="dx")
 
@@ -79,6 +83,7 @@ CONTRACTS = (
             "part of a block, e4m3": Case(Grad(208, 144, 3, dtype=FP16, a=FP16, fp8=E4M3)),
             "base only": Case(Grad(32, 16, 0)),
             "fp32, odd sizes": Case(Grad(131, 130, 3, dtype=FP32), why_not="multiples of 16"),
+            "several": Case(Grad(208, 144, 3, adapters=2), 6, SEVERAL, is_traced=True),
         },
         bound,
         {
@@ -89,6 +94,8 @@ CONTRACTS = (
             "bf16 A": Case(Grad(1040, 2064, 7, a=BF16), 777),
             "fp16, p 0.9": Case(Grad(2064, 272, 33, p=0.9, dtype=FP16), 4100),
             "e4m3": Case(Grad(4112, 1040, 64, fp8=E4M3), 300),
+            "8 adapters": Case(Grad(1040, 528, 17, p=0.0, adapters=8), 1000, SEVERAL),
+            "3 adapters, odd sizes": Case(Grad(131, 130, 3, dtype=FP32, adapters=3), 9, SEVERAL),
         },
         {
             "dy": Scaled(DY, torch.ones(2, 3)),
@@ -114,6 +121,11 @@ CONTRACTS = (
                 {"weight": Weight(torch.zeros(5, 6, dtype=torch.uint8), torch.ones(1, 1))},
                 ValueError,
                 r"weight must be \[130, K\], found \[5, 6\]",
+            ),
+            "adapters": Refusal(
+                {"lora_A": torch.zeros(2, 4, 100)},
+                ValueError,
+                r"lora_A \[2, 4, 100\] has 2 adapters, which must divide the rows, found 3",
             ),
             "slot": Refusal(
                 {"dropout": Dropout(torch.tensor([5]), 0.1, 0)},

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.numerics.segments import rows_times
 from lorakernels.ops import Scaled, Up, Weight
+from lorakernels.ops.hardware import SEVERAL
 from lorakernels.ops.register import Op
 from tests.ops.contract import (
     BF16,
@@ -83,14 +85,20 @@ class Linear(NamedTuple):
     out: torch.dtype = BF16
     scaling: float = 2.0
     residual: bool = False
+    adapters: int = 0
 
     def __call__(self, m: Made) -> Arguments:
-        n, k, rank, bias, b, out, scaling, has_residual = self
+        n, k, rank, bias, b, out, scaling, has_residual, adapters = self
         x = Scaled(m.fp8(m.rows, k), scales(m, blocks(k), m.rows))
         weight = Weight(m.fp8(n, k), scales(m, blocks(n), blocks(k)) / k**0.5)
         up = None
         if rank:
-            up = Up((m.randn(n, rank) / rank**0.5).to(b), m.randn(m.rows, rank, dtype=out), scaling)
+            each = (adapters,) if adapters else ()
+            up = Up(
+                (m.randn(*each, n, rank) / rank**0.5).to(b),
+                m.randn(m.rows, rank, dtype=out),
+                scaling,
+            )
         given = None if bias is None else m.randn(n, dtype=bias)
         residual = m.randn(m.rows, n, dtype=out) if has_residual else None
         return x, weight, given, up, out, residual
@@ -103,9 +111,10 @@ def bound(call: Call) -> Iterator[Checked]:
     exact, size = d @ w, d.abs() @ w.abs()
     depth = x.data.shape[1]
     if up is not None and up.s is not None:
-        s, b = up.s.double(), up.lora_B.to(up.s.dtype).double().t()
-        exact, size = exact + up.scaling * s @ b, size + abs(up.scaling) * s.abs() @ b.abs()
-        depth += len(b)
+        s, b = up.s.double(), up.lora_B.to(up.s.dtype).double().mT
+        exact = exact + up.scaling * rows_times(s, b)
+        size = size + abs(up.scaling) * rows_times(s.abs(), b.abs())
+        depth += b.shape[-2]
     for term in (bias, residual):
         if term is not None:
             exact, size = exact + term.double(), size + term.double().abs()
@@ -122,6 +131,7 @@ CONTRACTS = (
             "part of a block, residual": Case(Linear(144, 208, 0, bias=None, residual=True)),
             "fp16": Case(Linear(16, 48, 5, b=FP16, out=FP16)),
             "fp32, odd sizes": Case(Linear(131, 130, 3, out=FP32), why_not="multiples of 16"),
+            "several": Case(Linear(144, 208, 3, residual=True, adapters=2), 6, SEVERAL, is_traced=True),
         },
         bound,
         {
@@ -132,6 +142,8 @@ CONTRACTS = (
             "rank 300": Case(Linear(1024, 1024, 300), 65),
             "SmolLM2's down": Case(Linear(576, 1536, 16, bias=None), 777),
             "no adapter": Case(Linear(8208, 1040, 0, bias=FP16, out=FP16), 1000),
+            "8 adapters": Case(Linear(1040, 528, 17, adapters=8), 1000, SEVERAL),
+            "3 adapters, odd sizes": Case(Linear(131, 130, 3, out=FP32, adapters=3), 9, SEVERAL),
         },
         {
             "x": Scaled(BYTES, torch.ones(2, 4)),
@@ -165,6 +177,11 @@ CONTRACTS = (
                 {"up": Up(torch.ones(5, 2), torch.ones(4, 3), 1.0)},
                 ValueError,
                 r"lora_B must be \[5, 3\], found \[5, 2\]",
+            ),
+            "adapters": Refusal(
+                {"up": Up(torch.ones(3, 5, 2), torch.ones(4, 2), 1.0)},
+                ValueError,
+                r"lora_B \[3, 5, 2\] has 3 adapters, which must divide the rows, found 4",
             ),
         },
     ),

@@ -59,9 +59,11 @@ def made(
     return m.randn(m.rows, rank, dtype=dtype), x, dropout, out
 
 
-def several(adapters: int, k: int, rank: int, fp8: bool, dtype: torch.dtype, m: Made) -> Arguments:
+def several(
+    adapters: int, k: int, rank: int, fp8: bool, dtype: torch.dtype, m: Made, blocks: bool = False
+) -> Arguments:
     """Of adapters in one batch, which divide M."""
-    return *made(k, rank, fp8, 0.0, dtype, FP32, m), adapters
+    return *made(k, rank, fp8, 0.0, dtype, FP32, m, blocks=blocks), adapters
 
 
 def other(name: str, change: object, m: Made) -> Arguments:
@@ -143,6 +145,7 @@ CONTRACTS = (
             "columns of a wide ds": Case(partial(other, "ds", lambda ds: torch.cat((ds, ds), 1)[:, 1:6])),
             "every second column of ds": Case(partial(other, "ds", lambda ds: torch.cat((ds, ds), 1)[:, ::2])),
             "several": Case(partial(several, 3, 32, 5, True, BF16), 48, why_not=SEVERAL, is_traced=True),
+            "several, blocks": Case(partial(several, 3, 144, 5, True, BF16, blocks=True), 48, SEVERAL),
             "K % 16": Case(partial(made, 72, 4, True, 0.1, BF16, FP32), why_not="K = 72"),
             "rank": Case(partial(made, 64, 129, True, 0.1, BF16, FP32), why_not="rank 129"),
             "blocks": Case(partial(made, 144, 3, True, 0.5, BF16, FP32, blocks=True)),
