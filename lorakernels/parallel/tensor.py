@@ -138,7 +138,9 @@ class TensorParallel:
         vars(self.model)[WHOLE] = True
         try:
             for name, value in values.items():
-                trained[name].data = value
+                trained[name].data = value.to(
+                    before[name].device
+                )  # elsewhere, autograd would begin anew
             yield
         finally:
             for name, own in before.items():

@@ -281,7 +281,8 @@ class FinetuneOptions(RunningOptions):
         1,
         "runtime",
         "tensor parallel, under torchrun: so many ranks after each other have a part of each linear layer of the "
-        "decoder, and train it together on the same rows; layers then run eager",
+        "decoder, and train it together on the same rows; layers then run eager, fused ones as graphs with --graphs "
+        "layer",
     )
     sequence_parallel: bool = option(
         True,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,12 @@ from lorakernels.graphs import (
     ReplayError,
     StepGraph,
 )
-from lorakernels.train.errors import OptionError
-from lorakernels.train.model import decoder_and_head
+from lorakernels.train.errors import FinetuneError, OptionError
+from lorakernels.train.model import decoder_and_head, is_fused
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.running_options import CAPTURED_OPTIMS
+from lorakernels.train.tensor import SplitLayers
 
 Say = Callable[[str], None]
 WARMUP = 3  # steps on real data before the capture
@@ -173,11 +175,14 @@ class Runtime:
         self.manager: GraphManager | StepGraph | None = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
+        parts: SplitLayers | None = SplitLayers.of(model)
+        self._has_parts = parts is not None
+        together = nullcontext if parts is None else parts.split.together
         self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
             "rng_states": [] if random is None else [random],
-            "options": GraphOptions(backend=backend),
+            "options": GraphOptions(backend=backend, together=together),
         }
         self.device = next(model.parameters()).device
         self.why_not = _why_not(model, options, self.device, random, backend)
@@ -238,12 +243,21 @@ class Runtime:
 
         Until its last backward, a step changes only gradients, amaxes and the random state. Gradients are zeroed
         first, amaxes come out the same, and the random state is restored. The step can therefore be repeated, with the
-        exceptions in `run`.
+        exceptions in `run`. Ranks with parts of the layers exchange in the middle of a step, so that none can repeat
+        one alone.
+
+        Raises:
+            FinetuneError: a replay was refused on a rank with parts of the layers.
         """
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
         except (ReplayError, OrderError) as error:
+            if self._has_parts:
+                raise FinetuneError(
+                    f"{_refused(error)}. Ranks that have layers together cannot start a step anew: go on from the last "
+                    "checkpoint with --resume and without --graphs layer"
+                ) from error
             self._give_up(_refusal(error, "--eager"))
         self.replayed = False
         self._set_offset(before)
@@ -329,11 +343,14 @@ class Runtime:
 
 def _refusal(error: ReplayError | OrderError, instead: str) -> str:
     """The message about a refused replay, for the user of the command: what was found, and what to do about it."""
-    what = str(error)
-    if isinstance(error, ReplayError):
-        found = f"expected {error.expected}, found {error.found}"
-        what = f"replay of layer {error.layer!r}: {error.what}: {found}"
-    return f"{what}. It was refused before its launch and the step starts anew; to do without it: {instead}"
+    return f"{_refused(error)}. It was refused before its launch and the step starts anew; to do without it: {instead}"
+
+
+def _refused(error: ReplayError | OrderError) -> str:
+    if not isinstance(error, ReplayError):
+        return str(error)
+    found = f"expected {error.expected}, found {error.found}"
+    return f"replay of layer {error.layer!r}: {error.what}: {found}"
 
 
 def _why_not(
@@ -352,8 +369,10 @@ def _why_not(
         return "attention over ranks (cp) is not captured yet"
     if options.pp > 1:
         return "stages over ranks (pp) are not captured"
-    if options.tp > 1:
-        return "layers split over ranks (tp) are not captured yet"
+    if options.tp > 1 and options.graphs != "layer":
+        return "layers split over ranks (tp) are replayed with --graphs layer alone"
+    if options.tp > 1 and not is_fused(decoder_and_head(model)[0]):
+        return "unfused layers split over ranks (tp) are not captured"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

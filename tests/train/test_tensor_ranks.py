@@ -17,19 +17,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorakernels import VocabularyHead, parallelize
+from lorakernels import VocabularyHead, load_quantized, parallelize
+from lorakernels.parallel import comm
 from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
-from lorakernels.train.job import add_adapters
+from lorakernels.train.job import add_adapters, lora_config
+from lorakernels.train.loop import Trainer
 from lorakernels.train.model import hidden_states, load_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.parts import whole_model
 from lorakernels.train.ranks import Ranks
-from lorakernels.train.runtime import fuse_layers
+from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
 from lorakernels.train.tensor import split_layers
 from tests import processes
-from tests.train.replays import assert_same
+from tests.distributed.test_tensor_graphs import own_rows_of_the_sum
+from tests.graphs.fake import FakeBackend
+from tests.train.replays import assert_same, records, trained
 from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_ranks_that_end import end_of
 from tests.train.test_resume import adapter
@@ -45,6 +51,7 @@ FORMS = {
     "FP8 head": ["--no-fp8", "--fp8-head"],
     "FP8, unfused": [],
 }
+PARAMETER = "model.layers.0.self_attn.q_proj.lora_B"
 RESUMED = ("plain", "rows on all ranks", "LoRA+", "FP8")
 
 
@@ -162,12 +169,10 @@ def test_ranks_end_with_one_scale_and_equal_factors(form: str, two_ranks: Path) 
     kept = [{n: x for n, x in found.items() if n.endswith(replicated)} for found in ranks]
     assert len(kept[0]) == 11
     assert_same(*kept)
-    name = "model.layers.0.self_attn.q_proj.lora_B"
-    assert ranks[0][name].shape == (16, 4) and not torch.equal(ranks[0][name], ranks[1][name])
+    own = [found[PARAMETER] for found in ranks]
+    assert own[0].shape == (16, 4) and not torch.equal(*own)
     file = load_file(two_ranks / form / "adapter" / "adapter_model.safetensors")
-    whole = file[f"base_model.model.{name}.weight"]
-    if form != "whole rows":  # whose file has the best step's
-        assert torch.equal(torch.cat([found[name] for found in ranks]), whole)
+    assert torch.equal(torch.cat(own), file[f"base_model.model.{PARAMETER}.weight"])
 
 
 @pytest.mark.parametrize("form", RESUMED)
@@ -293,7 +298,7 @@ def test_a_rank_knows_its_replica_and_who_counts() -> None:
         ({"pp": 2}, "tp 2 does not go with pp 2"),
         ({"shard_base": True}, "tp 2 does not go with shard_base True"),
         ({"offload": 0.5}, "tp 2 does not go with offload 0.5"),
-        ({"graphs": "layer"}, "tp 2 does not go with graphs layer"),
+        ({"graphs": "step"}, "tp 2 does not go with graphs step"),
         ({"use_dora": True}, "tp 2 does not go with use_dora True"),
         ({"init_lora_weights": "olora"}, "tp 2 does not go with init_lora_weights olora"),
         ({"optim": "adafactor"}, "tp 2 does not go with optim adafactor"),
@@ -425,24 +430,93 @@ def test_the_run_says_what_is_split_and_why_not_the_vocabulary(even_model: Path)
             assert split is expected, case
 
 
+def replaying(rank: int, device: torch.device, model_dir: str, refused: bool) -> list[Any]:
+    """(losses, what was trained, what was said, the error) with imitated graphs of layers, and eagerly.
+
+    With `refused` a parameter moves on rank 1 after the capture, so that a replay is refused there.
+    """
+    text = (b"the quick brown fox jumps over the lazy dog; " * 4)[:160]
+    stops = np.arange(10, 161, 10)
+    rows = PackedRows(np.frombuffer(text, dtype=np.uint8), np.stack([stops - 10, stops], 1), 24)
+    options = FinetuneOptions(
+        r=4, lora_dropout=0.2, seq_len=24, batch_size=2, grad_accum=2, steps=9, lr=1e-2, fuse=True,
+        tp=2, graphs="layer",
+    )  # fmt: skip
+    ranks, found = Ranks(rank, 2, tp=2), []
+    for backend in (FakeBackend, None):
+        torch.manual_seed(1)
+        random = make_random_state(7, 0, device)
+        given: dict[str, Any] = {"device": device, "dtype": torch.float32, "progress": False}
+        loaded = load_quantized(model_dir, lora=lora_config(options), rng_state=random, **given)
+        model: Any = loaded.model
+        model.config.use_cache = False
+        assert fuse_layers(model, options, device)
+        said: list[str] = []
+        split_layers(model, options, ranks, device, said.append)
+        more: dict[str, Any] = {"ranks": ranks, "warmup": 2, "backend": backend, "say": said.append}
+        runtime = Runtime(model, options, loaded.fp8_state, random, **more)
+        trainer = Trainer(model, options, rows, loaded.fp8_state, runtime, ranks)
+        losses, error = [], ""
+        # gloo's scatter, and attention of torch for CPUs, end in ops that the imitated capture would record
+        with mock.patch.object(comm, "sum_rows", own_rows_of_the_sum), sdpa_kernel(SDPBackend.MATH):
+            try:
+                for step in range(6):
+                    if refused and backend and step == 4 and rank == 1:
+                        parameter = model.model.layers[1].self_attn.q_proj.lora_A
+                        parameter.data = parameter.data.clone()
+                    losses.append(trainer.step().loss)
+                    trainer.checkpoint({})
+                    with whole_model(model):  # as for its files
+                        assert model.get_parameter(PARAMETER).shape == (32, 4)
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        replayed = runtime.replaying
+        trainer.close()
+        found.append((losses, trained(trainer), said, error, replayed))
+        if refused:
+            break
+    return found
+
+
+def test_fused_parts_are_replayed_as_graphs_of_layers_to_the_bit(even_model: Path) -> None:
+    for graphed, eager in processes.on_ranks(replaying, 2, "gloo", str(even_model), False):
+        assert graphed[4] and not eager[4]
+        assert any("layers replayed as CUDA graphs from step 3 on" in text for text in graphed[2])
+        assert graphed[0] == eager[0] and len(eager[0]) == 6
+        assert_same(graphed[1], eager[1])
+
+
+def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(even_model: Path) -> None:
+    """The other one is in the middle of it, and would take its rows for others."""
+    (whole,), (one,) = processes.on_ranks(replaying, 2, "gloo", str(even_model), True)
+    assert one[3].startswith("FinetuneError: replay of layer '1'"), one[3]
+    assert "cannot start a step anew: go on from the last checkpoint with --resume" in one[3]
+    assert "gloo" in whole[3] and len(whole[0]) == len(one[0]) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_with_parts_are_one(cli: Cli, gpu_run: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [["--eager"], ["--graphs", "layer"]], ids=["eager", "graphs"])
+def test_two_gpus_with_parts_are_one(
+    how: list[str], cli: Cli, gpu_run: list[Any], tmp_path: Path
+) -> None:
     """NCCL, fused layers and FP8, in bf16: roundings of bf16, and of FP8 that turn after them."""
-    run = [*gpu_run, "--eager", "--steps", 8, "--keep", 9]
+    run = [*gpu_run, "--steps", 12, "--keep", 9]
     one, two, parts = (tmp_path / name for name in ("one", "two", "parts"))
     assert cli(*run, "--output", one) == 0
+    tp = [*run, *how, "--tp", 2]
     on_ranks(
         [
-            [*run, "--tp", 2, "--output", two],
-            ["copy", one, parts, "step-00000008"],
-            [*run, "--tp", 2, "--output", parts, "--resume"],
+            [*tp, "--output", two],
+            ["copy", one, parts, "step-00000012"],
+            [*tp, "--output", parts, "--resume"],
         ],
         tmp_path,
     )
+    assert records(two)[-1]["replayed"] == (how[0] == "--graphs")
     expected = losses(one)
     for found in (two, parts):
         np.testing.assert_allclose(losses(found), expected, rtol=1e-2)
-    shutil.rmtree(two / "checkpoints" / "step-00000008")
+    shutil.rmtree(two / "checkpoints" / "step-00000012")
     assert cli(*run, "--output", two, "--resume") == 0
     np.testing.assert_allclose(losses(two), expected, rtol=1e-2)
