@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
     ("_C", "config", "graphs", "values"),
-    ("device", "pinning"),
+    ("device", "lent", "pinning"),
     ("numerics",),
     ("kernels",),
     ("ops",),

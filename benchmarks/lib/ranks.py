@@ -35,6 +35,13 @@ def step_seconds(step: Callable[[int], object], often: int, device: torch.device
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
+def time_left(end: float, device: torch.device) -> bool:
+    """Collective: whether it is before `end`, by time.perf_counter, on all ranks."""
+    left = torch.tensor(end - time.perf_counter(), device=device)
+    dist.all_reduce(left, dist.ReduceOp.MIN)
+    return bool(left > 0)
+
+
 def average_gradients(trained: Sequence[torch.nn.Parameter]) -> None:
     """Of the parameters that have one, over all ranks, by one all-reduce."""
     ranks = dist.get_world_size()

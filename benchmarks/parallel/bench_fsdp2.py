@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 over our layers, cause by cause, beside one whole copy a GPU and beside a sharded base.
+"""FSDP2 over our layers, cause by cause, beside one whole copy a GPU, a sharded base, and transformers with PEFT.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel/bench_fsdp2.py --output DIR [--layers 8] [--budget-s S]
+    torchrun --nproc-per-node 2 benchmarks/parallel/bench_fsdp2.py --output DIR [--short] [--layers 8] [--budget-s S]
 
-The layers have Llama-3.1-8B's shapes, R = 16 on all linear layers, FP8, eager, 1 x 4096 tokens a GPU. Columns:
+The layers have Llama-3.1-8B's shapes, R = 16 on all linear layers, eager, 1 x 4096 tokens a GPU. Ours are in FP8,
+PEFT's in bf16. `--short` measures the whole copies, the fused layers with their base in `ignored_params`, full sharding
+of the unfused ones and of PEFT's, and a sharded base. What would begin after the budget, 170 s, is not run. Columns:
 
     p50 ms        of one step by rank 0: forward, backward, AdamW, the FP8 scales' update
-    ÷ whole       the time of the same layers without sharding; those do not sum their gradients over the ranks
+    ÷ whole       ÷ the time of the same layers without sharding; those do not sum their gradients over the ranks
     peak GiB      of torch's allocator; a sharded base over peer copies has its shards elsewhere
     check         "ok" if the first step's loss is that of the whole copy, bit for bit; else WRONG
 """
@@ -30,14 +32,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.lib.ranks import start_ranks, step_seconds
+from benchmarks.lib.ranks import start_ranks, step_seconds, time_left
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
-from benchmarks.peers.models import ALPHA, RANK, SPECS
+from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 from lorakernels.parallel import ShardedAdamW, shard_base
 
 WARMUP = 4
 WHOLE, OPTIMIZER, BASE = "whole", "ShardedAdamW", "ShardedAdamW, shard_base"
+BASE_ENDS = "ShardedAdamW, shard_base, embedding and head too"
 # What fully_shard manages of a model. The ends are embedding, last norm and head.
 ALL, KEPT = "FSDP2, all", "FSDP2, layers kept after forward"
 OWN_ENDS, LAYERS = "FSDP2, all, ends in groups of their own", "FSDP2, layers"
@@ -45,13 +48,22 @@ TRAINED = "FSDP2, what is trained"
 
 
 class Case(NamedTuple):
-    fused: bool
+    layers: str
     how: str
 
 
+FUSED, UNFUSED, PEFT = "fused", "unfused", "transformers + PEFT, bf16"
+SHORT = [
+    *(Case(FUSED, how) for how in (WHOLE, TRAINED)),
+    *(Case(layers, how) for layers in (UNFUSED, PEFT) for how in (WHOLE, ALL)),
+    Case(UNFUSED, OWN_ENDS),
+    *(Case(FUSED, how) for how in (BASE, BASE_ENDS)),
+]
 CASES = [
-    *(Case(True, how) for how in (WHOLE, TRAINED, OPTIMIZER, BASE)),
-    *(Case(False, how) for how in (WHOLE, BASE, TRAINED, LAYERS, ALL, OWN_ENDS, KEPT)),
+    *SHORT,
+    Case(FUSED, OPTIMIZER),
+    *(Case(UNFUSED, how) for how in (BASE, TRAINED, LAYERS, KEPT)),
+    Case(PEFT, OWN_ENDS),
 ]
 
 
@@ -66,15 +78,15 @@ def make(case: Case, layers: int, device: torch.device) -> nn.Module:
         torch.set_default_dtype(torch.bfloat16)
         model = transformers.LlamaForCausalLM(config).train()
         torch.set_default_dtype(torch.float32)
-    lora = LoRAConfig(
-        r=RANK,
-        lora_alpha=ALPHA,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        fp8=DelayedScaling(),
-    )
+    options: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0}
+    if case.layers == PEFT:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(target_modules=list(ADAPTED["all"]), **options)
+        return inject_adapter_in_model(config, model.requires_grad_(False)).train()
+    lora = LoRAConfig(target_modules="all-linear", fp8=DelayedScaling(), **options)
     apply_lora(model, lora, rng_state=PhiloxState(0, device))
-    if case.fused:
+    if case.layers == FUSED:
         fuse(model)
     return model
 
@@ -92,10 +104,10 @@ def shard(model: Any, how: str, mesh: Any) -> torch.optim.Optimizer:
             fully_shard(decoder.embed_tokens, mesh=mesh)
             fully_shard(head, mesh=mesh)
         fully_shard(model, mesh=mesh, ignored_params=ignored)
-    if how == BASE:
-        shard_base(model, mesh)
+    if how in (BASE, BASE_ENDS):
+        shard_base(model, mesh, embeddings=how == BASE_ENDS)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if how in (OPTIMIZER, BASE):
+    if how in (OPTIMIZER, BASE, BASE_ENDS):
         return ShardedAdamW(trained, mesh, lr=1e-4)
     return torch.optim.AdamW(trained, lr=1e-4)
 
@@ -103,7 +115,7 @@ def shard(model: Any, how: str, mesh: Any) -> torch.optim.Optimizer:
 def bench(case: Case, args: argparse.Namespace, device: torch.device) -> Row:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model: Any = make(case, args.layers, device)
-    state = next(m.fp8_state for m in model.modules() if hasattr(m, "fp8_state"))
+    state = next((m.fp8_state for m in model.modules() if hasattr(m, "fp8_state")), None)
     optimizer = shard(model, case.how, mesh["dp_shard"])
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     tokens = 4096 if device.type == "cuda" else 32
@@ -117,7 +129,8 @@ def bench(case: Case, args: argparse.Namespace, device: torch.device) -> Row:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        state.reduce_and_update()
+        if state is not None:
+            state.reduce_and_update()
         return loss.detach()
 
     first = float(step(0))
@@ -127,7 +140,7 @@ def bench(case: Case, args: argparse.Namespace, device: torch.device) -> Row:
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     dist.barrier()  # no rank frees what another one reads
     return {
-        "layers": "fused" if case.fused else "unfused",
+        "layers": case.layers,
         "sharded": case.how,
         "ranks": dist.get_world_size(),
         "check": "ok",
@@ -153,14 +166,19 @@ def compared(rows: list[Row]) -> list[Row]:
 def main() -> int:
     options = parser(__doc__.partition("\n")[0])
     options.add_argument("--layers", type=int, default=8)
-    options.add_argument("--budget-s", type=float, default=240.0, help="a rank that hangs ends")
+    options.add_argument("--short", action="store_true", help="the ratios alone")
+    options.add_argument(
+        "--budget-s", type=float, default=170.0, help="what would begin later is not run"
+    )
     args, device = arguments(options, on_gpu=8)
-    if device.type == "cuda":
-        faulthandler.dump_traceback_later(args.budget_s, exit=True)
+    if device.type == "cuda":  # a rank that hangs ends
+        faulthandler.dump_traceback_later(args.budget_s + 60, exit=True)
     began, rows = time.perf_counter(), list[Row]()
     device = start_ranks(device)
     try:
-        for case in CASES:
+        for case in SHORT if args.short else CASES:
+            if not time_left(began + args.budget_s, device):
+                break
             rows.append(bench(case, args, device))
             gc.collect()
             if device.type == "cuda":
@@ -168,6 +186,9 @@ def main() -> int:
             if dist.get_rank() == 0:
                 print(f"{time.perf_counter() - began:.0f} s: {rows[-1]}", flush=True)
         if dist.get_rank():
+            return 0
+        if not rows:
+            print("no case was run within the budget")
             return 0
         return finish("fsdp2", compared(rows), environment(device), args.output)
     finally:

@@ -21,9 +21,10 @@ form.
     copy ms, GB/s        of one layer's part on the host: what the rank copies, and gathering it
     check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
 
-Without torchrun there is one rank. With `--offload F` there is one row a model: loaded straight with that part of the
-base in pinned memory of the host, or with 0 sharded alone. The whole base need not fit then, so "check" only says that
-the loss is finite. With `--offload-activations` what layers keep may wait there, too, within what is free.
+With `--embeddings` the sharded base splits embedding and head as well. Without torchrun there is one rank. With
+`--offload F` there is one row a model: loaded straight with that part of the base in pinned memory of the host, or with
+0 sharded alone. The whole base need not fit then, so "check" only says that the loss is finite. With
+`--offload-activations` what layers keep may wait there, too, within what is free.
 `--memory-gb G` leaves that much of the GPU to torch, as a smaller GPU would: graphs and CUDA itself come on top.
 """
 
@@ -46,7 +47,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.energy import joules, shown
-from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds
+from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds, time_left
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, token_rows
@@ -63,6 +64,7 @@ FORMS: dict[str, Options] = {
     "1b": {"graphs": "iteration", "save": "full"},
     "tiny": {},
 }
+ENDS = ", embedding and head too"
 NO_GATHER: Row = {"gather ms": "", "GB/s": "", "copy ms": "", "copy GB/s": "", "why": ""}
 
 
@@ -162,6 +164,8 @@ class Bench:
         found = torch.cuda.max_memory_allocated(self.device)
         if base is not None and base.transport == "peer":  # not of torch's allocator
             found += base.shards.memory.numel()
+            if base.vocabulary is not None:
+                found += base.vocabulary.shards.memory.numel()
         return round(found / 2**30, 2)
 
 
@@ -199,6 +203,7 @@ def bench_offload(model: str, device: torch.device, args: argparse.Namespace) ->
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
     options = {"mesh": mesh["dp_shard"] if ranks > 1 else None, "offload": args.offload}
+    options["embeddings"] = args.embeddings
     began = time.perf_counter()
     bench = Bench(model, device, args, options)
     if dist.get_rank() == 0:
@@ -207,6 +212,7 @@ def bench_offload(model: str, device: torch.device, args: argparse.Namespace) ->
     check = "finite" if math.isfinite(loss) else f"WRONG: loss {loss!r}"
     base = bench.training.sharded
     what = f"offloaded, {args.offload}" if args.offload else f"sharded, {base.transport}"
+    what += ENDS * args.embeddings
     row = bench.row(what + ", activations too" * args.offload_activations, base, check)
     if args.memory_gb:
         row["note"] = f"{row['note']}; {args.memory_gb:g} GB for torch"
@@ -220,17 +226,18 @@ def bench_model(
 ) -> list[Row]:
     """The whole base, then the sharded one by each transport, until `end` of time.perf_counter."""
     transports: list[str] = args.transports
+    more, ends = {"embeddings": args.embeddings}, ENDS * args.embeddings
     bench = Bench(model, device, args)
     mesh = init_device_mesh(device.type, (bench.ranks,), mesh_dim_names=("dp_shard",))
     rows = [bench.row("whole", None, "ok")]
     bench.whole = rows[0]
     bench.training.renew_graphs()
     for transport in transports:
-        if not _time_left(end, device):
+        if not time_left(end, device):
             break
         before = bench.loss()
         try:
-            base = shard_base(bench.training.model, mesh["dp_shard"], transport=transport)
+            base = shard_base(bench.training.model, mesh["dp_shard"], transport=transport, **more)
         except (RuntimeError, ValueError) as error:  # on every rank, with the model as it was
             named = {"base": f"sharded, {transport}", "check": f"not run: {error}"}
             rows.append({**dict.fromkeys(rows[0], ""), "model": rows[0]["model"], **named})
@@ -239,7 +246,7 @@ def bench_model(
             torch.cuda.empty_cache()
         after = bench.loss()
         check = "ok" if after == before else f"WRONG: loss {after!r}, the whole base's {before!r}"
-        rows.append(bench.row(f"sharded, {base.transport}", base, check))
+        rows.append(bench.row(f"sharded, {base.transport}{ends}", base, check))
         synchronize(device)
         dist.barrier()
         bench.training.renew_graphs()  # their memory is needed, and they end before their communicators
@@ -247,13 +254,6 @@ def bench_model(
             base.unshard()
         del base
     return rows
-
-
-def _time_left(end: float, device: torch.device) -> bool:
-    """Whether the budget lasts, for all ranks alike."""
-    left = torch.tensor(end - time.perf_counter(), device=device)
-    dist.all_reduce(left, dist.ReduceOp.MIN)
-    return bool(left > 0)
 
 
 def main() -> int:
@@ -265,6 +265,7 @@ def main() -> int:
     )
     options.add_argument("--layers", type=int, help="of each model; default: all")
     options.add_argument("--offload", type=float, help="fraction of the base; 0 shards alone")
+    options.add_argument("--embeddings", action="store_true", help="split embedding and head, too")
     options.add_argument("--offload-activations", action="store_true", help="with --offload")
     options.add_argument("--spare", type=float, default=SPARE, help="of a GPU, to the allocator")
     options.add_argument("--memory-gb", type=float, help="of the GPU, that torch may take")
@@ -284,7 +285,7 @@ def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
     models = args.models or (["70b", "8b"] if device.type == "cuda" else ["tiny"])
     rows: list[Row] = []
     for model in models:
-        if not _time_left(end, device):
+        if not time_left(end, device):
             break
         if args.offload is not None:
             rows += bench_offload(model, device, args)

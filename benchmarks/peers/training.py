@@ -33,7 +33,7 @@ from benchmarks.peers.te import autocast, te_or_unavailable
 from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
-from lorakernels.parallel.plan_memory import saves_within
+from lorakernels.parallel.plan_memory import Placement, saves_within
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize
 from lorakernels.parallel.plan_time import Batch
 
@@ -309,7 +309,10 @@ class Ours(Training):
         size, batch = ModelSize.of(model, None), Batch(self.spec.batch, self.spec.length)
         room = free - 12 * size.trained - int(self.spare * allowed * total)
         forms = OFFLOADED if FITS[str(self.save)] else SAVE
-        saves = saves_within(size, batch, room, forms)
+        placement = Placement()
+        if self.base.get("embeddings"):  # the head comes as a whole at the loss
+            placement = Placement(self.base["mesh"].size(), embeddings=True)
+        saves = saves_within(size, batch, room, forms, placement)
         if saves is None:
             raise torch.OutOfMemoryError(f"{room} bytes are left for what layers keep")
         return kept_bytes(size.layers, saves, batch.tokens, ELEMENT)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class AdapterRows(NamedTuple):
@@ -42,3 +45,126 @@ class AdapterRows(NamedTuple):
             )
         a, b = (factor.index_select(0, self.numbers) for factor in (lora_A, lora_B))
         return a, b if self.base is None else b.masked_fill(self.base, 0.0)
+
+
+Saved = Any  # what the hooks of a checkpoint, or Tensor.detach, keep of a tensor
+_unpacked = (
+    threading.local()
+)  # .at and .found: where a backward last unpacked a tensor, and what held when it was kept
+
+
+def _place() -> tuple[int, int] | None:
+    """Of the autograd node that a backward runs; None outside of a backward."""
+    task = torch._C._current_graph_task_id()
+    node = torch._C._current_autograd_node()
+    return None if task == -1 or node is None else (task, node._sequence_nr())
+
+
+class Alone:
+    """What holds inside of one AdapterBatch.only. `ran`: a forward has run inside."""
+
+    ran = False
+
+
+Held = dict[torch.device, AdapterRows] | Alone
+
+
+class CallRows:
+    """Which rows of a call belong to which adapter of one AdapterBatch. The batch's layers share it.
+
+    A checkpoint saves its function's tensors for backward, and unpacks them just before it computes the function again.
+    So hooks of saved tensors tell a recomputation what held in its forward, wherever backward runs. Where other hooks
+    hide them, or no tensor was given, a recomputation raises. A copy knows of no calls.
+
+    Attributes:
+        asked: whether a call has to ask `of`. Otherwise its rows lie in the adapters' order.
+    """
+
+    _held: ClassVar[
+        dict[CallRows, Held]
+    ] = {}  # replaced as a whole: what holds now, of all batches
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._used = False  # by a forward that may be computed again
+        self._inside = False  # what holds was named inside the backward that runs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallRows, ()
+
+    @contextmanager
+    def holding(self, what: Held) -> Iterator[None]:
+        """Inside, calls have these rows on each device, or one adapter is alone.
+
+        Raises:
+            ValueError: an adapter would be alone inside `AdapterBatch.rows`.
+        """
+        before, inside = CallRows._held, self._inside
+        alone = isinstance(what, Alone)
+        if alone and self in before:
+            raise ValueError("AdapterBatch.rows and .only exclude each other")
+        held = CallRows._held = {**before, self: what}
+        self.asked, self._inside = True, _place() is not None
+        unhooked = alone or not torch.is_grad_enabled()
+        try:
+            with nullcontext() if unhooked else saved_tensors_hooks(*_hooks(held)):
+                yield
+        finally:
+            CallRows._held, self._inside = before, inside
+            self.asked = self._used or self in before
+
+    def of(self, device: torch.device, training: bool) -> AdapterRows | None:
+        """Of this call, on `device`; None where the rows lie in the adapters' order, or one adapter is alone.
+
+        Raises:
+            RuntimeError: a recomputation's rows are not known.
+        """
+        now, place = CallRows._held.get(self), _place()
+        if place is None:
+            self._used = self._used or training or torch.is_grad_enabled()
+            if isinstance(now, Alone):
+                now.ran = True
+        elif not self._inside:
+            now = self._of_forward(place, now)
+        return now.get(device) if isinstance(now, dict) else None
+
+    def _of_forward(self, place: tuple[int, int], now: Held | None) -> Held | None:
+        known = getattr(_unpacked, "at", None) == place
+        if isinstance(now, Alone):
+            if now.ran and not known:
+                return now
+            raise RuntimeError(
+                "a checkpoint is computed again inside AdapterBatch.only, and its forward was outside: run backward "
+                "outside as well"
+            )
+        if known:
+            found: Held | None = _unpacked.found.get(self)
+            return found
+        raise RuntimeError(
+            "a checkpoint is computed again, and which adapters its rows had is not known: name them for all forwards "
+            "by AdapterBatch.rows around the model. Inside of it, let no other hooks of saved tensors, such as an "
+            "offload's, surround the checkpoint, and give its function tensors by position. A forward inside "
+            "AdapterBatch.only has its backward there"
+        )
+
+
+def _hooks(held: dict[CallRows, Held]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Hooks of saved tensors which note, when one is unpacked, that `held` held. They call those that were there."""
+    there = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(x: Tensor) -> Saved:
+        return there[0](x) if there else (x.detach(), x._version)
+
+    def unpack(kept: Saved) -> Tensor:
+        if there:
+            x: Tensor = there[1](kept)
+        else:
+            x, version = kept
+            if x._version != version:
+                raise RuntimeError(
+                    f"a tensor {list(x.shape)} that backward needs was changed in place after its forward"
+                )
+        _unpacked.at, _unpacked.found = _place(), held
+        return x
+
+    return pack, unpack

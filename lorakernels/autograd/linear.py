@@ -254,19 +254,20 @@ def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
         lora_A = to.lora_A if one else None
         x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask)
         operand = Scaled(x8, scale_inv) if to.quantized else operand
-    if to.over is None:  # ranks cast their parts by themselves
-        operand = quantize_in_blocks(operand, to.blocks)
+    operand = quantize_in_blocks(operand, to.blocks)
     return operand, s if one and to.adapted else lora_down(x, to)
 
 
-def quantize_in_blocks(x: Scaled, blocks: BlockScaling | None) -> Scaled:
+def quantize_in_blocks(
+    x: Scaled, blocks: BlockScaling | None, fp8_dtype: torch.dtype = E4M3
+) -> Scaled:
     """x8 [M, K] with a scale_inv fp32 [⌈K/128⌉, M], by the recipe `blocks`; x itself without one, or if it has scales.
 
     It may be traced.
     """
     if blocks is None or x.scale_inv is not None:
         return x
-    return Scaled(*ops.quantize_blocks(x.data, E4M3, blocks.power_2_scale))
+    return Scaled(*ops.quantize_blocks(x.data, fp8_dtype, blocks.power_2_scale))
 
 
 def project(

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.lent import whole
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS
@@ -171,7 +172,7 @@ def quantize_head(weight: Tensor) -> tuple[Tensor, Tensor]:
     A frozen head that is quantized once is not quantized at every call: at V = 128256, K = 4096 that moves 2.6 GB. The
     result takes VK bytes, and W may be dropped if nothing else needs it. W's amax becomes e4m3's largest number.
     """
-    w8, scale_inv = _quantized(weight.detach())
+    w8, scale_inv = _quantized(whole(weight).detach())
     return w8.view(E4M3), scale_inv
 
 
@@ -256,7 +257,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., K], of W's dtype unless W is e4m3. Under autocast, all but an e4m3 W are cast to its dtype.
-        weight: [V, K], frozen or trained; e4m3 with `weight_scale_inv` and `fp8=True`.
+        weight: [V, K], frozen or trained; e4m3 with `weight_scale_inv` and `fp8=True`. A head of a sharded base is
+            gathered.
         labels: int64 [...], shifted by the caller. A label outside of [0, V) raises on the CPU. On a GPU, where the
             host does not wait to see it, it makes loss and gradient NaN.
         bias: [V], of hidden's dtype, or None.
@@ -277,6 +279,7 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument does not fit. Nothing has been computed then.
     """
+    weight = whole(weight)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)

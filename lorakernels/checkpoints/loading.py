@@ -95,6 +95,7 @@ def load_quantized(
     progress: bool | Progress = True,
     mesh: Any = None,
     offload: float | Offload = 0.0,
+    embeddings: bool = False,
 ) -> Loaded:
     """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
     runs.
@@ -120,6 +121,8 @@ def load_quantized(
             give `lora`.
         offload: the fraction of every layer's FP8 weights that goes to pinned memory of the host, as for `shard_base`;
             also without a `mesh`. The GPU never holds these weights together.
+        embeddings: split the embedding and the head over the ranks of `mesh`, too, as for `shard_base`. Each rank has
+            them whole while it loads.
 
     With a `mesh`, what one rank raises, all raise; those that did not find it raise ValueError and name the rank.
 
@@ -153,11 +156,14 @@ def load_quantized(
             files = with_experts(files, model, block)
         plan = Plan(model, files.tensors, lora, frozen, block)
         _check_layout(lora, mesh, offload)
+        if embeddings and mesh is None:
+            raise ValueError("embeddings=True needs a mesh, found None")
         _check_block(plan, recipe)
         _check_experts(model, mesh, offload)
     shards = None
     if mesh is not None or as_offload(offload).fraction:
-        shards = ShardedWeights(model, plan.quantized, Place.of(mesh, target), offload)
+        place = Place.of(mesh, target)
+        shards = ShardedWeights(model, plan.quantized, place, offload, embeddings)
     loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards))
     report = None
     with nullcontext() if shards is None else shards, together():

@@ -18,12 +18,14 @@ from lorakernels.parallel.blocks import Shape
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.offload import as_offload
 from lorakernels.parallel.sharded_base import (
+    agreed_embeddings,
     agreed_layout,
     asked_fraction,
     check_offload,
     choose_transport,
     finish,
 )
+from lorakernels.parallel.sharded_vocabulary import ShardedVocabulary
 from lorakernels.parallel.stores import Layout, Place, allocate, discard, lay_out_base, write
 
 SLOTS, PREFETCH = 2, 1
@@ -36,7 +38,7 @@ class ShardedWeights:
         model: before it has weights, with its own `nn.Linear`s.
         quantized: paths of the linear layers that will be held in FP8.
         place: this rank, and the device of the model's weights.
-        offload: as for `shard_base`.
+        offload, embeddings: as for `shard_base`. Embedding and head are split in the end.
 
     Raises:
         ValueError: a decoder layer has a linear layer that is not in `quantized`, or ranks differ.
@@ -49,13 +51,15 @@ class ShardedWeights:
         quantized: Iterable[str],
         place: Place,
         offload: float | Offload,
+        embeddings: bool = False,
     ) -> None:
         wanted = set(quantized)
         find = lambda: _layout(model, wanted, place, offload)  # noqa: E731
-        options = {"offload": asked_fraction(offload)}
+        options = {"offload": asked_fraction(offload), "embeddings": embeddings}
+        self._model, self._embeddings = model, embeddings
         self._place, self._layout = place, agreed_layout(place, find, options)
-        chosen = choose_transport("auto", place)
-        self._stores = allocate(place, self._layout, as_offload(offload), chosen)
+        self._chosen = choose_transport("auto", place)
+        self._stores = allocate(place, self._layout, as_offload(offload), self._chosen)
         kept = [blocks for blocks in (self._layout.near, self._layout.far) if blocks]
         self._entries = {
             f"{path}.{entry.name}": (index, entry)
@@ -83,7 +87,10 @@ class ShardedWeights:
     def finish(self) -> ShardedBase:
         """Collective: give the layers their weights, after all were kept."""
         with self:
-            return finish(self._place, self._layout, self._stores, (SLOTS, PREFETCH))
+            found = agreed_embeddings(self._model, self._place, self._embeddings)
+            name = self._chosen[0]
+            vocabulary = found and ShardedVocabulary.of(self._model, found, self._place, name)
+            return finish(self._place, self._layout, self._stores, (SLOTS, PREFETCH), vocabulary)
 
     def __enter__(self) -> ShardedWeights:
         return self

@@ -181,6 +181,8 @@ class FusedDecoderLayer(nn.Module):
         if parts.over is not None:
             parts.over.check(hidden_states)
         _check_window(self, parts, hidden_states, kwargs)
+        if parts.context is not None:
+            parts.context.begin(hidden_states.shape[:2].numel() * parts.spread)
         call = _call(parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(parts, hidden_states, attention_mask, kwargs))
         if not torch.is_grad_enabled():

@@ -39,6 +39,9 @@ class Context(Protocol):
 
     size: int
 
+    def begin(self, tokens: int) -> None:
+        """A layer runs on so many tokens of this rank."""
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
     ) -> Tensor:

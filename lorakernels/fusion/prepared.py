@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakernels.autograd.linear import Projections
 from lorakernels.autograd.linear_values import LoRASpec
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.lora import LoRALinear, rows_of_call
 from lorakernels.values import Dropout
 
 
@@ -59,7 +59,7 @@ class Prepared(NamedTuple):
     ) -> tuple[Projections, list[Tensor | None]]:
         """`to` with the masks, and `params`; of the adapters that AdapterBatch.rows has named, if it has."""
         to = self.to._replace(masks=masks)
-        rows = next((m.adapter_rows for m in self.adapted if m.adapter_rows is not None), None)
+        rows = rows_of_call(self.adapted[0]) if self.adapted else None
         if rows is None:
             return to, self.params
         factors = [rows.factors(m.lora_A, m.lora_B) for m in self.adapted]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.adapter_rows import AdapterRows
+from lorakernels.autograd.adapter_rows import AdapterRows, Alone, CallRows
 from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.initial import initial_of
@@ -26,6 +27,7 @@ from lorakernels.modules.trained_parts import hidden_originals
 
 FACTORS = ("lora_A", "lora_B")
 BASE = "__base__"  # PEFT's name of the base alone
+NAMED = "named_rows"  # a buffer of each layer inside AdapterBatch.rows
 
 
 class AdapterBatch:
@@ -42,6 +44,9 @@ class AdapterBatch:
         self, layers: dict[str, LoRALinear], names: tuple[str, ...], ranks: dict[str, int]
     ) -> None:
         self.layers, self.names, self.ranks = layers, names, ranks
+        self._calls = CallRows()
+        for layer in layers.values():
+            layer.adapter_rows = self._calls
         wholes = self._wholes()
         self._views = {
             name: {
@@ -50,7 +55,8 @@ class AdapterBatch:
             }
             for index, name in enumerate(names)
         }
-        self._seen = _places(wholes)
+        self._seen = {path: (whole.data_ptr(), whole.dtype) for path, whole in wholes.items()}
+        self._tied: dict[str, nn.Parameter] = {}  # whose gradients `follow` hands on
 
     def _wholes(self) -> dict[str, nn.Parameter]:
         """{path of a layer's lora_A or lora_B: all adapters' together}."""
@@ -71,18 +77,46 @@ class AdapterBatch:
         `model.to`, deepcopy and `load_state_dict(assign=True)` give a layer's parameters other memory.
         """
         wholes = self._wholes()
-        seen = _places(wholes)
-        if seen != self._seen:
-            for index, name in enumerate(self.names):
-                for path, whole in wholes.items():
-                    view = self._views[name][path]
-                    view.grad, view.data = None, whole.data[index]
-            self._seen = seen
+        for path, whole in wholes.items():
+            self._renew(path, whole)
+        if self._tied:
+            self._tie(wholes)
         return wholes
+
+    def _renew(self, path: str, whole: Tensor) -> None:
+        place = whole.data_ptr(), whole.dtype
+        if self._seen.get(path) == place:
+            return
+        for index, name in enumerate(self.names):
+            view = self._views[name][path]
+            view.grad, view.data = None, whole.data[index]
+        self._seen[path] = place
+        if path in self._tied:
+            self._give(path, whole.grad)
+
+    def _tie(self, wholes: Mapping[str, nn.Parameter]) -> None:
+        """Have backward hand gradients on to the adapters' parts, and drop what `optimizer.zero_grad` has dropped."""
+        for path, whole in wholes.items():
+            if self._tied.get(path) is not whole:
+                whole.register_hook(partial(self._before_sum, path))
+                whole.register_post_accumulate_grad_hook(partial(self._after_sum, path))
+                self._tied[path] = whole
+
+    def _before_sum(self, path: str, _: Tensor) -> None:
+        if all(views[path].grad is None for views in self._views.values()):
+            self._tied[path].grad = None
+
+    def _after_sum(self, path: str, whole: Tensor) -> None:
+        self._renew(path, whole)
+        self._give(path, whole.grad)
+
+    def _give(self, path: str, grad: Tensor | None) -> None:
+        for index, name in enumerate(self.names):
+            self._views[name][path].grad = None if grad is None else grad[index]
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy, whose parts do not lie in the layers' memory."""
-        return {**vars(self), "_seen": None}
+        return {**vars(self), "_seen": {}, "_tied": {}}
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """{path of a LoRALinear's lora_A or lora_B: the adapter's own part of it}, for an optimizer.
@@ -123,15 +157,18 @@ class AdapterBatch:
             RuntimeError: the call is inside `only`.
         """
         for path, whole in self._renewed().items():
-            for index, name in enumerate(self.names):
-                self._views[name][path].grad = None if whole.grad is None else whole.grad[index]
+            self._give(path, whole.grad)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer.step` take the gradients of `param_groups`, and clear them when it has used them.
 
-        Gradients reach `param_groups` in that step: clip or unscale them after `give_gradients`. A step that is left
-        out needs `clear_gradients`, since `optimizer.zero_grad` does not reach the layers.
+        Backward hands them on, so that clipping and torch's GradScaler find them. After a step that is left out, call
+        `optimizer.zero_grad`.
+
+        Raises:
+            RuntimeError: the call is inside `only`.
         """
+        self._tie(self._renewed())
         optimizer.register_step_pre_hook(lambda *_: self.give_gradients())
         optimizer.register_step_post_hook(lambda *_: self.clear_gradients())
 
@@ -148,9 +185,10 @@ class AdapterBatch:
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:
         """Inside, sequence i of a batch belongs to the adapter names[i], in any order, as PEFT's `adapter_names`.
 
-        None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. With gradient
-        checkpointing, backward belongs inside as well. Graphs that were captured outside do not hold inside. Inside
-        another `rows` it holds until its own end.
+        None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. Backward may run
+        outside: a gradient checkpoint is computed again with the rows of its forward, or raises RuntimeError where
+        these are not known. Graphs that were captured outside are not replayed: `attach` runs layers eagerly, and a
+        GraphManager raises. Inside another `rows` it holds until its own end.
 
         Raises:
             KeyError: there is no such adapter.
@@ -169,24 +207,32 @@ class AdapterBatch:
         for layer in self.layers.values():
             device = layer.lora_A.device
             made[device] = made.get(device) or AdapterRows.of(numbers, device)
-        before = {path: layer.adapter_rows for path, layer in self.layers.items()}
+        before = {path: layer._buffers.get(NAMED) for path, layer in self.layers.items()}
         try:
-            for layer in self.layers.values():
-                layer.adapter_rows = made[layer.lora_A.device]
-            yield
+            for layer in (
+                self.layers.values()
+            ):  # graphs that were captured see another buffer, and are not replayed
+                layer.register_buffer(NAMED, made[layer.lora_A.device].numbers, persistent=False)
+            with self._calls.holding(made):
+                yield
         finally:
-            for path, rows in before.items():
-                self.layers[path].adapter_rows = rows
+            for path, layer in self.layers.items():
+                if NAMED in layer._buffers:
+                    delattr(layer, NAMED)
+                if before[path] is not None:
+                    layer.register_buffer(NAMED, before[path], persistent=False)
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:
         """Inside, the model has this adapter alone, for all rows: to evaluate, save, load or train it.
 
-        Its values go back into the batch at the end. Graphs that were captured outside do not hold inside.
+        Its values go back into the batch at the end. A gradient checkpoint raises RuntimeError where backward runs
+        outside. Graphs that were captured outside do not hold inside.
 
         Raises:
             KeyError: there is no such adapter.
             RuntimeError: the call is inside another `only`.
+            ValueError: the call is inside `rows`.
         """
         self.parameters(name)
         index = self.names.index(name)
@@ -201,7 +247,8 @@ class AdapterBatch:
                     setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
                 layer.r = rank
                 layer.lora_alpha = layer.scaling * (rank**0.5 if layer.config.use_rslora else rank)
-            yield
+            with self._calls.holding(Alone()):
+                yield
         finally:
             for path, (lora_A, lora_B, r, alpha) in before.items():
                 layer = self.layers[path]
@@ -212,10 +259,6 @@ class AdapterBatch:
 
     def __repr__(self) -> str:
         return f"AdapterBatch of {len(self.layers)} layers: {', '.join(self.names)}"
-
-
-def _places(wholes: Mapping[str, nn.Parameter]) -> list[tuple[int, torch.dtype]]:
-    return [(whole.data_ptr(), whole.dtype) for whole in wholes.values()]
 
 
 def batch_adapters(

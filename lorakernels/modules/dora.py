@@ -2,32 +2,37 @@
 """DoRALinear: y = m ⊙ (W + s · B A) x / ‖W + s · B A‖ + bias, a weight in magnitude and direction (arXiv 2402.09353).
 
 The norm is of each row, [N], in fp32, and counts as a constant in backward (section 4.3 there). W is the weight as it
-is held. It is made from the ops of LoRALinear and plain PyTorch, so it runs eager only.
+is held. It is made from the ops of LoRALinear and plain PyTorch, so it runs eager only. Over an FP8 base with one scale
+m / ‖W + s · B A‖ is a part of each column's scale in the product, and of B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import check_input, is_compiling
+from lorakernels.autograd import AdapterNumbers, check_input, is_compiling
+from lorakernels.autograd.linear_node import MagnitudeNode, in_bytes
+from lorakernels.autograd.linear_values import Call
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.initial import Initial
-from lorakernels.modules.lora import LoRALinear, delta_of
+from lorakernels.modules.lora import LoRALinear
 from lorakernels.numerics.dropout import masked
 from lorakernels.state.philox import draw_slot
-from lorakernels.values import Dropout
+from lorakernels.values import Dropout, Weight
 
 
 class DoRALinear(LoRALinear):
     """A LoRALinear whose rows have trained magnitudes. `LoRAConfig.use_dora` selects it.
 
     A forward makes W + s · B A in fp32 to take its norms: memory of [N, K] for as long as that lasts. With dropout it
-    multiplies W twice, by x and by D(x), as PEFT does.
+    multiplies W twice, by x and by D(x), as PEFT does. Otherwise, over an FP8 base with one scale, one product has
+    everything but the bias, unless x is float16.
 
     Attributes:
         lora_magnitude_vector: m [N], a Parameter in the adapter's dtype. It starts as ‖W + s · B A‖.
@@ -68,8 +73,8 @@ class DoRALinear(LoRALinear):
 
     def _direction(self) -> Tensor:
         """fp32 [N, K]: W + s · B A."""
-        product = delta_of(self.lora_A.detach(), self.lora_B.detach(), self.scaling)
-        return product.add_(self.base_weight())
+        a, b = self.lora_A.detach().float(), self.lora_B.detach().float()
+        return self.base_weight().addmm_(b, a, alpha=self.scaling)
 
     def _factor(self) -> Tensor:
         """fp32 [N]: m / ‖W + s · B A‖, differentiable in m; 0 for a row of zeros, which has no direction."""
@@ -88,9 +93,32 @@ class DoRALinear(LoRALinear):
         self._check_eager(x)
         if self.training and self.lora_dropout > 0:
             return self._with_dropout(x)
+        if self.fp8_state is not None and _dtype_of(x) != torch.float16:  # has too few exponents
+            return self._by_column_scale(x)
         y = super().forward(x)
         bias = 0.0 if self.bias is None else self.bias.float()
         return ((y.float() - bias) * self._factor() + bias).to(y.dtype)
+
+    def _by_column_scale(self, x: Tensor) -> Tensor:
+        """One product over FP8, whose scale of each column contains m / ‖W + s · B A‖."""
+        check_input(x, self._held)
+        x = x.to(_dtype_of(x))
+        state, training = self.fp8_state, self.training
+        assert state is not None
+        state.begin(x.device, self.column, training)
+        numbers = AdapterNumbers(self.scaling)
+        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
+        weight = in_bytes(Weight(self._held, self.weight_scale_inv, self.weight_t))
+        call = Call(spec, None, state.forward, state.backward)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y = MagnitudeNode.apply(rows, self._factor(), self.lora_A, self.lora_B, weight, call)
+        y = y.view(*x.shape[:-1], y.shape[1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
+        if self.fp8_state is None or self.lora_dropout:
+            return super().eager_ways(kinds)
+        return ["use_dora=True has no plans yet"] if self._specs else []
 
     def _with_dropout(self, x: Tensor) -> Tensor:
         """PEFT's: x Wᵀ + bias + (g − 1) ⊙ D(x) Wᵀ + g ⊙ s · D(x) Aᵀ Bᵀ, where g = m / ‖W + s · B A‖."""
@@ -130,6 +158,12 @@ class DoRALinear(LoRALinear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix + "lora_A" not in destination:
             destination.pop(prefix + "lora_magnitude_vector", None)
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """x's, or autocast's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def kind_for(config: LoRAConfig) -> type[LoRALinear]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
-from lorakernels.autograd.adapter_rows import AdapterRows
+from lorakernels.autograd.adapter_rows import AdapterRows, CallRows
 from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import is_sharded
@@ -36,6 +36,23 @@ def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
             f"lora_A must be [R, K], found {list(lora_A.shape)}: choose one adapter by AdapterBatch.only(name)"
         )
     return scaling * (lora_B.float() @ lora_A.float())
+
+
+def rows_of_call(layer: LoRALinear) -> AdapterRows | None:
+    """Which adapters the rows of the call that begins have; None outside of `AdapterBatch.rows`."""
+    calls = layer.adapter_rows
+    if calls is None or not calls.asked:
+        return None
+    return calls.of(layer.lora_A.device, layer.training)
+
+
+@torch.compiler.disable
+def _traced_factors(layer: LoRALinear) -> tuple[Tensor, Tensor]:
+    """A and B of a call that is compiled. What backward runs is no part of the trace."""
+    rows = rows_of_call(layer)
+    return (
+        (layer.lora_A, layer.lora_B) if rows is None else rows.factors(layer.lora_A, layer.lora_B)
+    )
 
 
 def refuse_merged_batch(layer: LoRALinear) -> None:
@@ -84,7 +101,7 @@ class LoRALinear(MergeableLinear):
     """
 
     has_magnitude = False  # DoRALinear has one
-    adapter_rows: AdapterRows | None = None  # set by AdapterBatch.rows
+    adapter_rows: CallRows | None = None  # an AdapterBatch's
     site = number("site")
     row0 = number("row0")
     scaling = number("scaling")
@@ -292,14 +309,14 @@ class LoRALinear(MergeableLinear):
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
-            if self.adapter_rows is not None:
-                factors = self.adapter_rows.factors(*factors)
+            if self.adapter_rows is not None and self.adapter_rows.asked:
+                factors = _traced_factors(self)
             return self._compiled(x, factors, slot)
         check_input(x, self._held)
         parameters = self._parameters
         adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
         own = self.__dict__  # a property takes several times as long
-        if (rows := own.get("adapter_rows")) is not None:
+        if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
             adapter = Adapter(*rows.factors(self.lora_A, self.lora_B))
         numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"], own["row0"])
         slot = None

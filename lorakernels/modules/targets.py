@@ -7,7 +7,7 @@ target_modules   A str must match the whole dotted path (`re.fullmatch`).
 exclude_modules  The rules for str and list are the same. An excluded module is never a target.
 target_parameters
                  A name must equal the path of a stacked parameter of experts, or its tail after a dot. The layers of
-                 LoRAExperts follow it alone.
+                 LoRAExperts follow it alone: exclude_modules leaves none of them out.
 modules_to_save  Such a module is never a target, nor is a module inside it.
 layers_to_transform, layers_pattern
                  These restrict only names in a list that match a tail. A name that equals the path always matches.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
@@ -78,7 +79,16 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         if path in named
         or (path not in experts and wanted and _is_wanted(config, wanted, clean_path(path)))
     ]
-    found = [path for path in chosen if not _is_excluded(config, clean_path(path))]
+    found = [
+        path
+        for path in chosen
+        if not (
+            _is_inside_saved(config, experts[path])
+            if path in experts
+            else _is_excluded(config, clean_path(path))
+        )
+    ]
+    _warn_of_whole_stacks(config, [path for path in found if path in experts])
     if not found:
         raise ValueError(_no_match(model, config, chosen))
     for path in found:
@@ -168,13 +178,29 @@ def _is_wanted(config: LoRAConfig, wanted: _Wanted, path: str) -> bool:
 
 
 def _is_excluded(config: LoRAConfig, path: str) -> bool:
+    return _is_named_excluded(config, path) or _is_inside_saved(config, path)
+
+
+def _is_named_excluded(config: LoRAConfig, path: str) -> bool:
     exclude = config.exclude_modules
-    if isinstance(exclude, str) and exclude:
-        if re.fullmatch(exclude, path):
-            return True
-    elif exclude and any(path == name or path.endswith(f".{name}") for name in exclude):
-        return True
+    if isinstance(exclude, str):
+        return bool(exclude) and re.fullmatch(exclude, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in exclude or ())
+
+
+def _is_inside_saved(config: LoRAConfig, path: str) -> bool:
     return any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in config.modules_to_save or ())
+
+
+def _warn_of_whole_stacks(config: LoRAConfig, experts: Iterable[str]) -> None:
+    """Warn that `exclude_modules` leaves out no expert: PEFT's files have all of a stacked parameter, or none."""
+    named = [path for path in experts if _is_named_excluded(config, clean_path(path))]
+    if named:
+        warnings.warn(
+            f"exclude_modules={config.exclude_modules!r} matches {named[0]!r}, which target_parameters adapts all the "
+            "same: it takes a stacked parameter with all experts, as in PEFT. Leave the parameter out of it instead",
+            stacklevel=4,
+        )
 
 
 def _in_layers(config: LoRAConfig, path: str) -> bool:

@@ -7,6 +7,7 @@ which). Weights, whole or in a sharded base, are as without it. The loss is over
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.context_rows import FirstRows, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import check_equal, checksum, generators
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.state.fp8 import FP8State
 
 ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
 _OF_MODEL = "context_parallel"
@@ -41,8 +44,23 @@ class ContextParallel:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
-        self._undo: list[Any] = []
-        self._rows = 0
+        self._before: list[
+            tuple[Any, str, Any]
+        ] = []  # (owner, attribute, its value; ... if it had none)
+        self._hooks: list[Any] = []
+        self._plain: Tensor | None = None  # positions of rows that are one document each, made here
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Of a copied model, over the same ranks."""
+        made = memo[id(self)] = ContextParallel(self.model, self.ranks)
+        made.model = copy.deepcopy(self.model, memo)
+        for owner, name, value in self._before:
+            theirs = copy.deepcopy(owner, memo)
+            made._before.append((theirs, name, value))
+            if isinstance(owner, FP8State):  # whose copies have no groups
+                theirs.shared_over = owner.shared_over
+        made._hooks = copy.deepcopy(self._hooks, memo)
+        return made
 
     @classmethod
     def of(cls, model: nn.Module) -> ContextParallel | None:
@@ -77,7 +95,7 @@ class ContextParallel:
 
         Raises:
             TypeError: another input.
-            ValueError: a shape does not fit.
+            ValueError: a shape does not fit, positions jump without `cu_seq_lens_q`, or it does not reach the end.
         """
         model: Any = self.model
         given = self._inputs(labels, inputs)
@@ -124,8 +142,14 @@ class ContextParallel:
 
     def close(self) -> None:
         """Let the model run on whole rows again."""
-        while self._undo:
-            self._undo.pop()()
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is ...:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
     def _chunks(self, whole: Tensor) -> Chunks:
         pieces = 2 * self.ranks.size
@@ -147,14 +171,19 @@ class ContextParallel:
             raise ValueError(
                 f"labels must be {list(rows.shape[:2])} as the rows, found {list(labels.shape)}"
             )
-        if inputs.get("position_ids") is None:
+        made = inputs.get("position_ids") is None
+        if made:
             inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
-        return {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
+        own = {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
+        self._plain = own["position_ids"] if made else None
+        return own
 
     def attach(self, layers: dict[str, nn.Module]) -> ContextParallel:
         """Let the model's attention run over the ranks."""
         model: Any = self.model
         contexts: dict[str, ContextAttention] = {}
+        adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+        first_rows = FirstRows(adapters, self.ranks.rank)
         _register()
         self._put(model, _OF_MODEL, self)
         for layer in layers.values():
@@ -162,7 +191,9 @@ class ContextParallel:
             parts: Parts | None = layer.__dict__.get("_fused")
             if parts is not None:
                 wanted = parts.attention
-            context = contexts.setdefault(wanted, ContextAttention(self.ranks, wanted))
+            context = contexts.setdefault(
+                wanted, ContextAttention(self.ranks, wanted, first_rows.of)
+            )
             self._put(module, _OF_MODULE, context)
             if parts is not None:
                 self._put(parts, "context", context)
@@ -171,29 +202,21 @@ class ContextParallel:
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for state in states.values():
             self._put(state, "shared_over", (*state.shared_over, self.ranks.group))
-        adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+        fused = [layer for layer in layers.values() if isinstance(layer, FusedDecoderLayer)]
+        inside = {id(m) for layer in fused for m in layer.modules()}  # a fused layer asks by itself
         for module in adapters:
             self._put(module, "row0", module.row0)
-        hooks = [
+            if id(module) not in inside:
+                self._hooks.append(module.register_forward_pre_hook(first_rows.before))
+        self._hooks += [
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             model.base_model.register_forward_pre_hook(self._before_rows, with_kwargs=True),
         ]
-        self._undo += [hook.remove for hook in hooks]
-        self._adapters = adapters
         return self
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
-        missing = object()
-        before = getattr(owner, name, missing)
+        self._before.append((owner, name, getattr(owner, name, ...)))
         setattr(owner, name, value)
-
-        def undo() -> None:
-            if before is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.append(undo)
 
     def _before_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("labels") is not None:
@@ -225,11 +248,10 @@ class ContextParallel:
             raise ValueError(
                 f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
             )
-        own = rows.shape[0] * rows.shape[1]
-        if own != self._rows:
-            for adapter in self._adapters:
-                adapter.row0 = own * self.ranks.rank
-            self._rows = own
+        starts = kwargs.get("cu_seq_lens_q")
+        if starts is None and kwargs["position_ids"] is self._plain:
+            return
+        check_places(self.ranks, rows, kwargs["position_ids"], starts)
 
 
 def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:

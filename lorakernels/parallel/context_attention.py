@@ -13,6 +13,8 @@ with its row.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -117,14 +119,20 @@ def _heads(both: Tensor) -> tuple[Tensor, Tensor]:
 class ContextAttention:
     """Attention of one model's rows over `ranks`, through `attention`: a backend's name, or "auto".
 
+    A copy has the same ranks.
+
     Attributes:
         size: the number of ranks.
+        begin: called with the number of a rank's tokens before a fused layer runs.
         chosen: {(dtype, D, whether each row is one document): the backend that runs}.
     """
 
-    def __init__(self, ranks: Ranks, attention: str = "auto") -> None:
-        self.ranks, self.size, self.attention = ranks, ranks.size, attention
+    def __init__(self, ranks: Ranks, attention: str, begin: Callable[[int], None]) -> None:
+        self.ranks, self.size, self.attention, self.begin = ranks, ranks.size, attention, begin
         self.chosen: dict[tuple[torch.dtype, int, bool], str] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
+        return ContextAttention(self.ranks, self.attention, copy.deepcopy(self.begin, memo))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float

@@ -76,7 +76,8 @@ class ShardPlan:
     Attributes:
         machine: whose rates were taken.
         gpus: how many train, each on `batch` tokens of its own.
-        placement: over how many GPUs the base is sharded, and the fraction of it in host memory.
+        placement: over how many GPUs the base is sharded, the fraction of it in host memory, and whether embedding and
+            head are split over these GPUs, too.
         saves: what each layer keeps for backward.
         bytes: of one GPU, part by part.
         layer: times of the layer of which most is exposed; of layers alike, the last one's.
@@ -179,6 +180,7 @@ def predict(
     parts = around(model, batch, machine)
     for size, save in layers:
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
+    split = placement.split(model)
     arrivals = max(0, len(layers) - 2)  # each way: at a turn, two layers are there still
     # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
     traffic = 2.0 if placement.ranks > 1 else placement.offload
@@ -191,6 +193,10 @@ def predict(
     exposed = (
         sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
+    ends = sum(
+        split[:1] + split[-1:]
+    )  # the embedding and the head, once each; nothing runs beside them
+    exposed += ends * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
     replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
     exchange = 0.0 if gpus == 1 else 2 * 4 * model.trained * (gpus - 1) / gpus / machine.peer
@@ -228,12 +234,24 @@ def _layer_time(
 def candidates(
     model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int
 ) -> list[ShardPlan]:
-    """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's."""
+    """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's.
+
+    Where none does, a plan for each that also splits embedding and head.
+    """
+    found = _candidates(model, batch, machine, gpus, host)
+    if found or gpus == 1:
+        return found
+    return _candidates(model, batch, machine, gpus, host, embeddings=True)
+
+
+def _candidates(
+    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, embeddings: bool = False
+) -> list[ShardPlan]:
     found = []
     all_forms = (SAVE, OFFLOADED) if host else (SAVE,)
     ways = [(ranks, forms) for ranks in {1, gpus} for forms in all_forms]
     for (ranks, forms), offload in product(ways, fractions(max(model.layers, key=weights))):
-        placement = Placement(ranks, offload)
+        placement = Placement(ranks, offload, embeddings and ranks > 1)
         saves = _saves(model, batch, machine, placement, forms)
         if saves is None or (forms is OFFLOADED and not any(AWAY in save for save in saves)):
             continue
@@ -250,7 +268,7 @@ def _saves(
     none = ["checkpoint"] * len(model.layers)
     used = bytes_of(model, batch, machine, 1, placement, none)
     room = machine.memory - (used.total - used.kept - used.workspace)
-    return saves_within(model, batch, room, forms)
+    return saves_within(model, batch, room, forms, placement)
 
 
 def _best(plans: list[ShardPlan]) -> ShardPlan:
@@ -279,9 +297,9 @@ def _machine(given: str | Machine) -> Machine:
 
 def _nothing_fits(model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int) -> str:
     saves = ["checkpoint"] * len(model.layers)
-    used = bytes_of(model, batch, machine, gpus, Placement(gpus), saves)
+    used = bytes_of(model, batch, machine, gpus, Placement(gpus, embeddings=True), saves)
     offered = f"{host / 1e9:.0f} GB of" if host else "no"
-    over = f"over {gpus} GPUs" if gpus > 1 else "whole"
+    over = f"over {gpus} GPUs, embedding and head too," if gpus > 1 else "whole"
     return (
         f"memory: nothing fits {machine.memory / 1e9:.1f} GB. With the base {over} and every layer checkpointed, "
         f"{batch.tokens} tokens need {used.total / 1e9:.1f} GB, {used.base / 1e9:.1f} of them the base, with {offered} "

@@ -25,11 +25,17 @@ FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/t
 class Placement:
     """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
 
-    What stays on one GPU needs no slot. Over several GPUs, slots hold what all of them have together.
+    What stays on one GPU needs no slot. Over several GPUs, slots hold what all of them have together. With
+    `embeddings`, embedding and head are split over them, too, and whole while they are used.
     """
 
     ranks: int = 1
     offload: float = 0.0
+    embeddings: bool = False
+
+    def split(self, model: ModelSize) -> tuple[int, ...]:
+        """Bytes of the embedding and of the head, if they are split."""
+        return model.ends if self.embeddings and self.ranks > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,16 @@ def bytes_of(
     largest = max(map(weights, model.layers))
     pairs = zip(model.layers, saves, strict=True)
     waiting = sum(host_bytes(size, save, batch.tokens, ELEMENT) for size, save in pairs)
+    split = placement.split(model)
     copies = 1 if n > 1 else gpus  # each process pins a base of its own where it is not sharded
     return Bytes(
         base=math.ceil(model.base * (1 - rho) / n),
         slots=math.ceil(largest * (STAGES * rho + SLOTS * (1 - rho) * (n > 1))),
-        outside=model.outside,
+        outside=model.outside - sum(split) + math.ceil(sum(split) / n),
         adapters=model.trained * TRAINED // 2,
         optimizer=model.trained * TRAINED // 2,
         kept=kept_bytes(model.layers, saves, batch.tokens, ELEMENT),
-        workspace=_workspace(model, batch, saves),
+        workspace=_workspace(model, batch, saves, split),
         context=CONTEXT,
         fragments=int(FRAGMENTS * machine.memory),
         host=copies * math.ceil(model.base * rho) + gpus * waiting,
@@ -98,31 +105,39 @@ def bytes_of(
 
 
 def saves_within(
-    model: ModelSize, batch: Batch, room: int, forms: Sequence[str]
+    model: ModelSize,
+    batch: Batch,
+    room: int,
+    forms: Sequence[str],
+    placement: Placement = Placement(),
 ) -> list[str] | None:
     """The fastest of `forms` for each layer whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
     What a backward needs depends on the choice; the budget shrinks by what the first guess lacks.
     """
-    budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers))
+    split = placement.split(model)
+    budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers), split)
     for _ in range(4):
         try:
             saves = fit(model.layers, budget, batch.tokens, ELEMENT, forms)
         except ValueError:
             return None
         kept = kept_bytes(model.layers, saves, batch.tokens, ELEMENT)
-        over = kept + _workspace(model, batch, saves) - room
+        over = kept + _workspace(model, batch, saves, split) - room
         if over <= 0:
             return saves
         budget -= over
     return None
 
 
-def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
-    """At the turn, where all layers keep what they keep: the loss, or the last layer's backward."""
+def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequence[int]) -> int:
+    """At the turn, where all layers keep what they keep: the loss, or the last layer's backward.
+
+    A head that is split, the last of `split`, is whole at the loss.
+    """
     hidden = ELEMENT * batch.tokens * model.layers[-1].hidden
-    logits = ELEMENT * min(batch.tokens, CHUNK) * model.vocabulary
-    return 3 * hidden + max(logits, _layer(model.layers[-1], batch.tokens, saves[-1]))
+    loss = ELEMENT * min(batch.tokens, CHUNK) * model.vocabulary + sum(split[-1:])
+    return 3 * hidden + max(loss, _layer(model.layers[-1], batch.tokens, saves[-1]))
 
 
 def _layer(size: LayerSize, tokens: int, form: str) -> int:

@@ -32,6 +32,8 @@ def _choice(plan: ShardPlan) -> list[str]:
     where = "whole on each GPU" if plan.gpus > 1 else "whole"
     if plan.placement.ranks > 1:
         where = f"sharded over {plan.placement.ranks} GPUs"
+    if plan.placement.embeddings:
+        where += ", embedding and head too"
     if plan.placement.offload:
         pinned = (plan.bytes.host - waiting) / 1e9
         where += f", {plan.placement.offload:.1%} of it in host memory ({pinned:.1f} GB pinned)"

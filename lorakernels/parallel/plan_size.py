@@ -22,12 +22,14 @@ ELEMENT = 2  # bytes of a number that is not FP8: bf16
 @dataclass(frozen=True)
 class ModelSize:
     """`layers` of a decoder; `vocabulary` rows of its head; `outside` bytes of embedding, head and norms in bf16;
-    `trained` parameters of the adapters."""
+    `trained` parameters of the adapters; `ends` bytes of the frozen embedding and head, one number if they are tied.
+    """
 
     layers: tuple[LayerSize, ...]
     vocabulary: int
     outside: int
     trained: int
+    ends: tuple[int, ...] = ()
 
     @property
     def base(self) -> int:
@@ -58,11 +60,17 @@ class ModelSize:
         others = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         head = model.get_output_embeddings()
+        frozen = {
+            id(m.weight): ELEMENT * m.weight.numel()
+            for m in (model.get_input_embeddings(), head)
+            if not m.weight.requires_grad
+        }
         return cls(
             tuple(LayerSize.of(layer, fp8=True) for layer in layers.values()),
             head.weight.shape[0],
             ELEMENT * sum(others.values()),
             trained,
+            tuple(frozen.values()),
         )
 
 

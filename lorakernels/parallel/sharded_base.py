@@ -16,8 +16,8 @@ order of use is right, too; it only waits for more gathers.
 With `offload`, a part of every layer's weights is in pinned memory of the hosts (offload.py), with slots of its own,
 which are filled one layer earlier. One GPU alone may do so, too; its other weights stay where they are.
 
-Bytes are only copied, so that results equal those of the replicated base bit for bit. Scales, biases, norms, adapters,
-embeddings and head stay whole on every rank.
+Bytes are only copied, so that results equal those of the replicated base bit for bit. Scales, biases, norms and
+adapters stay whole on every rank. So do embedding and head without `embeddings=True` (sharded_vocabulary.py).
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ from lorakernels.parallel.layers import (
     stored,
 )
 from lorakernels.parallel.offload import Offload, as_offload
+from lorakernels.parallel.sharded_vocabulary import (
+    Found,
+    ShardedVocabulary,
+    agreed,
+    refuse_loading,
+    untraced,
+)
 from lorakernels.parallel.stores import Layout, Place, Store, allocate, discard, lay_out_base, write
 
 POISON_VARIABLE = "LORAKERNELS_POISON_SLOTS"
@@ -65,10 +72,16 @@ class ShardedBase:
         stores: where the weights are kept.
         shards, slots, transport, reason: of the first store. This rank's bytes, the memory in which the layers' weights
             lie, how gathers run, and why so.
+        vocabulary: the embedding and the head, where they are split, too.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], stores: Sequence[Store]) -> None:
-        self.layers, self.stores = dict(layers), tuple(stores)
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        stores: Sequence[Store],
+        vocabulary: ShardedVocabulary | None = None,
+    ) -> None:
+        self.layers, self.stores, self.vocabulary = dict(layers), tuple(stores), vocabulary
         first = self.stores[0]
         self.shards, self.slots, self.reason = first.shards, first.slots, first.reason
         self.transport = first.transport.name
@@ -76,7 +89,7 @@ class ShardedBase:
 
     @property
     def gathers(self) -> int:
-        """How many blocks this rank has gathered so far."""
+        """How many blocks of layers this rank has gathered so far."""
         return sum(store.slots.gathers for store in self.stores)
 
     def ensure(self, layer: int, ahead: int) -> None:
@@ -91,18 +104,20 @@ class ShardedBase:
                 self._place(index, store, store.slots.of(index), store.shards.home)
             held = _Layer(self, index)
             self._handles += [
-                layer.register_forward_pre_hook(_untraced(held.before_forward)),
-                layer.register_forward_hook(_untraced(held.after_forward)),
+                layer.register_forward_pre_hook(untraced(held.before_forward)),
+                layer.register_forward_hook(untraced(held.after_forward)),
             ]
             # those that keep their memory, too: a layer that refuses in its middle would be half moved or loaded
             for linear in frozen_linears(layer).values():
                 hold(linear, held)
-                self._handles.append(linear.register_load_state_dict_pre_hook(_refuse_loading))
+                self._handles.append(linear.register_load_state_dict_pre_hook(refuse_loading))
             for linear in self._in_stores(index):
                 self._handles += [
                     linear.register_state_dict_post_hook(partial(held.clone_saved)),
                     linear.register_state_dict_pre_hook(held.before_saving),
                 ]
+        if self.vocabulary is not None:
+            self.vocabulary.attach()
         self._forget()
 
     @contextmanager
@@ -129,6 +144,9 @@ class ShardedBase:
         Raises:
             torch.OutOfMemoryError: it does not fit. The base goes on then, and may be unsharded later.
         """
+        if self.vocabulary is not None:
+            self.vocabulary.unshard()
+            self.vocabulary = None
         for index, layer in enumerate(self.layers.values()):
             self.ensure(index, 0)
             for store in self.stores:
@@ -144,7 +162,8 @@ class ShardedBase:
             store.transport.close()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.stores))
+        parts = self.stores if self.vocabulary is None else (*self.stores, self.vocabulary)
+        return "\n".join(map(str, parts))
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise RuntimeError(
@@ -225,20 +244,6 @@ class _Layer:
         state_dict[key] = state_dict[key].detach().clone()
 
 
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """A layer that is compiled by itself is traced with its hooks; these gather, and depend on the layer's index."""
-    found: Callable[..., None] = torch.compiler.disable(hook, reason="it gathers frozen weights")
-    return found
-
-
-def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    if f"{prefix}weight" in state_dict:
-        raise RuntimeError(
-            f"{prefix}weight is in a sharded base, which is not loaded into: call its unshard() first, or leave the "
-            "frozen weights out of the state_dict"
-        )
-
-
 def shard_base(
     model: nn.Module,
     mesh: Any = None,
@@ -246,6 +251,7 @@ def shard_base(
     prefetch: int = 1,
     transport: str = "auto",
     offload: float | Offload = 0.0,
+    embeddings: bool = False,
 ) -> ShardedBase:
     """Split the frozen FP8 weights of the decoder layers of `model` over the ranks of `mesh`, in place.
 
@@ -260,13 +266,17 @@ def shard_base(
         prefetch: how many layers ahead gathers start, less than `slots`. What is on the host starts one layer earlier.
         transport: "peer", "nccl", "gloo" or "auto": parallel/comm.py.
         offload: the fraction of every layer's weights that goes to pinned memory of the host, at least; or an Offload.
+        embeddings: split the frozen embedding and output head of a transformers model over the ranks of `mesh`, too.
+            Each is whole while it is used. What is trained or has an adapter stays whole. Off by default: it takes the
+            time of two more gathers a microbatch, and the memory of the larger one of them at the loss.
 
     Returns:
         The ShardedBase. Keep it: `unshard`, `gathered` and what was chosen are there.
 
     Raises:
         ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows, a weight cannot
-            be sharded, the host has too little memory, or the ranks' models differ. The message names it.
+            be sharded, neither embedding nor head can, the host has too little memory, or the ranks' models differ. The
+            message names it.
         RuntimeError: transport "peer", and a rank cannot read the others' memory.
         OSError: the system did not pin memory of the host.
 
@@ -283,18 +293,34 @@ def shard_base(
         "prefetch": prefetch,
         "transport": transport,
         "offload": asked_fraction(offload),
+        "embeddings": embeddings,
     }
     layout = agreed_layout(place, find, options)
+    found = agreed_embeddings(model, place, embeddings)
     chosen = choose_transport(transport, place)
     stores = allocate(place, layout, as_offload(offload), chosen)
     try:
         for index, layer in enumerate(layout.layers.values()):
             for name, linear in frozen_linears(layer).items():
                 write(stores, index, name, stored(linear))
-        return finish(place, layout, stores, (slots, prefetch))
+        vocabulary = found and ShardedVocabulary.of(model, found, place, chosen[0])
+        return finish(place, layout, stores, (slots, prefetch), vocabulary)
     except BaseException:
         discard(stores)
         raise
+
+
+def agreed_embeddings(model: nn.Module, place: Place, embeddings: bool) -> Found | None:
+    """Collective: the embedding and the head that can be split; None if that was not asked for.
+
+    Raises:
+        ValueError: this process is alone, there is nothing to split, or the ranks differ.
+    """
+    if not embeddings:
+        return None
+    if place.group is None:
+        raise ValueError("embeddings=True needs a mesh, found None")
+    return agreed(model, place.group, place.ranks)
 
 
 def choose_transport(transport: str, place: Place) -> tuple[str, str]:
@@ -307,7 +333,11 @@ def choose_transport(transport: str, place: Place) -> tuple[str, str]:
 
 
 def finish(
-    place: Place, layout: Layout, stores: Sequence[Store], ahead: tuple[int, int]
+    place: Place,
+    layout: Layout,
+    stores: Sequence[Store],
+    ahead: tuple[int, int],
+    vocabulary: ShardedVocabulary | None = None,
 ) -> ShardedBase:
     """Collective: the base over stores that are written, attached to the layers. `ahead`: (slots, prefetch)."""
     poison = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
@@ -316,7 +346,7 @@ def finish(
         with comm.together(place.group):  # one rank's GPU may be full
             store.open(*ahead)
         store.slots.poison = poison
-    base = ShardedBase(layout.layers, stores)
+    base = ShardedBase(layout.layers, stores, vocabulary)
     base.attach()
     return base
 

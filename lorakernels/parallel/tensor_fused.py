@@ -19,7 +19,6 @@ from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.layer import Parts
-from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
@@ -87,7 +86,7 @@ class Split:
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.by == "column":
-            whole, s = gathered(self.ranks, _in_blocks(to, operand, E4M3), s)
+            whole, s = gathered(self.ranks, operand, s)
             return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
         own = to._replace(bias=None)
         partial = linear.project(operand, s, own, stacked_B, out_dtype)
@@ -111,8 +110,8 @@ class Split:
         block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
         dy8, ds, dB = self._quantized(to, dy, dy8, block, s if needs.B else None)
         if self.by == "row":
-            if to.blocks is not None:
-                dy8 = _in_blocks(to, dy8, to.blocks.backward_dtype)
+            if to.blocks is not None:  # bytes are less to send
+                dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
             dy8, ds = gathered(self.ranks, dy8, ds)
             dB = summed_over_rows(self.ranks, dB)
             here = self.placed(to, dy.shape[0])
@@ -156,13 +155,6 @@ class Split:
         if self.by == "column":
             return dbias
         return [summed_over_rows(self.ranks, d) for d in dbias]
-
-
-def _in_blocks(to: Projections, x: Scaled, fp8_dtype: torch.dtype) -> Scaled:
-    """Under BlockScaling, x's bytes with a scale for each 1 × 128 of this rank's rows: less to send than x."""
-    if to.blocks is None or x.scale_inv is not None:
-        return x
-    return Scaled(*ops.quantize_blocks(x.data, fp8_dtype, to.blocks.power_2_scale))
 
 
 def split_parts(parts: Parts, ranks: Ranks) -> None:

@@ -33,7 +33,8 @@ def choices(
     """One line each for device and precision, layers, attention, graphs and reproducibility."""
     options, model = runtime.options, runtime.model
     return [
-        f"device: {where}; {_precision(model, report)}; {len(report.adapted())} adapters of rank {options.r}, "
+        f"device: {where}; {_precision(model, report)}{_head(model, options)}; "
+        f"{len(report.adapted())} adapters of rank {options.r}, "
         f"{sizes.trained:,} of {sizes.total:,} parameters trained",
         f"layers: {fused}",
         f"attention: {_attention(model, options, fused)}",
@@ -47,6 +48,13 @@ def _precision(model: Any, report: LoRAReport) -> str:
     if isinstance(report.config.fp8, BlockScaling):
         return f"{dtype}, frozen weights in FP8 blocks"
     return f"{dtype}, frozen weights in FP8" if report.fp8_state is not None else dtype
+
+
+def _head(model: Any, options: FinetuneOptions) -> str:
+    if not options.fp8_head:
+        return ""
+    size = decoder_and_head(model)[1].get_parameter("weight").numel()
+    return f", output head in FP8 while training ({size:,} bytes besides the plain one)"
 
 
 def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:

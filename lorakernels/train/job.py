@@ -302,6 +302,7 @@ def load_adapted(
                 progress=reading,
                 mesh=mesh,
                 offload=Offload(options.offload, progress=pinning(reporter.say)),
+                embeddings=options.shard_embeddings and mesh is not None,
             )
         except (ValueError, TypeError, OSError) as error:
             if reading.began or mesh is not None or options.offload:

@@ -111,10 +111,14 @@ def _number(where: str, key: str, entries: Mapping[str, Any]) -> float | None:
 
 
 class JobRows:
-    """The rows of several jobs, as `PackedRows`: number n stands for one row of each job, row n mod its length."""
+    """The rows of several jobs, as `PackedRows`: number n stands for a row of each job.
 
-    def __init__(self, each: Sequence[PackedRows], seq_len: int) -> None:
-        self.each, self.seq_len = list(each), seq_len
+    To train, it is row n mod the job's length. With `once`, to evaluate, all numbers together have every row once, the
+    rows of a shorter job evenly spread and padding between them.
+    """
+
+    def __init__(self, each: Sequence[PackedRows], seq_len: int, once: bool = False) -> None:
+        self.each, self.seq_len, self.once = list(each), seq_len, once
         self.inputs, self.targets = (
             sum(getattr(rows, k) for rows in each) for k in ("inputs", "targets")
         )
@@ -131,10 +135,14 @@ class JobRows:
         """The rows of one job; the segments of the others are padding."""
         nothing = PackedRows(self.each[0].tokens, self.each[0].no_spans(), self.seq_len)
         kept = [rows if i == index else nothing for i, rows in enumerate(self.each)]
-        return JobRows(kept, self.seq_len)
+        return JobRows(kept, self.seq_len, self.once)
 
     def numbers_of(self, rows: PackedRows, numbers: Sequence[int]) -> list[int]:
-        return [n % len(rows) for n in numbers] if len(rows) else []
+        """The rows of one job that `numbers` stand for, fewer than `numbers` where the job has none."""
+        own, most = len(rows), len(self)
+        if not self.once:
+            return [n % own for n in numbers] if own else []
+        return [n * own // most for n in numbers if n * own // most > (n - 1) * own // most]
 
     def targets_of_each(self, numbers: Sequence[int]) -> list[int]:
         """Labels of each job that are trained."""
@@ -150,10 +158,12 @@ class JobRows:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Of J len(numbers) rows: the first job's, then the second's, …"""
-        parts = [
-            rows.batch(self.numbers_of(rows, numbers)) if len(rows) else self._padding(len(numbers))
-            for rows in self.each
-        ]
+        parts = []
+        for rows in self.each:
+            own = self.numbers_of(rows, numbers)
+            parts += [rows.batch(own)] if own else []
+            missing = len(numbers) - len(own)
+            parts += [self._padding(missing)] if missing else []
         joined = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("input_ids", "labels", "positions", "segments")
@@ -199,10 +209,8 @@ def load_jobs(
         for job, data in zip(jobs, found, strict=True)
         for key, value in {**data.identity, "lr": str(job.lr), "r": str(job.r)}.items()
     }
-    train, held = (
-        JobRows([getattr(data, part) for data in found], options.seq_len)
-        for part in ("train", "held")
-    )
+    train = JobRows([data.train for data in found], options.seq_len)
+    held = JobRows([data.held for data in found], options.seq_len, once=True)
     most = max(data.max_token for data in found)
     return RunData(train, held, identity, most)  # type: ignore[arg-type]
 

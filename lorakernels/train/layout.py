@@ -46,7 +46,8 @@ class Gpus:
 def planned(
     options: FinetuneOptions, lora: LoRAConfig, gpus: Gpus, say: Callable[[str], None]
 ) -> FinetuneOptions:
-    """The options with the plan's `shard_base`, `offload`, `offload_activations` and `memory_budget`.
+    """The options with the plan's `shard_base`, `shard_embeddings`, `offload`, `offload_activations` and
+    `memory_budget`.
 
     `say` hears what was chosen.
 
@@ -74,6 +75,7 @@ def planned(
     budget = plan.memory_budget / 2**30
     found: dict[str, Any] = {"memory_budget": budget, "shard_base": plan.placement.ranks > 1}
     found["offload_activations"] = plan.offload_activations
+    found["shard_embeddings"] = plan.placement.embeddings
     if plan.placement.offload:  # rounded down, so that the same group of weights is enough
         found["offload"] = math.floor(plan.placement.offload * 1e6) / 1e6
     return replace(options, **found)

@@ -21,8 +21,8 @@ AT_LEAST = {
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
-    "shard_base", "offload", "memory_budget", "save", "offload_activations", "weight_layout", "fp8", "fp8_recipe",
-    "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
+    "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout",
+    "fp8", "fp8_recipe", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
     "pp", "tp",
 )  # fmt: skip
 
@@ -168,6 +168,10 @@ def _check_runtime(options: FinetuneOptions) -> None:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:
         raise OptionError("shard_base shards a base in FP8: drop --shard-base or --no-fp8")
+    if options.shard_embeddings and not options.shard_base:
+        raise OptionError(
+            "shard_embeddings splits embedding and head as shard_base does the layers: give --shard-base, too"
+        )
     if options.shard_base and options.weight_layout != "single":
         raise OptionError(
             f"shard_base needs weight_layout single, got {options.weight_layout}: drop one of them"

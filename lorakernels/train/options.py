@@ -243,8 +243,8 @@ class FinetuneOptions(RunningOptions):
     layout: str = option(
         "given",
         "runtime",
-        "auto: shard_base, offload, offload_activations and memory_budget are those of the fastest plan for this "
-        "model, batch and GPUs, as `lorakernels plan` prints it; given: as the options say",
+        "auto: shard_base, shard_embeddings, offload, offload_activations and memory_budget are those of the fastest "
+        "plan for this model, batch and GPUs, as `lorakernels plan` prints it; given: as the options say",
         choices=("given", "auto"),
     )
     attention: str = option(
@@ -294,6 +294,12 @@ class FinetuneOptions(RunningOptions):
         "runtime",
         "under torchrun: the GPUs of a machine keep one copy of the FP8 base together, and each layer's weights are "
         "gathered while the layer before runs; the same numbers with less memory",
+    )
+    shard_embeddings: bool = option(
+        False,
+        "runtime",
+        "with --shard-base: keep the frozen embedding and output head in parts, too, and gather each while it is used; "
+        "the same numbers with less memory, and two more gathers a microbatch",
     )
     offload: float = option(
         0.0,

@@ -54,7 +54,12 @@ def step(loaded: Any) -> dict[str, Tensor]:
 
 
 def compare(
-    rank: int, device: torch.device, folder: Path, fused: bool, recipe: Recipe | None = None
+    rank: int,
+    device: torch.device,
+    folder: Path,
+    fused: bool,
+    recipe: Recipe | None = None,
+    embeddings: bool = False,
 ) -> dict[str, Any]:
     """What a step gives with a base that was loaded into shards, sharded after loading, and not sharded."""
     with reproducible(True):
@@ -63,12 +68,13 @@ def compare(
             "attn_implementation": "sdpa" if fused else "eager",
             "lora": LORA if recipe is None else replace(LORA, fp8=recipe),
         }
-        into = load(folder, mesh=mesh(device.type), **options)
+        into = load(folder, mesh=mesh(device.type), embeddings=embeddings, **options)
         after, whole = load(folder, **options), load(folder, **options)
         if fused:
             for loaded in (into, after, whole):
                 fuse(loaded.model, attention="math")
-        base = shard_base(after.model, mesh(device.type))
+        base = shard_base(after.model, mesh(device.type), embeddings=embeddings)
+        assert embeddings == ("lm_head: " in str(base))
         equal = [
             torch.equal(base.shards.memory, into.sharded.shards.memory),
             base.shards.blocks == into.sharded.shards.blocks,
@@ -112,13 +118,20 @@ def test_blocks_are_sharded_as_the_checkpoint_has_them(fused: bool, tmp_path: Pa
         check(found)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
+def test_embedding_and_head_are_split_behind_the_layers(tied: bool, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config(tie_word_embeddings=tied), shard_bytes=300_000)
+    for found in on_ranks(compare, 2, "gloo", tmp_path, not tied, None, True):
+        check(found)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 def test_the_same_on_two_gpus(fused: bool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS}
     write_checkpoint(tmp_path, config(**sizes), shard_bytes=1_000_000)
-    for found in on_ranks(compare, 2, "nccl", tmp_path, fused):
+    for found in on_ranks(compare, 2, "nccl", tmp_path, fused, None, fused):
         check(found)
 
 
@@ -157,7 +170,7 @@ def test_no_rank_holds_the_whole_base(tmp_path: Path) -> None:
 
 def refusal(rank: int, device: torch.device, folders: list[Path], options: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as caught:
-        load(folders[rank], mesh=mesh(), **options)
+        load(folders[rank], **{"mesh": mesh(), **options})
     dist.barrier()  # nobody waits for a rank that has raised
     return str(caught.value)
 
@@ -167,8 +180,9 @@ def refusal(rank: int, device: torch.device, folders: list[Path], options: dict[
     [
         ({"frozen": "plain"}, "self_attn.k_proj stays plain, but a sharded base is in FP8"),
         ({"lora": replace(LORA, weight_layout="both")}, "lora.weight_layout must be 'single'"),
+        ({"embeddings": True, "mesh": None}, "embeddings=True needs a mesh, found None"),
     ],
-    ids=["plain weights", "two layouts"],
+    ids=["plain weights", "two layouts", "embeddings of one process"],
 )
 def test_what_cannot_be_sharded_is_refused_on_all_ranks(
     options: dict[str, Any], message: str, tmp_path: Path

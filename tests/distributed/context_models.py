@@ -167,7 +167,7 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     if way.fused:
         for each, how in ((whole, "math"), (model, "auto")):
             fuse(each, save=way.save, attention=how if device.type == "cuda" else "auto")
-    base = shard_base(model, mesh["cp"]) if way.sharded else None
+    base = shard_base(model, mesh["cp"], embeddings=True) if way.sharded else None
     split = None
     if way.vocabulary is not None:
         split = parallelize(model, mesh["tp"], vocabulary=way.vocabulary)

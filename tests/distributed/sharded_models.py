@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lorakernels import DelayedScaling, PhiloxState, disable_lora, fuse
+from lorakernels import (
+    DelayedScaling,
+    PhiloxState,
+    disable_lora,
+    fuse,
+    linear_cross_entropy,
+    quantize_head,
+)
 from lorakernels.config import Recipe
 from lorakernels.parallel import ShardedBase, shard_base
 from lorakernels.parallel.sharded_base import POISON_VARIABLE
@@ -35,6 +42,7 @@ class Way:
     compiled: bool = False
     apart: bool = False  # the ranks' ways differ, so that none may skip what the others train
     ddp: bool = False  # around the model, with the same data on every rank
+    tied: bool = False  # the head has the embedding's weight
     delayed: bool = False
     recipe: Recipe = DELAYED
     family: str = "Llama"
@@ -51,7 +59,7 @@ def make(way: Way, device: torch.device) -> nn.Module:
     model = adapted(
         way.family,
         LINEARS if way.save is None else ATTENTION,
-        model={"num_hidden_layers": LAYERS, **way.sizes},
+        model={"num_hidden_layers": LAYERS, "tie_word_embeddings": way.tied, **way.sizes},
         device=device,
         dtype=torch.bfloat16,
         fp8=way.recipe,
@@ -89,6 +97,18 @@ def plain(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach()}
 
 
+def chunked(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The loss without the logits of all tokens, from the head's weight alone, in 16 bits and in FP8."""
+    h, labels = model.model(x, use_cache=False).last_hidden_state[:, :-1], x[:, 1:]
+    found = {}
+    for fp8 in (False, True):
+        loss = linear_cross_entropy(h, model.lm_head.weight, labels, chunk=9, fp8=fp8)
+        loss.backward(retain_graph=not fp8)
+        found[f"loss, fp8={fp8}"] = loss.detach()
+    w8, scale_inv = quantize_head(model.lm_head.weight)
+    return {**found, "w8": w8.float(), "scale_inv": scale_inv}
+
+
 def two_forwards(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Two microbatches in flight: the second runs backward first."""
     first, second = loss_of(model, x), loss_of(model, x.flip(0))
@@ -123,6 +143,7 @@ def interrupted(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 HOW: dict[str, Callable[[nn.Module, Tensor], dict[str, Tensor]]] = {
     "plain": plain,
+    "chunked": chunked,
     "two forwards": two_forwards,
     "interrupted": interrupted,
 }

@@ -41,6 +41,23 @@ WAYS = {
     "offloaded poisoned": Way(checkpoint=True, poison=True, options=OFFLOAD),
     "more slots than layers": Way("recompute", options={"slots": LAYERS + 1}),
 }
+SPLIT = {"embeddings": True}
+EMBEDDINGS = {
+    "embeddings": Way("recompute", options=SPLIT),
+    "embeddings, chunked loss": Way("recompute", step="chunked", options=SPLIT),
+    "embeddings, tied": Way(tied=True, step="chunked", options=SPLIT),
+    "embeddings, checkpointed reentrantly, poisoned": Way(
+        checkpoint=True, poison=True, options=SPLIT
+    ),
+    "embeddings, two forwards": Way("recompute", step="two forwards", tied=True, options=SPLIT),
+    "embeddings, interrupted": Way("recompute", step="interrupted", options=SPLIT),
+    "embeddings, in DDP": Way("recompute", ddp=True, options=SPLIT),
+    "embeddings, delayed": Way("recompute", delayed=True, options=SPLIT),
+    "embeddings, compiled by layers": Way(compiled=True, options=SPLIT),
+    "embeddings, offloaded": Way("recompute", options={**OFFLOAD, **SPLIT}),
+    "embeddings of Gemma 3": Way(family="Gemma3", tied=True, options=SPLIT),
+    "embeddings, one slot": Way("full", options={"slots": 1, "prefetch": 0, **SPLIT}),
+}
 BLOCKS = {"recipe": BlockScaling(), "sizes": {"hidden_size": 256, "intermediate_size": 384}}
 HYBRID = {**BLOCKS, "recipe": BlockScaling("HYBRID", power_2_scale=True)}
 IN_BLOCKS = {
@@ -53,12 +70,14 @@ IN_BLOCKS = {
     "blocks compiled by layers": Way(compiled=True, poison=True, **BLOCKS),
 }
 SOME = ("fused recompute", "checkpointed reentrantly")
+SOME_EMBEDDINGS = ("embeddings, chunked loss", "embeddings, two forwards")
 WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-    "1 rank": ((1,), SOME),
+    "1 rank": ((1,), (*SOME, *SOME_EMBEDDINGS)),
     "2 ranks": ((2,), tuple(WAYS)),
     "2 ranks in blocks": ((2,), tuple(IN_BLOCKS)),
-    "4 ranks": ((4,), SOME),
-    "2 x 4 ranks": ((2, 4), SOME),
+    "2 ranks, embeddings": ((2,), tuple(EMBEDDINGS)),
+    "4 ranks": ((4,), (*SOME, *SOME_EMBEDDINGS)),
+    "2 x 4 ranks": ((2, 4), (*SOME, *SOME_EMBEDDINGS)),
 }
 Compared = dict[str, tuple[list[str], list[int]]]
 
@@ -70,7 +89,8 @@ def worker(
         device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
     )
     return {
-        name: compare((WAYS | IN_BLOCKS)[name], mesh["dp_shard"], rank, device) for name in names
+        name: compare((WAYS | EMBEDDINGS | IN_BLOCKS)[name], mesh["dp_shard"], rank, device)
+        for name in names
     }
 
 

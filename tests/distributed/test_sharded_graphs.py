@@ -21,7 +21,9 @@ from lorakernels.graphs import GraphOptions, StepGraph
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 
+from lorakernels import linear_cross_entropy
 from lorakernels.parallel import ShardedBase, shard_base
 from lorakernels.parallel.slots import POISON
 from tests.distributed.sharded_models import Found, Way, batches, compare, make
@@ -36,7 +38,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Loop:
-    """Trains the decoder layers of `model` on the mean square of what they return."""
+    """Trains the decoder layers of `model` on the mean square of what they return, and on the head's loss."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, adapter = model, an_adapter(model)
@@ -51,7 +53,13 @@ class Loop:
         h = self.model.model.embed_tokens(ids)
         for layer in self.model.model.layers:
             h = layer(h, position_embeddings=self.angles)
-        return h.float().square().mean()
+        return h.float().square().mean() + self.loss_of_head(h, ids)
+
+    def loss_of_head(self, h: Tensor, ids: Tensor) -> Tensor:
+        head = self.model.lm_head
+        if h.is_cuda:
+            return linear_cross_entropy(h, head.weight, ids, chunk=12)
+        return cross_entropy(head(h).float().flatten(0, 1), ids.flatten())  # the other reads labels
 
     def step(self, ids: Tensor) -> Tensor:
         self.model.zero_grad(set_to_none=True)
@@ -132,9 +140,11 @@ def trained(
 def graphed(mesh: Any, device: torch.device, graphs: str, save: str, transport: str) -> list[str]:
     expected = trained(make(Way(save), device), device, graphs)
     model = make(Way(save), device)
-    base = shard_base(model, mesh, transport=transport)
-    base.slots.poison = save == "checkpoint"
+    split = save == "checkpoint"
+    base = shard_base(model, mesh, transport=transport, embeddings=split)
+    base.slots.poison = split
     found = trained(model, device, graphs, base)
+    assert (base.vocabulary is not None) == split
     dist.barrier()
     base.unshard()
     return [name for name, x in expected.items() if not torch.equal(x, found[name])]
@@ -175,7 +185,9 @@ def worker(rank: int, device: torch.device, transport: str) -> dict[Any, list[st
     for save in SAVES:
         for graphs in ("by_layers", "whole"):
             found[save, graphs] = said(graphed, mesh, device, graphs, save, transport)
-        way = Way(save, options={"transport": transport}, poison=save == "checkpoint")
+        split = save == "checkpoint"
+        options = {"transport": transport, "embeddings": split}
+        way = Way(save, options=options, poison=split, step="chunked" if split else "plain")
         found[save, "eager"] = said(differences, way, mesh, rank, device)
     if transport == "peer":
         step = "plain" if rank else "interrupted"

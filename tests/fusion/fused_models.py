@@ -87,7 +87,7 @@ def model_of(family: str, **options: Any) -> nn.Module:
             pytest.skip("needs transformers 5: older layers return a tuple")
         gemma = {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 64}
         caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-        kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4}
         kinds["layer_types"] = kinds["layer_types"][: options.get("num_hidden_layers", 2)]
         capped = {**caps, "attn_implementation": "eager"} if family == "Gemma2" else {}
         options = {**gemma, **kinds, **capped, **options}

@@ -8,70 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lorakernels
 from lorakernels import AdapterBatch, BlockScaling, DelayedScaling, LoRAConfig, LoRALinear
 from lorakernels.modules.batch import FACTORS
-
-NAMES = ("fr", "de", "it")
-TOKENS = 16
-
-
-def tiny_llama(**changes: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        **{"vocab_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, **sizes, **changes}
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    model.config.use_cache = False
-    return model
-
-
-# by the recipe's name, with sizes that it takes: the rows of k and v are a block
-RECIPES = {
-    "plain": (None, {}),
-    "blocks": (BlockScaling(), {"hidden_size": 256, "intermediate_size": 128}),
-    "blocks, e5m2": (BlockScaling("HYBRID", True), {"hidden_size": 256, "intermediate_size": 128}),
-}
-
-
-def adapted(fp8: Any = None, sizes: Any = None, **options: Any) -> Any:
-    model = tiny_llama(**(sizes or {}))
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | options
-    lorakernels.apply_lora(model, LoRAConfig(fp8=fp8, **options))
-    return model.train()
-
-
-def batched(fp8: Any = None, sizes: Any = None, **options: Any) -> tuple[Any, AdapterBatch]:
-    """With values in every B."""
-    model = adapted(fp8, sizes)
-    batch = lorakernels.batch_adapters(model, NAMES, **options)
-    for name in NAMES:
-        for key, value in batch.parameters(name).items():
-            if key.endswith("lora_B"):
-                own = batch.ranks.get(name, value.shape[1])
-                nn.init.normal_(value.data[:, :own], std=0.1)
-    return model, batch
-
-
-def alone(model: Any, batch: AdapterBatch, name: str) -> Any:
-    with batch.only(name):
-        return copy.deepcopy(model)
-
-
-def rows(model: Any, count: int = len(NAMES)) -> Tensor:
-    return torch.randint(0, model.config.vocab_size, (count, TOKENS))
-
-
-def differing(model: Any, batch: AdapterBatch, single: Any, name: str) -> list[str]:
-    """Parameters whose gradients are not those of `single`."""
-    given = batch.parameters(name)
-    return [
-        key for key, own in given.items() if not torch.equal(own.grad, single.get_parameter(key).grad)
-    ]  # fmt: skip
+from tests.modules.batched_models import (
+    NAMES,
+    RECIPES,
+    adapted,
+    alone,
+    batched,
+    differing,
+    rows,
+    tiny_llama,
+)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
@@ -93,92 +44,6 @@ def test_bits_are_those_of_each_alone(recipe: str, fused: bool) -> None:
         own.backward(dout[i : i + 1])
         assert torch.equal(out[i : i + 1], own)
         assert differing(model, batch, single, name) == []
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sequences_in_any_order_have_their_adapters(recipe: str, fused: bool) -> None:
-    """As PEFT's adapter_names: an adapter twice, one not at all, and the base alone."""
-    names = ["de", "__base__", "fr", "de"]
-    model, batch = batched(*RECIPES[recipe])
-    singles = {name: alone(model, batch, name) for name in NAMES}
-    base = copy.deepcopy(singles["fr"])
-    if fused:
-        for each in (model, base, *singles.values()):
-            lorakernels.fuse(each)
-    ids = rows(model, len(names))
-    with batch.rows(names):
-        out = model(input_ids=ids).logits
-    dout = torch.randn_like(out)
-    out.backward(dout)
-    batch.give_gradients()
-    for i, name in enumerate(names):
-        if name == "__base__":
-            with lorakernels.disable_lora(base):
-                own = base(input_ids=ids[i : i + 1]).logits
-        else:
-            own = singles[name](input_ids=ids[i : i + 1]).logits
-            own.backward(dout[i : i + 1])
-        assert torch.equal(out[i : i + 1], own)
-    for name in NAMES:
-        for key, value in batch.parameters(name).items():
-            expected = singles[name].get_parameter(key).grad
-            assert value.grad is not None
-            if expected is None:
-                assert name == "it" and value.grad.count_nonzero() == 0
-            else:
-                torch.testing.assert_close(
-                    value.grad, expected
-                )  # two sums, added in one order or the other
-    with (
-        batch.rows(["fr"]),
-        batch.only("de"),
-        pytest.raises(ValueError, match="exclude each other"),
-    ):
-        model(input_ids=ids)
-    with pytest.raises(KeyError, match="adapter 'es' must be one of"), batch.rows(["es"]):
-        pass
-    with pytest.raises(ValueError, match="names must have one for each sequence"), batch.rows([]):
-        pass
-
-
-@pytest.mark.parametrize("init", ["olora", "pissa"])
-def test_adapters_that_start_from_the_weight(init: str, tmp_path: Any) -> None:
-    """All start as the base, and files fit it. What lacks the initial adapter is refused."""
-    model, base = adapted(init_lora_weights=init), tiny_llama()
-    message = f"init_lora_weights='{init}' has changed the weight, so "
-    with pytest.raises(ValueError, match=message + "every adapter needs the whole rank"):
-        lorakernels.batch_adapters(model, NAMES, {"de": 2})
-    batch = lorakernels.batch_adapters(model, NAMES, {"de": 4})
-    ids = rows(model)
-    torch.testing.assert_close(model(input_ids=ids).logits, base(input_ids=ids).logits)
-    for name in NAMES:
-        for key, value in batch.parameters(name).items():
-            if key.endswith("lora_B"):
-                nn.init.normal_(value.data, std=0.1)
-    with batch.rows(["it", "de"]):
-        found = model(input_ids=ids[:2]).logits
-    with batch.only("de"):
-        lorakernels.save_adapter(model, tmp_path)
-    lorakernels.load_adapter(base, tmp_path, fp8=None)
-    torch.testing.assert_close(base(input_ids=ids[1:2]).logits, found[1:])
-    with (
-        pytest.raises(ValueError, match=message + "no sequence can have the base alone"),
-        batch.rows(["it", None]),
-    ):
-        pass
-
-
-def test_rows_inside_rows_hold_until_their_own_end() -> None:
-    model, batch = batched()
-    ids = rows(model)
-    with torch.no_grad(), batch.rows(["it", "fr", "de"]):
-        before = model(input_ids=ids).logits
-        with pytest.raises(RuntimeError, match="inside"), batch.rows(["de"]):
-            model(input_ids=ids)
-            raise RuntimeError("inside")
-        assert torch.equal(model(input_ids=ids).logits, before)
-    assert all(layer.adapter_rows is None for layer in batch.layers.values())
 
 
 def test_an_fp8_base_sees_one_scale_for_all_rows() -> None:
@@ -230,6 +95,55 @@ def test_each_trains_at_its_own_rate_as_alone() -> None:
             assert torch.equal(value, single.get_parameter(key)), (name, key)
 
 
+def test_gradients_are_there_for_grad_scaler_and_clipping() -> None:
+    """A scale that is a power of two changes no bit. A step with infinities is left out, and the next one is clean."""
+    found = []
+    for scales in (False, True):
+        model, batch = batched()
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(batch.param_groups(), lr=1e-2)
+        batch.follow(optimizer)
+        parts = [p for group in optimizer.param_groups for p in group["params"]]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
+        for step in range(4):
+            overflows = step == 1
+            optimizer.zero_grad()
+            for _ in range(2):  # microbatches
+                loss = model(input_ids=rows(model)).logits.square().mean()
+                if scales or not overflows:
+                    scaler.scale(loss * (torch.inf if overflows else 1.0)).backward()
+            before = [p.clone() for p in parts]
+            if not overflows:
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(parts, 0.01)
+                assert norm > 0.01
+            if scales or not overflows:
+                scaler.step(optimizer)
+            scaler.update(1024.0 if scales else None)
+            assert all(map(torch.equal, before, parts)) == overflows
+        found.append(parts)
+    assert all(map(torch.equal, *found))
+
+
+def test_zero_grad_reaches_the_layers_and_microbatches_are_summed() -> None:
+    """Also where the memory moves between two of them."""
+    model, batch = batched()
+    optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
+    batch.follow(optimizer)
+    ids = rows(model)
+    model(input_ids=ids).logits.square().mean().backward()
+    optimizer.zero_grad()
+    first = next(iter(batch.layers.values())).lora_A
+    model(input_ids=ids).logits.square().mean().backward()
+    once = first.grad.clone()
+    first.data = first.data.clone()
+    model(input_ids=ids).logits.square().mean().backward()
+    assert torch.equal(first.grad, 2 * once)
+    batch.parameters("fr")
+    model(input_ids=ids).logits.square().mean().backward()
+    torch.testing.assert_close(first.grad, 3 * once, rtol=1e-6, atol=0)
+
+
 def to_bf16(model: Any, batch: AdapterBatch) -> tuple[Any, AdapterBatch]:
     return model.to(torch.bfloat16), batch
 
@@ -266,25 +180,6 @@ def test_an_optimizer_finds_parameters_that_have_moved(moved: Any, early: bool) 
         assert torch.equal(model.get_parameter(key), value.add(gradients[key], alpha=-0.1)), key
 
 
-def test_what_needs_all_adapters_says_so_inside_only() -> None:
-    model, batch = batched()
-    optimizer = torch.optim.SGD(batch.param_groups(), lr=0.1)
-    batch.follow(optimizer)
-    before = copy.deepcopy(model.state_dict())
-    with batch.only("fr"):
-        model(input_ids=rows(model, 1)).logits.sum().backward()
-        for call in (
-            optimizer.step,
-            batch.param_groups,
-            batch.give_gradients,
-            lambda: batch.only("de").__enter__(),
-        ):
-            with pytest.raises(RuntimeError, match=r"q_proj\.lora_A is one adapter's: inside"):
-                call()
-    after = model.state_dict()
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
-
-
 def test_an_optimizer_of_the_model_trains_all() -> None:
     model, batch = batched()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -307,87 +202,6 @@ def test_ranks_below_the_layers_stay_below() -> None:
     for key, value in batch.parameters("de").items():
         rest = value[2:] if key.endswith("lora_A") else value[:, 2:]
         assert rest.count_nonzero() == 0, key
-
-
-def test_files_are_peft_s(tmp_path: Any) -> None:
-    peft = pytest.importorskip("peft")
-    model, batch = batched(ranks={"de": 2})
-    ids = rows(model)
-    out = model(input_ids=ids).logits
-    base = tiny_llama()
-    for i, name in enumerate(NAMES):
-        with batch.only(name):
-            lorakernels.save_adapter(model, tmp_path / name)
-        config = peft.PeftConfig.from_pretrained(tmp_path / name)
-        assert (config.r, config.lora_alpha) == ((2, 4) if name == "de" else (4, 8))
-        theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name)
-        torch.testing.assert_close(theirs(input_ids=ids[i : i + 1]).logits, out[i : i + 1])
-
-
-def test_what_is_loaded_inside_only_stays(tmp_path: Any) -> None:
-    model, batch = batched()
-    with batch.only("it"):
-        lorakernels.save_adapter(model, tmp_path)
-    with batch.only("fr"):
-        lorakernels.load_adapter(model, tmp_path)
-    for one, other in zip(
-        batch.parameters("fr").values(), batch.parameters("it").values(), strict=True
-    ):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
-def test_one_that_is_merged_serves_no_others(fused: bool) -> None:
-    model, batch = batched()
-    if fused:
-        lorakernels.fuse(model)
-    ids = rows(model)
-    before = model(input_ids=ids).logits
-    with batch.only("fr"):
-        lorakernels.merge_lora(model)
-        torch.testing.assert_close(model(input_ids=ids[:1]).logits, before[:1])
-    with pytest.raises(RuntimeError, match="q_proj has several adapters, and one is merged"):
-        model(input_ids=ids)
-    lorakernels.unmerge_lora(model)
-    assert torch.equal(model(input_ids=ids).logits, before)
-
-
-def test_an_exception_inside_only_gives_the_batch_back() -> None:
-    model, batch = batched()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="inside"), batch.only("de"):
-        raise RuntimeError("inside")
-    after = model.state_dict()
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
-    assert next(iter(batch.layers.values())).lora_A.shape[0] == 3
-
-
-@pytest.mark.parametrize("call", ["batch_adapters", "only"])
-def test_an_exception_in_the_middle_leaves_the_model_as_it_was(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch = batched() if call == "only" else (adapted(), None)
-    before = copy.deepcopy(model.state_dict())
-    parameters = dict(model.named_parameters())
-    fails = torch.Tensor.clone
-    calls = iter(range(100))
-
-    def clone(tensor: Tensor, **options: Any) -> Tensor:
-        if next(calls) == 9:  # of the fifth layer
-            raise torch.OutOfMemoryError("full")
-        return fails(tensor, **options)
-
-    monkeypatch.setattr(torch.Tensor, "clone", clone)
-    with pytest.raises(torch.OutOfMemoryError, match="full"):
-        if batch is None:
-            lorakernels.batch_adapters(model, NAMES)
-        else:
-            with batch.only("de"):
-                raise AssertionError("not reached")
-    monkeypatch.undo()
-    assert all(p is parameters[name] for name, p in model.named_parameters())
-    after = model.state_dict()
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 def test_a_state_dict_holds_all() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lorakernels import (
     BlockScaling,
@@ -35,6 +36,7 @@ from lorakernels.parallel import shard_base
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout
 from tests.adapter_files import CONFIG, WEIGHTS, Model, peft_load, randomize
+from tests.dry_cuda import dry_cuda
 
 RECIPES = {"plain": None, "delayed": DelayedScaling(), "block": BlockScaling()}
 # float32: sums of at most 20 products, through two layers and norms
@@ -105,6 +107,82 @@ def test_values_and_gradients_are_the_definitions(fp8, p, bias):
     found = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
     for name, mine, theirs in zip("ABm", found, (a, b, m), strict=True):
         assert apart(mine.grad, theirs.grad) < grads, name
+
+
+def beside_the_product(layer: DoRALinear, x: Tensor) -> Tensor:
+    """As over a plain base: m / ‖W + s · B A‖ multiplies what the product has written."""
+    y = LoRALinear.forward(layer, x)
+    bias = 0.0 if layer.bias is None else layer.bias.float()
+    factor = layer.lora_magnitude_vector.float() / layer.norms()
+    return ((y.float() - bias) * factor + bias).to(y.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_column_scale_is_the_factor_beside_the_product(
+    device: torch.device, dtype: torch.dtype, bias: bool
+) -> None:
+    """Delayed scales, so that dy · g is cast as it would be; also with m that is negative, tiny or 0.
+
+    bf16 rounds y once here and twice there, 2^-8 of it, s and B once each, and dy · g. fp32 has other orders of sums,
+    which may turn a rounding of dy to e5m2.
+    """
+    bound = 1e-3 if dtype == torch.float32 else 2.0**-5
+    linear = nn.Linear(128, 256, bias, device=device, dtype=dtype)
+    layer = DoRALinear.from_linear(linear, config(DelayedScaling(), r=8, bias="all")).train()
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.5)
+    with torch.no_grad():
+        layer.lora_magnitude_vector[:3] = torch.tensor([0.0, 1e-20, -1e-3])
+    rows, dy = torch.randn(2, 64, 128), torch.randn(2, 64, 256)
+    found = []
+    for forward in (beside_the_product, beside_the_product, DoRALinear.forward):
+        layer.zero_grad()
+        x = rows.to(device, dtype, copy=True).requires_grad_()
+        y = forward(layer, x)
+        y.backward(dy.to(y))
+        found.append(
+            {"y": y, "x": x.grad}
+            | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+        )
+        assert layer.fp8_state is not None
+        if len(found) == 1:
+            layer.fp8_state.reduce_and_update()
+    assert found[1].keys() == found[2].keys()
+    assert ("bias" in found[1]) == bias
+    for name, expected in found[1].items():
+        error = apart(found[2][name], expected)
+        assert error <= bound, (name, error)
+    m, theirs = (each["lora_magnitude_vector"][:3] for each in found[1:])
+    torch.testing.assert_close(theirs, m, rtol=bound, atol=bound * float(m.abs().max()))
+
+
+def test_hopper_runs_one_product_with_a_scale_for_each_column() -> None:
+    linear = nn.Linear(256, 512, dtype=torch.bfloat16)
+    layer = DoRALinear.from_linear(linear, config(DelayedScaling(), r=8, weight_layout="single"))
+    x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    with dry_cuda() as recorded:
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+    launches = [call for call in recorded.calls if call.kind != "torch"]
+    assert {call.kind for call in launches} == {"extension"}
+    assert [call.name for call in launches][1:] == [
+        "quantize_lora_down", "fp8_linear_lora", "quantize_grad", "lora_grad_a", "fp8_grad_input"
+    ]  # fmt: skip
+    assert launches[2].arguments["by_column"] is True
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_a_checkpoint_over_fp8_computes_the_same(reentrant: bool) -> None:
+    layer = DoRALinear.from_linear(nn.Linear(24, 40), config(DelayedScaling())).eval()
+    randomize(layer)
+    x, grads = torch.randn(7, 24, requires_grad=True), []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=reentrant)):
+        layer.zero_grad()
+        run(x).square().sum().backward()
+        grads.append([p.grad for p in layer.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *grads))
 
 
 def test_weights_logits_and_gradients_are_pefts(base):

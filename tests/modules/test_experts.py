@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,34 @@ def test_a_file_of_ours_computes_the_same_in_peft(choice: str, tmp_path: Path) -
     again = mixtral()
     load_adapter(again, tmp_path, fp8=None)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+EXCLUSIONS = {
+    "an expert's layer": (["gate_up_proj.3"], True),
+    "experts by a number": (r".*\.3", True),
+    "all experts": (r".*experts.*", True),
+    "their owner": (["experts"], False),
+    "a layer": (r".*layers\.1\..*", True),
+    "a module": (["layers.0.self_attn.q_proj"], False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
+@pytest.mark.parametrize("case", EXCLUSIONS)
+def test_exclude_modules_leaves_experts_to_target_parameters(case: str, tmp_path: Path) -> None:
+    """As in PEFT, which has no module for one expert. All is saved, and read by either."""
+    exclude, names_experts = EXCLUSIONS[case]
+    options = {"target_modules": ["q_proj"], "exclude_modules": exclude}
+    theirs = with_peft(mixtral(), **options)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = mixtral()
+    message = "which target_parameters adapts all the same"
+    with pytest.warns(UserWarning, match=message) if names_experts else nullcontext():
+        load_adapter(model, tmp_path / "theirs", fp8=None)
+    assert near(model(IDS).logits, theirs(IDS).logits)
+    save_adapter(model, tmp_path / "ours")
+    back = peft.PeftModel.from_pretrained(mixtral(), tmp_path / "ours")
+    assert near(back(IDS).logits, theirs(IDS).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -160,6 +160,42 @@ def test_parts_of_the_base_go_where_the_placement_says() -> None:
     assert whole.step < half.step <= tail.step
 
 
+def test_embedding_and_head_are_split_where_nothing_fits_without() -> None:
+    """8B on two small GPUs, on which a layer's backward takes more than a chunk's logits."""
+    size, batch, saves = size_of("8b"), Batch(1, 4096), ["checkpoint"] * 32
+    end = 2 * 128_256 * 4096
+    assert size.ends == (end, end)
+    without, split = (
+        predict(size, batch, H200, 2, Placement(2, 0.0, embeddings), saves)
+        for embeddings in (False, True)
+    )
+    assert split.bytes.outside == without.bytes.outside - end
+    logits = 2 * 2048 * 128_256
+    hidden = 3 * 2 * 4096 * 4096
+    assert split.bytes.workspace == hidden + logits + end
+    assert hidden + logits <= without.bytes.workspace < split.bytes.workspace
+    assert split.bytes.total < without.bytes.total
+    assert split.exposed == pytest.approx(without.exposed + 2 * end / 2 / H200.peer)
+    assert split.step == pytest.approx(without.step + 2 * end / 2 / H200.peer)
+    between = (split.bytes.total + without.bytes.total) // 2
+    memory = (between - without.bytes.fragments) * 100 // 96  # fragments are 4 % of it
+    found = ShardPlan.of(SPECS["8b"].config(), memory, 4096, 2, lora=LORA)
+    assert found.placement == Placement(2, 0.0, True) and found.bytes.total <= memory
+    assert "sharded over 2 GPUs, embedding and head too" in str(found)
+    more = ShardPlan.of(SPECS["8b"].config(), memory + end, 4096, 2, lora=LORA)
+    assert not more.placement.embeddings
+
+
+def test_tied_and_trained_ends() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 160}
+    end, saved = 2 * 160 * 64, LoRAConfig(target_modules="all-linear", modules_to_save=["lm_head"])
+    for tied, lora, ends in ((True, None, 1), (False, None, 2), (False, saved, 1)):
+        made = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied)
+        assert ModelSize.of(made, lora).ends == (end,) * ends
+
+
 def test_what_is_not_hidden_is_in_the_step() -> None:
     size, saves = size_of("70b"), ["full"] * 80
     plans = [predict(size, Batch(1, 256), H200, 1, Placement(1, r), saves) for r in (0.0, 0.5)]

@@ -50,6 +50,16 @@ def block(said: str) -> list[str]:
             ],
         ),
         (
+            ["--fp8-head"],
+            [
+                "float32, frozen weights in FP8, output head in FP8 while training (",
+                "as transformers has them",
+                "documents apart",
+                "none",
+                "the same bits every time",
+            ],
+        ),
+        (
             ["--no-fp8", "--dtype", "bfloat16", "--fuse", "--eager", "--no-isolate-documents"],
             [
                 "bfloat16; 14 adapters",
@@ -60,7 +70,7 @@ def block(said: str) -> list[str]:
             ],
         ),
     ],
-    ids=["defaults on a CPU", "asked for"],
+    ids=["defaults on a CPU", "an FP8 head", "asked for"],
 )
 def test_the_block(
     cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],

@@ -45,7 +45,9 @@ def run(base_args: list[str], deep_model: Path) -> list[Any]:
 def two_ranks(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("context")
     runs: list[list[Any]] = [[*run, *form, *CP, "--output", folder / name] for name, form in FORMS.items()]  # fmt: skip
-    runs.append([*run, *FP8, *CP, "--shard-base", "--output", folder / "sharded"])
+    runs.append(
+        [*run, *FP8, *CP, "--shard-base", "--shard-embeddings", "--output", folder / "sharded"]
+    )
     on_ranks(runs, folder)
     return folder
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from lorakernels.train.data.prepare import load_data
 from lorakernels.train.job import load_adapted
-from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs
-from lorakernels.train.loop import Trainer
+from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs, load_jobs
+from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
 from lorakernels.train.model import load_tokenizer
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE
@@ -182,6 +182,34 @@ def test_rows_of_the_shorter_job_repeat(
     alone = rows.only(1).batch([0])
     assert torch.equal(alone.labels[1], both.labels[1])
     assert set(alone.labels[0].tolist()) == {IGNORE}
+
+
+def test_the_held_out_loss_counts_every_row_once(
+    model_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    """It is the mean of the jobs' own losses, by their tokens. Shorter jobs are spread, so that a few rows have all."""
+    options, cpu = options_of(model_dir, data=["unused"]), torch.device("cpu")
+    reporter = Reporter("finetune", 1, quiet=True)
+    model, _ = load_adapted(model_dir, options, torch.float32, cpu, None, reporter)  # type: ignore[arg-type]
+    jobs = [Job(name, [str(file)], [str(file)]) for name, file in files.items()]
+    adapters = add_jobs(model, jobs)
+    for job in jobs:
+        for value in adapters.parameters(job.name).values():
+            torch.nn.init.normal_(value.data, std=0.2)
+    held: Any = load_jobs(jobs, options, load_tokenizer(model_dir), tmp_path, print).held
+    long, short = map(len, held.each)
+    assert long > short > 1
+    each = JobsTrainer.evaluate_each(SimpleNamespace(jobs=jobs, model=model, options=options), held)  # type: ignore[arg-type]
+    tokens = [sum(map(rows.targets_of, range(len(rows)))) for rows in held.each]
+    expected = sum(n * each[job.name] for n, job in zip(tokens, jobs, strict=True)) / sum(tokens)
+    assert evaluate(model, held, options) == pytest.approx(expected, rel=1e-6)
+    assert held.targets_of_each(range(long)) == tokens
+    some = replace(options, eval_rows=long // 2)
+    seen = [batch.labels for batch in evaluation_batches(held, some.eval_rows, 1)]
+    assert {tuple((labels != IGNORE).any(1).tolist()) for labels in seen} == {
+        (True, True),
+        (True, False),
+    }
 
 
 @pytest.mark.parametrize(

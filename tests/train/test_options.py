@@ -105,6 +105,7 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"output": None}, "output is missing"),
         ({"data": []}, "data is missing"),
         ({"shard_base": True, "fp8": False}, "shard_base shards a base in FP8"),
+        ({"shard_embeddings": True}, "shard_embeddings splits embedding and head as shard_base"),
         (
             {"shard_base": True, "weight_layout": "both"},
             "shard_base needs weight_layout single, got both",

@@ -30,6 +30,7 @@ FORMS = {
     "recomputed": ["--gradient-checkpointing"],
     "blocks": ["--no-fuse", "--fp8-recipe", "block"],
     "fused": ["--fuse", "--save", "checkpoint", "--merge", "bf16"],
+    "embeddings": ["--fuse", "--fp8-head"],
 }
 
 
@@ -60,6 +61,7 @@ def two_ranks(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs: list[list[Any]] = []
     for name, form in FORMS.items():
         asked = ["--config", config] if name == "fused" else [SHARDED]
+        asked += ["--shard-embeddings"] if name in ("fused", "embeddings") else []
         runs += [
             [*run, *form, "--output", folder / f"{name} whole"],
             [*run, *form, *asked, "--output", folder / f"{name} sharded"],
@@ -97,6 +99,7 @@ def test_losses_adapters_and_checkpoints_are_those_of_the_whole_base(
     assert (sharded / "merged").exists() == (form == "fused")
     options = [json.loads((o / "options.json").read_text()) for o in (whole, sharded)]
     assert [o["shard_base"] for o in options] == [False, True]
+    assert options[1]["shard_embeddings"] == (form in ("fused", "embeddings"))
 
 
 def test_a_run_goes_on_with_its_base_sharded(two_ranks: Path) -> None:
@@ -178,7 +181,7 @@ def test_two_gpus_with_a_sharded_base_are_two_with_whole_ones(
     on_ranks(
         [
             [*run, "--output", tmp_path / "whole"],
-            [*run, SHARDED, "--output", tmp_path / "sharded"],
+            [*run, SHARDED, "--shard-embeddings", "--output", tmp_path / "sharded"],
         ],
         tmp_path,
     )

@@ -17,6 +17,12 @@ def test_the_whole_and_the_sharded_base(load: Load, run: Run, rows_of: RowsOf) -
     assert float(rows[1]["gather ms"]) > 0 and rows[0]["gather ms"] == ""
 
 
+def test_embedding_and_head_too(load: Load, run: Run, rows_of: RowsOf) -> None:
+    assert run(load("parallel.bench_sharded_base"), "--embeddings", "--layers", "1") == 0
+    _, row = rows_of("sharded_base")
+    assert (row["base"], row["check"]) == ("sharded, gloo, embedding and head too", "ok")
+
+
 def test_an_offloaded_base(load: Load, run: Run, rows_of: RowsOf) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no control group limits")

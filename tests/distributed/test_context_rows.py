@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks and documents lie where the call's rows lie, also where it is computed again; a copied model has the ranks."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lorakernels import fuse
+from lorakernels.parallel import ContextParallel, context_parallel, parallelize
+from tests.distributed.context_models import DOCUMENTS, LENGTH, ROWS, Way, batch, make, positions
+from tests.fusion.fused_models import an_adapter, fp8_state
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+DROPOUT = {"dropout": 0.3, "checkpoint": True}
+WAYS = {
+    2: (
+        Way("layers", **DROPOUT),
+        Way("fused", fused=True, **DROPOUT),
+        Way("fused, checkpoint", dropout=0.3, fused=True, save="checkpoint"),
+    ),
+    4: (Way("2 x 2", vocabulary=False, **DROPOUT), Way("2 x 2, fused", vocabulary=False, fused=True, **DROPOUT)),
+}  # fmt: skip
+
+
+def gradients(
+    model: nn.Module, context: ContextParallel, device: torch.device, late: bool
+) -> dict[str, Tensor]:
+    """Of microbatches of 2, 1 and 2 rows. `late`: all forwards come before the first backward."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    losses = []
+    for step, rows in enumerate((ROWS, 1, ROWS)):
+        tokens, labels = batch(step, device)
+        losses.append(context.loss(labels[:rows], input_ids=tokens[:rows]))
+        if not late:
+            losses.pop().backward()
+    while losses:
+        losses.pop(0).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def recomputed(rank: int, device: torch.device, ways: list[Way]) -> dict[str, list[str]]:
+    """For each way the gradients which depend on when backward ran."""
+    world, found = dist.get_world_size(), {}
+    for way in ways:
+        tp = 1 if way.vocabulary is None else 2
+        mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("cp", "tp"))
+        model = make(way, device)
+        if way.fused:
+            fuse(model, save=way.save)
+        if tp > 1:
+            parallelize(model, mesh["tp"], vocabulary=False)
+        context = context_parallel(model, mesh["cp"])
+        early = gradients(model, context, device, late=False)
+        late = gradients(model, context, device, late=True)
+        assert early.keys() == late.keys() and early
+        found[str(way)] = [name for name in early if not torch.equal(early[name], late[name])]
+    return found
+
+
+@pytest.mark.parametrize("world", WAYS)
+def test_a_recomputation_draws_the_masks_of_its_own_rows(world: int) -> None:
+    for found in on_ranks(recomputed, world, "gloo", [*WAYS[world]]):
+        assert found == {str(way): [] for way in WAYS[world]}
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
+    model = make(Way(""), device)
+    if fused:
+        fuse(model)
+    context = context_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
+    tokens, labels = batch(0, device)
+    whole = torch.arange(LENGTH)[None]
+    middle = whole.clone()
+    middle[:, 6:8] = torch.arange(2)  # tokens of rank 1 alone
+    end = ROWS * LENGTH
+    given: dict[str, Any] = {
+        "packed": {"position_ids": positions()},
+        "in the middle": {"position_ids": middle},
+        "at a chunk's start": {"position_ids": torch.cat([whole[:, :4], whole[:, :12]], 1)},
+        "other rows": {"position_ids": whole[:, :8].repeat(3, 2)},
+        "from 7": {"position_ids": whole + torch.tensor([[7], [0]])},
+        "whole": {"position_ids": whole},
+        "short": {"cu_seq_lens_q": [0, 5, 20]},
+        "late": {"cu_seq_lens_q": [1, 5, end]},
+        "down": {"cu_seq_lens_q": [0, 20, 5, end]},
+        "far": {"cu_seq_lens_q": [0, end + 4]},
+        "on one rank": {"cu_seq_lens_q": [0, end - rank]},
+        "one number": {"cu_seq_lens_q": [0]},
+        "empty ones": {"cu_seq_lens_q": [*DOCUMENTS, end, end], "position_ids": positions()},
+    }
+    found = {}
+    for name, inputs in given.items():
+        if "cu_seq_lens_q" in inputs:
+            starts = torch.tensor(inputs["cu_seq_lens_q"], dtype=torch.int32)
+            longest = max([1, *(b - a for a, b in pairwise(starts.tolist()))])
+            inputs |= {"cu_seq_lens_q": starts, "max_length_q": longest}
+        found[name] = said(lambda inputs=inputs: context.loss(labels, input_ids=tokens, **inputs))
+    starts = torch.tensor(DOCUMENTS)
+    found["int64"] = said(lambda: context.loss(labels, input_ids=tokens, cu_seq_lens_q=starts))
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> None:
+    jump = "position_ids must go up by one from token to token of a row, found a jump"
+    ends = "cu_seq_lens_q must go up from 0 to all 32 tokens of 2 rows over 2 ranks, found "
+    expected = {
+        "packed": jump,
+        "in the middle": jump,
+        "at a chunk's start": jump,
+        "other rows": "position_ids must be [1 or 2, 8] as this rank's tokens, found [3, 8]",
+        "from 7": "nothing",
+        "whole": "nothing",
+        "short": ends + "0 to 20",
+        "late": ends + "1 to 32",
+        "down": ends + "0 to 32",
+        "far": ends + "0 to 36",
+        "on one rank": ends,
+        "one number": "cu_seq_lens_q must be int32 [documents + 1], found torch.int32 [1]",
+        "empty ones": "nothing",
+        "int64": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [7]",
+    }
+    for found in on_ranks(documents, 2, "gloo", fused):
+        assert found.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in found[name], (name, found[name])
+
+
+def copied(rank: int, device: torch.device, fused: bool) -> list[bool]:
+    """Whether a copy trains over the ranks by itself, and closing it leaves the first one over them."""
+    way = Way("", fp8=True, dropout=0.1, fused=fused)
+    model, alone = make(way, device), make(way, device)
+    for each in (model, alone):
+        if fused:
+            fuse(each)
+    context = context_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"])
+    twin = copy.deepcopy(model)
+    theirs = ContextParallel.of(twin)
+    assert theirs is not None and theirs.model is twin
+    tokens, labels = batch(0, device)
+
+    def steps(each: ContextParallel) -> list[Tensor]:
+        torch.manual_seed(4)
+        found = []
+        for _ in range(2):
+            loss = each.loss(labels, input_ids=tokens)
+            loss.backward()
+            each.reduce_gradients()
+            fp8_state(each.model).reduce_and_update()
+            found.append(loss.detach())
+        grads = [p.grad for p in each.model.parameters() if p.requires_grad]
+        return [*found, fp8_state(each.model).forward.clone(), *grads]
+
+    untouched = [p.grad for p in twin.parameters()]
+    first, second = steps(context), steps(theirs)
+    same = all(map(torch.equal, first, second))
+    theirs.close()
+    rows = an_adapter(twin).row0, an_adapter(model).row0
+    shared = fp8_state(twin).shared_over, len(fp8_state(model).shared_over)
+    whole = [twin.eval(), alone.eval()]
+    logits = [each(tokens).logits for each in whole]
+    context.loss(labels, input_ids=tokens).backward()
+    return [
+        same,
+        untouched == [None] * len(untouched),
+        rows == (0, 16 * rank),
+        shared == ((), 1),
+        ContextParallel.of(twin) is None and ContextParallel.of(model) is context,
+        torch.equal(*logits),
+    ]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_a_copied_model_runs_over_the_same_ranks(fused: bool) -> None:
+    for found in on_ranks(copied, 2, "gloo", fused):
+        assert found == [True] * 6
