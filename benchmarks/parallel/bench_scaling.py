@@ -16,7 +16,8 @@ q, k, v, o. A step trains on one row. Ways:
     alone, frozen    alone without adapters, but for one projection of the first layer
     tp, frozen       tp without adapters, likewise
     DTensor + PEFT   the peer of tp: bf16 layers of transformers and PEFT, cut by torch's DTensor
-    cp               one row for all GPUs, each with some of its tokens; fused layers, eager
+    cp               one row for all GPUs, each with some of its tokens; layers replayed
+    cp, eager        the same without graphs
 
 Columns:
 
@@ -58,7 +59,7 @@ LOSS_TOLERANCE = (
 )
 PEER = "DTensor + PEFT"
 # for all GPUs together
-ONE_ROW = ("tp", "tp, eager", "tp, not fused", "tp, frozen", PEER, "cp")
+ONE_ROW = ("tp", "tp, eager", "tp, not fused", "tp, frozen", PEER, "cp", "cp, eager")
 WAYS = ("alone, eager", "alone", "alone, frozen", "dp", "sharded", *ONE_ROW)
 
 
@@ -67,14 +68,14 @@ class Split(Ours):
 
     def __init__(self, way: str, mesh: Any, spec: Spec, device: torch.device) -> None:
         self.way, self.mesh = way, mesh
-        graphed = way in ("tp", "tp, frozen") and device.type == "cuda"
+        graphed = way in ("tp", "tp, frozen", "cp") and device.type == "cuda"
         save = None if "not fused" in way else "full"
         super().__init__(spec, adapted_by(way), device, "layer" if graphed else None, save)
 
     def build(self) -> Any:
         model = super().build()
         torch.manual_seed(0)  # all ranks draw equal masks
-        if self.way == "cp":
+        if self.way.startswith("cp"):
             self.split: Any = context_parallel(model, self.mesh)
         else:
             self.split = parallelize(model, self.mesh, vocabulary=True)
@@ -88,7 +89,7 @@ class Split(Ours):
         self.optimizer.zero_grad()
         loss = self.loss(ids)
         loss.backward()
-        if self.way == "cp":
+        if self.way.startswith("cp"):
             self.split.reduce_gradients()
         self.optimizer.step()
         self.state.reduce_and_update()

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -42,13 +43,27 @@ class Context(Protocol):
     def begin(self, tokens: int) -> None:
         """A layer runs on so many tokens of this rank."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """As `Over.together`."""
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
     ) -> Tensor:
         """out [B, H, T, D] of this rank's q, k and v. `documents`: where they begin, and the tokens of the longest."""
 
 
-def over_of(layer: Any) -> Over | None:
-    """The ranks that hold a decoder layer together; None for a layer that is not fused, or is whole."""
-    parts = vars(layer).get("_fused")
-    return None if parts is None else cast("Over | None", parts.over)
+def together_of(layers: Iterable[Any]) -> Callable[[], AbstractContextManager[None]]:
+    """For `GraphOptions.together`: of the ranks that hold fused layers, or their rows, together."""
+    parts = [p for layer in layers if (p := vars(layer).get("_fused")) is not None]
+    found: list[Context | Over] = [
+        *dict.fromkeys(r for p in parts[:1] for r in (p.context, p.over) if r is not None)
+    ]
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        with ExitStack() as stack:
+            for ranks in found:
+                stack.enter_context(ranks.together())
+            yield
+
+    return together if found else nullcontext

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.fusion.over_ranks import over_of
+from lorakernels.fusion.over_ranks import together_of
 from lorakernels.graphs import (
     CaptureError,
     GraphManager,
@@ -51,10 +51,7 @@ class LayerGraphs:
         chosen = {"on_new_shape": "capture", "max_shapes": 4, **options}
         of_layers = chosen.keys() & {"fp8_state", "rng_states", "grads"}
         self._of_layers = {name: chosen.pop(name) for name in of_layers}
-        over = next((o for layer in self.layers if (o := over_of(layer)) is not None), None)
-        if over is not None:
-            chosen["together"] = over.together
-        self.options = GraphOptions(**chosen)
+        self.options = GraphOptions(together=together_of(self.layers), **chosen)
         self.manager: Any = None
         self.failed = False
         self.notes: list[str] = []

@@ -8,6 +8,7 @@ which). Weights, whole or in a sharded base, are as without it. The loss is over
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,6 +140,10 @@ class ContextParallel:
             ValueError: trained parameters or generators differ. It names the first.
         """
         check_equal(comm.agree(self.ranks.group, _fingerprint(self.model)))
+
+    def together(self) -> AbstractContextManager[None]:
+        """Collective at its end: what one rank raises inside is raised on all. For `GraphOptions.together`."""
+        return comm.together(self.ranks.group)
 
     def close(self) -> None:
         """Let the model run on whole rows again."""

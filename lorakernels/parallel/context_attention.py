@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from lorakernels.autograd.attention import (
 )
 from lorakernels.autograd.chunk_attention import NAMES as CHUNKS
 from lorakernels.autograd.chunk_attention import attend_chunks
+from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_ranks import Ranks
 
 
@@ -134,6 +136,9 @@ class ContextAttention:
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return ContextAttention(self.ranks, self.attention, copy.deepcopy(self.begin, memo))
 
+    def together(self) -> AbstractContextManager[None]:
+        return comm.together(self.ranks.group)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
     ) -> Tensor:
@@ -147,13 +152,11 @@ class ContextAttention:
             scale: the factor of q kᵀ.
 
         Raises:
-            RuntimeError: a CUDA graph is captured, or torch.compile traces.
+            RuntimeError: torch.compile traces.
             ValueError: the backend takes no part of a row's queries.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("attention over ranks cannot be compiled: run it eagerly")
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("attention over ranks cannot be captured in a CUDA graph yet")
         chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
         starts, longest = documents
         k, v = _Gather.apply(k, v, chunks, self.ranks)

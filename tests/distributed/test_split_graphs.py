@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused layers over ranks that replay as CUDA graphs, exchanges included, beside the same ranks without graphs."""
+"""Fused layers, or their rows, over ranks that replay as CUDA graphs, exchanges included, beside eager ones."""
 
 from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.loops.attached import attach
-from lorakernels.parallel import comm, parallelize
+from lorakernels.parallel import ContextParallel, comm, context_parallel, parallelize
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.fusion.fused_models import fp8_state
@@ -39,6 +40,11 @@ ON_GPU = (
 )
 
 
+BY_ROWS = "tokens of rows over ranks"
+WAYS += tuple(replace(way, name=f"{way.name}, {BY_ROWS}") for way in WAYS[:1] + WAYS[3:4])
+ON_GPU += (replace(ON_GPU[0], name=BY_ROWS), replace(ON_GPU[1], name=f"fp8 kept, {BY_ROWS}"))
+
+
 def rng_of(model: nn.Module) -> Any:
     return next(s for m in model.modules() if (s := getattr(m, "rng_state", None)) is not None)
 
@@ -46,8 +52,12 @@ def rng_of(model: nn.Module) -> Any:
 def step_of(model: nn.Module, split: Any, way: Way, tokens: Tensor) -> dict[str, Tensor]:
     """One step of plain descent: the loss and this rank's gradients."""
     model.zero_grad()
-    loss = split.loss(tokens, input_ids=tokens) if way.vocabulary else loss_of(model, tokens)
+    by_rows = isinstance(split, ContextParallel)
+    own = split.loss(tokens, input_ids=tokens) if by_rows or way.vocabulary else None
+    loss = loss_of(model, tokens) if own is None else own
     loss.backward()
+    if by_rows:
+        split.reduce_gradients()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = {"loss": loss.detach().clone(), **{n: p.grad.clone() for n, p in trained.items()}}
     with torch.no_grad():
@@ -62,8 +72,10 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, float]:
     """How far replays are from eager steps."""
     torch.manual_seed(9)
     model, twin = make(way, device), make(way, device)
-    splits = [
-        parallelize(m, mesh, sequence_parallel=way.sequence, vocabulary=way.vocabulary)
+    splits: list[Any] = [
+        context_parallel(m, mesh)
+        if BY_ROWS in way.name
+        else parallelize(m, mesh, sequence_parallel=way.sequence, vocabulary=way.vocabulary)
         for m in (model, twin)
     ]
     manager = GraphManager(
