@@ -41,6 +41,7 @@ from lorakernels.graphs import (
 from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.model import decoder_and_head, is_fused
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.parts import Parts
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.running_options import CAPTURED_OPTIMS
 from lorakernels.train.tensor import SplitLayers
@@ -175,8 +176,8 @@ class Runtime:
         self.manager: GraphManager | StepGraph | None = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
+        self._has_parts = Parts.of(model) is not None
         parts: SplitLayers | None = SplitLayers.of(model)
-        self._has_parts = parts is not None
         together = nullcontext if parts is None else parts.split.together
         self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
@@ -243,20 +244,18 @@ class Runtime:
 
         Until its last backward, a step changes only gradients, amaxes and the random state. Gradients are zeroed
         first, amaxes come out the same, and the random state is restored. The step can therefore be repeated, with the
-        exceptions in `run`. Ranks with parts of the layers exchange in the middle of a step, so that none can repeat
-        one alone.
+        exceptions in `run`.
 
         Raises:
-            FinetuneError: a replay was refused on a rank with parts of the layers.
+            FinetuneError: a replay is refused where ranks have parts of the model. The others cannot repeat the step.
         """
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
         except (ReplayError, OrderError) as error:
-            if self._has_parts:
+            if self._has_parts:  # the other ranks are in the middle of this step
                 raise FinetuneError(
-                    f"{_refused(error)}. Ranks that have layers together cannot start a step anew: go on from the last "
-                    "checkpoint with --resume and without --graphs layer"
+                    f"{_refused(error)}, and the other ranks cannot repeat their step; --resume without --graphs layer"
                 ) from error
             self._give_up(_refusal(error, "--eager"))
         self.replayed = False
@@ -343,14 +342,15 @@ class Runtime:
 
 def _refusal(error: ReplayError | OrderError, instead: str) -> str:
     """The message about a refused replay, for the user of the command: what was found, and what to do about it."""
-    return f"{_refused(error)}. It was refused before its launch and the step starts anew; to do without it: {instead}"
+    return f"{_refused(error)} and the step starts anew; to do without it: {instead}"
 
 
 def _refused(error: ReplayError | OrderError) -> str:
-    if not isinstance(error, ReplayError):
-        return str(error)
-    found = f"expected {error.expected}, found {error.found}"
-    return f"replay of layer {error.layer!r}: {error.what}: {found}"
+    what = str(error)
+    if isinstance(error, ReplayError):
+        found = f"expected {error.expected}, found {error.found}"
+        what = f"replay of layer {error.layer!r}: {error.what}: {found}"
+    return f"{what}. It was refused before its launch"
 
 
 def _why_not(
