@@ -36,7 +36,10 @@ from lorakernels.parallel import (
     PipelineParallel,
     PlanAxes,
     ShardPlan,
+    TensorParallel,
+    VocabularyHead,
     context_parallel,
+    parallelize,
     pipeline_parallel,
 )
 from lorakernels.parallel.offload import Offload
@@ -68,6 +71,8 @@ __all__ = [
     "PhiloxState",
     "PhiloxStates",
     "ShardPlan",
+    "TensorParallel",
+    "VocabularyHead",
     "apply_lora",
     "attach",
     "batch_adapters",
@@ -86,6 +91,7 @@ __all__ = [
     "load_quantized",
     "merge_and_unload",
     "merge_lora",
+    "parallelize",
     "model_parallel_states",
     "quantize_head",
     "save_adapter",

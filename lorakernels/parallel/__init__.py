@@ -10,6 +10,7 @@ from lorakernels.parallel.plan import PlanAxes, ShardPlan
 from lorakernels.parallel.sharded_base import ShardedBase, shard_base
 from lorakernels.parallel.tensor import TensorParallel, parallelize
 from lorakernels.parallel.tensor_layers import ColumnParallelLoRALinear, RowParallelLoRALinear
+from lorakernels.parallel.tensor_vocabulary import VocabularyHead
 
 __all__ = [
     "ColumnParallelLoRALinear",
@@ -23,6 +24,7 @@ __all__ = [
     "ShardedAdamW",
     "ShardedBase",
     "TensorParallel",
+    "VocabularyHead",
     "context_parallel",
     "parallelize",
     "pipeline_parallel",

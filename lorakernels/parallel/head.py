@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lorakernels.autograd.linear_cross_entropy import CHUNK, linear_cross_entropy
 from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel.tensor_vocabulary import VocabularyHead, vocabulary_loss
+from lorakernels.parallel.tensor_vocabulary import VocabularyHead
 
 IGNORE = -100
 
@@ -29,7 +29,7 @@ def sum_of_losses(model: Any, hidden: Tensor, labels: Tensor, chunk: int = CHUNK
     head = model.get_output_embeddings()
     change = change_of_logits(model.config.get_text_config())
     if isinstance(head, VocabularyHead):
-        return vocabulary_loss(hidden.flatten(0, 1), head, labels.flatten(), 1)
+        return head.loss(hidden.flatten(0, 1), labels.flatten(), 1)
     if type(head) is nn.Linear:
         return linear_cross_entropy(
             hidden,

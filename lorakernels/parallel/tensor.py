@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +36,8 @@ from lorakernels.parallel.tensor_rows import Rows
 from lorakernels.parallel.tensor_vocabulary import (
     VocabularyEmbedding,
     VocabularyHead,
-    vocabulary_loss,
 )
-from lorakernels.parallel.tensor_whole import places, whole_of
+from lorakernels.parallel.tensor_whole import WHOLE, Place, places, whole_of
 from lorakernels.values import Weight
 
 
@@ -91,18 +90,62 @@ class TensorParallel:
         base: Any = self.model.base_model
         hidden = base(use_cache=False, **inputs).last_hidden_state
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
-        return vocabulary_loss(hidden.reshape(-1, hidden.shape[-1]), head, shifted, items)
+        return head.loss(hidden.reshape(-1, hidden.shape[-1]), shifted, items)
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
-        at = places(self.model)
-        return {name: whole_of(p, at.get(id(p))) for name, p in self._trained()}
+        return self.gather(dict(self._trained()))
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Collective: {name: whole gradient} of the trained parameters that have one."""
-        at = places(self.model)
-        found = ((n, p.grad, at.get(id(p))) for n, p in self._trained())
-        return {name: whole_of(grad, place) for name, grad, place in found if grad is not None}
+        return self.gather({n: p.grad for n, p in self._trained() if p.grad is not None})
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Collective: {name: whole tensor} of this rank's `values`, such as AdamW's exp_avg. All ranks get copies.
+
+        Args:
+            values: {name of a trained parameter: a tensor of its shape on this rank}, in one order on all ranks.
+
+        Raises:
+            ValueError: a name is not that of a trained parameter, or a shape is not its own.
+        """
+        return {name: whole_of(value, place) for name, value, place in self._placed(values)}
+
+    def own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{name: this rank's part} of whole `values`, as copies. The reverse of `gather`.
+
+        Raises:
+            ValueError: a name is not that of a trained parameter, or a shape is not the whole parameter's.
+        """
+        found = self._placed(values, whole=True)
+        return {name: x.clone() if place is None else place.own(x) for name, x, place in found}
+
+    @contextmanager
+    def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, trained parameters have the whole `values`, and `save_adapter` on one rank alone writes them.
+
+        The model cannot run meanwhile.
+
+        Args:
+            values: {name: whole tensor}, as `whole_adapters` returns them. Parameters of other names stay as they are.
+
+        Raises:
+            ValueError: as for `own`.
+        """
+        self._placed(values, whole=True)
+        trained = dict(self._trained())
+        before = {name: trained[name].data for name in values}
+        vars(self.model)[WHOLE] = True
+        try:
+            for name, value in values.items():
+                trained[name].data = value.to(
+                    before[name].device
+                )  # elsewhere, autograd would begin anew
+            yield
+        finally:
+            for name, own in before.items():
+                trained[name].data = own
+            del vars(self.model)[WHOLE]
 
     def state_dict(self) -> dict[str, Any]:
         """{name: DTensor} of the trained parameters, for torch.distributed.checkpoint to save and load at any layout.
@@ -122,17 +165,8 @@ class TensorParallel:
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        trained, at = dict(self._trained()), places(self.model)
         found: dict[str, Any] = {}
-        for name, value in values.items():
-            if name not in trained:
-                raise ValueError(f"values must have names of trained parameters, found {name!r}")
-            if value.shape != trained[name].shape:
-                raise ValueError(
-                    f"values[{name!r}] must have this rank's shape {tuple(trained[name].shape)}, found "
-                    f"{tuple(value.shape)}"
-                )
-            place = at.get(id(trained[name]))
+        for name, value, place in self._placed(values):
             placement = Replicate() if place is None else Shard(place.dim)
             found[name] = DTensor.from_local(
                 value.detach(), self.mesh, [placement], run_check=False
@@ -165,22 +199,47 @@ class TensorParallel:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Collective: scale the gradients down to a norm of `max_norm`, and return the norm before, fp32 [].
 
-        It is the norm on one GPU: parts are summed over the ranks, and what all ranks hold counts once.
         `torch.nn.utils.clip_grad_norm_` sees this rank's parts only, and would scale each rank otherwise.
         """
-        at = places(self.model)
-        grads = [(id(p) in at, p.grad) for _, p in self._trained()]
-        there = [(is_part, g) for is_part, g in grads if g is not None]
-        device = next(self.model.parameters()).device
-        parts, whole = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        for is_part, g in there:
-            (parts if is_part else whole).add_(g.float().square().sum())
-        comm.all_reduce(self.ranks.group, parts)
-        norm = (parts + whole).sqrt()[0]
+        norm = self.grad_norm()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for _, g in there:
-            g.mul_(factor)
+        for _, p in self._trained():
+            if p.grad is not None:
+                p.grad.mul_(factor)
         return norm
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Collective: the norm of the gradients on one GPU, fp32 [].
+
+        Parts are summed over the ranks, and what all ranks hold counts once.
+        """
+        at, device = places(self.model), next(self.model.parameters()).device
+        found = [(id(p) in at, p.grad) for _, p in self._trained() if p.grad is not None]
+        parts = _sum_of_squares([grad for is_part, grad in found if is_part], device)
+        whole = _sum_of_squares([grad for is_part, grad in found if not is_part], device)
+        comm.all_reduce(self.ranks.group, parts)
+        return (parts + whole).sqrt()[0]
+
+    def _placed(
+        self, values: Mapping[str, Tensor], whole: bool = False
+    ) -> list[tuple[str, Tensor, Place | None]]:
+        """(name, value, where it lies in the whole tensor) of `values`, which have their parameters' shapes."""
+        trained, at = dict(self._trained()), places(self.model)
+        kind = "the whole" if whole else "this rank's"
+        found = []
+        for name, value in values.items():
+            if name not in trained:
+                raise ValueError(f"values must have names of trained parameters, found {name!r}")
+            place, shape = at.get(id(trained[name])), tuple(trained[name].shape)
+            if whole and place is not None:
+                shape = place.shape(trained[name])
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"values[{name!r}] must have {kind} shape {shape}, found {tuple(value.shape)}"
+                )
+            found.append((name, value, place))
+        return found
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -263,6 +322,14 @@ def parallelize(
     if vocabulary:
         cuts |= _split_vocabulary(model, ranks)
     return TensorParallel(model, ranks, cuts, mesh, why)
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Of all elements of `tensors`, fp32 [1]."""
+    if not tensors:
+        return torch.zeros(1, device=device)
+    norm = torch.nn.utils.get_total_norm([tensor.float() for tensor in tensors])
+    return norm.square().reshape(1)
 
 
 def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:

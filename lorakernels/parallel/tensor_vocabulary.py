@@ -48,7 +48,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """This rank's rows [V/T, H] of a frozen output head. Its forward gathers; `vocabulary_loss` does not."""
+    """This rank's rows [V/T, H] of a frozen output head. Its forward gathers; `loss` does not."""
 
     dimensions: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}  # as of a Part
 
@@ -59,6 +59,20 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """The whole logits [..., V] of a hidden [..., H] that all ranks have. Collective, forward and backward."""
         found: Tensor = _Logits.apply(hidden, self)
+        return found
+
+    def loss(self, hidden: Tensor, labels: Tensor, items: Any = None, chunk: int = CHUNK) -> Tensor:
+        """Collective: the mean cross-entropy, fp32 [], equal on all ranks.
+
+        Args:
+            hidden: [M, H], all rows, on every rank.
+            labels: int64 [M]; a negative one does not count. Already shifted.
+            items: divide by this number instead of by the labels that count. Where none counts, the loss is 0.
+            chunk: how many tokens have logits at a time.
+        """
+        count = (labels >= 0).sum().clamp(min=1) if items is None else torch.as_tensor(items)
+        factor = 1.0 / count.to(hidden.device, torch.float32)
+        found: Tensor = _Loss.apply(hidden, self, labels, factor, chunk)
         return found
 
 
@@ -129,21 +143,3 @@ def _chunk(hidden: Tensor, head: VocabularyHead, labels: Tensor) -> tuple[Tensor
     dz = e.div_(sums[0][:, None])
     dz.scatter_add_(1, own[:, None], -inside.to(dz.dtype)[:, None])
     return losses, dz.masked_fill_(ignored[:, None], 0.0)
-
-
-def vocabulary_loss(
-    hidden: Tensor, head: VocabularyHead, labels: Tensor, items: Any = None, chunk: int = CHUNK
-) -> Tensor:
-    """Collective: the mean cross-entropy, fp32 [], equal on all ranks.
-
-    Args:
-        hidden: [M, H], all rows, on every rank.
-        head: this rank's part.
-        labels: int64 [M]; a negative one does not count. Already shifted.
-        items: divide by this number instead of by the labels that count. Where none counts, the loss is 0.
-        chunk: how many tokens have logits at a time.
-    """
-    count = (labels >= 0).sum().clamp(min=1) if items is None else torch.as_tensor(items)
-    factor = 1.0 / count.to(hidden.device, torch.float32)
-    found: Tensor = _Loss.apply(hidden, head, labels, factor, chunk)
-    return found

@@ -14,6 +14,8 @@ from lorakernels.parallel.tensor_layers import Part, own_part
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
 
+WHOLE = "adapters_are_whole"  # of a model inside `TensorParallel.whole`
+
 
 class Place(NamedTuple):
     """Where a part lies in the whole tensor.
@@ -43,7 +45,12 @@ class Place(NamedTuple):
 
 
 def places(model: nn.Module) -> dict[int, Place]:
-    """{id of a parameter: its place} of the parameters of `model` that are cut. Empty for a model that is not split."""
+    """{id of a parameter: its place} of the parameters of `model` that are cut. Empty for a model that is not split.
+
+    It is empty inside `TensorParallel.whole`, too.
+    """
+    if WHOLE in vars(model):
+        return {}
     kinds = (Part, VocabularyEmbedding, VocabularyHead)
     return {
         id(parameter): Place(module.ranks, module.dimensions[name])

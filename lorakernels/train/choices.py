@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from lorakernels import BlockScaling, LoRAReport
 from lorakernels.train.errors import OptionError
+from lorakernels.train.flops import Sizes
 from lorakernels.train.model import decoder_and_head, takes_starts
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import CAPTURED_OPTIMS
@@ -26,13 +27,15 @@ NAMES = {
 }
 
 
-def choices(report: LoRAReport, runtime: Runtime, fused: Fused, where: str) -> list[str]:
+def choices(
+    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: Sizes
+) -> list[str]:
     """One line each for device and precision, layers, attention, graphs and reproducibility."""
     options, model = runtime.options, runtime.model
     return [
         f"device: {where}; {_precision(model, report)}{_head(model, options)}; "
         f"{len(report.adapted())} adapters of rank {options.r}, "
-        f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters trained",
+        f"{sizes.trained:,} of {sizes.total:,} parameters trained",
         f"layers: {fused}",
         f"attention: {_attention(model, options, fused)}",
         f"graphs: {_graphs(runtime)}",

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,22 +13,27 @@ from lorakernels import ContextParallel, context_parallel
 from lorakernels.train.errors import OptionError
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, Batch
-from lorakernels.train.ranks import STEP, Ranks
+from lorakernels.train.ranks import Ranks
 
 
 def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
-    """The ranks, `cp` of which share each row, or `pp` of which have a model's stages.
+    """The ranks, `cp` of which share each row, `pp` of which have a model's stages, `tp` of which have its layers.
 
     Raises:
-        OptionError: `cp` or `pp` does not divide their number.
+        OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` does not.
     """
-    for name in ("cp", "pp"):
-        if ranks.size % getattr(options, name):
-            raise OptionError(
-                f"{name} must divide the number of ranks, got {getattr(options, name)} for {ranks.size}: torchrun "
-                "--nproc-per-node N -m -- lorakernels.cli finetune ..."
-            )
-    return replace(ranks, cp=options.cp, pp=options.pp)
+    for name in ("cp", "pp", "tp"):
+        _check_divides(name, getattr(options, name), ranks)
+    _check_divides("cp · tp", options.cp * options.tp, ranks)
+    return replace(ranks, cp=options.cp, pp=options.pp, tp=options.tp)
+
+
+def _check_divides(name: str, found: int, ranks: Ranks) -> None:
+    if ranks.size % found:
+        raise OptionError(
+            f"{name} must divide the number of ranks, got {found} for {ranks.size}: torchrun --nproc-per-node N -m -- "
+            "lorakernels.cli finetune ..."
+        )
 
 
 def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
@@ -40,9 +44,7 @@ def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """
     if ranks.cp == 1:
         return
-    group = dist.group.WORLD
-    if ranks.cp < ranks.size:
-        group, _ = dist.new_subgroups(ranks.cp, timeout=STEP)
+    group = ranks.group_of(ranks.cp, apart=ranks.tp)
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("cp",))
     try:

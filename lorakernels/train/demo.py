@@ -164,6 +164,7 @@ def train_base(
     from lorakernels.train import job
     from lorakernels.train.byte_tokenizer import VOCABULARY
     from lorakernels.train.files import replace_dir
+    from lorakernels.train.flops import Sizes
     from lorakernels.train.loop import Trainer
     from lorakernels.train.model import pick_device, quiet_transformers
 
@@ -182,7 +183,8 @@ def train_base(
     )
     model = transformers.LlamaForCausalLM(config).to(pick_device(options.device))
     trainer = Trainer(model, options, rows, None)
-    session = job.make_session(trainer, held, reporter, output / "base-metrics.jsonl")
+    sizes = Sizes.of(model, options.seq_len)
+    session = job.make_session(trainer, held, reporter, output / "base-metrics.jsonl", sizes)
     session.run()
     with replace_dir(output / "base") as directory:
         model.save_pretrained(directory)

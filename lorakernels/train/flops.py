@@ -41,6 +41,21 @@ class Peak:
     tflops: float
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of a whole model: trained and all parameters, and FLOPs of a token."""
+
+    trained: int
+    total: int
+    flops: float
+
+    @classmethod
+    def of(cls, model: Any, seq_len: int) -> Sizes:
+        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        flops = flops_per_token(model, model.config.get_text_config(), seq_len)
+        return cls(sum(n for n, trains in counts if trains), sum(n for n, _ in counts), flops)
+
+
 def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str:
     """The peak that MFU is relative to, or a sentence that says why there is none."""
     if device.type != "cuda":

@@ -52,7 +52,7 @@ from lorakernels.train.errors import (
     require,
 )
 from lorakernels.train.files import replace_file
-from lorakernels.train.flops import Peak, find_peak, flops_per_token
+from lorakernels.train.flops import Peak, Sizes, find_peak
 from lorakernels.train.jobs import JobsTrainer, add_jobs, load_jobs, read_jobs, save_jobs
 from lorakernels.train.layout import Gpus, planned
 from lorakernels.train.loggers import check_packages
@@ -76,7 +76,8 @@ from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
-from lorakernels.train.pipeline import collect, cut_stages, stage_ranks, whole_model
+from lorakernels.train.parts import collect, whole_model
+from lorakernels.train.pipeline import cut_stages, stage_ranks
 from lorakernels.train.preflight import check_before_loading, check_vocabulary, read_config
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reading, Reporter
@@ -86,6 +87,7 @@ from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
 from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh
+from lorakernels.train.tensor import split_layers
 
 
 @dataclass(frozen=True)
@@ -191,11 +193,14 @@ def adapt(
     adapters = add_jobs(model, jobs) if jobs else None
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model))
-    if options.gradient_checkpointing:
-        save_activations(model)
     fused = fuse_layers(model, options, device)
+    sizes = sizes_of(model, options) if ranks.tp > 1 else None  # later it has parts of each layer
+    split_layers(model, options, ranks, device, reporter.say)
+    if options.gradient_checkpointing:
+        save_activations(model)  # hooks the embedding, which the ranks may have replaced
     share_rows(model, ranks, device)
     cut_stages(model, options, ranks, shared, random)
+    sizes = sizes or sizes_of(model, options)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {
         **data.identity,
@@ -207,7 +212,7 @@ def adapt(
     metrics = output / "metrics.jsonl"
     given = model, options, data.train, report.fp8_state, runtime, ranks
     trainer = Trainer(*given) if adapters is None else JobsTrainer(adapters, jobs, *given)
-    session = make_session(trainer, data.held, reporter, metrics)
+    session = make_session(trainer, data.held, reporter, metrics, sizes)
     files = AdapterFiles(
         model,
         directory,
@@ -221,7 +226,7 @@ def adapt(
     if options.resume:
         session.resume()
     with whole_model(model):
-        lines = choices(report, runtime, fused, describe(device, ranks))
+        lines = choices(report, runtime, fused, describe(device, ranks), sizes)
     for line in lines:
         reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()
@@ -372,16 +377,22 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
         raise OptionError(str(error)) from error
 
 
-def make_session(trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path) -> Session:
+def sizes_of(model: nn.Module, options: FinetuneOptions) -> Sizes:
+    """Of a whole model, or of one that was cut into stages."""
+    with whole_model(model):
+        return Sizes.of(model, options.seq_len)
+
+
+def make_session(
+    trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path, sizes: Sizes
+) -> Session:
     """A Session without checkpoints."""
     model: Any = trainer.model
     options = trainer.options
     peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
     tokens = trainer.rows_per_step * options.seq_len
     reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
-    with whole_model(model):
-        flops = flops_per_token(model, model.config.get_text_config(), options.seq_len)
-    return Session(trainer, held, options, reporter, metrics, flops, peak)
+    return Session(trainer, held, options, reporter, metrics, sizes.flops, peak)
 
 
 def _mfu_line(peak: Peak | str) -> str:

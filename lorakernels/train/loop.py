@@ -42,6 +42,7 @@ from lorakernels.train.model import decoder_and_head, mean_loss, summed_loss
 from lorakernels.train.optimizers import Updater
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
+from lorakernels.train.parts import Parts
 from lorakernels.train.pipeline import Stages
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime
@@ -112,7 +113,8 @@ class Trainer:
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
         self.runtime, self.ranks, self.context = runtime, ranks, ContextParallel.of(model)
-        self.stages = Stages.of(model)
+        self.parts: Parts | None = Parts.of(model)
+        self.stages: Stages | None = Stages.of(model)
         head = decoder_and_head(model)[1] if options.fp8_head else None
         self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
         self.trainable = self._trained()
@@ -185,7 +187,7 @@ class Trainer:
         """The device's whole work of a step. Nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
-        adder = self.ranks if self.stages is None else self.stages
+        adder = self.ranks if self.parts is None else self.parts
         gradients = adder.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
         self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))
@@ -206,7 +208,7 @@ class Trainer:
             if self.runtime is not None:
                 self.runtime.end_microbatch(last=number == len(batches) - 1)
             loss += micro.detach()
-        return loss
+        return loss if self.ranks.counts else torch.zeros_like(loss)
 
     def _through_stages(self, stages: Stages, batches: list[Batch]) -> Tensor:
         """The same, where microbatches run through the stages of several ranks."""
@@ -220,9 +222,8 @@ class Trainer:
 
     def _clip(self, gradients: list[Tensor]) -> Tensor:
         """Clip the gradients. Returns their norm before clipping, an fp32 scalar."""
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.stages is not None:
-            norm = self.stages.total_norm(norm)
+        whole = torch.nn.utils.get_total_norm if self.parts is None else self.parts.total_norm
+        norm = whole(gradients)
         if self.options.max_grad_norm > 0:
             parameters = list(self.trainable.values())
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
@@ -282,8 +283,8 @@ class Trainer:
         fp8 = None if self.fp8_state is None else self.fp8_state.state_dict()
         tensors: dict[str, Tensor] = {**self.trainable, **self.initial}
         optimizer = self.optimizer.state_dict()
-        if self.stages is not None:
-            tensors, optimizer = self.stages.gathered(self.optimizer)
+        if self.parts is not None:
+            tensors, optimizer = self.parts.gathered(self.optimizer)
         state = {
             "optimizer": optimizer,
             "rng": rng_state(self.device),
@@ -295,10 +296,9 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore all state. Raises CheckpointError, which names the misfit, before anything is changed."""
-        if self.stages is not None:
-            checkpoint = self.stages.own_part(checkpoint)
+        checkpoint = self._own_part(checkpoint)
         self._check_fits(checkpoint)
-        self.take_weights(checkpoint)
+        self._take(checkpoint)
         self.updater.load_state_dict(checkpoint.state["optimizer"])
         set_rng_state(checkpoint.state["rng"], self.device)
         if self.runtime is not None:
@@ -308,6 +308,12 @@ class Trainer:
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Take the trained tensors and the FP8 scales of a checkpoint of this run, and nothing else."""
+        self._take(self._own_part(checkpoint))
+
+    def _own_part(self, checkpoint: Checkpoint) -> Checkpoint:
+        return checkpoint if self.parts is None else self.parts.own_part(checkpoint)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
         if self.fp8_state is not None:
             try:
                 self.fp8_state.load_state_dict(checkpoint.state["fp8"])
@@ -402,7 +408,7 @@ def evaluate(
     for whole, counts in rounds(batches, ranks):
         batch = own_part(whole, context, options.isolate_documents)
         loss = summed_loss(model, batch.to(device), options.loss_chunk, options.isolate_documents)
-        if counts:
+        if counts and ranks.counts:
             total[0] += loss
             total[1] += batch.targets
     model.train(training)

@@ -3,6 +3,7 @@
 
 A plain nn.Linear goes through `linear_cross_entropy`, which keeps only dh for backward. Any other head, such as one
 with adapters, is checkpointed per chunk. Its logits are computed again in backward, in fp32 for `chunk` tokens.
+A head that ranks have in parts has a loss of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels import LogitChange, linear_cross_entropy
+from lorakernels import LogitChange, VocabularyHead, linear_cross_entropy
 from lorakernels.train.packing import IGNORE
 
 
@@ -43,6 +44,8 @@ def chunked_cross_entropy(
         raise ValueError(
             f"expected hidden [n, H] and labels [n], got {tuple(hidden.shape)}, {tuple(labels.shape)}"
         )
+    if isinstance(head, VocabularyHead):
+        return head.loss(hidden, labels, 1 if items is None else items, chunk)
     if type(head) is nn.Linear:
         weight, scale_inv = (head.weight, None) if fp8 is None else fp8
         return linear_cross_entropy(

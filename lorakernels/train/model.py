@@ -298,11 +298,20 @@ def takes_starts(decoder: Any, like: Tensor) -> bool:
 
     Elsewhere they would turn the starts into a mask of all rows, as they do where scores are capped.
     """
-    layers = getattr(decoder, "layers", None) or [decoder]
-    fused = any("FusedDecoderLayer" in {kind.__name__ for kind in type(m).__mro__} for m in layers)
     halves = (torch.bfloat16, torch.float16)
     plain = not _is_eager(decoder)
-    return fused and plain and like.is_cuda and _dtype(decoder, decoder.embed_tokens) in halves
+    return (
+        is_fused(decoder)
+        and plain
+        and like.is_cuda
+        and _dtype(decoder, decoder.embed_tokens) in halves
+    )
+
+
+def is_fused(decoder: Any) -> bool:
+    """Whether it has fused layers."""
+    layers = getattr(decoder, "layers", None) or [decoder]
+    return any("FusedDecoderLayer" in {kind.__name__ for kind in type(m).__mro__} for m in layers)
 
 
 def _dtype(decoder: Any, embedding: Any) -> torch.dtype:

@@ -104,6 +104,13 @@ def groups(
     ]
 
 
+def numbers(trained: Mapping[str, nn.Parameter], options: FinetuneOptions) -> dict[str, int]:
+    """{name: its number in an optimizer's state_dict}."""
+    names = {id(p): n for n, p in trained.items()}
+    made = groups(trained, options)
+    return {names[id(p)]: i for i, p in enumerate(p for g in made for p in g["params"])}
+
+
 def _make(parameters: list[dict[str, Any]], options: FinetuneOptions) -> torch.optim.Optimizer:
     name, betas = options.optim, (options.beta1, options.beta2)
     if name == "adamw_torch_fused":

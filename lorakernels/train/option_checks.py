@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lorakernels.train.errors import OptionError
 from lorakernels.train.option_fields import ALL_LINEAR
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
 
 # by their least value; none has a largest one but "seed"
 AT_LEAST = {
-    1: ("r", "cp", "pp", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep", "log_every"),
+    1: ("r", "cp", "pp", "tp", "seq_len", "batch_size", "grad_accum", "max_bad_steps", "loss_chunk", "keep",
+        "log_every"),
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
     "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout",
     "fp8", "fp8_recipe", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
-    "pp",
+    "pp", "tp",
 )  # fmt: skip
 
 
@@ -29,7 +31,7 @@ PLANNED = (
 WITH_JOBS = {
     "demo": False, "data": [], "eval_data": [], "data_weights": [], "merge": None, "lora_dropout": 0.0,
     "use_dora": False, "init_lora_weights": ("true", "gaussian"), "target_parameters": [], "shard_base": False,
-    "offload": 0.0, "layout": "given", "memory_budget": None, "cp": 1, "pp": 1,
+    "offload": 0.0, "layout": "given", "memory_budget": None, "cp": 1, "pp": 1, "tp": 1,
 }  # fmt: skip
 
 
@@ -161,6 +163,7 @@ def _check_runtime(options: FinetuneOptions) -> None:
             raise OptionError(f"use_dora does not go with {name}: drop one of them")
     _check_context(options)
     _check_pipeline(options)
+    _check_tensor(options)
     if options.shard_base and options.demo:
         raise OptionError("shard_base is for --model: the demo's base is small")
     if options.shard_base and not options.fp8:
@@ -210,10 +213,7 @@ def _check_pipeline(options: FinetuneOptions) -> None:
     """What stages of a model do not have."""
     if options.pp == 1:
         return
-    for name, wanted in WITH_PP.items():
-        value = getattr(options, name)
-        if value not in wanted if isinstance(wanted, tuple) else value != wanted:
-            raise OptionError(f"pp {options.pp} does not go with {name} {value}: drop one of them")
+    _check_beside(options, "pp", WITH_PP)
     if options.graphs == "layer" and options.lora_dropout:
         raise OptionError(
             f"pp {options.pp} with graphs layer needs lora_dropout 0, got {options.lora_dropout}: replayed stages "
@@ -224,6 +224,39 @@ def _check_pipeline(options: FinetuneOptions) -> None:
             f"grad_accum must be at least pp, {options.pp}, as its microbatches run through the stages, got "
             f"{options.grad_accum}"
         )
+
+
+# with --tp, these have one of these values
+WITH_TP = {
+    "demo": False, "pp": 1, "shard_base": False, "offload": 0.0, "offload_activations": False,
+    "graphs": ("auto", "layer"), "use_dora": False, "init_lora_weights": ("true", "gaussian"),
+    "target_parameters": [], "layout": "given", "memory_budget": None,
+    "optim": ("adamw_torch_fused", "adamw_torch", "sgd"),
+    "attention": ("auto", "cudnn", "flash", "efficient", "math", "cudnn_graph"),
+}  # fmt: skip
+
+
+def _check_tensor(options: FinetuneOptions) -> None:
+    """What layers over several ranks do not have."""
+    if options.tp == 1:
+        if not options.sequence_parallel:
+            raise OptionError("sequence_parallel is for tp above 1: drop --no-sequence-parallel")
+        return
+    _check_beside(options, "tp", WITH_TP)
+    if options.sequence_parallel and options.seq_len % (options.cp * options.tp):
+        raise OptionError(
+            f"seq_len must be a multiple of {options.cp * options.tp}, cp · tp, with sequence_parallel, got "
+            f"{options.seq_len}"
+        )
+
+
+def _check_beside(options: FinetuneOptions, parallel: str, allowed: Mapping[str, Any]) -> None:
+    """Refuse the first option that has none of its `allowed` values, a tuple or one, where ranks have parts."""
+    for name, wanted in allowed.items():
+        value = getattr(options, name)
+        if value not in wanted if isinstance(wanted, tuple) else value != wanted:
+            how = f"{parallel} {getattr(options, parallel)}"
+            raise OptionError(f"{how} does not go with {name} {value}: drop one of them")
 
 
 def _check_recipe(options: FinetuneOptions) -> None:

@@ -277,6 +277,18 @@ class FinetuneOptions(RunningOptions):
         "pipeline parallel, under torchrun: so many ranks after each other have the model's layers as stages, and "
         "grad_accum microbatches of a step run through them; layers then run eager",
     )
+    tp: int = option(
+        1,
+        "runtime",
+        "tensor parallel, under torchrun: so many ranks after each other have a part of each linear layer of the "
+        "decoder, and train it together on the same rows; layers then run eager, fused ones as graphs with --graphs "
+        "layer",
+    )
+    sequence_parallel: bool = option(
+        True,
+        "runtime",
+        "with tp, each rank has 1 / tp of the tokens between split layers: less memory for norms and activations",
+    )
     shard_base: bool = option(
         False,
         "runtime",

@@ -8,7 +8,8 @@ hold all of them, in the order of one process, so that a run goes on with anothe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,40 +22,31 @@ from lorakernels import Microbatch, PhiloxState, PipelineParallel, pipeline_para
 from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head, no_mask, places_of
-from lorakernels.train.optimizers import groups
+from lorakernels.train.optimizers import groups, numbers
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, Batch, PackedRows
-from lorakernels.train.ranks import STEP, Ranks
+from lorakernels.train.parts import Parts
+from lorakernels.train.ranks import Ranks
 
-_OF_MODEL = "finetune_stages"
 
-
-class Stages:
+class Stages(Parts):
     """The stages of this rank, as a trainer uses them.
 
     Attributes:
         pipeline: what `pipeline_parallel` returned.
         replica: the ranks of this replica, one for each stage.
-        same: the ranks of all replicas that have this rank's stage.
-        values: of all trained parameters and initial adapters on the CPU, since `collect`.
     """
 
     def __init__(
         self, pipeline: PipelineParallel, options: FinetuneOptions, ranks: Ranks, groups: list[Any]
     ) -> None:
-        self.pipeline, self.options, self.ranks = pipeline, options, ranks
-        size = ranks.pp
+        same = Ranks(ranks.replica, ranks.replicas, group=groups[1])
+        super().__init__(pipeline.model, ranks, same)
+        self.pipeline, self.options, size = pipeline, options, ranks.pp
         self.replica = Ranks(ranks.rank % size, size, group=groups[0])
-        self.same = Ranks(ranks.replica, ranks.replicas, group=groups[1])
-        self.values: dict[str, Tensor] = {}
         with pipeline.structure():
             named = pipeline.model.named_parameters()
-            self.whole = {n: p for n, p in named if p.requires_grad}
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Stages | None:
-        found: Stages | None = vars(model).get(_OF_MODEL)
-        return found
+            self.trained = {n: p for n, p in named if p.requires_grad}
 
     def forward_backward(self, batches: Sequence[Batch], items: Tensor) -> Tensor:
         """The step's loss of this replica on its first rank, fp32 [], and 0 on the others."""
@@ -75,14 +67,8 @@ class Stages:
         with contextlib.nullcontext() if isolate else no_mask(decoder):
             return self.pipeline.run(cut, items, trains)
 
-    def add_up_gradients(self, parameters: Sequence[Tensor], *others: Tensor) -> list[Tensor]:
-        """Sum gradients over the replicas, and `others` over all ranks. Returns the gradients of this rank."""
-        self.ranks.add_up(others)
-        return self.same.add_up_gradients(parameters, torch.zeros_like(others[0]))
-
-    def total_norm(self, norm: Tensor) -> Tensor:
-        """The norm over all stages, of this rank's."""
-        square = norm.float().square()
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        square = torch.nn.utils.get_total_norm(gradients).float().square()
         self.replica.add_up([square])
         return square.sqrt()
 
@@ -109,20 +95,24 @@ class Stages:
         return total
 
     def collect(self) -> None:
-        """Collective: bring `values` of all stages here."""
         self.values = self.pipeline.whole_values()
+
+    def whole(self) -> AbstractContextManager[None]:
+        return self.pipeline.whole(self.values)
 
     def gathered(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Collective: the trained tensors and the optimizer's state of all stages, as one process has them."""
         self.collect()
         state = optimizer.state_dict()
-        own = {name: state["state"].get(i, {}) for name, i in self._places(self._own()).items()}
+        own = {
+            name: state["state"].get(i, {})
+            for name, i in numbers(self._own(), self.options).items()
+        }
         everywhere: list[Any] = [None] * self.replica.size
         dist.all_gather_object(everywhere, _on_cpu(own), group=self.replica.group)
         states = {name: found for part in everywhere for name, found in part.items()}
-        places, made = self._places(self.whole), groups(self.whole, self.options)
+        places, made = numbers(self.trained, self.options), groups(self.trained, self.options)
         whole: list[dict[str, Any]] = []
         for group, like in zip(made, state["param_groups"], strict=True):
             before = sum(len(each["params"]) for each in whole)
@@ -131,13 +121,14 @@ class Stages:
         return self.values, {"state": kept, "param_groups": whole}
 
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Of a checkpoint of all stages, the tensors and the optimizer's state of this rank."""
         names = {n for n, _ in self.pipeline.model.named_parameters()}
         names |= {n for n, _ in self.pipeline.model.named_buffers()}
-        tensors = {n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.whole}
-        found, here = checkpoint.state["optimizer"], self._places(self._own())
-        places, made = self._places(self.whole), groups(self._own(), self.options)
-        fits = sum(len(group["params"]) for group in found["param_groups"]) == len(self.whole)
+        tensors = {
+            n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.trained
+        }
+        found, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
+        places, made = numbers(self.trained, self.options), groups(self._own(), self.options)
+        fits = sum(len(group["params"]) for group in found["param_groups"]) == len(self.trained)
         if not fits:  # of another run, as the trainer will say
             return checkpoint
         own: list[dict[str, Any]] = []
@@ -153,12 +144,6 @@ class Stages:
     def _own(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.pipeline.model.named_parameters() if p.requires_grad}
 
-    def _places(self, trained: Mapping[str, nn.Parameter]) -> dict[str, int]:
-        """{name: its number in an optimizer's state_dict}."""
-        names = {id(p): n for n, p in trained.items()}
-        made = groups(trained, self.options)
-        return {names[id(p)]: i for i, p in enumerate(p for g in made for p in g["params"])}
-
 
 @dataclass(frozen=True)
 class StageRanks:
@@ -173,12 +158,7 @@ def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
     """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
     if ranks.pp == 1:
         return None
-    group, same = dist.group.WORLD, None
-    if ranks.replicas > 1:
-        group, _ = dist.new_subgroups(ranks.pp, timeout=STEP)
-        for stage in range(ranks.pp):
-            made = dist.new_group([*range(stage, ranks.size, ranks.pp)], timeout=STEP)
-            same = made if stage == ranks.rank % ranks.pp else same
+    group, same = ranks.group_of(ranks.pp), ranks.group_of(ranks.replicas, apart=ranks.pp)
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
     return StageRanks(mesh, [group, same])
@@ -203,26 +183,7 @@ def cut_stages(
     except (TypeError, ValueError) as error:
         raise OptionError(f"pp {ranks.pp}: {error}") from error
     pipeline.offsets, pipeline.loss_chunk = random, options.loss_chunk
-    stages = Stages(pipeline, options, ranks, shared.groups)
-    vars(model)[_OF_MODEL] = stages
-    return stages
-
-
-@contextlib.contextmanager
-def whole_model(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that was cut has all modules by their names, with the values that were collected last."""
-    stages = Stages.of(model)
-    if stages is None:
-        yield
-        return
-    with stages.pipeline.whole(stages.values):
-        yield
-
-
-def collect(model: nn.Module) -> None:
-    """Collective: before `whole_model` on one rank alone."""
-    if (stages := Stages.of(model)) is not None:
-        stages.collect()
+    return Stages(pipeline, options, ranks, shared.groups)
 
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:

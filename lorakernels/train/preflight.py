@@ -37,6 +37,7 @@ def check_before_loading(
     text = config.get_text_config()
     check_length(text, options.seq_len)
     _check_layers(text)
+    _check_divides(text, options.tp)
     model = build_on_meta(config)
     decoder_and_head(model)
     if unused := _excludes_nothing(model, options.exclude_modules):
@@ -112,6 +113,13 @@ def _check_layers(config: Any) -> None:
             f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "
             "row would see each other: finetune cannot train it correctly"
         )
+
+
+def _check_divides(config: Any, tp: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        found = getattr(config, name, None)
+        if found and found % tp:
+            raise OptionError(f"tp must divide the model's {name}, {found}, got {tp}")
 
 
 def _check_head(model: Any, options: FinetuneOptions) -> None:

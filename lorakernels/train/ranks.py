@@ -39,6 +39,7 @@ class Ranks:
         local: this process's number among those of its machine.
         cp: how many ranks after each other share each row. Such ranks are one replica.
         pp: how many ranks after each other have a model's stages. Such ranks are one replica.
+        tp: how many ranks after each other have a model's layers together. Such ranks are in one replica.
         group: the group over which `add_up` sums; None is the default group.
         patient: the group in which ranks wait for each other's work; None is the default group.
     """
@@ -48,20 +49,43 @@ class Ranks:
     local: int = 0
     cp: int = 1
     pp: int = 1
+    tp: int = 1
     group: dist.ProcessGroup | None = field(default=None, compare=False)
     patient: dist.ProcessGroup | None = field(default=None, compare=False)
 
     @property
     def replicas(self) -> int:
-        return self.size // (self.cp * self.pp)
+        return self.size // (self.cp * self.pp * self.tp)
 
     @property
     def replica(self) -> int:
-        return self.rank // (self.cp * self.pp)
+        return self.rank // (self.cp * self.pp * self.tp)
+
+    @property
+    def counts(self) -> bool:
+        """Whether a sum over all ranks takes this rank's losses. Ranks with a layer's parts have the same ones."""
+        return self.rank % self.tp == 0
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def group_of(self, count: int, apart: int = 1) -> dist.ProcessGroup | None:
+        """Collective: the group of `count` ranks, `apart` from each other, that this one is in. None if it is alone.
+
+        Ranks that differ by multiples of `apart` are in one group, within each `count · apart`. Collectives give up
+        after `STEP`.
+        """
+        if count == 1:
+            return None
+        if count == self.size:
+            return dist.group.WORLD
+        own = None
+        for first in (rank for rank in range(self.size) if rank // apart % count == 0):
+            members = range(first, first + count * apart, apart)
+            made = dist.new_group([*members], timeout=STEP)
+            own = made if self.rank in members else own
+        return own
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,12 @@ from lorakernels.graphs import (
     StepGraph,
 )
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.model import decoder_and_head
+from lorakernels.train.model import decoder_and_head, is_fused
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.parts import Parts
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.running_options import CAPTURED_OPTIMS
+from lorakernels.train.tensor import SplitLayers
 
 Say = Callable[[str], None]
 WARMUP = 3  # steps on real data before the capture
@@ -174,11 +177,14 @@ class Runtime:
         self.manager: GraphManager | StepGraph | None = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
+        self._has_parts = Parts.of(model) is not None
+        parts: SplitLayers | None = SplitLayers.of(model)
+        together = nullcontext if parts is None else parts.split.together
         self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
             "rng_states": [] if random is None else [random],
-            "options": GraphOptions(backend=backend),
+            "options": GraphOptions(backend=backend, together=together),
         }
         self.device = next(model.parameters()).device
         self.why_not = _why_not(model, options, self.device, random, backend)
@@ -245,13 +251,13 @@ class Runtime:
         exceptions in `run`.
 
         Raises:
-            FinetuneError: a replay of a pipeline's stage is refused. The other ranks cannot repeat the step then.
+            FinetuneError: a replay is refused where ranks have parts of the model. The others cannot repeat the step.
         """
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
         except (ReplayError, OrderError) as error:
-            if self.options.pp > 1:  # the other ranks are in the middle of this step
+            if self._has_parts:  # the other ranks are in the middle of this step
                 raise FinetuneError(
                     f"{_refused(error)}, and the other ranks cannot repeat their step; --resume without --graphs layer"
                 ) from error
@@ -367,6 +373,10 @@ def _why_not(
         return "attention over ranks (cp) is not captured yet"
     if options.pp > 1 and options.graphs != "layer":
         return "stages over ranks (pp) are captured with --graphs layer alone"
+    if options.tp > 1 and options.graphs != "layer":
+        return "layers split over ranks (tp) are replayed with --graphs layer alone"
+    if options.tp > 1 and not is_fused(decoder_and_head(model)[0]):
+        return "unfused layers split over ranks (tp) are not captured"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

@@ -13,7 +13,8 @@ from lorakernels.train.options import FinetuneOptions
 FREE_ON_RESUME = {
     "model", "data", "output", "resume", "demo", "steps", "epochs", "eval_every", "eval_rows", "save_every", "keep",
     "log_every", "device", "max_bad_steps", "loss_chunk", "gradient_checkpointing", "deterministic", "eager",
-    "graphs", "cp", "pp", "shard_base", "shard_embeddings", "layout", "offload", "offload_activations", "merge",
+    "graphs", "cp", "pp", "tp", "sequence_parallel", "shard_base", "shard_embeddings", "layout", "offload",
+    "offload_activations", "merge",
     "eval_data", "chat_template", "train_on_inputs", "skip_bad_rows",  # the keys of the token files tell
     "batch_size", "grad_accum",  # batch_size · grad_accum · ranks is part of the identity
     "eval_every_sequences", "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import disable_lora, load_adapter, save_adapter
 from lorakernels.modules.merge import lora_modules
-from lorakernels.parallel import parallelize
+from lorakernels.parallel import TensorParallel, comm, parallelize
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.processes import on_ranks
 
@@ -75,6 +75,36 @@ def round_trip(mesh: Any, way: Way, folder: Path) -> dict[str, bool]:
     load_adapter(other, together, is_trainable=False)
     found["frozen"] = not trained(other) and not other.training
     found["split as before"] = same(split.whole_adapters(), expected)
+    return found | values_alone(model, split, expected, folder)
+
+
+def values_alone(
+    model: nn.Module, split: TensorParallel, expected: dict[str, torch.Tensor], folder: Path
+) -> dict[str, bool]:
+    """What `whole`, `gather` and `own` promise, of a model whose whole values are `expected`."""
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    twice = {n: 2 * p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    gathered = split.gather(twice)
+    found = {"gathered": same(gathered, {n: 2 * x for n, x in expected.items()})}
+    found["own part"] = same(split.own(gathered), twice)
+    one = folder / "by rank 0"
+    if split.ranks.rank == 0:  # the others do not take part
+        with split.whole(expected):
+            save_adapter(model, one)
+    comm.agree(split.ranks.group, None)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    for n in files:
+        found[f"{n} by rank 0"] = (one / n).read_bytes() == (folder / "together" / n).read_bytes()
+    found["parts again"] = before == {n: p.data_ptr() for n, p in model.named_parameters()}
+    save_adapter(model, folder / "together again")
+    found["all take part again"] = (folder / "together again").exists()
+    name = next(n for n, x in expected.items() if x.shape != twice[n].shape)
+    for act, said in (
+        (lambda: split.own({name: twice[name]}), f"values['{name}'] must have the whole shape"),
+        (lambda: split.gather({name: expected[name]}), f"values['{name}'] must have this rank's shape"),
+        (lambda: split.own({"lm_head": expected[name]}), "names of trained parameters, found 'lm_head'"),
+    ):  # fmt: skip
+        found[said] = said in said_by(act)
     return found
 
 

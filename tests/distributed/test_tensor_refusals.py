@@ -28,7 +28,6 @@ from lorakernels.parallel import (
     parallelize,
     shard_base,
 )
-from lorakernels.parallel.tensor_vocabulary import vocabulary_loss
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, an_adapter
 from tests.processes import on_ranks
@@ -185,7 +184,7 @@ def edges(mesh: Any) -> dict[str, Any]:
 
     def both(h: torch.Tensor, labels: torch.Tensor) -> tuple[float, bool]:
         h = h.requires_grad_()
-        loss = vocabulary_loss(h, head, labels)
+        loss = head.loss(h, labels)
         loss.backward()
         return loss.item(), bool(h.grad.isfinite().all())
 

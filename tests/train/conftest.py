@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def save_model(directory: Path, layers: int) -> Path:
+def save_model(directory: Path, layers: int, kv_heads: int = 1) -> Path:
     """Byte-level Llama, hidden 32, untrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,7 +44,7 @@ def save_model(directory: Path, layers: int) -> Path:
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=128,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
@@ -61,6 +61,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More layers than a sharded base has slots."""
     return save_model(tmp_path_factory.mktemp("deep"), 5)
+
+
+@pytest.fixture(scope="session")
+def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that two tensor-parallel ranks divide."""
+    return save_model(tmp_path_factory.mktemp("even"), 2, kv_heads=2)
 
 
 @pytest.fixture(scope="session")

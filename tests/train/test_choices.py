@@ -15,6 +15,7 @@ from lorakernels import LoRAConfig, apply_lora
 from lorakernels.autograd import graphed_attention
 from lorakernels.train.choices import NAMES, choices
 from lorakernels.train.errors import OptionError
+from lorakernels.train.flops import Sizes
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.runtime import Fused, Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
@@ -101,7 +102,8 @@ def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     runtime = Runtime(model, made, report.fp8_state, random, backend=FakeBackend)
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "device", torch.device("cuda"))
-        return choices(report, runtime, fuse_layers(model, made, CPU), "2 × a GPU")
+        fused, sizes = fuse_layers(model, made, CPU), Sizes.of(model, made.seq_len)
+        return choices(report, runtime, fused, "2 × a GPU", sizes)
 
 
 def test_graphs_and_kernels_of_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ def drive(rank: int, port: int, end: str, arguments: list[list[str]]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "hangs":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if end == "is asked to stop":
+                os.kill(os.getpid(), signal.SIGTERM)
             if end == "raises":
                 raise MemoryError("no memory for this rank's rows")
         if rank == 0 and self.counters.step == 2 and end == "killed beside one that computes":
@@ -83,6 +85,7 @@ def run(base_args: list[str], deep_model: Path) -> list[Any]:
 
 
 WHOLE, SHARDED, SHARED, STAGES = "--no-shard-base", "--shard-base", "--cp=2", "--pp=2"
+PARTS = "--tp=2"
 KILLED = -signal.SIGKILL
 
 
@@ -100,25 +103,44 @@ KILLED = -signal.SIGKILL
         ("killed", KILLED, STAGES),
         ("raises", 1, STAGES),
         ("hangs", KILLED, STAGES),
+        ("killed", KILLED, PARTS),
+        ("raises", 1, PARTS),
+        ("hangs", KILLED, PARTS),
     ],
     ids=lambda value: {
         WHOLE: "whole",
         SHARDED: "sharded",
         SHARED: "shared rows",
         STAGES: "stages",
+        PARTS: "parts of layers",
     }.get(value),
 )
 def test_a_rank_that_ends_in_the_middle_ends_all(
-    end: str, code: int, base: str, run: list[Any], tmp_path: Path
+    end: str, code: int, base: str, run: list[Any], even_model: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    codes, said = end_of(end, [[*run, base, "--output", output]] * 2, tmp_path)
+    model = ["--model", even_model] if base == PARTS else []
+    codes, said = end_of(end, [[*run, base, *model, "--output", output]] * 2, tmp_path)
     assert codes == [1, code], said
     assert "error: rank 0 lost contact with the others" in said[0]
     assert "Traceback" not in said[0] and "--resume" in said[0]
     checkpoints = Checkpoints(output / "checkpoints", 2)
     newest = checkpoints.load_newest(pytest.fail, torch.device("cpu"))
     assert newest is not None and newest.step == 2
+
+
+@pytest.mark.parametrize("base", [WHOLE, PARTS])
+def test_all_ranks_stop_after_the_same_step_if_one_is_asked(
+    base: str, run: list[Any], even_model: Path, tmp_path: Path
+) -> None:
+    """Rank 1 gets the signal, in its third step. Rank 0 hears of it in the fourth."""
+    output, rows = tmp_path / "out", ["--model", even_model, "--steps", 9, "--save-every", 0]
+    codes, said = end_of(
+        "is asked to stop", [[*run, *rows, base, "--output", output]] * 2, tmp_path
+    )
+    assert codes == [143, 143], said
+    assert all("SIGTERM: saved" in text and "step-00000004" in text for text in said)
+    assert Checkpoints(output / "checkpoints", 2).steps() == [4]
 
 
 def cut(model: Path) -> str:
@@ -162,7 +184,7 @@ def test_a_rank_that_cannot_read_the_model_ends_all_with_its_message(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("end", ["killed", "raises"])
-@pytest.mark.parametrize("base", [WHOLE, SHARDED])
+@pytest.mark.parametrize("base", [WHOLE, SHARDED, PARTS])
 def test_a_rank_that_ends_in_the_middle_ends_both_gpus(
     base: str, end: str, gpu_run: list[Any], tmp_path: Path
 ) -> None:
