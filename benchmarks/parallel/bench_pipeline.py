@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+from lorakernels.graphs import GraphManager, GraphOptions
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,7 +46,6 @@ from benchmarks.lib.rows import Row, arguments, environment, finish, parser
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, P, Spec, token_rows
 from benchmarks.peers.training import IGNORE, Ours
-from lorakernels.graphs import GraphManager, GraphOptions
 from lorakernels.parallel import Microbatch, pipeline_parallel
 from lorakernels.train.model import no_mask
 

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(config: object, args: argparse.Namespace) -> object:
-    from lorakernels import PlanAxes, LoRAConfig, ShardPlan
+    from lorakernels import LoRAConfig, PlanAxes, ShardPlan
     from lorakernels.train.option_fields import targets_of
 
     lora = LoRAConfig(r=args.r, target_modules=targets_of(args.target_modules))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lorakernels.graphs import GraphOptions
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.rows import Row
-from lorakernels.graphs import GraphOptions
 from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.graphs.fake import FakeBackend
 from tests.processes import on_ranks
