@@ -24,7 +24,7 @@ from lorakernels.parallel.pipeline_check import (
     fingerprint,
     generators,
     places_of,
-    slots_by_stage,
+    slots_of_stage,
 )
 from lorakernels.parallel.pipeline_cut import Cut, own_layers_alone, stages_of
 from lorakernels.parallel.pipeline_stages import (
@@ -428,7 +428,7 @@ def _cut_of(model: nn.Module, ranks: Ranks, chunks: int) -> Cut:
 def _agreed(model: nn.Module, cut: Cut, states: list[FP8State]) -> list[int]:
     """Collective: the slots of each stage for a microbatch. All ranks' states know the columns that `fuse` joined."""
     own = range(cut.ranks.rank, len(cut.stages), cut.ranks.size)
-    slots = {i: slots_by_stage(model, [cut.stages[i]])[0] for i in own}
+    slots = {i: slots_of_stage(model, cut.stages[i]) for i in own}
     joint = [[state.names[column] for column in state.joint] for state in states]
     for others, names in comm.agree(cut.ranks.group, (slots, joint)):
         slots |= others

@@ -214,6 +214,6 @@ def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
             )
 
 
-def slots_by_stage(model: nn.Module, stages: list[list[str]]) -> list[int]:
-    """How many slots each stage draws for a microbatch."""
-    return [sum(slots_of(model.get_submodule(path)) for path in own) for own in stages]
+def slots_of_stage(model: nn.Module, own: list[str]) -> int:
+    """How many slots a stage of these layers draws for a microbatch."""
+    return sum(slots_of(model.get_submodule(path)) for path in own)
