@@ -24,9 +24,7 @@ GEMM = 3.5e-6  # seconds that a product takes beside its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
-# FlashAttention-2, which context parallel runs: attention.csv, "flash", D = 128, rows of 4096 and 8192 tokens
-FLASH = (403e12, 1936)
-FLASH_GRAD = (381e12, 2157)
+MERGE = 30  # bytes an element that torch's ops move each way where chunks of shared rows meet (chunk_attention.py)
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
@@ -110,8 +108,8 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
         seconds = gemm_seconds((m, n, inner), machine.fp8_forward, machine.processors)
         total += Parts(seconds) + _lora_forward(m * inner, rank)
     total += _carried(size, batch, machine, form)
-    total += _gathered(size, batch, machine)
-    return total + _attention(size, batch, 1.0, ATTENTION if batch.ranks == 1 else FLASH)
+    total += _gathered(size, batch, machine) + _merged(size, batch, machine)
+    return total + _attention(size, batch, 1.0, ATTENTION)
 
 
 @lru_cache(maxsize=1024)
@@ -134,9 +132,8 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
     for n, inner, rank in projections(size):
         seconds = gemm_seconds((m, inner, n), machine.fp8_backward, machine.processors)
         total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
-    rate = ATTENTION_GRAD if batch.ranks == 1 else FLASH_GRAD
-    total += _attention(size, batch, 2.5, rate) + _carried(size, batch, machine, form)
-    total += _gathered(size, batch, machine) * 2
+    total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
+    total += _gathered(size, batch, machine) * 2 + _merged(size, batch, machine)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
 
 
@@ -179,6 +176,12 @@ def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, i
     length, (fastest, start) = batch.length, rate
     operations = 2 * batch.tokens * length * size.heads * size.head_dim * times
     return Parts(attention=operations / fastest * (1 + start / length) + 3 * KERNEL)
+
+
+def _merged(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+    if batch.ranks == 1:
+        return Parts()
+    return moved(machine, MERGE * batch.tokens * size.heads * size.head_dim, 8)
 
 
 def _lora_forward(inputs: int, rank: int) -> Parts:
