@@ -118,22 +118,26 @@ class _Chunks(torch.autograd.Function):
         (kernel, begins, scale), rest = ctx.call, iter(ctx.rest)
         size = q.shape[2] // len(begins)
         wide = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        dq = torch.empty_like(out)
         parts = (x.split(size, 2) for x in (dout, q, out, dq))
         for d, part, own, place, lse, begin in zip(*parts, sums, begins, strict=True):
+            each = []
             for keys in _ranges(begin, size):
                 shaped = lse if kernel is _KERNELS["cudnn"] else lse.squeeze(-1)
                 given = (d, part, keys.of(k), keys.of(v), own, shaped, next(rest))
-                found = kernel.backward(*given, keys.causal, scale)
-                for total, value in zip((place, keys.of(dk), keys.of(dv)), found, strict=True):
-                    total.add_(value)
-        return *(x.to(q.dtype) for x in (dq, dk, dv)), None, None, None
+                dpart, *others = kernel.backward(*given, keys.causal, scale)
+                each.append(dpart)
+                for total, value in zip((dk, dv), others, strict=True):
+                    keys.of(total).add_(value)
+            place.copy_(each[0]) if len(each) == 1 else torch.add(*each, out=place)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _merged(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(one.dtype, torch.float32)
     weight = torch.sigmoid(l1 - l2).to(wide)
-    return torch.lerp(two.to(wide), one.to(wide), weight), torch.logaddexp(l1, l2)
+    return (one * weight).addcmul_(two, 1 - weight), torch.logaddexp(l1, l2)
 
 
 def attend_chunks(
