@@ -24,7 +24,9 @@ GEMM = 3.5e-6  # seconds that a product takes beside its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
-MERGE = 30  # bytes an element that torch's ops move each way where chunks of shared rows meet (chunk_attention.py)
+# bytes that torch's ops move for each element of attention's result where chunks of shared rows meet: those of
+# chunk_attention.py, forward and backward
+MERGE, MERGE_GRAD = 22, 6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
@@ -108,7 +110,7 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
         seconds = gemm_seconds((m, n, inner), machine.fp8_forward, machine.processors)
         total += Parts(seconds) + _lora_forward(m * inner, rank)
     total += _carried(size, batch, machine, form)
-    total += _gathered(size, batch, machine) + _merged(size, batch, machine)
+    total += _gathered(size, batch, machine) + _merged(size, batch, machine, MERGE)
     return total + _attention(size, batch, 1.0, ATTENTION)
 
 
@@ -133,7 +135,7 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
         seconds = gemm_seconds((m, inner, n), machine.fp8_backward, machine.processors)
         total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
     total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
-    total += _gathered(size, batch, machine) * 2 + _merged(size, batch, machine)
+    total += _gathered(size, batch, machine) * 2 + _merged(size, batch, machine, MERGE_GRAD)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
 
 
@@ -178,10 +180,10 @@ def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, i
     return Parts(attention=operations / fastest * (1 + start / length) + 3 * KERNEL)
 
 
-def _merged(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+def _merged(size: LayerSize, batch: Batch, machine: Machine, each: int) -> Parts:
     if batch.ranks == 1:
         return Parts()
-    return moved(machine, MERGE * batch.tokens * size.heads * size.head_dim, 8)
+    return moved(machine, each * batch.tokens * size.heads * size.head_dim, 8)
 
 
 def _lora_forward(inputs: int, rank: int) -> Parts:
