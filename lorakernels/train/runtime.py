@@ -259,7 +259,7 @@ class Runtime:
         except (ReplayError, OrderError) as error:
             if self._has_parts:  # the other ranks are in the middle of this step
                 raise FinetuneError(
-                    f"{_refused(error)}, and the other ranks cannot repeat their step; --resume without --graphs layer"
+                    f"{_refused(error)}, and the other ranks cannot repeat their step; --resume with --eager"
                 ) from error
             self._give_up(_refusal(error, "--eager"))
         self.replayed = False
@@ -370,11 +370,9 @@ def _why_not(
     if options.use_dora:
         return "use_dora runs eager only"
     if options.cp > 1:
-        return "attention over ranks (cp) is not captured yet"
+        return "rows over ranks (cp) are not replayed by a run yet"
     if options.pp > 1 and options.graphs != "layer":
         return "stages over ranks (pp) are captured with --graphs layer alone"
-    if options.tp > 1 and options.graphs != "layer":
-        return "layers split over ranks (tp) are replayed with --graphs layer alone"
     if options.tp > 1 and not is_fused(decoder_and_head(model)[0]):
         return "unfused layers split over ranks (tp) are not captured"
     if device.type != "cuda" and backend is None:

@@ -170,5 +170,5 @@ def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(even_model:
     """The other one is in the middle of it, and would take its rows for others."""
     (whole,), (one,) = processes.on_ranks(replaying, 2, "gloo", str(even_model), True)
     assert one[3].startswith("FinetuneError: replay of layer '1'"), one[3]
-    assert "the other ranks cannot repeat their step; --resume without --graphs layer" in one[3]
+    assert "the other ranks cannot repeat their step; --resume with --eager" in one[3]
     assert "gloo" in whole[3] and len(whole[0]) == len(one[0]) == 4
