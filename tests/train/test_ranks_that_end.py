@@ -99,7 +99,6 @@ KILLED = -signal.SIGKILL
         ("hangs", KILLED, SHARDED),
         ("killed", KILLED, SHARED),
         ("raises", 1, SHARED),
-        ("hangs", KILLED, SHARED),
         ("killed", KILLED, STAGES),
         ("raises", 1, STAGES),
         ("hangs", KILLED, STAGES),
