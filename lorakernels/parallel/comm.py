@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file of the package that names collectives: how ranks agree, and how a block's parts come together.
+"""The only file of the package that names torch's collectives: how ranks agree, and how a block's parts come together.
 
     "peer"  each rank copies the others' parts out of their memory: copy engines do it, and no rank waits for another
     "nccl"  all-gather by NCCL's kernels, which take multiprocessors from the GEMMs beside them
     "gloo"  all-gather between CPUs
+
+What split layers send each other between GPUs that read each other's memory is in row_exchange.py.
 
 With "nccl" and "gloo" all ranks must use the layers in one order. With "peer" they need not: shards never change.
 """

@@ -178,7 +178,7 @@ class ContextAttention:
 
     def _choose(self, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> str:
         """Rows of one document are attended to in squares and rectangles by what does that fast, others in segments."""
-        if whole and self.attention in ("auto", "cudnn"):
+        if whole and self.attention == "auto":
             size = q.shape[2] // 2
             square = [x[:, :, :size] for x in (q, k, v)]
             name = choose(self.attention, square[0], square[1], square[2], None, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks of a tensor-parallel group with rows of their own exchange them between their layers.
+"""How ranks that have rows of their own exchange them within a layer: of split layers, or keys and values.
 
 "peer" reads the other GPUs' memory; "nccl" and "gloo" are collectives (comm.py).
 """
