@@ -280,8 +280,8 @@ def _heads_backward(
         found[name] = dweight.to(weight.dtype)
     for part, factor in zip(_columns(dqkv, call), multiplier, strict=True):
         part.mul_(factor)
-    dnorms = [found[name] if flag else None for name, flag in zip("qk", need, strict=True)]
-    return dqkv, None, dnorms
+    wanted = zip("qk", need, strict=True)
+    return dqkv, None, [found[name] if flag else None for name, flag in wanted]
 
 
 class OutputNode(torch.autograd.Function):

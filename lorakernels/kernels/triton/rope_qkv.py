@@ -19,6 +19,7 @@ from lorakernels.kernels.triton.quantize import (
     Quantized,
     begin,
     encode,
+    narrowed,
     quantized,
     scale_of_block,
     spread,
@@ -143,8 +144,8 @@ def _turn_back(
         x1 = d1
         x2 = d2
     at = head[:, None] * (2 * HALF) + i[None, :]
-    n1 = (x1 * factor).to(to.dtype.element_ty)
-    n2 = (x2 * factor).to(to.dtype.element_ty)
+    n1 = narrowed(x1 * factor, to.dtype.element_ty, NATIVE)
+    n2 = narrowed(x2 * factor, to.dtype.element_ty, NATIVE)
     tl.store(to + at, n1, inside)
     tl.store(to + at + HALF, n2, inside)
     if IN_BLOCKS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rope_qkv_, rope_qkv_backward and rope_qkv_backward_quantize: cases for every way attention may leave its gradients, bounds from the formula."""
+"""RoPE's three ops: cases for every way attention may leave its gradients, bounds from the formula."""
 
 from __future__ import annotations
 
@@ -244,7 +244,13 @@ WHOLE = [
     (2, Heads(7, 12, 4, 32)),
     (2, Heads(5, 16, 8, 16)),
 ]  # fmt: skip
-ACROSS = [EDGES[1], (1, Heads(7, 8, 8, 96)), (1, Heads(7, 32, 32, 8)), (1, Heads(3, 2, 1, 64)), (1, Heads(3, 1, 1, 512))]
+ACROSS = [
+    EDGES[1],
+    (1, Heads(7, 8, 8, 96)),
+    (1, Heads(7, 32, 32, 8)),
+    (1, Heads(3, 2, 1, 64)),
+    (1, Heads(3, 1, 1, 512)),
+]
 QUANTIZE = Contract(
     ops.rope_qkv_backward_quantize,
     {

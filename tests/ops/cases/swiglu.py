@@ -225,7 +225,9 @@ FORWARD = Contract(
         },
         **{f"33x2048 {kind}": Case(partial(forward, 2048, BF16, False, kind, True), 33) for kind in STATES},
         **{
-            f"{m}x{f} {FORMATS[b]} in blocks": Case(in_blocks(f, BF16, b, True, b), m) for m, f in SIZES for b in FORMATS
+            f"{m}x{f} {FORMATS[b]} in blocks": Case(in_blocks(f, BF16, b, True, b), m)
+            for m, f in SIZES
+            for b in FORMATS
         },
         "9x1100 in blocks": Case(in_blocks(1100, FP32, False, True, True), 9),
         **{
