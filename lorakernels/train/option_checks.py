@@ -22,7 +22,7 @@ AT_LEAST = {
 }  # fmt: skip
 PLANNED = (
     "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout",
-    "fp8", "fp8_recipe", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
+    "fp8", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
     "pp", "tp",
 )  # fmt: skip
 

@@ -114,10 +114,6 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"offload": 0.3, "fp8": False}, "offload is for an FP8 base"),
         ({"fp8_recipe": "rows"}, "fp8_recipe must be one of delayed, block, got 'rows'"),
         ({"fp8_recipe": "block", "fp8": False}, "fp8_recipe block is for a base in FP8"),
-        (
-            {"fp8_recipe": "block", "layout": "auto"},
-            "layout auto plans with fp8_recipe delayed or chooses it, got block",
-        ),
         ({"use_dora": True, "merge": "bf16"}, "use_dora does not go with merge"),
         ({"use_dora": True, "fuse": True}, "use_dora does not go with fuse"),
         ({"cp": 0}, "cp must be at least 1, got 0"),
