@@ -195,27 +195,29 @@ class LinearRun(NamedTuple):
 
     Attributes:
         plan, known: what runs, and what is known of the layer.
-        given: all tensors but the slot and the states.
-        seen: what autograd sees of x, bias, A and B.
-        states: the FP8 state of x and of dy.
+        spec: the call's numbers.
+        x, tensors: what it is given, but for the slot.
+        given: those of them that are there, but for the states.
     """
 
     plan: NodePlan
     known: Known[NodePlan]
     spec: LoRASpec
+    x: Tensor
+    tensors: LinearTensors
     given: list[Tensor]
-    seen: tuple[Tensor | None, ...]
-    states: tuple[Tensor | None, ...]
 
     def run(self, slot: Tensor | None) -> Tensor | None:
         """y [..., N]; None where an address is not aligned, so that the ops have to run."""
-        plan, known, spec, given, seen, states = self
+        plan, known, spec, x, tensors, given = self
+        bias, lora_A, lora_B, *_, state_x, state_dy = tensors
         if slot is not None:
-            given.append(slot)
-        attributes = {"state_dy": states[1], "spec": spec}
-        y: Tensor | None = run_node(
-            plan, given, seen, known.columns(states), known.sites, attributes
-        )
+            given = [*given, slot]
+        # Only what needs a gradient is autograd's business: each tensor more costs time.
+        seen = (x, bias if plan.trains[1] else None, lora_A, lora_B)
+        columns = known.columns((state_x, state_dy))
+        attributes = {"state_dy": state_dy, "spec": spec}
+        y: Tensor | None = run_node(plan, given, seen, columns, known.sites, attributes)
         return y
 
 
@@ -231,9 +233,9 @@ def found_linear(
     if (known is None and not asks) or not is_plain():
         return None
     known = known_of(spec, "linear") if known is None else known
-    there = [t for t in (x, *tensors) if t is not None]
+    given = [t for t in (x, *tensors) if t is not None]
     grad = torch.is_grad_enabled()
-    plan = known.plan(there, (draws, grad))
+    plan = known.plan(given, (draws, grad))
     if plan is None:
         if not asks or type(x) not in PLAIN:
             return None
@@ -241,15 +243,12 @@ def found_linear(
         if grad:
             flags = tuple([t is not None and t.requires_grad for t in (x, *tensors[:3])])
         more = (x.shape, x.dtype, draws, flags)
-        plan = known.ask(PLANS, _record, tensors, there, (draws, grad), *more)
+        plan = known.ask(PLANS, _record, tensors, given, (draws, grad), *more)
     if plan is None:
         return None
-    bias, lora_A, lora_B, *_, state, state_dy = tensors
-    states = state, state_dy
-    given = there if state is None else there[:-2]
-    # Only what needs a gradient is autograd's business: each tensor more costs time.
-    seen = (x, bias if plan.trains[1] else None, lora_A, lora_B)
-    return LinearRun(plan, known, spec, given, seen, states)
+    if tensors[-1] is not None:
+        del given[-2:]
+    return LinearRun(plan, known, spec, x, tensors, given)
 
 
 def planned_linear(
