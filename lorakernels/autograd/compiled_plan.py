@@ -111,7 +111,7 @@ def planned_forward(
     if plan is None:
         return None
     addresses = [t.data_ptr() for t in (x, *tensors[:-2], slot) if t is not None]
-    return plan.run((*addresses, *known.columns(states)), known.sites)  # type: ignore[return-value]
+    return plan.run((*addresses, *known.columns(*states)), known.sites)  # type: ignore[return-value]
 
 
 def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Four | None:
@@ -132,7 +132,7 @@ def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | N
     if plan is None:
         return None
     addresses = [t.data_ptr() for t in (dy, *tensors[:-2], *others) if t is not None]
-    return plan.run((*addresses, *known.columns(tensors[-2:])), known.sites)  # type: ignore[return-value]
+    return plan.run((*addresses, *known.columns(*tensors[-2:])), known.sites)  # type: ignore[return-value]
 
 
 def _is_planned(x: Tensor) -> bool:

@@ -158,9 +158,12 @@ class Known(Generic[P]):
             self._taken = (taken, *self._taken[: MOST_PLANS - 1])
         return plan
 
-    def columns(self, states: Sequence[Tensor | None]) -> tuple[int, ...]:
+    def columns(self, state_x: Tensor | None, state_dy: Tensor | None) -> tuple[int, ...]:
         """The addresses of the layer's columns in the FP8 states, as plans take them."""
-        return tuple([column_address(state, self._column) for state in states if state is not None])
+        column = self._column
+        if state_x is None or state_dy is None:
+            return ()
+        return column_address(state_x, column), column_address(state_dy, column)
 
 
 def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
@@ -190,41 +193,14 @@ _NONE: tuple[bool, ...] = (False,) * 4  # of what needs a gradient
 PLANS: Plans[NodePlan] = Plans(1024)  # a plan has some 10 KB
 
 
-class LinearRun(NamedTuple):
-    """A call of `lora_linear` whose plan is found. `run` launches it.
-
-    Attributes:
-        plan, known: what runs, and what is known of the layer.
-        spec: the call's numbers.
-        x, tensors: what it is given, but for the slot.
-        given: those of them that are there, but for the states.
-    """
-
-    plan: NodePlan
-    known: Known[NodePlan]
-    spec: LoRASpec
-    x: Tensor
-    tensors: LinearTensors
-    given: list[Tensor]
-
-    def run(self, slot: Tensor | None) -> Tensor | None:
-        """y [..., N]; None where an address is not aligned, so that the ops have to run."""
-        plan, known, spec, x, tensors, given = self
-        bias, lora_A, lora_B, *_, state_x, state_dy = tensors
-        if slot is not None:
-            given = [*given, slot]
-        # Only what needs a gradient is autograd's business: each tensor more costs time.
-        seen = (x, bias if plan.trains[1] else None, lora_A, lora_B)
-        columns = known.columns((state_x, state_dy))
-        attributes = {"state_dy": state_dy, "spec": spec}
-        y: Tensor | None = run_node(plan, given, seen, columns, known.sites, attributes)
-        return y
+# A plan, what is known of the layer, and x with those tensors that are there, but for the states
+FoundLinear = tuple[NodePlan, Known[NodePlan], list[Tensor]]
 
 
 def found_linear(
     x: Tensor, tensors: LinearTensors, spec: LoRASpec, draws: bool, asks: bool = False
-) -> LinearRun | None:
-    """The call for an x [..., K], if a call with tensors of these forms came before; else None.
+) -> FoundLinear | None:
+    """The plan for an x [..., K], if a call with tensors of these forms came before; else None.
 
     With `asks`, it need not have come before: x has to be one that `check_input` takes, and contiguous. None then says
     that the ops have to run. `draws` is whether there will be a slot.
@@ -248,7 +224,24 @@ def found_linear(
         return None
     if tensors[-1] is not None:
         del given[-2:]
-    return LinearRun(plan, known, spec, x, tensors, given)
+    return plan, known, given
+
+
+def run_linear(
+    found: FoundLinear, tensors: LinearTensors, spec: LoRASpec, slot: Tensor | None
+) -> Tensor | None:
+    """y [..., N] by the plan that `found_linear` gave for these tensors; None where an address is not aligned, so that
+    the ops have to run."""
+    plan, known, given = found
+    bias, lora_A, lora_B, *_, state_x, state_dy = tensors
+    if slot is not None:
+        given.append(slot)
+    # Only what needs a gradient is autograd's business: each tensor more costs time.
+    seen = (given[0], bias if plan.trains[1] else None, lora_A, lora_B)
+    columns = known.columns(state_x, state_dy)
+    attributes = {"state_dy": state_dy, "spec": spec}
+    y: Tensor | None = run_node(plan, given, seen, columns, known.sites, attributes)
+    return y
 
 
 def planned_linear(
@@ -259,7 +252,7 @@ def planned_linear(
     spec, slot, state, state_dy = call
     tensors = (bias, lora_A, lora_B, *weight, state, state_dy)
     found = found_linear(x, tensors, spec, slot is not None, asks=True)
-    return None if found is None else found.run(slot)
+    return None if found is None else run_linear(found, tensors, spec, slot)
 
 
 def ways_of_kinds() -> dict[Kind, str]:

@@ -25,7 +25,7 @@ from lorakernels.autograd import (
 from lorakernels.config import BlockScaling, DelayedScaling, Recipe
 from lorakernels.modules.holder import bring, refuse_held, refuse_move
 from lorakernels.modules.number import number
-from lorakernels.modules.planned import found_call, run_call
+from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
@@ -40,7 +40,7 @@ from lorakernels.values import Weight
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
 _Layer = TypeVar("_Layer", bound="FrozenFP8Linear")
 _HELD = (*BYTES, torch.bfloat16, torch.float16)
-NO_ADAPTER, NO_NUMBERS = Adapter(), AdapterNumbers()
+_NO_NUMBERS = AdapterNumbers()
 MOST_SPECS = 16  # that a layer remembers
 
 
@@ -304,11 +304,11 @@ class FrozenFP8Linear(nn.Module):
             ValueError: x's last dimension is not K, or x is on another device.
         """
         if not torch.compiler.is_compiling():
-            found = found_call(self, x, NO_ADAPTER, NO_NUMBERS, draws=False)
-            if found is not None:
-                return run_call(self, found, x, None)
+            y = planned_call(self, x, None, None, _NO_NUMBERS)
+            if y is not None:
+                return y
         check_input(x, self._held)
-        return self.with_adapter(x, NO_ADAPTER, NO_NUMBERS, None)
+        return self.with_adapter(x, Adapter(), _NO_NUMBERS, None)
 
     def with_adapter(
         self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None

@@ -19,7 +19,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.initial import NAMES, Initial, initial_adapter, initial_of
 from lorakernels.modules.mergeable import MergeableLinear
 from lorakernels.modules.number import number
-from lorakernels.modules.planned import found_call, run_call
+from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
 from lorakernels.state.fp8 import FP8State
@@ -322,17 +322,17 @@ class LoRALinear(MergeableLinear):
             return self._compiled(x, factors, slot)
         own = self.__dict__  # a property takes several times as long
         parameters, numbers = own["_parameters"], own["_of_calls"]
-        adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
+        lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
         if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
-            adapter = Adapter(*rows.factors(self.lora_A, self.lora_B))
-        draws = own["training"] and numbers.p > 0
-        found = None if compiling else found_call(self, x, adapter, numbers, draws)
-        if found is None:
-            check_input(x, self._held)
-        slot = draw_slot(own["rng_state"], x.device) if draws else None
-        if found is not None:
-            return run_call(self, found, x, slot)
-        return self.with_adapter(x, adapter, numbers, slot)
+            lora_A, lora_B = rows.factors(lora_A, lora_B)
+        draw = draw_slot if own["training"] and numbers.p > 0 else None
+        if not compiling:
+            y = planned_call(self, x, lora_A, lora_B, numbers, draw)
+            if y is not None:
+                return y
+        check_input(x, self._held)
+        slot = None if draw is None else draw(own["rng_state"], x.device)
+        return self.with_adapter(x, Adapter(lora_A, lora_B), numbers, slot)
 
     def _without_adapter(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias. A weight that lacks an initial adapter computes with that one, without dropout."""

@@ -123,7 +123,9 @@ class NodePlan:
 
     def backward(self, grads: Sequence[Tensor]) -> Plan | None:
         """The plan of a backward for gradients of such strides; None where it cannot be recorded."""
-        strides = tuple([grad.stride() for grad in grads])
+        strides = (
+            (grads[0].stride(),) if len(grads) == 1 else tuple([g.stride() for g in grads])
+        )
         try:
             return self._backwards[strides]
         except KeyError:
@@ -265,6 +267,8 @@ class PlannedNode(torch.autograd.Function):
 
 # Function.apply asks whether functorch is active, which `is_plain` has done.
 _apply = super(torch.autograd.Function, PlannedNode).apply
+# What the engine calls. torch's own looks for `backward` at each call.
+PlannedNode._backward_cls.apply = PlannedNode.backward  # type: ignore[attr-defined]
 
 
 @once_differentiable
