@@ -139,9 +139,7 @@ def _is_planned(x: Tensor) -> bool:
     return x.is_cuda and are_allowed() and x.is_contiguous()
 
 
-def _record_forward(
-    kind: Kind, shape: torch.Size, dtype: torch.dtype, draws: bool
-) -> FunctionPlan:
+def _record_forward(kind: Kind, shape: torch.Size, dtype: torch.dtype, draws: bool) -> FunctionPlan:
     def forward(x: Any, bias: Any, A: Any, B: Any, weight: Weight, call: Call) -> Four:
         return run_forward(_run, x, bias, Adapter(A, B), weight, call)
 

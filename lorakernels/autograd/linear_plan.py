@@ -104,7 +104,7 @@ class _Taken(NamedTuple, Generic[P]):
     """What a plan took: tensors of which `holds_for` is true, so many, and a key."""
 
     key: Hashable
-    count: int
+    number: int
     holds_for: Callable[..., bool]
     plan: Callable[[], P | None]
 
@@ -127,8 +127,8 @@ class Known(Generic[P]):
 
     def plan(self, given: Sequence[Tensor], key: Hashable) -> P | None:
         """The plan that took tensors of these forms with this key; None if it has to be asked for."""
-        for known, count, holds_for, plan in self._taken:
-            if known == key and count == len(given) and holds_for(*given):
+        for known, number, holds_for, plan in self._taken:
+            if known == key and number == len(given) and holds_for(*given):
                 return plan()
         return None
 

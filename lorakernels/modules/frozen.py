@@ -87,6 +87,11 @@ class FrozenFP8Linear(nn.Module):
     _column: int  # where `column` is kept, also in a pickle
     column = number("_column")
     column_x = number("_column_x")
+    repeats_calls = True  # `planned_call` stands for `with_adapter`
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.repeats_calls = cls.with_adapter is FrozenFP8Linear.with_adapter
 
     def __init__(
         self,
@@ -304,8 +309,7 @@ class FrozenFP8Linear(nn.Module):
             ValueError: x's last dimension is not K, or x is on another device.
         """
         if not torch.compiler.is_compiling():
-            y = planned_call(self, x, None, None, _NO_NUMBERS)
-            if y is not None:
+            if (y := planned_call(self, x, None, None, _NO_NUMBERS)) is not None:
                 return y
         check_input(x, self._held)
         return self.with_adapter(x, Adapter(), _NO_NUMBERS, None)
@@ -329,9 +333,8 @@ class FrozenFP8Linear(nn.Module):
         spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
         buffers, parameters = self._buffers, self._parameters
         weight = Weight(self._held, buffers["weight_scale_inv"], buffers["weight_t"])
-        call = (
-            Call(spec, slot) if state is None else Call(spec, slot, state.forward, state.backward)
-        )
+        states = () if state is None else (state.forward, state.backward)
+        call = Call(spec, slot, *states)
         return lora_linear(x, weight, parameters.get("bias"), adapter, call)
 
     def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:

@@ -33,7 +33,7 @@ def planned_call(
     own = layer.__dict__  # an attribute of a module takes several times as long
     training = own["training"]
     spec = own["_specs"].get((numbers, training))
-    if spec is None or torch.is_autocast_enabled("cuda"):
+    if spec is None or not layer.repeats_calls or torch.is_autocast_enabled("cuda"):
         return None
     parameters, buffers, state = own["_parameters"], own["_buffers"], own["fp8_state"]
     tensors = (

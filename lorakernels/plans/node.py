@@ -123,9 +123,7 @@ class NodePlan:
 
     def backward(self, grads: Sequence[Tensor]) -> Plan | None:
         """The plan of a backward for gradients of such strides; None where it cannot be recorded."""
-        strides = (
-            (grads[0].stride(),) if len(grads) == 1 else tuple([g.stride() for g in grads])
-        )
+        strides = (grads[0].stride(),) if len(grads) == 1 else tuple([g.stride() for g in grads])
         try:
             return self._backwards[strides]
         except KeyError:

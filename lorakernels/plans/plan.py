@@ -86,7 +86,7 @@ class Plan:
         device = self.device
         if _C._cuda_getDevice() == device:
             # Inductor's function, which takes half of `empty`'s time. It knows the current GPU only.
-            made = [*starmap(guards._empty_strided_cuda, self.forms)]
+            made = [*starmap(guards._empty_strided_cuda, self.forms)]  # type: ignore[attr-defined]
         else:
             gpu = torch.device("cuda", device)
             made = [torch.empty(shape, dtype=dtype, device=gpu) for shape, _, dtype in self.forms]
@@ -174,9 +174,7 @@ def finish(
     kinds = [*results.values(), *((torch.Size((n,)), torch.uint8) for n in blocks)]
     forms = tuple(Form.of(shape, dtype) for shape, dtype in kinds)
     place = len(results) if is_new and kept.size else -1
-    return Plan(
-        recording.launches, forms, outputs, place, recording.device.index, _whole(outputs)
-    )
+    return Plan(recording.launches, forms, outputs, place, recording.device.index, _whole(outputs))
 
 
 def _whole(outputs: Sequence[int | View | None]) -> tuple[int | None, ...] | None:
