@@ -205,28 +205,29 @@ def run_node(
     """
     run = NodeRun(plan, [given[i] for i in plan.others], columns, sites, attributes)
     saved = [given[i] for i in plan.by_reference]
+    addresses = [t.data_ptr() for t in given]
+    addresses += columns
     try:
-        return _apply(run, (*[t.data_ptr() for t in given], *columns), saved, *seen)
+        return _apply((run, addresses, saved), *seen)
     except Misaligned:
         return None
 
 
 class PlannedNode(torch.autograd.Function):
-    """The Function of `run.plan`. `tensors` are its arguments that autograd sees."""
+    """A plan's Function. `tensors` are its arguments that autograd sees."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        run: NodeRun,
-        addresses: Sequence[int],
-        saved: Sequence[Tensor],
+        call: tuple[NodeRun, Sequence[int], Sequence[Tensor]],
         *tensors: Tensor | None,
     ) -> Any:
-        """`addresses` are of all that is given; `saved` is what backward gets by reference.
+        """`call`: what backward needs, the addresses of all that is given, and what backward gets by reference.
 
         Raises:
             Misaligned: nothing was launched.
         """
+        run, addresses, saved = call
         forward = run.plan.forward
         results = forward.run(addresses, run.sites)
         if results is None:
@@ -260,7 +261,7 @@ class PlannedNode(torch.autograd.Function):
         results = backward.run(addresses, sites)
         if results is None:
             return _by_ops(ctx, *grads)
-        return None, None, None, *backward.returned(results, grads, plan.given)
+        return None, *backward.returned(results, grads, plan.given)
 
 
 # Function.apply asks whether functorch is active, which `is_plain` has done.
@@ -276,7 +277,7 @@ def _by_ops(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     *saved, kept = ctx.saved_tensors
     context = run.plan.real_context(saved, kept, run.attributes)
     found = run.plan.node.backward(context, *grads)
-    return None, None, None, *(found[i] for i in run.plan.tensors)
+    return None, *(found[i] for i in run.plan.tensors)
 
 
 class Plans(Generic[P]):
