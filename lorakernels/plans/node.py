@@ -267,7 +267,8 @@ class PlannedNode(torch.autograd.Function):
 # Function.apply asks whether functorch is active, which `is_plain` has done.
 _apply = super(torch.autograd.Function, PlannedNode).apply
 # What the engine calls. torch's own looks for `backward` at each call.
-PlannedNode._backward_cls.apply = PlannedNode.backward  # type: ignore[attr-defined]
+if (_ctx := getattr(PlannedNode, "_backward_cls", None)) is not None:
+    _ctx.apply = PlannedNode.backward
 
 
 @once_differentiable

@@ -14,8 +14,7 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
-from torch import _C, Tensor
-from torch._C._dynamo import guards
+from torch import Tensor
 
 from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
 
@@ -84,14 +83,15 @@ class Plan:
             sites: dropout sites, in the order of the recording.
         """
         device = self.device
-        if _C._cuda_getDevice() == device:
+        if torch._C._cuda_getDevice() == device:
             # Inductor's function, which takes half of `empty`'s time. It knows the current GPU only.
-            made = [*starmap(guards._empty_strided_cuda, self.forms)]  # type: ignore[attr-defined]
+            empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+            made = [*starmap(empty, self.forms)]
         else:
             gpu = torch.device("cuda", device)
             made = [torch.empty(shape, dtype=dtype, device=gpu) for shape, _, dtype in self.forms]
         addresses = (*given, *[t.data_ptr() for t in made])
-        stream = _C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
         return made if self.launches.run(addresses, sites, stream, device) else None
 
     def returned(
