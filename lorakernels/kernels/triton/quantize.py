@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizing inside Triton kernels: the rules of `numerics.fp8.quantize`, bit for bit.
 
-The scale is the state's. Where that is still 0, and in eval, it comes from the amax of what the kernel itself computes:
-the same kernel is launched twice, first with MEASURE, which stores nothing but each program's amax, or returns at once
-where the state has a scale. The host does not know which, so that a captured graph serves both.
+The scale is the state's. Where that is still 0, and in eval, it comes from the amax of what the kernel itself computes.
+So the same kernel is launched twice. The first launch, with MEASURE, stores nothing but each program's amax. It returns
+at once where the state has a scale. The host does not know which of both happens, so that a captured graph serves both.
 
     first, kept, scale = begin_quantizing(tiles, scale_inv, state, …)
     for tile in tl.range(first, tiles, programs):           # none where there is nothing to measure
