@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import BlockScaling, LoRAConfig, LoRALinear
+from lorakernels import BlockScaling, LoRAConfig, LoRALinear, batch_adapters
 from lorakernels.autograd.compiled_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no dropout": {"lora_dropout": 0.0},
     "both layouts": {"weight_layout": "both"},
     "rank 64": {"r": 64},
+    "two adapters in one batch": {"lora_dropout": 0.0},
     "blocks": {"fp8": BlockScaling()},
     "blocks, e5m2 dy, no dropout": {"fp8": BlockScaling("HYBRID", True), "lora_dropout": 0.0},
 }
@@ -31,9 +32,16 @@ def layer(name: str, device: str = "cpu") -> LoRALinear:
     torch.manual_seed(0)
     config = LoRAConfig(**{"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, **OPTIONS[name]})
     made = LoRALinear.from_linear(nn.Linear(K, N, bias=False, dtype=BF16, device=device), config)
+    if name.startswith("two"):
+        batch_adapters(nn.ModuleDict({"only": made}), ["fr", "de"])
     nn.init.normal_(made.lora_B)
     made.site = 3
     return made
+
+
+def rows(name: str) -> int:
+    """csrc multiplies 128 rows of each adapter of a batch."""
+    return 256 if name.startswith("two") else M
 
 
 def step(module: LoRALinear, x: Tensor, slot: Tensor | None) -> list[Tensor | None]:
@@ -48,7 +56,7 @@ def step(module: LoRALinear, x: Tensor, slot: Tensor | None) -> list[Tensor | No
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_plans_launch_what_the_ops_launch(name: str) -> None:
-    module, x, slot = layer(name), torch.randn(M, K, dtype=BF16), torch.tensor([5, 6])
+    module, x, slot = layer(name), torch.randn(rows(name), K, dtype=BF16), torch.tensor([5, 6])
     with dry_cuda() as recorded:
         state = module.fp8_state
         if state is not None:
@@ -71,7 +79,10 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_plans_compute_what_the_ops_compute(name: str) -> None:
     module = layer(name, "cuda")
-    x, slot = torch.randn(M, K, dtype=BF16, device="cuda"), torch.tensor([5, 6], device="cuda")
+    x, slot = (
+        torch.randn(rows(name), K, dtype=BF16, device="cuda"),
+        torch.tensor([5, 6], device="cuda"),
+    )
     state = module.fp8_state
     before = None if state is None else state.save()
     with without_plans():
