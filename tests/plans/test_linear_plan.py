@@ -217,7 +217,7 @@ def test_named_rows_share_a_plan_for_evaluation_and_train_by_the_ops() -> None:
     with dry_cuda() as recorded:
         name_tensors(recorded, module, x)
         for named in (["de", "fr"], ["it", "__base__"]):
-            with batch.rows(named), torch.no_grad():
+            with torch.no_grad(), batch.rows(named):
                 recorded.calls.clear()
                 with without_plans():
                     module(x)
