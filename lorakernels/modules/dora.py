@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import AdapterNumbers, check_input, is_compiling
-from lorakernels.autograd.linear_node import MagnitudeNode, in_bytes
+from lorakernels.autograd.linear_node import in_bytes
+from lorakernels.autograd.linear_plan import way_of
 from lorakernels.autograd.linear_values import Adapter, Call
 from lorakernels.autograd.lora_linear import lora_linear
+from lorakernels.autograd.magnitude import MagnitudeNode, ways_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.initial import Initial
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.numerics.dropout import masked
+from lorakernels.plans.routing import WATCHED
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout, Weight
 
@@ -133,9 +136,9 @@ class DoRALinear(LoRALinear):
         return Weight(self._held, self.weight_scale_inv, self.weight_t), Call(spec, None, *states)
 
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
-        if self.fp8_state is None:
-            return super().eager_ways(kinds)
-        return ["use_dora=True has no plans yet"] if self._specs else []
+        ways = {way_of(spec, kinds) for spec in self._specs.values() if "linear" in spec.memo}
+        found = {way for way in ways if way is not None} | ways_of(self._specs.values())
+        return sorted(found or ({WATCHED} if self._specs else ()))
 
     def _check_eager(self, x: Tensor) -> None:
         what = "torch.compile" if is_compiling() else ""
