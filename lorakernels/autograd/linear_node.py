@@ -106,11 +106,6 @@ class LinearNode(torch.autograd.Function):
 
 
 def _needs(ctx: Any) -> Needs:
-    x, _, lora_A, lora_B = ctx.needs_input_grad[:4]
-    return Needs(x, lora_A, lora_B)
-
-
-def _needs(ctx: Any) -> Needs:
     x, bias, lora_A, lora_B = ctx.needs_input_grad[:4]
     return Needs(x, lora_A, lora_B, bias)
 
