@@ -51,15 +51,15 @@ _kind = lru_cache(4096)(_Kind)
 def planned_projections(
     to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
 ) -> PlannedProjections | None:
-    """What plans take of `to`; None over a plain base, with several adapters in one batch, where
-    ranks hold the projections together, or where a tensor is not torch's own.
+    """What plans take of `to`; None over a plain base, where ranks hold the projections together, or where a tensor is
+    not torch's own.
 
     Args:
         drawn: the dropout probability of each mask, 0 where none is drawn.
         params: what autograd sees of the projections (`fused_node.Trained`).
     """
     tensors, states = _tensors(to), (to.state_x, to.state_dy)
-    if (None in states and to.blocks is None) or to.batched or to.over is not None:
+    if (None in states and to.blocks is None) or to.over is not None:
         return None
     if not are_plain(*states, *tensors, *params):
         return None

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
-from lorakernels.numerics.segments import adapters_of
 from lorakernels.plans.forms import forms_of
 from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
 from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
@@ -171,8 +170,6 @@ def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
     if scale_inv is None or data is None or not are_plain(*tensors):
         return None
     if state is None and numbers.spec.blocks is None:
-        return None
-    if adapters_of(lora_A):
         return None
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])

@@ -26,6 +26,7 @@ from lorakernels import (
     LoRAConfig,
     LoRALinear,
     apply_lora,
+    batch_adapters,
 )
 from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
@@ -51,6 +52,21 @@ def layer(**options: Any) -> LoRALinear:
 
 def frozen(**options: Any) -> FrozenFP8Linear:
     return FrozenFP8Linear.from_linear(nn.Linear(K, N, bias=False, dtype=BF16), **options)
+
+
+def batched(**options: Any) -> LoRALinear:
+    """With two adapters, each on a half of the rows."""
+    made = layer(lora_dropout=0.0, **options)
+    batch_adapters(nn.ModuleDict({"only": made}), ["fr", "de"])
+    nn.init.normal_(made.lora_B)
+    return made
+
+
+def input_of(module: nn.Module, needs_dx: bool = True, device: str = "cpu") -> Tensor:
+    """[2, T, K]. csrc multiplies 128 rows of each adapter of a batch."""
+    lora_A = getattr(module, "lora_A", None)
+    tokens = M // 2 if lora_A is None or lora_A.dim() == 2 else 128
+    return torch.randn(2, tokens, K, dtype=BF16, device=device).requires_grad_(needs_dx)
 
 
 def with_parameters(
@@ -89,6 +105,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "blocks, trained bias": lambda: layer(fp8=BlockScaling(), base_bias=True, bias="all"),
     "blocks, frozen": lambda: frozen(fp8=BlockScaling()),
+    "two adapters in one batch": lambda: batched(base_bias=True),
+    "two adapters, e4m3 dy, both layouts": lambda: batched(
+        fp8=DelayedScaling(fp8_format="E4M3"), weight_layout="both", r=64
+    ),
+    "two adapters, eval, only B trained": with_parameters(
+        lambda: batched().eval(), lambda m: m.lora_A.requires_grad_(False)
+    ),
 }
 
 
@@ -127,7 +150,7 @@ def plain(value: Any) -> Any:
 def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
     torch.manual_seed(0)
     module = LAYERS[name]()
-    x = torch.randn(2, M // 2, K, dtype=BF16).requires_grad_(needs_dx)
+    x = input_of(module, needs_dx)
     with dry_cuda() as recorded:
         name_tensors(recorded, module, x)
         with without_plans():
@@ -147,7 +170,7 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
 def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
     """A profiler may begin between forward and backward."""
     module = LAYERS[name]()
-    x = torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
+    x = input_of(module)
     with dry_cuda() as recorded:
         name_tensors(recorded, module, x)
         with without_plans():
@@ -188,6 +211,39 @@ def test_blocks_that_csrc_does_not_take_say_why_they_have_no_plan() -> None:
         step(model["b"], x)
         assert recorded.runs == 2
         assert report.eager_forwards.startswith("1 by plans, 1 by the ops (no plan holds ")
+
+
+def test_named_rows_share_a_plan_for_evaluation_and_train_by_the_ops() -> None:
+    """`AdapterBatch.rows` gathers A and B anew for each call, and has hooks of saved tensors where there is a graph."""
+    module = layer(lora_dropout=0.0)
+    batch = batch_adapters(nn.ModuleDict({"only": module}), ["fr", "de", "it"])
+    x = torch.randn(2, 128, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        name_tensors(recorded, module, x)
+        for named in (["de", "fr"], ["it", "__base__"]):
+            with torch.no_grad(), batch.rows(named):
+                recorded.calls.clear()
+                with without_plans():
+                    module(x)
+                by_ops = launches(recorded.calls)
+                recorded.calls.clear()
+                module(x)
+                assert by_ops and launches(recorded.calls) == by_ops
+        assert recorded.runs == 2 and len(PLANS) == 1
+        with batch.rows(["de", "fr"]):
+            step(module, x)
+        assert recorded.runs == 2
+
+
+def test_adapters_in_one_batch_over_blocks_say_why_they_have_no_plan() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(K, N, dtype=BF16)})
+    config = LoRAConfig(r=16, target_modules=["a"], fp8=BlockScaling())
+    report = apply_lora(model, config)
+    batch_adapters(model, ["fr", "de"])
+    with dry_cuda() as recorded:
+        step(model["a"], torch.randn(2, 128, K, dtype=BF16, requires_grad=True))
+        assert recorded.calls and not recorded.runs
+        assert report.eager_forwards == "1 by the ops (no plan holds Tensor.to)"
 
 
 def test_a_mask_that_csrc_draws_for_torch_has_no_plan() -> None:
@@ -488,7 +544,7 @@ def test_scratch_lies_in_a_result_that_is_written_later() -> None:
 def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None:
     torch.manual_seed(0)
     module = LAYERS[name]().to("cuda")
-    x = torch.randn(2, M // 2, K, dtype=BF16, device="cuda").requires_grad_(needs_dx)
+    x = input_of(module, needs_dx, "cuda")
     state = module.fp8_state
     before = None if state is None else state.save()
     with without_plans():
