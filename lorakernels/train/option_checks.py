@@ -195,8 +195,8 @@ def _check_context(options: FinetuneOptions) -> None:
         raise OptionError(
             f"attention must be auto, flash, efficient or math with cp, got {options.attention}"
         )
-    if options.graphs != "auto":
-        raise OptionError(f"cp runs eager: drop --graphs {options.graphs}")
+    if options.graphs == "step":
+        raise OptionError("cp replays layers, not whole steps: take graphs layer or auto")
     if options.demo:
         raise OptionError("cp is for --model: the demo runs in one process")
 

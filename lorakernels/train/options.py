@@ -269,7 +269,7 @@ class FinetuneOptions(RunningOptions):
         1,
         "runtime",
         "context parallel, under torchrun: so many ranks after each other share each row, with seq_len / cp of its "
-        "tokens each; layers then run eager",
+        "tokens each; fused layers are replayed, others run eager",
     )
     pp: int = option(
         1,
@@ -281,8 +281,7 @@ class FinetuneOptions(RunningOptions):
         1,
         "runtime",
         "tensor parallel, under torchrun: so many ranks after each other have a part of each linear layer of the "
-        "decoder, and train it together on the same rows; layers then run eager, fused ones as graphs with --graphs "
-        "layer",
+        "decoder, and train it together on the same rows; fused layers are replayed, others run eager",
     )
     sequence_parallel: bool = option(
         True,
