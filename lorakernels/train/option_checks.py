@@ -214,11 +214,6 @@ def _check_pipeline(options: FinetuneOptions) -> None:
     if options.pp == 1:
         return
     _check_beside(options, "pp", WITH_PP)
-    if options.graphs == "layer" and options.lora_dropout:
-        raise OptionError(
-            f"pp {options.pp} with graphs layer needs lora_dropout 0, got {options.lora_dropout}: replayed stages "
-            "cannot draw the masks of one process yet"
-        )
     if options.grad_accum < options.pp:
         raise OptionError(
             f"grad_accum must be at least pp, {options.pp}, as its microbatches run through the stages, got "

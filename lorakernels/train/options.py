@@ -275,7 +275,7 @@ class FinetuneOptions(RunningOptions):
         1,
         "runtime",
         "pipeline parallel, under torchrun: so many ranks after each other have the model's layers as stages, and "
-        "grad_accum microbatches of a step run through them; layers then run eager",
+        "grad_accum microbatches of a step run through them; layers then run eager, or as graphs with --graphs layer",
     )
     tp: int = option(
         1,

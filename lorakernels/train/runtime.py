@@ -203,7 +203,7 @@ class Runtime:
             layers: Any = decoder_and_head(self.model)[0].layers
             shared = self._shared
             if (pipeline := PipelineParallel.of(self.model)) is not None:
-                layers, shared = pipeline.layers, {**shared, "rng_states": []}  # no dropout
+                layers, shared = pipeline.layers, {**shared, "rng_states": pipeline.rng_states}
             microbatches = self.options.grad_accum
             self.manager = GraphManager(layers, num_microbatches=microbatches, **shared)
             self.scope = "layer"
