@@ -139,7 +139,7 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor, short: bool = Fa
 
 
 def choose_segments(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend for `attend_segments`: "packed" for flash's variable lengths, else a backend for a mask.
+    """The backend for `attend_segments`: "cudnn_graph", "packed" for flash's variable lengths, else one for a mask.
 
     Raises:
         ValueError: `wanted` is unknown, or takes no segments.
@@ -149,6 +149,8 @@ def choose_segments(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
         raise ValueError(
             f"attention={wanted!r} does not take a part of the queries with all keys; try 'auto'"
         )
+    if wanted == "auto" and _takes_graph(wanted, graphed.why_not_segments(q, k, v)):
+        return GRAPH
     return _flash_or_masked(wanted, q, k, v)
 
 
@@ -280,6 +282,9 @@ def attend_segments(
 
     `name` is from `choose_segments`, or from `choose_packed` but for "cudnn_graph".
     """
+    if name == GRAPH:
+        longest = segments.longest_q, segments.longest_k
+        return graphed.attend_segments(q, k, v, torch.stack(segments[:2]), longest, scale)
     if name == "packed":
         flash = torch.ops.aten._flash_attention_forward
         tokens = (_tokens(q), _tokens(k), _tokens(v))
