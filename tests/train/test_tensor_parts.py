@@ -114,13 +114,14 @@ def test_the_run_says_what_is_split_and_why_not_the_vocabulary(even_model: Path)
 
 
 def replaying(
-    rank: int, device: torch.device, model_dir: str, axis: str, refused: bool
+    rank: int, device: torch.device, model_dir: str, way: str, refused: bool
 ) -> list[Any]:
     """(losses, what was trained, what was said, the error) with imitated graphs of layers, and eagerly.
 
-    Two ranks have parts of the layers with `axis` "tp", and of the rows with "cp". With `refused` a parameter moves on
+    Two ranks have parts of the layers with `way` "tp", and of the rows with "cp". With `refused` a parameter moves on
     rank 1 after the capture, so that a replay is refused there.
     """
+    axis, _, base = way.partition(", ")
     text = (b"the quick brown fox jumps over the lazy dog; " * 4)[:160]
     stops = np.arange(10, 161, 10)
     rows = PackedRows(np.frombuffer(text, dtype=np.uint8), np.stack([stops - 10, stops], 1), 24)
@@ -133,6 +134,8 @@ def replaying(
         torch.manual_seed(1)
         random = make_random_state(7, 0, device)
         given: dict[str, Any] = {"device": device, "dtype": torch.float32, "progress": False}
+        if base:
+            given["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
         loaded = load_quantized(model_dir, lora=lora_config(options), rng_state=random, **given)
         model: Any = loaded.model
         model.config.use_cache = False
@@ -166,12 +169,12 @@ def replaying(
     return found
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("way", ["tp", "cp", "cp, sharded base"])
 def test_fused_parts_are_replayed_as_graphs_of_layers_to_the_bit(
-    axis: str, even_model: Path
+    way: str, even_model: Path
 ) -> None:
     """By default, and evaluations in between are those of eager layers."""
-    for graphed, eager in processes.on_ranks(replaying, 2, "gloo", str(even_model), axis, False):
+    for graphed, eager in processes.on_ranks(replaying, 2, "gloo", str(even_model), way, False):
         assert graphed[4] and not eager[4]
         assert any("layers replayed as CUDA graphs from step 3 on" in text for text in graphed[2])
         assert graphed[0] == eager[0] and len(eager[0]) == 9
