@@ -68,7 +68,7 @@ def test_segments_say_what_a_row_of_documents_says(
             assert int(segments.k.diff().max()) <= segments.longest_k
 
 
-@pytest.mark.parametrize("wanted", ["auto", "flash"])
+@pytest.mark.parametrize("wanted", ["auto", "cudnn_graph"])
 @pytest.mark.parametrize("size", [36, 150])
 def test_chunks_of_all_ranks_attend_as_whole_rows(
     wanted: str, size: int, device: torch.device
@@ -81,8 +81,8 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(
     ranks, rows, heads, kv_heads, dim = 2, 2, 4, 2, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
     dtype, bound = (torch.bfloat16, 2.0**-7) if on_gpu else (torch.float64, 1e-13)
-    if wanted == "flash" and not on_gpu:
-        pytest.skip("FlashAttention-2 needs a GPU")
+    if wanted == "cudnn_graph" and (why := graphed.why_not_here(device)):
+        pytest.skip(why)
     at = [round(part * length) for part in (0, 0.04, 0.04, 0.7, 1, 1.05, 2)]
     starts = torch.tensor(at, dtype=torch.int32, device=device)
     q, k, v = (
@@ -102,13 +102,12 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(
     grad = torch.randn_like(expected).to(dtype)
     gradients = torch.autograd.grad(expected, exact, grad.double())
 
-    name = choose_segments(wanted, q[:, :, :size], k, v)
-    graphs = wanted == "auto" and not graphed.why_not_here(device)
-    assert name == ("cudnn_graph" if graphs else "packed" if on_gpu else "torch")
     k, v = (  # columns of one matrix, as they are gathered
         x.transpose(1, 2)
         for x in torch.cat((k, v), 1).transpose(1, 2).contiguous().split(kv_heads, 2)
     )
+    name = choose_segments(wanted, q[:, :, :size], k, v)
+    assert name == (wanted if wanted != "auto" else "packed" if on_gpu else "torch")
     parts = {}
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)
@@ -165,9 +164,13 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
         assert float((ours.double() - theirs).norm() / theirs.norm()) <= bound
 
 
-def test_a_backend_of_whole_rows_is_refused() -> None:
+def test_a_backend_that_does_not_take_them_is_refused() -> None:
     q = torch.zeros(1, 2, 4, 64)
-    with pytest.raises(ValueError, match="'cudnn_graph' does not take a part of the queries"):
+    with pytest.raises(ValueError, match="'fp8' does not take a part of the queries"):
+        choose_segments("fp8", q, q, q)
+    with pytest.raises(
+        ValueError, match="'cudnn_graph' does not take these rows: cuDNN needs a GPU"
+    ):
         choose_segments("cudnn_graph", q, q, q)
 
 
