@@ -124,6 +124,10 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"cp": 3}, "seq_len must be a multiple of 6 with cp 3, got 1024"),
         ({"cp": 2, "attention": "cudnn"}, "efficient, math or cudnn_graph with cp, got cudnn"),
         (
+            {"cp": 2, "attention": "cudnn_graph", "deterministic": True},
+            "attention cudnn_graph has no fixed order of sums with cp",
+        ),
+        (
             {"cp": 2, "graphs": "step"},
             "cp replays layers, not whole steps: take graphs layer or auto",
         ),
