@@ -139,21 +139,16 @@ def choose_packed(wanted: str, q: Tensor, k: Tensor, v: Tensor, short: bool = Fa
 
 
 def choose_segments(wanted: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend for `attend_segments`: "packed" for flash's variable lengths, else one for a mask.
-
-    "cudnn_graph" is taken where it is wanted: launched one by one, its graphs of 8192 keys and 64 heads took 5.3 ms of
-    flash's 7.2 for one document on an H100, and 4.5 of 2.2 for sixteen.
+    """The backend for `attend_segments`: "packed" for flash's variable lengths, else a backend for a mask.
 
     Raises:
         ValueError: `wanted` is unknown, or takes no segments.
     """
     check(wanted)
-    if wanted == FP8:
+    if wanted in OWN:
         raise ValueError(
             f"attention={wanted!r} does not take a part of the queries with all keys; try 'auto'"
         )
-    if wanted == GRAPH and _takes_graph(wanted, graphed.why_not_segments(q, k, v)):
-        return GRAPH
     return _flash_or_masked(wanted, q, k, v)
 
 
@@ -285,9 +280,6 @@ def attend_segments(
 
     `name` is from `choose_segments`, or from `choose_packed` but for "cudnn_graph".
     """
-    if name == GRAPH:
-        longest = segments.longest_q, segments.longest_k
-        return graphed.attend_segments(q, k, v, torch.stack(segments[:2]), longest, scale)
     if name == "packed":
         flash = torch.ops.aten._flash_attention_forward
         tokens = (_tokens(q), _tokens(k), _tokens(v))
