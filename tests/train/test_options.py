@@ -119,7 +119,10 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"cp": 0}, "cp must be at least 1, got 0"),
         ({"cp": 3}, "seq_len must be a multiple of 6 with cp 3, got 1024"),
         ({"cp": 2, "attention": "cudnn"}, "auto, flash, efficient or math with cp, got cudnn"),
-        ({"cp": 2, "graphs": "layer"}, "cp runs eager: drop --graphs layer"),
+        (
+            {"cp": 2, "graphs": "step"},
+            "cp replays layers, not whole steps: take graphs layer or auto",
+        ),
         ({"cp": 2, "layout": "auto"}, "layout auto plans with cp 1 or chooses it, got 2"),
         ({"cp": 2, "jobs": "j", "data": [], "lora_dropout": 0.0}, "cp must be 1 with jobs, got 2"),
         (
