@@ -23,7 +23,7 @@ from lorakernels.train.packing import PackedRows
 from lorakernels.train.parts import whole_model
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
-from lorakernels.train.tensor import split_layers
+from lorakernels.train.tensor import layer_mesh, split_layers
 from tests import processes
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
@@ -89,7 +89,7 @@ def spoken(
         add_adapters(model, options)
         said: list[str] = []
         ranks = Ranks(rank, 2, tp=2)
-        split_layers(model, options, ranks, device, said.append)
+        split_layers(model, options, ranks, layer_mesh(ranks, device), said.append)
         found.append((said, isinstance(model.get_output_embeddings(), VocabularyHead)))
     return found
 
@@ -132,7 +132,7 @@ def replaying(rank: int, device: torch.device, model_dir: str, refused: bool) ->
         model.config.use_cache = False
         assert fuse_layers(model, options, device)
         said: list[str] = []
-        split_layers(model, options, ranks, device, said.append)
+        split_layers(model, options, ranks, layer_mesh(ranks, device), said.append)
         more: dict[str, Any] = {"ranks": ranks, "warmup": 2, "backend": backend, "say": said.append}
         runtime = Runtime(model, options, loaded.fp8_state, random, **more)
         trainer = Trainer(model, options, rows, loaded.fp8_state, runtime, ranks)
