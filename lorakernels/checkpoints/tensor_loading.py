@@ -88,7 +88,8 @@ class TensorParts:
         return name in self._parts
 
     def _part(self, model: nn.Module, path: str) -> Part:
-        name, linear = f"{path}.weight", model.get_submodule(path)
+        name = f"{path}.weight"
+        linear: Any = model.get_submodule(path)
         dim = KINDS[self._cuts[path], False].dimensions["weight"]
         size = linear.weight.shape[dim]
         if name not in self._plan.take or len(self._plan.holders[name]) > 1:

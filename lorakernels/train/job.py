@@ -86,7 +86,7 @@ from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_ra
 from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
-from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh
+from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh, shard_parts
 from lorakernels.train.tensor import layer_mesh, split_layers
 
 
@@ -188,7 +188,8 @@ def adapt(
     mesh = shard_mesh(options, ranks, device, reporter.say)
     shared = stage_ranks(ranks, device)
     layers = layer_mesh(ranks, device)
-    meshes = Meshes(mesh, None if shared is None else shared.mesh, layers)
+    read_sharded = mesh if layers is None else None  # parts of layers are sharded afterwards
+    meshes = Meshes(read_sharded, None if shared is None else shared.mesh, layers)
     model, report = ranks.together(
         lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
     )
@@ -198,6 +199,8 @@ def adapt(
     fused = fuse_layers(model, options, device)
     sizes = sizes_of(model, options) if ranks.tp > 1 else None  # before the embedding is split
     split_layers(model, options, ranks, layers, reporter.say)
+    if layers is not None:
+        shard_parts(model, mesh, reporter.say)
     if options.gradient_checkpointing:
         save_activations(model)  # hooks the embedding, which the ranks may have replaced
     share_rows(model, ranks, device)

@@ -211,7 +211,7 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
         given = {"config": config(), "device": "cpu", "progress": False} | options
         return load_quantized(source or folder / name, lora=lora, tp=tp, **given)
 
-    reads = [Noted(folder / "plain") for _ in range(3)]
+    reads = [Noted(folder / name) for name in ("one key head", "plain", "plain")]
     sizes = config(**IN_BLOCKS)
     found = {
         "no adapters": refused(lambda: load(None)),
@@ -220,9 +220,7 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
         "sharded": refused(lambda: load(mesh=mesh)),
         "offloaded": refused(lambda: load(offload=0.5)),
         "stages": refused(lambda: load(stages=mesh)),
-        "heads": refused(
-            lambda: load(source=reads[0], config=config(num_key_value_heads=1), folder="heads")
-        ),
+        "heads": refused(lambda: load(source=reads[0], config=config(num_key_value_heads=1))),
         "plan": refused(lambda: load(tp=(mesh, {"*.wq": "column"}), source=reads[1])),
         "block": refused(lambda: load(folder="in blocks")),
         "recipe": refused(lambda: load(replace(LORA, fp8=BlockScaling()), source=reads[2])),
@@ -252,6 +250,7 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
 
 def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "plain", config())
+    write_checkpoint(tmp_path / "one key head", config(num_key_value_heads=1))
     write_checkpoint(tmp_path / "wide", config(**IN_BLOCKS))
     write_checkpoint(tmp_path / "in blocks", config(), block_fp8=True)
     write_checkpoint(tmp_path / "not finite", config())
