@@ -41,6 +41,7 @@ from lorakernels.parallel import (
     context_parallel,
     parallelize,
     pipeline_parallel,
+    shard_base,
 )
 from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
@@ -95,6 +96,7 @@ __all__ = [
     "model_parallel_states",
     "quantize_head",
     "save_adapter",
+    "shard_base",
     "training_state_dict",
     "unfuse",
     "unload",

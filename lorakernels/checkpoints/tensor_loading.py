@@ -94,9 +94,9 @@ class TensorParts:
         size = linear.weight.shape[dim]
         if name not in self._plan.take or len(self._plan.holders[name]) > 1:
             raise ValueError(f"tp: {name} is tied to another weight: it cannot be read in parts")
-        if isinstance(self._recipe, BlockScaling) and path in self._plan.quantized:
-            if why_not := why_not_blocks(size, dim, self.ranks.size):
-                raise ValueError(f"{path} {why_not}")
+        in_blocks = isinstance(self._recipe, BlockScaling) and path in self._plan.quantized
+        if in_blocks and (why_not := why_not_blocks(size, dim, self.ranks.size)):
+            raise ValueError(f"{path} {why_not}")
         block = self._plan.block[dim]
         blocks = self._plan.blocks_of(name)
         if blocks and size % (self.ranks.size * block):

@@ -172,9 +172,9 @@ def check_sizes(model: nn.Module, found: Found, size: int) -> None:
             raise ValueError(
                 f"{path} has {name} {by}, which must be a multiple of the {size} ranks"
             )
-        if getattr(module, "block_scaling", None) is not None:
-            if why_not := why_not_blocks(by, dim, size):
-                raise ValueError(f"{path} {why_not}")
+        in_blocks = getattr(module, "block_scaling", None) is not None
+        if in_blocks and (why_not := why_not_blocks(by, dim, size)):
+            raise ValueError(f"{path} {why_not}")
     if found.spec is not None:
         _check_heads(model, size)
 

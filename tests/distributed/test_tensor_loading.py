@@ -232,7 +232,7 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
         ),
         "another": refused(
             lambda: load(folder="wide" if rank else "plain", config=sizes if rank else config())
-        ),  # fmt: skip
+        ),
     }
     assert not any(source.read for source in reads)
     lora = replace(LORA, lora_dropout=0.0, target_modules="all-linear")

@@ -14,14 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels import VocabularyHead, load_quantized, parallelize
+from lorakernels.checkpoints.shards import Directory
 from lorakernels.parallel import comm
-from lorakernels.train.job import add_adapters, lora_config
+from lorakernels.train.job import Meshes, add_adapters, load_adapted, lora_config
 from lorakernels.train.loop import Trainer
 from lorakernels.train.model import hidden_states, load_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.parts import whole_model
 from lorakernels.train.ranks import Ranks
+from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
 from lorakernels.train.tensor import layer_mesh, split_layers
 from tests import processes
@@ -172,3 +174,31 @@ def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(even_model:
     assert one[3].startswith("FinetuneError: replay of layer '1'"), one[3]
     assert "the other ranks cannot repeat their step; --resume with --eager" in one[3]
     assert "gloo" in whole[3] and len(whole[0]) == len(one[0]) == 4
+
+
+def read_by_finetune(rank: int, device: torch.device, model_dir: str) -> list[tuple[Any, ...]]:
+    """Of each way: what it says about what is read, and whether its layers are parts."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    found = []
+    for more in ({}, {"weight_layout": "both"}, {"fp8": False}):
+        options = FinetuneOptions(r=4, **more)
+        reporter, said = Reporter("test", 1), []
+        with mock.patch.object(reporter, "say", said.append):
+            random = make_random_state(0, 0, device)
+            meshes = Meshes(tp=mesh)
+            given = Path(model_dir), options, torch.float32, device, random, reporter, meshes
+            model, _ = load_adapted(*given)
+        shape = model.get_submodule("model.layers.0.self_attn.q_proj").weight.shape
+        found.append(([line for line in said if "base:" in line], tuple(shape)))
+    return found
+
+
+def test_over_fp8_a_rank_reads_its_parts_alone(even_model: Path) -> None:
+    infos = Directory(even_model).tensors
+    size = sum(i.bytes // (2 if n.endswith("_proj.weight") else 1) for n, i in infos.items())
+    n, k = infos["model.layers.0.self_attn.q_proj.weight"].shape
+    for own, both, plain in processes.on_ranks(read_by_finetune, 2, "gloo", str(even_model)):
+        said = f"base: {size / 1e6:,.3f} MB read, those of this rank's parts of layers"
+        assert own == ([said], (n // 2, k))
+        assert "each rank reads the whole model first" in both[0][0] and both[1] == (n, k)
+        assert plain == ([], (n, k))
