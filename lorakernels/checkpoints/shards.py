@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -92,14 +92,7 @@ class Directory:
         path = self.path / shard
         try:
             with safe_open(path, framework="pt") as file:
-
-                def read(name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-                    found: Tensor = (
-                        file.get_tensor(name) if part is None else file.get_slice(name)[part]
-                    )
-                    return found
-
-                yield read
+                yield reader(file)
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or corrupted: {error}") from error
 
@@ -133,3 +126,13 @@ class Directory:
             raise ValueError(f"{path} is truncated or corrupted: {error}") from error
         if lost := sorted({k for k, file_name in index.items() if file_name == shard} - names):
             raise ValueError(f"{path} lacks {len(lost)} tensors of {INDEX}: {', '.join(lost[:5])}")
+
+
+def reader(file: Any) -> Read:
+    """Reads tensors of an open safetensors file, whole or the part that slices of its dimensions say."""
+
+    def read(name: str, part: tuple[slice, ...] | None = None) -> Tensor:
+        found: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+        return found
+
+    return read

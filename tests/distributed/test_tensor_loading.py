@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,9 +161,9 @@ def compare(device: torch.device, folder: Path, way: Way, mesh: Any) -> dict[str
     }
 
 
-def worker(rank: int, device: torch.device, folder: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
-    return {way.name: compare(device, folder / way.name, way, mesh) for way in WAYS}
+def worker(rank: int, device: torch.device, folder: Path, ways: tuple[Way, ...]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+    return {way.name: compare(device, folder / way.name, way, mesh) for way in ways}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("tp")
     for way in WAYS:
         write(folder / way.name, way)
-    return on_ranks(worker, 2, "gloo", folder)
+    return on_ranks(worker, 2, "gloo", folder, WAYS)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
@@ -193,6 +194,16 @@ def test_parts_that_were_read_are_those_of_the_whole(way: Way, results: Any) -> 
         assert whole - part >= held / 2 - 2 * largest
         # FP8 over ranks turns single roundings of x and of sums
         assert found["near"] < 2.0**-3
+
+
+def test_four_parts(tmp_path: Path) -> None:
+    way = replace(WAYS[0], model={"num_key_value_heads": 4})
+    write(tmp_path / way.name, way)
+    for each in on_ranks(worker, 4, "gloo", tmp_path, (way,)):
+        found = each[way.name]
+        assert found["names"] and found["unequal"] == [] and found["drawn"]
+        own, everything = found["read"]
+        assert sum(4 * own[n] == everything[n] for n in own) == 14
 
 
 def refused(work: Callable[[], Any]) -> str:

@@ -334,7 +334,7 @@ def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
         ),
         ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
-        ("a sharded base", "is split over tensor-parallel ranks, whose base cannot be sharded yet"),
+        ("a sharded base", "the part of layers that parallelize split differs"),
         ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
         ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
         ("torch.compile", "is split over ranks and cannot be compiled yet"),

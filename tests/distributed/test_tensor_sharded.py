@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import BlockScaling
+from lorakernels import BlockScaling, rehearsal
 from lorakernels.parallel import TensorParallel, parallelize, shard_base
 from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.distributed.tensor_models import Way, batch, loss_of, make, train
@@ -70,7 +70,30 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         with torch.no_grad():
             losses = [loss_of(model.eval(), batch(0, device)) for model in models]
         found[str(way)] = got | {"loss": torch.equal(*losses)}
+    found["rehearsed"] = rehearsed(mesh, device)
     return found | {"blocks": in_blocks(mesh), "said": refusals(mesh, device)}
+
+
+def rehearsed(mesh: Any, device: torch.device) -> list[str]:
+    """What differs after a rehearsal, of a run over ranks. Scales are known to no rank before the first step."""
+    found = []
+    for first in (False, True):
+        model = make(WAYS[0], device)
+        split = parallelize(model, mesh["tp"], vocabulary=True)
+        if first:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=0.1)
+            with rehearsal(model, optimizer):
+                for step in range(2):
+                    tokens = batch(50 + step, device)
+                    split.loss(tokens, input_ids=tokens).backward()
+                    optimizer.step()
+                    fp8_state(model).reduce_and_update()
+                with torch.no_grad():
+                    model.eval()(tokens, use_cache=False)
+        found.append(bits(model, WAYS[0], split))
+    split.check()
+    return unequal(*found)
 
 
 def in_blocks(mesh: Any) -> list[str]:
@@ -121,6 +144,10 @@ def test_bits_are_those_of_split_layers_over_a_whole_base(way: Way, results: Any
         found = each[str(way)]
         assert found["unequal"] == [] and found["saved"] == [] and found["after"] == []
         assert found["loss"] and 0.5 <= found["bytes"] < 0.55, "half of a part, and padding"
+
+
+def test_a_rehearsal_leaves_ranks_as_they_were(results: Any) -> None:
+    assert all(found["rehearsed"] == [] for found in results)
 
 
 def test_weights_in_blocks(results: Any) -> None:
