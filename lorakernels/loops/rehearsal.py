@@ -138,7 +138,7 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             if p not in state:
                 del optimizer.state[p]
         for p, values in state.items():
-            for key, (x, value) in values.items():
+            for x, value in values.values():
                 if isinstance(x, Tensor):
                     x.copy_(value)
             optimizer.state[p] = {key: x for key, (x, _) in values.items()}

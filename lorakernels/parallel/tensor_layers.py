@@ -24,6 +24,7 @@ from lorakernels.parallel.tensor_nodes import ColumnNode, PartCall, RowNode
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales, shared
 from lorakernels.values import Weight
 
+OF_PART = "of_a_part"  # attribute of the parameters of split layers, also of those that all ranks hold whole
 OWN_ROWS = "own_rows"  # attribute of a stand-in for a whole x (tensor_rows.py)
 
 
@@ -204,6 +205,8 @@ def cut(
             whole.data, whole.grad = own_part(whole.detach(), dim, ranks), None
     if read is not None:
         layer.weight_scale_inv = read.scale_inv
+    for parameter in layer.parameters(recurse=False):
+        vars(parameter)[OF_PART] = True
     layer.out_features, layer.in_features = layer.stored.shape
     layer.__class__ = kind  # type: ignore[assignment]
     layer.__dict__.update(ranks=ranks, scales=scales, flat=flat)

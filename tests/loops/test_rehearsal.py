@@ -14,7 +14,7 @@ from lorakernels import PhiloxState, attach, rehearsal
 from tests.loops.test_attach import adamw, llama
 
 
-def made(bias: str = "none") -> tuple[Any, Any, Any]:
+def made() -> tuple[Any, Any, Any]:
     rng_state = PhiloxState(7, "cpu")
     model = llama(dropout=0.1, rng_state=rng_state)
     model.register_buffer("calls", torch.zeros(()))
@@ -43,6 +43,11 @@ def state(model: Any, optimizer: Any, rng_state: Any) -> dict[str, Any]:
     return copy.deepcopy(found | {"optimizer": optimizer.state_dict(), "mode": model.training})
 
 
+def addresses_of(optimizer: Any) -> list[int]:
+    moments = optimizer.state_dict()["state"].values()
+    return [x.data_ptr() for values in moments for x in values.values()]
+
+
 def same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Tensor):
         return isinstance(theirs, Tensor) and torch.equal(ours, theirs)
@@ -62,7 +67,7 @@ def test_a_run_goes_on_as_without_it(before: int, fails: bool) -> None:
     model, optimizer, _ = run
     if before:  # an accumulated gradient
         model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    found, addresses = state(*run), [x.data_ptr() for x in optimizer.state_dict()["state"].values() for x in x.values()]  # fmt: skip
+    found, addresses = state(*run), addresses_of(optimizer)
     grads = [p.grad for p in model.parameters()]
     try:
         with rehearsal(model, optimizer):
@@ -78,8 +83,7 @@ def test_a_run_goes_on_as_without_it(before: int, fails: bool) -> None:
         assert fails
     assert same(state(*run), found)
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    after = [x.data_ptr() for x in optimizer.state_dict()["state"].values() for x in x.values()]
-    assert addresses == after
+    assert addresses == addresses_of(optimizer)
     torch.manual_seed(3)
     ours = [step(*run, seed) for seed in (10, 11)]
     other = made()

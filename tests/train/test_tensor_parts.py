@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lorakernels import VocabularyHead, load_quantized, parallelize
 from lorakernels.checkpoints.shards import Directory
 from lorakernels.parallel import comm
+from lorakernels.train import job
+from lorakernels.train.errors import FinetuneError
 from lorakernels.train.job import Meshes, add_adapters, load_adapted, lora_config
 from lorakernels.train.loop import Trainer
 from lorakernels.train.model import hidden_states, load_model
@@ -202,3 +207,37 @@ def test_over_fp8_a_rank_reads_its_parts_alone(even_model: Path) -> None:
         assert own == ([said], (n // 2, k))
         assert "each rank reads the whole model first" in both[0][0] and both[1] == (n, k)
         assert plain == ([], (n, k))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
+def test_graphs_go_before_the_process_group(
+    fails: bool,
+    base_args: list[str],
+    cli: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that outlives its communicator waits for it for good."""
+    order, close, step = [], Runtime.close, Trainer.step
+
+    @contextmanager
+    def group(device: torch.device) -> Iterator[Ranks]:
+        try:
+            yield Ranks()
+        finally:
+            order.append("group")
+
+    def closed(runtime: Runtime) -> None:
+        order.append("graphs")
+        close(runtime)
+
+    def stepped(trainer: Trainer, *args: Any) -> Any:
+        if fails and trainer.counters.step == 1:
+            raise FinetuneError("a rank is gone")
+        return step(trainer, *args)
+
+    monkeypatch.setattr(job, "joined", group)
+    monkeypatch.setattr(Runtime, "close", closed)
+    monkeypatch.setattr(Trainer, "step", stepped)
+    assert (cli(*base_args, "--steps", 2, "--output", tmp_path / "out") != 0) == fails
+    assert order == ["graphs", "group"]
