@@ -99,15 +99,15 @@ def write(folder: Path, way: Way) -> None:
         save_file(part, path, {"format": "pt"})
 
 
-def loaded(folder: Path, way: Way, tp: Any) -> tuple[Any, Noted, int]:
+def loaded(folder: Path, way: Way, tp: Any, device: torch.device) -> tuple[Any, Noted, int]:
     """(the result, what was read, the largest sum of bytes that ops had made at a time)."""
     torch.manual_seed(5)
     source, live = Noted(folder), Live()
     options: dict[str, Any] = {"lora": way.lora, "tp": tp, **way.load}
-    options["rng_state"] = PhiloxState(11, "cpu")
+    options["rng_state"] = PhiloxState(11, device)
     with live:
         found = load_quantized(
-            source, config=small(way), device="cpu", progress=False, dtype=torch.float32, **options
+            source, config=small(way), device=device, progress=False, dtype=torch.float32, **options
         )
     source.drawn = torch.get_rng_state()
     return found, source, live.peak
@@ -122,6 +122,7 @@ def numbers(found: Any, way: Way, mesh: Any) -> dict[str, Any]:
     got = {n: x.detach().clone() for n, x in (*model.named_parameters(), *model.named_buffers())}
     torch.manual_seed(9)
     tokens = torch.randint(96, (2, 8), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(next(model.parameters()).device)
     if way.split.get("vocabulary"):
         loss = split.loss(tokens, input_ids=tokens)
     else:
@@ -143,9 +144,9 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def compare(device: torch.device, folder: Path, way: Way, mesh: Any) -> dict[str, Any]:
-    whole, all_of_it, most = loaded(folder, way, None)
-    part, own, peak = loaded(folder, way, mesh)
-    tokens = torch.arange(16).view(2, 8)
+    whole, all_of_it, most = loaded(folder, way, None, device)
+    part, own, peak = loaded(folder, way, mesh, device)
+    tokens = torch.arange(16, device=device).view(2, 8)
     with torch.no_grad():
         alone = whole.model(tokens).logits
         near = (part.model(tokens).logits - alone).norm() / alone.norm()
@@ -162,7 +163,7 @@ def compare(device: torch.device, folder: Path, way: Way, mesh: Any) -> dict[str
 
 
 def worker(rank: int, device: torch.device, folder: Path, ways: tuple[Way, ...]) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
     return {way.name: compare(device, folder / way.name, way, mesh) for way in ways}
 
 
@@ -204,6 +205,22 @@ def test_four_parts(tmp_path: Path) -> None:
         assert found["names"] and found["unequal"] == [] and found["drawn"]
         own, everything = found["read"]
         assert sum(4 * own[n] == everything[n] for n in own) == 14
+
+
+@pytest.mark.gpu
+def test_parts_on_two_gpus(tmp_path: Path) -> None:
+    """What is loaded. Sums by atomics may have another order in the step."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for way in WAYS:
+        write(tmp_path / way.name, way)
+    computed = ("gradient of", "scales of x", "of dy", "loss")
+    for each in on_ranks(worker, 2, "nccl", tmp_path, WAYS):
+        for found in each.values():
+            assert found["names"] and found["drawn"] and found["near"] < 2.0**-3
+            assert [n for n in found["unequal"] if not n.startswith(computed)] == []
+            own, everything = found["read"]
+            assert sum(2 * own[n] == everything[n] for n in own) == 14
 
 
 def refused(work: Callable[[], Any]) -> str:
