@@ -13,7 +13,7 @@ from lorakernels.checkpoints.loading import Loaded, load_quantized
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
 from lorakernels.fusion.unload import merge_and_unload, unload
-from lorakernels.loops import Attached, attach
+from lorakernels.loops import Attached, attach, rehearsal
 from lorakernels.modules import (
     AdapterBatch,
     FrozenFP8Linear,
@@ -41,6 +41,7 @@ from lorakernels.parallel import (
     context_parallel,
     parallelize,
     pipeline_parallel,
+    shard_base,
 )
 from lorakernels.parallel.offload import Offload
 from lorakernels.state.fp8 import FP8State
@@ -88,6 +89,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_adapter",
     "read_adapter",
+    "rehearsal",
     "load_quantized",
     "merge_and_unload",
     "merge_lora",
@@ -95,6 +97,7 @@ __all__ = [
     "model_parallel_states",
     "quantize_head",
     "save_adapter",
+    "shard_base",
     "training_state_dict",
     "unfuse",
     "unload",

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from lorakernels.checkpoints.shards import Read, reader
 from lorakernels.train.errors import require
 from lorakernels.train.files import replace_file
 
@@ -125,13 +126,13 @@ class Synthetic:
         return sum(info.bytes for info in self.tensors.values() if info.shard == shard)
 
     @contextlib.contextmanager
-    def open(self, shard: str) -> Iterator[Callable[[str], Tensor]]:
+    def open(self, shard: str) -> Iterator[Read]:
         safetensors = require("safetensors")
         path = self.folder / shard
         try:
             self.write(shard)
             with safetensors.safe_open(path, framework="pt") as file:
-                yield file.get_tensor
+                yield reader(file)
         finally:
             path.unlink(missing_ok=True)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lorakernels
-from lorakernels import LoRAConfig, PhiloxState, apply_lora
+from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse, load_quantized
 from lorakernels.parallel import shard_base
 from tests.graphs.layers import managed
 from tests.processes import free_port
@@ -53,6 +53,8 @@ RUN_BY = {
         "test_a_sharded_optimizer",
         "test_tensor_parallel",
         "test_saving_parts",
+        "test_parts_read_alone",
+        "test_a_sharded_base_beneath_parts",
         "test_layers_for_authors",
         "test_context_parallel",
         "test_pipeline_parallel",
@@ -279,10 +281,29 @@ def test_saving_parts(one_rank: dict[str, Any], tmp_path: Path) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def tp_of(names: dict[str, Any]) -> dict[str, Any]:
+    """`names` with a mesh of one rank, and what the block above has imported."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard", "tp"))
+    others = {"parallelize": lorakernels.parallelize, "shard_base": shard_base}
+    return {**names, **others, "mesh": mesh, "load_quantized": load_quantized, "fuse": fuse}
+
+
+def test_parts_read_alone(one_rank: dict[str, Any]) -> None:
+    names = on_one_rank(5, tp_of(one_rank))
+    assert "14 layers over 1 ranks" in str(names["split"]) or "vocabulary" in str(names["split"])
+
+
+def test_a_sharded_base_beneath_parts(one_rank: dict[str, Any]) -> None:
+    names = tp_of(one_rank)
+    apply_lora(names["model"], names["config"])
+    assert "transport gloo" in str(on_one_rank(6, names)["base"])
+
+
 def test_layers_for_authors(one_rank: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     small = {"4096": "32", "14336": "48"}
-    code = blocks("docs/parallel.md")[5]
+    code = blocks("docs/parallel.md")[7]
     for width, less in small.items():
         code = code.replace(width, less)
     act, x = torch.nn.functional.silu, torch.randn(6, 2, 32)
@@ -292,18 +313,18 @@ def test_layers_for_authors(one_rank: dict[str, Any]) -> None:
 
 
 def test_context_parallel(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(6, one_rank)
+    names = on_one_rank(8, one_rank)
     assert names["loss"].isfinite()
 
 
 def test_pipeline_parallel(one_rank: dict[str, Any]) -> None:
     tokens = torch.arange(16).expand(8, 16)
-    names = on_one_rank(7, one_rank, tokens=tokens, labels=tokens)
+    names = on_one_rank(9, one_rank, tokens=tokens, labels=tokens)
     assert names["loss"].isfinite() and "1 stages over 1 ranks" in str(names["pipeline"])
 
 
 def test_fsdp(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(8, with_a_group(one_rank))
+    names = on_one_rank(10, with_a_group(one_rank))
     tokens = names["tokens"]
     assert names["model"](tokens, labels=tokens).loss.isfinite()
 

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from lorakernels.checkpoints.export_plan import Adapter, MergePlan, Out, plan_merge, read_adapter
 from lorakernels.checkpoints.files import copy_files, write_config
-from lorakernels.checkpoints.loading import FP8Weight, block_size_of, config_of
+from lorakernels.checkpoints.loading import FP8Weight
 from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory
+from lorakernels.checkpoints.skeleton import block_size_of, config_of
 from lorakernels.checkpoints.writer import (
     DTYPES,
     ShardWriter,

@@ -18,11 +18,10 @@ Otherwise it is requantized from its exact amax, one matrix at a time.
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,13 +29,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lorakernels.checkpoints.expert_files import with_experts
 from lorakernels.checkpoints.loading_plan import Plan
 from lorakernels.checkpoints.sharded_loading import ShardedWeights
 from lorakernels.checkpoints.shards import Directory, Source
+from lorakernels.checkpoints.skeleton import (
+    BLOCK,
+    block_size_of,
+    build,
+    config_of,
+    read_generation_config,
+)
 from lorakernels.checkpoints.stage_loading import OtherStages, Stages
+from lorakernels.checkpoints.tensor_loading import Split, TensorParts
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.convert import check_fp8_linear, dequantize, held_weight
@@ -52,7 +58,6 @@ from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight
 
-BLOCK = (128, 128)
 Progress = Callable[[int, int], None]
 
 
@@ -98,6 +103,7 @@ def load_quantized(
     offload: float | Offload = 0.0,
     embeddings: bool = False,
     stages: Any = None,
+    tp: Any = None,
 ) -> Loaded:
     """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
     runs.
@@ -128,9 +134,13 @@ def load_quantized(
         stages: a DeviceMesh of one axis, such as `mesh["pp"]`, or (mesh["pp"], chunks). This rank then reads its part
             of the model, as `pipeline_parallel` over the same mesh cuts it, and no weight of the others. Collective.
             `fuse` and `pipeline_parallel` follow, and all ranks must draw the same adapters. Give `lora`.
+        tp: a DeviceMesh of one axis, such as `mesh["tp"]`, or (mesh["tp"], plan). This rank then reads its part of each
+            weight that `parallelize` over the same mesh splits, and all of the others. Collective. Give `lora`. The
+            model runs as it is, with all rows on each rank. `fuse` may follow, and `parallelize` for rows and
+            vocabulary; fused layers need it.
 
-    With `mesh` or `stages`, what one rank raises, all raise; those that did not find it raise ValueError and name the
-    rank.
+    With `mesh`, `stages` or `tp`, what one rank raises, all raise; those that did not find it raise ValueError and name
+    the rank.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -138,7 +148,7 @@ def load_quantized(
             starts from the 16-bit weight ("olora", "pissa"), which is never there. Also if a weight is
             not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
             of a checkpoint with blocks other than 128 × 128. Everything but the values is checked before the first
-            value is read.
+            value is read. With `tp`, a part that would end inside a block of a block-FP8 weight is such a case.
         ImportError: transformers is not installed.
     """
     began = time.perf_counter()
@@ -151,30 +161,35 @@ def load_quantized(
         )
     recipe = _recipe(lora, fp8)
     target = _device(device)
-    wanted = Stages.of(stages)
-    together = _together(mesh if wanted is None else wanted.mesh)
+    wanted, split = Stages.of(stages), Split.of(tp)
+    group = _patient(mesh, wanted, split)
+    together = nullcontext if group is None else partial(comm.together, group)
     with together():
         files = Directory(source) if isinstance(source, (str, Path)) else source
         config = config_of(source, config)
         block = block_size_of(config)
-        model = _build(config, model_class, dtype, attn_implementation)
-        _read_generation_config(model, source)
+        model = build(config, model_class, dtype, attn_implementation)
+        read_generation_config(model, source)
         if frozen == "fp8" if lora is None else lora.target_parameters:
             files = with_experts(files, model, block)
         plan = Plan(model, files.tensors, lora, frozen, block)
-        _check_layout(lora, mesh, offload, wanted)
+        _check_layout(lora, mesh, offload, wanted or split)
         if embeddings and mesh is None:
             raise ValueError("embeddings=True needs a mesh, found None")
         _check_block(plan, recipe)
-        _check_experts(model, mesh is not None or as_offload(offload).fraction or wanted)
+        _check_experts(model, mesh is not None or as_offload(offload).fraction or wanted or split)
         others = None if wanted is None else OtherStages(model, wanted, target)
         if others is not None:
             plan.leave_out(others.inside)
+        parts = None
+        if split is not None:
+            parts = TensorParts(model, split, plan, recipe, (target, group))
+            parts.agree()
     shards = None
     if mesh is not None or as_offload(offload).fraction:
         place = Place.of(mesh, target)
         shards = ShardedWeights(model, plan.quantized, place, offload, embeddings)
-    loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards, others))
+    loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards, others, parts))
     report = None
     with nullcontext() if shards is None else shards, together():
         loader.run(_Line() if progress is True else progress or None)
@@ -187,6 +202,8 @@ def load_quantized(
         restack(model)
         if others is not None:
             others.take_out(model)
+        if parts is not None:
+            parts.cut(model)
     sharded = None if shards is None else shards.finish()
     state = loader.state if report is None or report.fp8_state is None else report.fp8_state
     seconds = time.perf_counter() - began
@@ -194,30 +211,37 @@ def load_quantized(
     return Loaded(model, report, state, *read, seconds, sharded)
 
 
-def _together(mesh: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Collective: makes contexts in which what one rank of `mesh` raises, all raise."""
-    if mesh is None:
-        return nullcontext
-    check_mesh(mesh)
-    return partial(comm.together, comm.patient(mesh.get_group()))
+def _patient(mesh: Any, stages: Stages | None, split: Split | None) -> Any:
+    """Collective: the group in which ranks wait for each other's reading; None for one process alone.
+
+    Raises:
+        ValueError: both a pipeline's stages and split layers are asked for.
+    """
+    if stages is not None and split is not None:
+        raise ValueError("tp does not go with stages yet: leave out one of them")
+    found = next((given.mesh for given in (stages, split) if given is not None), mesh)
+    check_mesh(found)
+    return None if found is None else comm.patient(found.get_group())
 
 
 def _check_layout(
-    lora: LoRAConfig | None, mesh: Any, offload: float | Offload, stages: Stages | None
+    lora: LoRAConfig | None, mesh: Any, offload: float | Offload, apart: Stages | Split | None
 ) -> None:
     held = mesh is not None or as_offload(offload).fraction
-    if stages is not None and held:
+    name = "tp" if isinstance(apart, Split) else "stages"
+    if apart is not None and held:
+        then = "call shard_base after parallelize" if name == "tp" else "leave out mesh and offload"
         raise ValueError(
-            "stages: the base of a pipeline is neither sharded nor offloaded: leave out mesh and offload"
+            f"{name}: what ranks read in parts is neither sharded nor offloaded while it is read: {then}"
         )
-    if stages is not None and lora is None:
-        raise ValueError("stages need lora: adapters cannot follow on a part of a model")
-    if not held and stages is None:
+    if apart is not None and lora is None:
+        raise ValueError(f"{name} needs lora: adapters cannot follow on a part of a model")
+    if not held and apart is None:
         return
-    how = "a sharded base" if stages is None else "stages"
+    how = "a sharded base" if apart is None else name
     if lora is not None and lora.use_dora:
         raise ValueError(
-            "lora.use_dora=True needs whole weights for its norms: leave out mesh, offload and stages"
+            "lora.use_dora=True needs whole weights for its norms: leave out mesh, offload, stages and tp"
         )
     if lora is not None and lora.weight_layout != "single":
         raise ValueError(
@@ -229,8 +253,8 @@ def _check_experts(model: nn.Module, apart: Any) -> None:
     held = any(isinstance(module, LoRAExperts) for module in model.modules())
     if held and apart:
         raise ValueError(
-            "a base that is sharded, offloaded or in stages takes no mixture of experts: leave out mesh, offload and "
-            "stages"
+            "a base that is sharded, offloaded or read in parts takes no mixture of experts: leave out mesh, offload, "
+            "stages and tp"
         )
 
 
@@ -260,89 +284,17 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
 
 
-def config_of(source: Any, config: Any) -> Any:
-    if config is not None:
-        return copy.deepcopy(config)
-    if not isinstance(source, (str, Path)):
-        raise ValueError("config must be given for a source that is not a directory, found None")
-    import transformers
-
-    if not (Path(source) / "config.json").is_file():
-        raise FileNotFoundError(f"{source} has no config.json: give config")
-    return transformers.AutoConfig.from_pretrained(
-        source, local_files_only=True, trust_remote_code=False
-    )
-
-
-def block_size_of(config: Any) -> tuple[int, ...]:
-    """The block of a block-FP8 checkpoint, or the default. Removes quantization_config from `config`.
-
-    The model holds FP8 in lorakernels' own way, so its config must not call it quantized by transformers.
-    """
-    found = config.__dict__.pop("quantization_config", None)
-    if found is None:
-        return BLOCK
-    found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") != "fp8":
-        raise ValueError(
-            f"quant_method of the checkpoint must be 'fp8', found {found.get('quant_method')!r}"
-        )
-    return tuple(found.get("weight_block_size") or BLOCK)
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Allocates no memory for `torch.empty`, from which linear and embedding layers take their weights.
-
-    Computed tensors, such as rotary frequencies and the ones of norms, are real.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def _build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) -> Any:
-    import transformers
-
-    make = model_class or transformers.AutoModelForCausalLM
-    build = make.from_config if hasattr(make, "from_config") else make._from_config
-    random = torch.get_rng_state()
-    with _LargeOnMeta():
-        model = build(config, dtype=dtype, attn_implementation=attention)
-    torch.set_rng_state(random)
-    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
-        raise ValueError(f"{type(model).__name__} keeps {sorted(kept)} in fp32: load it otherwise")
-    return model.eval()
-
-
-def _read_generation_config(model: Any, source: Any) -> None:
-    """Read generation_config.json as from_pretrained does.
-
-    Without the file, the model keeps the generation config made of its own config.
-    """
-    import transformers
-
-    name = transformers.utils.GENERATION_CONFIG_NAME
-    there = isinstance(source, (str, Path)) and (Path(source) / name).is_file()
-    if not there or not model.can_generate():
-        return
-    try:
-        model.generation_config = transformers.GenerationConfig.from_pretrained(
-            source, local_files_only=True
-        )
-    except OSError as error:
-        raise ValueError(f"{Path(source) / name} cannot be read: {error}") from error
-
-
 class _Places(NamedTuple):
-    """Where values go: for the layers of `lora`, on `device`, in `shards` if there are any, and not for `others`."""
+    """Where values go: for the layers of `lora`, on `device`, in `shards` if there are any, and not for `others`.
+
+    `parts` says what of a tensor is read.
+    """
 
     lora: LoRAConfig | None
     device: torch.device
     shards: ShardedWeights | None
     others: OtherStages | None
+    parts: TensorParts | None
 
 
 class _Loader:
@@ -356,7 +308,7 @@ class _Loader:
         recipe: Recipe,
         places: _Places,
     ) -> None:
-        lora, self.device, self.shards, self.others = places
+        lora, self.device, self.shards, self.others, self.parts = places
         self.model, self.files, self.plan = model, files, plan
         self.recipe = recipe
         self.layout = "single" if lora is None else lora.weight_layout
@@ -392,16 +344,19 @@ class _Loader:
     ) -> None:
         with self.files.open(shard) as read:
             for name in names:
-                size = self.files.tensors[name].bytes
+                size, part = self.plan.info(name).bytes, self.plan.parts.get(name)
                 peak = self.files.mapped_bytes(shard) + size
                 self.peak_host_bytes = max(self.peak_host_bytes, peak)
-                put(name, read(name))
+                put(name, read(name) if part is None else read(name, part))
                 self._done += size
                 if progress is not None:
                     progress(self._done, self.plan.bytes)
 
     def _keep_scale(self, name: str, tensor: Tensor) -> None:
-        self._scales[name.removesuffix("_scale_inv")] = tensor.to(self.device, copy=True)
+        weight = name.removesuffix("_scale_inv")
+        if self.parts is not None and weight in self.parts:
+            tensor = self.parts.scales(weight, tensor)
+        self._scales[weight] = tensor.to(self.device, copy=True)
 
     def _compare(self, name: str, tensor: Tensor) -> None:
         original = self.plan.copies[name]
@@ -422,7 +377,10 @@ class _Loader:
             return
         if fp8 is not None:
             tensor = dequantize(fp8)
-        self._put_plain(name, own, tensor.to(own.dtype) if own.is_floating_point() else tensor)
+        tensor = tensor.to(own.dtype) if own.is_floating_point() else tensor
+        if self.parts is not None and name in self.parts:
+            tensor = self.parts.keep_plain(name, tensor)
+        self._put_plain(name, own, tensor)
 
     def _stand_in(self, name: str) -> None:
         """Put what stands for a tensor of another rank."""
@@ -432,9 +390,10 @@ class _Loader:
         own = getattr(module, attribute)
         if attribute == "weight" and path in self._quantized:
             spec = FrozenSpec(self.recipe, "single", self.state, path)
-            self._hold(path, module, self.others.weight(own.shape, spec.blocks), spec)
+            weight = self.others.stand_ins.weight(own.shape, spec.blocks)
+            self._hold(path, module, weight, spec)
             return
-        self._put_plain(name, own, self.others.tensor(own))
+        self._put_plain(name, own, self.others.stand_ins.tensor(own))
 
     def _put_plain(self, name: str, own: Tensor, value: Tensor) -> None:
         if isinstance(own, nn.Parameter):
@@ -452,10 +411,14 @@ class _Loader:
         layout = "single" if path in self._adapted else self.layout
         spec = FrozenSpec(self.recipe, layout, self.state, path)
         try:
-            if fp8 is None:
+            if self.parts is not None and f"{path}.weight" in self.parts:
+                weight = self.parts.keep(path, tensor, own.dtype, fp8)
+            elif fp8 is None:
                 weight = Weight(*quantize_weight(tensor.to(own.dtype), spec.blocks))
             else:
                 weight = held_weight(fp8, self.recipe)
+        except comm.Told:
+            raise
         except ValueError as error:
             raise ValueError(f"{path}.weight: {error}") from error
         if self.shards is not None and path in self.shards:

@@ -6,6 +6,8 @@ values.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -51,7 +53,8 @@ class Plan:
         self._check_fp8(found)
         self._check_shapes(model)
         self.elsewhere: list[str] = []
-        self._found = found
+        self.parts: dict[str, tuple[slice, ...]] = {}
+        self._found = dict(found)
 
     @property
     def read(self) -> list[str]:
@@ -62,6 +65,24 @@ class Plan:
     def bytes(self) -> int:
         """Size of the tensors to read."""
         return sum(self._found[name].bytes for name in self.read)
+
+    def info(self, name: str) -> TensorInfo:
+        """Of what is read of a tensor."""
+        return self._found[name]
+
+    def blocks_of(self, name: str) -> bool:
+        """Whether a weight has a scale for each block."""
+        scale = self._found.get(f"{name}_scale_inv")
+        return scale is not None and scale.shape not in ((), (1,))
+
+    def read_parts(self, parts: Mapping[str, tuple[slice, ...]]) -> None:
+        """Read no more of the tensors of `parts` than the slices of their dimensions."""
+        for name, part in parts.items():
+            info = self._found[name]
+            sides = zip(part, info.shape, strict=True)
+            shape = tuple(len(range(size)[each]) for each, size in sides)
+            self._found[name] = replace(info, shape=shape)
+        self.parts = dict(parts)
 
     def leave_out(self, inside: tuple[str, ...]) -> None:
         """Read no tensor whose names all begin with one of `inside`. Those left out go into `elsewhere`."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+Read = Callable[..., Tensor]  # of a name, and perhaps of the part that is wanted
 _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
 
 
@@ -45,8 +46,11 @@ class Source(Protocol):
         """The bytes that an open shard keeps mapped on the host."""
         ...
 
-    def open(self, shard: str) -> AbstractContextManager[Callable[[str], Tensor]]:
-        """A context that yields a function from a tensor's name to the tensor on the CPU."""
+    def open(self, shard: str) -> AbstractContextManager[Read]:
+        """A context that yields a function from a tensor's name to the tensor on the CPU.
+
+        Where ranks read parts, it is called with slices of the tensor's dimensions, too, and returns that part.
+        """
         ...
 
 
@@ -82,13 +86,13 @@ class Directory:
         return (self.path / shard).stat().st_size
 
     @contextmanager
-    def open(self, shard: str) -> Iterator[Callable[[str], Tensor]]:
+    def open(self, shard: str) -> Iterator[Read]:
         from safetensors import SafetensorError, safe_open
 
         path = self.path / shard
         try:
             with safe_open(path, framework="pt") as file:
-                yield file.get_tensor
+                yield reader(file)
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or corrupted: {error}") from error
 
@@ -122,3 +126,13 @@ class Directory:
             raise ValueError(f"{path} is truncated or corrupted: {error}") from error
         if lost := sorted({k for k, file_name in index.items() if file_name == shard} - names):
             raise ValueError(f"{path} lacks {len(lost)} tensors of {INDEX}: {', '.join(lost[:5])}")
+
+
+def reader(file: Any) -> Read:
+    """Reads tensors of an open safetensors file, whole or the part that slices of its dimensions say."""
+
+    def read(name: str, part: tuple[slice, ...] | None = None) -> Tensor:
+        found: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+        return found
+
+    return read

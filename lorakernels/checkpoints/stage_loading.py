@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load what a rank of a pipeline has of a model, and none of the others' weights.
 
-Until all is read, a weight of another rank is memory without meaning. An FP8 matrix is a view of one block of bytes
-that all of them share, and any other tensor is one number at all places. So adapters are drawn as in one process.
+Until all is read, something else stands for a weight of another rank (stand_ins.py). So adapters are drawn as in one
+process.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lorakernels.config import BlockScaling
-from lorakernels.modules.weights import scales_shape
+from lorakernels.checkpoints.stand_ins import StandIns
 from lorakernels.parallel.pipeline_check import check, check_ranks, places_of
 from lorakernels.parallel.pipeline_cut import Cut, stages_of
 from lorakernels.parallel.tensor_ranks import Ranks
-from lorakernels.values import Weight
 
 
 class Stages(NamedTuple):
@@ -51,6 +49,7 @@ class OtherStages:
 
     Attributes:
         inside: what the names of their parameters begin with.
+        stand_ins: what stands for these parameters.
 
     Raises:
         TypeError, ValueError: as for `pipeline_parallel`.
@@ -61,21 +60,7 @@ class OtherStages:
         places = places_of(model)
         self.cut = Cut(ranks, places, stages_of(places, ranks.size, stages.chunks))
         self.inside = tuple(f"{path}." for path in self.cut.elsewhere())
-        self._device = device
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def weight(self, shape: torch.Size, blocks: BlockScaling | None) -> Weight:
-        """What stands for an FP8 weight [N, K]."""
-        size = shape.numel()
-        if size > self._bytes.numel():
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
-        data = self._bytes[:size].view(shape)
-        scales = (1,) if blocks is None else scales_shape(data)
-        return Weight(data, torch.ones(scales, device=self._device))
-
-    def tensor(self, like: Tensor) -> Tensor:
-        """What stands for any other tensor."""
-        return torch.zeros((), dtype=like.dtype, device=self._device).expand(like.shape)
+        self.stand_ins = StandIns(device)
 
     def take_out(self, model: nn.Module) -> None:
         """Leave this rank its part, after adapters were put on the whole model.

@@ -15,7 +15,7 @@ from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
 from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
-from lorakernels.modules.holder import is_held, refuse_split
+from lorakernels.modules.holder import is_held, is_loaded_part, refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
 from lorakernels.numerics.blocks import BLOCK
@@ -103,9 +103,9 @@ def _check_structure(path: str, layer: nn.Module) -> None:
                 f"found {sorted(children)}"
             )
     for name, _, module in projections(layer):
-        refuse_split(
-            f"{path}.{name}", module, "fusing it afterwards (call fuse before parallelize)"
-        )
+        if not is_loaded_part(module):
+            what = "fusing it afterwards (call fuse before parallelize)"
+            refuse_split(f"{path}.{name}", module, what)
         if not (_is_plain(module) or isinstance(module, FrozenFP8Linear)):
             raise TypeError(
                 f"{path}.{name} is a {type(module).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"

@@ -28,7 +28,7 @@ from lorakernels.autograd.linear import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import is_held
+from lorakernels.modules.holder import is_held, over_of_loaded_part
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.ops.quantize_lora_down import MAX_RANK
@@ -54,7 +54,7 @@ class FusedGroup:
         self.shared_dropout = shared_dropout
         self.results = results
         self.rows = tuple(member.out_features for member in self.members)
-        self.over: OverRanks | None = None  # set where ranks hold the members together
+        self.over: OverRanks | None = over_of_loaded_part(self.first)  # ranks that hold them
         self._forget()
         self._remember()
 

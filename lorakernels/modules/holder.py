@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _HOLDER = "weight_holder"  # plain attribute of the linear
+_LOADED = "loaded_part"  # likewise
 
 
 class Holder(Protocol):
@@ -60,6 +61,24 @@ def refuse_move(linear: Any, fn: Callable[[Tensor], Tensor]) -> None:
 def is_split(linear: Any) -> bool:
     """Whether `linear` is one rank's part of a layer (lorakernels.parallel.tensor_layers)."""
     return "ranks" in linear.__dict__
+
+
+def is_loaded_part(linear: Any) -> bool:
+    """Whether `linear` is a part that was read by itself, and `parallelize` has not seen it yet."""
+    return _LOADED in linear.__dict__
+
+
+def mark_loaded_part(linear: Any, over: Any) -> None:
+    """Say so, or with None that `parallelize` has seen it. `over`: what a fused layer asks before it runs."""
+    if over is None:
+        linear.__dict__.pop(_LOADED, None)
+    else:
+        linear.__dict__[_LOADED] = over
+
+
+def over_of_loaded_part(linear: Any) -> Any:
+    """What `mark_loaded_part` was given, or None."""
+    return linear.__dict__.get(_LOADED)
 
 
 def refuse_split(path: str, linear: Any, what: str) -> None:

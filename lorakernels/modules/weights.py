@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,15 @@ from lorakernels.values import Weight
 BYTES = (torch.uint8, E4M3)  # dtypes in which e4m3 values are stored and saved
 
 
-def quantize_weight(weight: Tensor, blocks: BlockScaling | None = None) -> tuple[Tensor, Tensor]:
+def quantize_weight(
+    weight: Tensor,
+    blocks: BlockScaling | None = None,
+    largest: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """(e4m3 bytes as uint8 [N, K], scale_inv fp32 [1]) from the weight's exact amax.
 
-    With `blocks`, scale_inv is [⌈N/128⌉, ⌈K/128⌉], from the amax of each block.
+    With `blocks`, scale_inv is [⌈N/128⌉, ⌈K/128⌉], from the amax of each block. Of a part of a weight, `largest` makes
+    the amax of the whole, fp32 [1], of the part's.
 
     Raises:
         ValueError: the weight holds inf or NaN.
@@ -34,7 +40,7 @@ def quantize_weight(weight: Tensor, blocks: BlockScaling | None = None) -> tuple
     if blocks is not None:
         raw, scales = quantize_weight_blocks(weight, power_of_two=blocks.power_2_scale)
         return raw.view(torch.uint8), scales
-    scale = scale_of(amax, FP8_MAX[E4M3])
+    scale = scale_of(amax if largest is None else largest(amax), FP8_MAX[E4M3])
     return quantize_fp8(weight, scale, E4M3).view(torch.uint8), 1.0 / scale
 
 

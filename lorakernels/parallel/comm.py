@@ -99,6 +99,8 @@ def together(group: Any) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
+    except Told:
+        raise
     except Exception as found:  # any: the other ranks wait below
         error = found
     said = agree(group, None if error is None else str(error) or type(error).__name__)
@@ -107,6 +109,23 @@ def together(group: Any) -> Iterator[None]:
     for rank, text in enumerate(said):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
+
+
+class Told(ValueError):
+    """What another rank raised inside `together`, heard by `ask`: all know it already."""
+
+
+def ask(group: Any, mine: Any) -> list[Any]:
+    """Collective inside `together(group)`: `mine` of every rank, by rank.
+
+    Raises:
+        Told: another rank has raised meanwhile. It waits for no answer.
+    """
+    found = agree(group, (mine,))
+    for rank, other in enumerate(found):
+        if not isinstance(other, tuple):  # what `together` says
+            raise Told(f"rank {rank}: {other}")
+    return [other for (other,) in found]
 
 
 def reduce_scatter(group: Any, out: Tensor, whole: Tensor) -> None:

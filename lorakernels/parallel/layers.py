@@ -11,7 +11,7 @@ from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import is_split
+from lorakernels.modules.holder import is_loaded_part
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel.blocks import Shape
 
@@ -96,8 +96,8 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
         yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
     if isinstance(linear, DoRALinear):
         yield "has use_dora=True, whose norms need the whole weight: such a base is not sharded"
-    if is_split(linear):
-        yield "is split over tensor-parallel ranks, whose base cannot be sharded yet"
+    if is_loaded_part(linear):
+        yield "is a part that load_quantized(tp=…) read: call parallelize before shard_base"
     if linear.weight_layout != "single":
         yield "has weight_layout='both': only 'single' is sharded"
     if is_sharded(weight):

@@ -25,6 +25,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
 from lorakernels.parallel.bucket import MOMENTS, Bucket
 from lorakernels.parallel.flat import cut, lay_out
+from lorakernels.parallel.tensor_layers import OF_PART
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -321,6 +322,9 @@ def _objection(params: Sequence[Tensor], device_type: str) -> tuple[type[Excepti
         if is_sharded(p):
             text = "is sharded already (FSDP2): torch.optim.AdamW takes its parts"
             return TypeError, f"{what} {text}"
+        if OF_PART in vars(p):
+            text = "is of a layer that parallelize split, whose norm other ranks have, too: that is not there yet"
+            return ValueError, f"{what} {text}"
         if not p.requires_grad:
             text = "requires no gradient: pass [p for p in model.parameters() if p.requires_grad]"
             return ValueError, f"{what} {text}"

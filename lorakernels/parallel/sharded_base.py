@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from lorakernels.graphs import in_backward
 from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import hold
+from lorakernels.modules.holder import hold, is_split
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import comm
 from lorakernels.parallel.blocks import Block, Entry
@@ -259,7 +259,7 @@ def shard_base(
     as they are, bit for bit. Collective.
 
     Args:
-        model: equal on all ranks in what is frozen.
+        model: equal on all ranks in what is frozen. After `parallelize`, these are the ranks with the same parts.
         mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis. None is this process
             alone, which needs `offload`.
         slots: how many layers' weights a rank has in whole, at least 1. What is on the host has one slot more.
@@ -294,6 +294,7 @@ def shard_base(
         "transport": transport,
         "offload": asked_fraction(offload),
         "embeddings": embeddings,
+        "the part of layers that parallelize split": _part_of(model),
     }
     layout = agreed_layout(place, find, options)
     found = agreed_embeddings(model, place, embeddings)
@@ -308,6 +309,13 @@ def shard_base(
     except BaseException:
         discard(stores)
         raise
+
+
+def _part_of(model: nn.Module) -> str:
+    """Which part of split layers this rank has."""
+    found = (vars(m)["ranks"] for m in model.modules() if is_split(m))
+    ranks = next(found, None)
+    return "none" if ranks is None else f"{ranks.rank} of {ranks.size}"
 
 
 def agreed_embeddings(model: nn.Module, place: Place, embeddings: bool) -> Found | None:

@@ -3,24 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.apply import replace_module
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.spec import FrozenSpec
 from lorakernels.parallel import comm
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import (
     Found,
     check,
     check_equal,
+    check_loaded,
     check_vocabulary,
     checksum,
     fingerprint,
@@ -30,30 +28,14 @@ from lorakernels.parallel.tensor_check import (
     parts_of,
 )
 from lorakernels.parallel.tensor_fused import split_parts
-from lorakernels.parallel.tensor_layers import KINDS, cut
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
+from lorakernels.parallel.tensor_split import Cut, LoadedParts, split_linear
 from lorakernels.parallel.tensor_vocabulary import (
     VocabularyEmbedding,
     VocabularyHead,
 )
 from lorakernels.parallel.tensor_whole import WHOLE, Place, places, whole_of
-from lorakernels.values import Weight
-
-
-class Cut(NamedTuple):
-    """One linear layer that was split.
-
-    Attributes:
-        by: "column" (its outputs), "row" (its inputs) or "vocabulary" (its tokens).
-        whole, own: [N, K] of the whole layer, and of this rank's part.
-        adapted: whether it has an adapter.
-    """
-
-    by: str
-    whole: tuple[int, int]
-    own: tuple[int, int]
-    adapted: bool
 
 
 class TensorParallel:
@@ -173,6 +155,17 @@ class TensorParallel:
             )
         return found
 
+    @staticmethod
+    def whole_numel(model: nn.Module) -> Callable[[Tensor], int]:
+        """How many elements the whole tensor of a parameter of `model` has; its own where the model is not split."""
+        at = places(model)
+
+        def count(parameter: Tensor) -> int:
+            place = at.get(id(parameter))
+            return parameter.numel() * (1 if place is None else place.ranks.size)
+
+        return count
+
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
 
@@ -270,12 +263,12 @@ def parallelize(
 ) -> TensorParallel:
     """Collective: split a model's linear layers over the ranks of `mesh`, in place.
 
-    Every rank gives the same whole model, adapters included. Each keeps its part of it. Weights keep the bytes and the
-    scale of the whole layer, and masks are those of one GPU.
+    Every rank gives the same whole model, adapters included, or the parts of it that it has read. Each keeps its part.
+    Weights keep the bytes and the scale of the whole layer, and masks are those of one GPU.
 
     Args:
         model: a model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`; or any, with
-            `plan`, not fused.
+            `plan`, not fused. Or what `load_quantized(tp=…)` read over the same mesh, with the same `plan`.
         mesh: one dimension of a DeviceMesh, such as `mesh["tp"]`.
         plan: {pattern of paths: "column" or "row"}. None splits q, k, v, gate and up by column, o and down by row.
         sequence_parallel: whether what lies between the split layers is split by rows: norms, residuals, activations.
@@ -296,8 +289,11 @@ def parallelize(
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['tp'], found {mesh}")
     ranks = Ranks(mesh.get_group(), sequence_parallel)
+    loaded = LoadedParts.of(model)
     with comm.together(ranks.group):
         found = found_in(model) if plan is None else found_by(model, plan)
+        if loaded is not None:
+            check_loaded(loaded, found, ranks)
         check(model, found, ranks)
         if vocabulary:
             check_vocabulary(model, found, ranks)
@@ -308,10 +304,14 @@ def parallelize(
     ranks.rows, why = row_exchange(transport, ranks.group, device)
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
-    for parts in fused:
-        for group in parts.groups:
+    if loaded is not None:
+        cuts = loaded.take(model, ranks, flat)
+    else:
+        for group in (group for parts in fused for group in parts.groups):
             group.separate()  # its matrices are joined anew, of the parts
-    cuts = {path: _split(model, path, by, ranks, flat) for path, by in found.cuts.items()}
+        cuts = {
+            path: split_linear(model, (path, by), ranks, flat) for path, by in found.cuts.items()
+        }
     for parts in fused:
         split_parts(parts, ranks)
     if found.spec is not None and ranks.sequence:
@@ -360,19 +360,3 @@ def _refuse_other_groups(model: nn.Module, found: Found, ranks: Ranks) -> None:
             raise ValueError(
                 f"{path}: its FP8State is shared by another group: call parallelize first"
             )
-
-
-def _split(model: nn.Module, path: str, by: str, ranks: Ranks, flat: bool) -> Cut:
-    layer = model.get_submodule(path)
-    if isinstance(layer, nn.Linear):
-        frozen = FrozenFP8Linear.from_weight(
-            Weight(layer.weight.detach()), layer.bias, FrozenSpec(None, name=path)
-        )
-        if frozen.bias is not None:
-            frozen.bias.requires_grad_(layer.bias.requires_grad)
-        replace_module(model, layer, frozen.train(layer.training))
-        layer = frozen
-    assert isinstance(layer, FrozenFP8Linear)
-    whole, adapted = (layer.out_features, layer.in_features), isinstance(layer, LoRALinear)
-    cut(layer, KINDS[by, adapted], ranks, flat)
-    return Cut(by, whole, (layer.out_features, layer.in_features), adapted)

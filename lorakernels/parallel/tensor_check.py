@@ -14,13 +14,14 @@ from lorakernels.autograd.attention import FP8
 from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import is_held
+from lorakernels.modules.holder import is_held, is_loaded_part
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
 from lorakernels.parallel.tensor_layers import why_not_blocks
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.tensor_split import LoadedParts, Waiting
 from lorakernels.state.philox import PhiloxStates
 
 CUTS = ("column", "row")
@@ -107,7 +108,7 @@ def parts_of(layer: FusedDecoderLayer) -> Parts:
 
 
 def _objection_to_fused(parts: Parts) -> str:
-    if parts.over is not None:
+    if parts.over is not None and not isinstance(parts.over, Waiting):
         return "and split over ranks already"
     if parts.offload is not None:
         return "with offload_activations=True"
@@ -118,6 +119,23 @@ def _objection_to_fused(parts: Parts) -> str:
     return ""
 
 
+def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks) -> None:
+    """Refuse another group, or other layers, than those for which parts were read.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if loaded.ranks.group != ranks.group:
+        raise ValueError("mesh must be the one that load_quantized(tp=…) was given, found another")
+    read = {path: cut.by for path, cut in loaded.cuts.items()}
+    for path in (*read, *found.cuts):
+        if read.get(path) != found.cuts.get(path):
+            raise ValueError(
+                f"plan must be the one that load_quantized(tp=…) was given: {path} was read by {read.get(path)}, and "
+                f"is to be split by {found.cuts.get(path)}"
+            )
+
+
 def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
     """Refuse what cannot be split.
 
@@ -126,11 +144,10 @@ def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
         ValueError: sizes or heads that the ranks do not divide, a linear that is grouped, merged or sharded, a
             parameter that trains outside of the split linears.
     """
-    for path, how in found.cuts.items():
-        for objection in _objections(model.get_submodule(path), how, ranks.size):
+    check_sizes(model, found, ranks.size)
+    for path in found.cuts:
+        for objection in _objections(model.get_submodule(path)):
             raise ValueError(f"{path} {objection}")
-    if found.spec is not None:
-        _check_heads(model, ranks.size)
     whole = set(_trained_elsewhere(model, found.cuts))
     if whole:
         raise ValueError(
@@ -138,23 +155,39 @@ def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
         )
 
 
-def _objections(module: nn.Module, how: str, size: int) -> Iterator[str]:
-    if type(module) not in _KNOWN_LINEARS:
+def check_sizes(model: nn.Module, found: Found, size: int) -> None:
+    """Refuse sizes or heads that `size` ranks do not divide; parts that were read have passed this. No value is read.
+
+    Raises:
+        ValueError: a linear or the model has one.
+    """
+    for path, how in found.cuts.items():
+        module: Any = model.get_submodule(path)
+        if not isinstance(module, _KNOWN_LINEARS) or is_loaded_part(module):
+            continue
+        by, name, dim = (module.out_features, "out_features", 0)
+        if how == "row":
+            by, name, dim = (module.in_features, "in_features", 1)
+        if by % size:
+            raise ValueError(
+                f"{path} has {name} {by}, which must be a multiple of the {size} ranks"
+            )
+        in_blocks = getattr(module, "block_scaling", None) is not None
+        if in_blocks and (why_not := why_not_blocks(by, dim, size)):
+            raise ValueError(f"{path} {why_not}")
+    if found.spec is not None:
+        _check_heads(model, size)
+
+
+def _objections(module: nn.Module) -> Iterator[str]:
+    if type(module) not in _KNOWN_LINEARS and not is_loaded_part(module):
         yield f"is a {type(module).__name__}, which cannot be split over ranks"
         return
     assert isinstance(module.weight, torch.Tensor)
-    n, k = module.weight.shape
-    by, name = (n, "out_features") if how == "column" else (k, "in_features")
-    if by % size:
-        yield f"has {name} {by}, which must be a multiple of the {size} ranks"
     if module.weight.requires_grad:
         yield "has a weight that trains: only adapters and biases of split layers can"
     if initial_of(module) is not None:
         yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
-    if getattr(module, "block_scaling", None) is not None:
-        dim = 0 if how == "column" else 1
-        if why_not := why_not_blocks(by, dim, size):
-            yield why_not
     if getattr(module, "merged", False):
         yield "is merged: call unmerge_lora first"
     if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
@@ -246,16 +279,31 @@ def _drawn_from(layer: LoRALinear) -> list[Any] | None:
 
 def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any]:
     """What must be equal on all ranks, by what it is called in a message."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
+    loaded = LoadedParts.of(model)
+    own = () if loaded is None else _own_tensors(model, loaded)
+    tensors = [
+        (n, x) for n, x in (*model.named_parameters(), *model.named_buffers()) if n not in own
+    ]
     layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
     numbers = {m.name: (m.site, m.scaling, m.lora_dropout, _drawn_from(m)) for m in layers}
     return {
         "sequence_parallel": sequence,
         "the plans": found.cuts,
+        "the ways in which they were loaded": loaded is not None,
         **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
         **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
         **generators(model, next(model.parameters()).device),
     }
+
+
+def _own_tensors(model: nn.Module, loaded: LoadedParts) -> set[str]:
+    """Names of the tensors of loaded parts that differ from rank to rank."""
+    found = set()
+    for path in loaded.cuts:
+        layer: Any = model.get_submodule(path)
+        in_blocks = ("weight_scale_inv",) if layer.block_scaling is not None else ()
+        found |= {f"{path}.{name}" for name in (*layer.dimensions, *in_blocks)}
+    return found
 
 
 def check_equal(found: list[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from lorakernels.parallel.tensor_nodes import ColumnNode, PartCall, RowNode
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales, shared
 from lorakernels.values import Weight
 
+OF_PART = "of_a_part"  # attribute of the parameters of split layers, also of those that all ranks hold whole
 OWN_ROWS = "own_rows"  # attribute of a stand-in for a whole x (tensor_rows.py)
 
 
@@ -166,7 +167,13 @@ def why_not_blocks(size: int, dim: int, ranks: int) -> str | None:
     )
 
 
-def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = False) -> None:
+def cut(
+    layer: FrozenFP8Linear,
+    kind: type[Part],
+    ranks: Ranks,
+    flat: bool = False,
+    read: Weight | None = None,
+) -> None:
     """Keep this rank's part of a whole layer, in place. The objects of its parameters stay, the weight's excepted.
 
     Args:
@@ -174,6 +181,7 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         kind: one of KINDS.
         ranks: who keep the other parts.
         flat: see `Part`.
+        read: this rank's part of the weight, where it was read alone and the layer's own has no values.
 
     Raises:
         ValueError: the layer's FP8 state belongs to another group, or a part would end within a block.
@@ -183,17 +191,22 @@ def cut(layer: FrozenFP8Linear, kind: type[Part], ranks: Ranks, flat: bool = Fal
         if why_not := why_not_blocks(layer.stored.shape[dim], dim, ranks.size):
             raise ValueError(f"{layer.name or 'this layer'} {why_not}")
         assert layer.weight_scale_inv is not None
-        layer.weight_scale_inv = own_part(layer.weight_scale_inv, dim, ranks)
+        if read is None:
+            layer.weight_scale_inv = own_part(layer.weight_scale_inv, dim, ranks)
     scales = shared(layer.fp8_state, ranks)
     for name, dim in kind.dimensions.items():
         whole = layer._parameters.get(name)
         if whole is None:
             continue
-        own = own_part(whole.detach(), dim, ranks)
         if name == "weight":
-            layer._parameters[name] = nn.Parameter(own, requires_grad=False)
+            own = own_part(whole.detach(), dim, ranks) if read is None else read.data
+            layer._parameters[name] = nn.Parameter(own.view(whole.dtype), requires_grad=False)
         else:
-            whole.data, whole.grad = own, None
+            whole.data, whole.grad = own_part(whole.detach(), dim, ranks), None
+    if read is not None:
+        layer.weight_scale_inv = read.scale_inv
+    for parameter in layer.parameters(recurse=False):
+        vars(parameter)[OF_PART] = True
     layer.out_features, layer.in_features = layer.stored.shape
     layer.__class__ = kind  # type: ignore[assignment]
     layer.__dict__.update(ranks=ranks, scales=scales, flat=flat)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lorakernels import TensorParallel
+
 # Dense tensor-core peaks in TFLOP/s, (bf16, fp8), from NVIDIA's data sheets. The first row whose pattern occurs in
 # torch's device name as whole words applies, so GH200 does not match H200.
 PEAKS: tuple[tuple[str, str, float, float | None], ...] = (
@@ -51,7 +53,8 @@ class Sizes:
 
     @classmethod
     def of(cls, model: Any, seq_len: int) -> Sizes:
-        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        whole = TensorParallel.whole_numel(model)
+        counts = [(whole(p), p.requires_grad) for p in model.parameters()]
         flops = flops_per_token(model, model.config.get_text_config(), seq_len)
         return cls(sum(n for n, trains in counts if trains), sum(n for n, _ in counts), flops)
 
@@ -74,6 +77,7 @@ def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str
 def flops_per_token(model: Any, config: Any, seq_len: int) -> float:
     """Model FLOPs of forward and backward for one token. ``config`` is the model's transformers config."""
     frozen = trained = 0
+    whole = TensorParallel.whole_numel(model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parameter in model.parameters():
@@ -81,9 +85,9 @@ def flops_per_token(model: Any, config: Any, seq_len: int) -> float:
         if parameter.ndim < 2 or (id(parameter) in embeddings and not tied):
             continue
         if parameter.requires_grad:
-            trained += parameter.numel()
+            trained += whole(parameter)
         else:
-            frozen += parameter.numel()
+            frozen += whole(parameter)
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return float(4 * frozen + 6 * trained + 12 * config.num_hidden_layers * seq_len * width)

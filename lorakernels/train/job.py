@@ -86,16 +86,17 @@ from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_ra
 from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
-from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh
-from lorakernels.train.tensor import split_layers
+from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh, shard_parts
+from lorakernels.train.tensor import layer_mesh, split_layers
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """Over which ranks the base is sharded, and which have a model's stages; None for neither."""
+    """Over which ranks the base is sharded, which have a model's stages, and which its layers together; or None."""
 
     base: DeviceMesh | None = None
     stages: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
 
 
 @dataclass
@@ -186,7 +187,9 @@ def adapt(
     torch.manual_seed(options.seed)
     mesh = shard_mesh(options, ranks, device, reporter.say)
     shared = stage_ranks(ranks, device)
-    meshes = Meshes(mesh, None if shared is None else shared.mesh)
+    layers = layer_mesh(ranks, device)
+    read_sharded = mesh if layers is None else None  # parts of layers are sharded afterwards
+    meshes = Meshes(read_sharded, None if shared is None else shared.mesh, layers)
     model, report = ranks.together(
         lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
     )
@@ -194,8 +197,10 @@ def adapt(
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model))
     fused = fuse_layers(model, options, device)
-    sizes = sizes_of(model, options) if ranks.tp > 1 else None  # later it has parts of each layer
-    split_layers(model, options, ranks, device, reporter.say)
+    sizes = sizes_of(model, options) if ranks.tp > 1 else None  # before the embedding is split
+    split_layers(model, options, ranks, layers, reporter.say)
+    if layers is not None:
+        shard_parts(model, mesh, reporter.say)
     if options.gradient_checkpointing:
         save_activations(model)  # hooks the embedding, which the ranks may have replaced
     share_rows(model, ranks, device)
@@ -291,7 +296,8 @@ def load_adapted(
     reporter: Reporter,
     meshes: Meshes = Meshes(),
 ) -> tuple[nn.Module, LoRAReport]:
-    """The base with its adapters, and their report. Of a pipeline, this rank's part, where that can be read alone.
+    """The base with its adapters, and their report. Of a pipeline and of split layers, this rank's part alone, where
+    that can be read.
 
     With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
     checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded or offloaded.
@@ -317,19 +323,23 @@ def load_adapted(
                 offload=Offload(options.offload, progress=pinning(reporter.say)),
                 embeddings=options.shard_embeddings and meshes.base is not None,
                 stages=meshes.stages,
+                tp=meshes.tp,
             )
         except (ValueError, TypeError, OSError) as error:
             if reading.began or meshes.base is not None or options.offload:
                 raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
-            if meshes.stages is not None:
+            if meshes.stages is not None or meshes.tp is not None:
                 reporter.say(f"base: each rank reads the whole model first: {error}")
                 whole = Meshes(meshes.base)
                 return load_adapted(directory, options, dtype, device, random, reporter, whole)
             reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
         else:
             assert loaded.report is not None
-            if meshes.stages is not None:
-                reporter.say(f"base: {loaded.bytes / 1e6:,.3f} MB read, those of this rank's stage")
+            if meshes.stages is not None or meshes.tp is not None:
+                whose = "stage" if meshes.tp is None else "parts of layers"
+                reporter.say(
+                    f"base: {loaded.bytes / 1e6:,.3f} MB read, those of this rank's {whose}"
+                )
             if loaded.sharded is not None:
                 reporter.say(f"base: {'; '.join(str(loaded.sharded).splitlines())}")
             loaded.model.config.use_cache = False  # type: ignore[union-attr]
@@ -378,7 +388,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
 
 
 def sizes_of(model: nn.Module, options: FinetuneOptions) -> Sizes:
-    """Of a whole model, or of one that was cut into stages."""
+    """Of a whole model, whatever of it this rank has."""
     with whole_model(model):
         return Sizes.of(model, options.seq_len)
 

@@ -223,7 +223,7 @@ def _check_pipeline(options: FinetuneOptions) -> None:
 
 # with --tp, these have one of these values
 WITH_TP = {
-    "demo": False, "pp": 1, "shard_base": False, "offload": 0.0, "offload_activations": False,
+    "demo": False, "pp": 1, "shard_embeddings": False, "offload": 0.0, "offload_activations": False,
     "graphs": ("auto", "layer"), "use_dora": False, "init_lora_weights": ("true", "gaussian"),
     "target_parameters": [], "layout": "given", "memory_budget": None,
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd"),

@@ -88,11 +88,20 @@ class SplitLayers(Parts):
         return {n: p for n, p in self.split.model.named_parameters() if p.requires_grad}
 
 
+def layer_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
+    """Collective: the mesh of the ranks that have layers together with this one; None without them."""
+    if ranks.tp == 1:
+        return None
+    group = ranks.group_of(ranks.tp)
+    assert group is not None
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+
+
 def split_layers(
     model: nn.Module,
     options: FinetuneOptions,
     ranks: Ranks,
-    device: torch.device,
+    mesh: DeviceMesh | None,
     say: Callable[[str], None],
 ) -> SplitLayers | None:
     """Collective: keep this rank's parts of the model's layers, and say which.
@@ -100,12 +109,9 @@ def split_layers(
     Raises:
         OptionError: the model cannot be split.
     """
-    if ranks.tp == 1:
+    if mesh is None:
         return None
-    group = ranks.group_of(ranks.tp)
     same = ranks.group_of(ranks.size // ranks.tp, apart=ranks.tp)
-    assert group is not None
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
     whole = _why_whole_vocabulary(model, options)
     rows = options.sequence_parallel
     try:

@@ -200,7 +200,7 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
 def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config(num_hidden_layers=LAYERS))
     said = {
-        "no adapters": "stages need lora",
+        "no adapters": "stages needs lora",
         "DoRA": "use_dora=True needs whole weights",
         "both layouts": "weight_layout must be 'single' for stages",
         "sharded": "neither sharded nor offloaded",

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels.parallel import TensorParallel, parallelize
+from lorakernels.parallel import TensorParallel, parallelize, shard_base
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.processes import on_ranks
 
@@ -64,11 +64,22 @@ def worker(rank: int, device: torch.device, folder: str, tp: int) -> dict[str, A
     moments = split.dtensors({n: optimizer.state[named[n]]["exp_avg"] for n in trained(model)})
     dcp.save({"adapter": split.state_dict(), "exp_avg": moments}, checkpoint_id=path / f"saved{tp}")
     other = parallelize(drawn(2), mesh)
+    resharded = None
+    if tp == 4:  # TP 4 → two replicas of TP 2, whose frozen base is sharded
+        again = drawn(5)
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        two = parallelize(again, both["tp"])
+        base = shard_base(again, both["dp_shard"])
+        dcp.load({"adapter": two.state_dict()}, checkpoint_id=path / "saved4")
+        resharded = two.whole_adapters()
+        dist.barrier()
+        base.unshard()
     dtensors = split.state_dict()
     name = next(iter(dtensors))
     return {
         "values": split.whole_adapters(),
         "gradients": split.whole_gradients(),
+        "resharded": resharded,
         "one process's": loaded(other, path / "one"),
         "shapes": {n: (tuple(d.shape), tuple(d.to_local().shape)) for n, d in dtensors.items()},
         "unknown": said_by(split, {"model.norm.weight": torch.zeros(64)}),
@@ -104,6 +115,13 @@ def test_parts_load_into_one_process(found: Any) -> None:
 def test_one_process_loads_into_parts(found: Any) -> None:
     expected = trained(drawn(3))
     assert all(same(result["one process's"], expected) for result in found[2])
+
+
+def test_parts_load_at_another_layout(found: Any) -> None:
+    _, tp, results = found
+    for result in results:
+        assert (result["resharded"] is None) == (tp != 4)
+        assert tp != 4 or same(result["resharded"], result["values"])
 
 
 def test_dtensors_know_the_whole_shape(found: Any) -> None:

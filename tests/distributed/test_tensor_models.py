@@ -182,12 +182,22 @@ def test_a_model_over_two_gpus(way: Way) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["tensor_parallel.py", "context_parallel.py", "pipeline_parallel.py"]
+    ("example", "ranks"),
+    [
+        ("tensor_parallel.py", 2),
+        ("context_parallel.py", 2),
+        ("pipeline_parallel.py", 2),
+        ("megatron_style.py", 2),
+        ("torchtitan_style.py", 4),
+    ],
 )
-def test_the_example_runs(example: str) -> None:
+def test_the_example_runs(example: str, ranks: int) -> None:
     """As torchrun starts it, on CPUs."""
     root = Path(__file__).parents[2]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code = (root / "examples" / example).read_text()
+    assert "_style" not in example or code.count("\n") < 80
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    run.append(str(ranks))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [*run, str(root / "examples" / example)],

@@ -25,6 +25,7 @@ from lorakernels import (
 from lorakernels.parallel import (
     ColumnParallelLoRALinear,
     RowParallelLoRALinear,
+    ShardedAdamW,
     parallelize,
     shard_base,
 )
@@ -235,6 +236,9 @@ def afterwards(mesh: Any) -> dict[str, str]:
         "a group": said_by(lambda: LoRALinearGroup(members)),
         "merge": said_by(lambda: merge_lora(model)),
         "a sharded base": said_by(lambda: shard_base(model, mesh)),
+        "a sharded optimizer": said_by(
+            lambda: ShardedAdamW([p for p in model.parameters() if p.requires_grad], mesh)
+        ),
         "once more": said_by(lambda: parallelize(model, mesh)),
         "odd rows": said_by(lambda: loss_of(model, odd)),
         "torch.compile": said_by(lambda: compiled(torch.randn(4, 1, 64))),
@@ -334,7 +338,8 @@ def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
         ),
         ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
-        ("a sharded base", "is split over tensor-parallel ranks, whose base cannot be sharded yet"),
+        ("a sharded optimizer", "is of a layer that parallelize split"),
+        ("a sharded base", "the part of layers that parallelize split differs"),
         ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
         ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
         ("torch.compile", "is split over ranks and cannot be compiled yet"),

@@ -4,6 +4,8 @@ with --cp."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,17 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels import VocabularyHead, load_quantized, parallelize
+from lorakernels.checkpoints.shards import Directory
 from lorakernels.parallel import comm
+from lorakernels.train import job
 from lorakernels.train.context import share_rows
-from lorakernels.train.job import add_adapters, lora_config
+from lorakernels.train.errors import FinetuneError
+from lorakernels.train.job import Meshes, add_adapters, load_adapted, lora_config
 from lorakernels.train.loop import Trainer, evaluate
 from lorakernels.train.model import hidden_states, load_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.parts import whole_model
 from lorakernels.train.ranks import Ranks
+from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
-from lorakernels.train.tensor import split_layers
+from lorakernels.train.tensor import layer_mesh, split_layers
 from tests import processes
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
@@ -92,7 +98,7 @@ def spoken(
         add_adapters(model, options)
         said: list[str] = []
         ranks = Ranks(rank, 2, tp=2)
-        split_layers(model, options, ranks, device, said.append)
+        split_layers(model, options, ranks, layer_mesh(ranks, device), said.append)
         found.append((said, isinstance(model.get_output_embeddings(), VocabularyHead)))
     return found
 
@@ -141,7 +147,7 @@ def replaying(
         model.config.use_cache = False
         assert fuse_layers(model, options, device)
         said: list[str] = []
-        split_layers(model, options, ranks, device, said.append)
+        split_layers(model, options, ranks, layer_mesh(ranks, device), said.append)
         share_rows(model, ranks, device)
         more: dict[str, Any] = {"ranks": ranks, "warmup": 2, "backend": backend, "say": said.append}
         runtime = Runtime(model, options, loaded.fp8_state, random, **more)
@@ -190,3 +196,65 @@ def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(
     assert one[3].startswith("FinetuneError: replay of layer '1'"), one[3]
     assert "the other ranks cannot repeat their step; --resume with --eager" in one[3]
     assert "gloo" in whole[3] and len(whole[0]) == len(one[0]) == 6
+
+
+def read_by_finetune(rank: int, device: torch.device, model_dir: str) -> list[tuple[Any, ...]]:
+    """Of each way: what it says about what is read, and whether its layers are parts."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    found = []
+    for more in ({}, {"weight_layout": "both"}, {"fp8": False}):
+        options = FinetuneOptions(r=4, **more)
+        reporter, said = Reporter("test", 1), []
+        with mock.patch.object(reporter, "say", said.append):
+            random = make_random_state(0, 0, device)
+            meshes = Meshes(tp=mesh)
+            given = Path(model_dir), options, torch.float32, device, random, reporter, meshes
+            model, _ = load_adapted(*given)
+        shape = model.get_submodule("model.layers.0.self_attn.q_proj").weight.shape
+        found.append(([line for line in said if "base:" in line], tuple(shape)))
+    return found
+
+
+def test_over_fp8_a_rank_reads_its_parts_alone(even_model: Path) -> None:
+    infos = Directory(even_model).tensors
+    size = sum(i.bytes // (2 if n.endswith("_proj.weight") else 1) for n, i in infos.items())
+    n, k = infos["model.layers.0.self_attn.q_proj.weight"].shape
+    for own, both, plain in processes.on_ranks(read_by_finetune, 2, "gloo", str(even_model)):
+        said = f"base: {size / 1e6:,.3f} MB read, those of this rank's parts of layers"
+        assert own == ([said], (n // 2, k))
+        assert "each rank reads the whole model first" in both[0][0] and both[1] == (n, k)
+        assert plain == ([], (n, k))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
+def test_graphs_go_before_the_process_group(
+    fails: bool,
+    base_args: list[str],
+    cli: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that outlives its communicator waits for it for good."""
+    order, close, step = [], Runtime.close, Trainer.step
+
+    @contextmanager
+    def group(device: torch.device) -> Iterator[Ranks]:
+        try:
+            yield Ranks()
+        finally:
+            order.append("group")
+
+    def closed(runtime: Runtime) -> None:
+        order.append("graphs")
+        close(runtime)
+
+    def stepped(trainer: Trainer, *args: Any) -> Any:
+        if fails and trainer.counters.step == 1:
+            raise FinetuneError("a rank is gone")
+        return step(trainer, *args)
+
+    monkeypatch.setattr(job, "joined", group)
+    monkeypatch.setattr(Runtime, "close", closed)
+    monkeypatch.setattr(Trainer, "step", stepped)
+    assert (cli(*base_args, "--steps", 2, "--output", tmp_path / "out") != 0) == fails
+    assert order == ["graphs", "group"]

@@ -216,6 +216,26 @@ def test_two_replicas_of_two_parts(run: list[Any], tmp_path: Path) -> None:
     np.testing.assert_allclose(norms(tmp_path / "four"), norms(tmp_path / "one"), rtol=1e-3)
 
 
+@pytest.mark.parametrize("form", [["--fuse"], ["--no-fuse", "--gradient-checkpointing"]], ids=str)
+def test_two_replicas_of_two_parts_keep_one_base(
+    form: list[str], run: list[Any], tmp_path: Path
+) -> None:
+    """To the bit, and a run goes on with the base sharded."""
+    whole, sharded, parts = (tmp_path / name for name in ("whole", "sharded", "parts"))
+    four = [*run, *form, "--tp", 2, "--grad-accum", 1]
+    runs: list[list[Any]] = [
+        [*four, "--output", whole],
+        [*four, "--shard-base", "--output", sharded],
+        ["copy", whole, parts, "step-00000004"],
+        [*four, "--shard-base", "--output", parts, "--resume"],
+    ]
+    on_ranks(runs, tmp_path, size=4)
+    for found in (sharded, parts):
+        assert losses(found) == losses(whole) and adapter(found) == adapter(whole)
+        for rank in range(4):
+            assert_same(*(torch.load(run / f"rank{rank}.pt") for run in (found, whole)))
+
+
 def test_parts_of_layers_and_of_rows(run: list[Any], tmp_path: Path) -> None:
     """Two times two ranks are two that share rows alone, with their masks and scales."""
     form = ["--fuse", "--cp", 2]
@@ -280,7 +300,10 @@ def test_a_rank_knows_its_replica_and_who_counts() -> None:
     ("changes", "message"),
     [
         ({"pp": 2}, "tp 2 does not go with pp 2"),
-        ({"shard_base": True}, "tp 2 does not go with shard_base True"),
+        (
+            {"shard_base": True, "shard_embeddings": True},
+            "tp 2 does not go with shard_embeddings True",
+        ),
         ({"offload": 0.5}, "tp 2 does not go with offload 0.5"),
         ({"graphs": "step"}, "tp 2 does not go with graphs step"),
         ({"use_dora": True}, "tp 2 does not go with use_dora True"),

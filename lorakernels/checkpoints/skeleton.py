@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers without memory for its weights, as `load_quantized` fills it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+BLOCK = (128, 128)
+
+
+def config_of(source: Any, config: Any) -> Any:
+    """A copy of `config`, or what the directory `source` has.
+
+    Raises:
+        ValueError: there is neither.
+        FileNotFoundError: the directory has no config.json.
+    """
+    if config is not None:
+        return copy.deepcopy(config)
+    if not isinstance(source, (str, Path)):
+        raise ValueError("config must be given for a source that is not a directory, found None")
+    import transformers
+
+    if not (Path(source) / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no config.json: give config")
+    return transformers.AutoConfig.from_pretrained(
+        source, local_files_only=True, trust_remote_code=False
+    )
+
+
+def block_size_of(config: Any) -> tuple[int, ...]:
+    """The block of a block-FP8 checkpoint, or the default. Removes quantization_config from `config`.
+
+    The model holds FP8 in lorakernels' own way, so its config must not call it quantized by transformers.
+    """
+    found = config.__dict__.pop("quantization_config", None)
+    if found is None:
+        return BLOCK
+    found = found if isinstance(found, dict) else found.to_dict()
+    if found.get("quant_method") != "fp8":
+        raise ValueError(
+            f"quant_method of the checkpoint must be 'fp8', found {found.get('quant_method')!r}"
+        )
+    return tuple(found.get("weight_block_size") or BLOCK)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Allocates no memory for `torch.empty`, from which linear and embedding layers take their weights.
+
+    Computed tensors, such as rotary frequencies and the ones of norms, are real.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model in eval mode, its linear layers and embeddings on the meta device.
+
+    Raises:
+        ValueError: some of its parts stay in fp32 whatever `dtype` is.
+    """
+    import transformers
+
+    make = model_class or transformers.AutoModelForCausalLM
+    build = make.from_config if hasattr(make, "from_config") else make._from_config
+    random = torch.get_rng_state()
+    with _LargeOnMeta():
+        model = build(config, dtype=dtype, attn_implementation=attention)
+    torch.set_rng_state(random)
+    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
+        raise ValueError(f"{type(model).__name__} keeps {sorted(kept)} in fp32: load it otherwise")
+    return model.eval()
+
+
+def read_generation_config(model: Any, source: Any) -> None:
+    """Read generation_config.json as from_pretrained does.
+
+    Without the file, the model keeps the generation config made of its own config.
+    """
+    import transformers
+
+    name = transformers.utils.GENERATION_CONFIG_NAME
+    there = isinstance(source, (str, Path)) and (Path(source) / name).is_file()
+    if not there or not model.can_generate():
+        return
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(
+            source, local_files_only=True
+        )
+    except OSError as error:
+        raise ValueError(f"{Path(source) / name} cannot be read: {error}") from error
