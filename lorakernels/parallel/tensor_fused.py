@@ -2,7 +2,11 @@
 """Fused layers over the ranks of a tensor-parallel group: the projections of one x communicate once for all of them.
 
 It is what tensor_nodes.py does for one linear layer, in the places that autograd/linear.py has for it. q, k and v
-gather one x8 and one s together, and so do gate and up.
+gather one x8 and one s together, and so do gate and up. Many rows travel while their product is computed in pieces:
+
+    column       forward: multiply the own rows while the others' x8 comes, then those
+                 backward: dx of each other rank's rows, which go there while that of the own rows is computed; then sum
+    row          forward as column's backward, of y; backward as column's forward, of dy8
 """
 
 from __future__ import annotations
