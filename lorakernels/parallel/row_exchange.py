@@ -150,16 +150,16 @@ class PeerRows:
         whole = whole.contiguous()
         forms = [(whole.shape, whole.dtype)]
         if factor is not None:
-            forms.append((factor.shape, torch.float32))
-        there = [[t.chunk(self._size) for t in each] for each in self._memory(forms)]
+            forms.append((factor.shape, factor.dtype))
+        whole_there = self._memory(forms)
+        there = [[t.chunk(self._size) for t in each] for each in whole_there]
         mine, own = there[self._rank], self._rank
         self._wait()
         rows = whole.chunk(self._size)
         for rank in self._others:
             mine[0][rank].copy_(rows[rank])
         if factor is not None:
-            for place, part in zip(mine[1], factor.chunk(self._size), strict=True):
-                place.copy_(part)
+            whole_there[own][1].copy_(factor)
         self._wait()
         parts = [rows[own] if r == own else there[r][0][own] for r in range(self._size)]
         found = sum_rows(parts, None if added is None else added.contiguous(), whole.dtype)
@@ -279,19 +279,19 @@ class _PeersBeside:
         return found, sum_rows([*there[own][1]], None, factor.dtype)
 
     def _places(self, part: Tensor, factor: Tensor | None) -> list[list[Tensor]]:
-        """Each rank's memory for what all ranks write there: [ranks, M, N], and fp32 [ranks, M, R] of a factor."""
+        """Each rank's memory for what all ranks write there: [ranks, M, N], and [ranks, M, R] of a factor."""
         size = self._peers._size
         forms = [(torch.Size([size, *part.shape]), part.dtype)]
         if factor is not None:
             shape = torch.Size([size, factor.shape[0] // size, *factor.shape[1:]])
-            forms.append((shape, torch.float32))
+            forms.append((shape, factor.dtype))
         return self._peers._memory(forms)
 
     def _spread(self, there: list[list[Tensor]], factor: Tensor | None) -> None:
         """Write each rank's rows of `factor` into its memory."""
         if factor is not None:
             places = [each[1][self._peers._rank] for each in there]
-            torch._foreach_copy_(places, [*factor.float().chunk(self._peers._size)])
+            torch._foreach_copy_(places, [*factor.chunk(self._peers._size)])
 
     def _send(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         side = self._peers._side
