@@ -7,12 +7,41 @@ do, of an operand with one scale. `grad_rows` takes one mask at most.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from lorakernels.autograd.linear import Projections
+from lorakernels.kernels import tune
 from lorakernels.ops.fp8_grad_input import fp8_grad_input_into
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora_into
 from lorakernels.values import Scaled, Up, Weight
+
+# seconds for each 128 × 128 × 1 of a product on an H100 or H200: it is 4.5 ns at 1,103 TFLOP/s, and
+# 5.4 ns at 861 (docs/performance.md).
+_OF_A_TILE = 5e-9
+
+
+def slower_in_pieces(
+    to: Projections, pieces: Iterable[int], multiprocessors: int, backward: bool = False
+) -> float:
+    """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper.
+
+    csrc's tiles fill the multiprocessors in rounds, of which each piece may leave one part empty.
+    """
+    cols, depth = to.weight.shape[::-1] if backward else to.weight.shape
+    split = to.spec.split_dgrad if backward else to.spec.split_fprop
+
+    def seconds(rows: int) -> float:
+        how = "split" if split else "fast"
+        if backward and (
+            to.weight_t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
+        ):
+            how = "turned" if split else "turned fast"
+        return tune.csrc_tile(rows, cols, how, multiprocessors)[1] * depth * _OF_A_TILE
+
+    each = [*pieces]
+    return sum(map(seconds, each)) - seconds(sum(each))
 
 
 def masks_at(to: Projections, row0: int) -> Projections:

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lorakernels.device import multiprocessors_of
 from lorakernels.kernels.triton.sum_rows import MOST_PARTS, sum_rows
 from lorakernels.parallel import comm
 
 _ALIGNED = 256  # bytes, of a tensor in the ranks' memory
 _LEAST = 1 << 20  # bytes of that memory
-# Bytes to each other rank from which rows are sent beside a product. They take 22 µs over NVLink of H100, at 370 GB/s.
-# The product in pieces costs a launch and a start of its pipeline for each, 5 to 10 µs. It may cost a round of tiles.
-LEAST_BESIDE = 8 << 20
+# What an exchange beside a product gains between H100s, as bytes that a rank sends per second: their way over NVLink,
+# and copies on the GPU that a gather saves. What it costs in seconds: more launches, starts of the product's pipeline.
+GATHERED, SUMMED, START = 2.5e11, 5e11, 2e-5
 
 
 class Beside(Protocol):
@@ -69,8 +70,12 @@ class RowExchange(Protocol):
         All ranks get the same bits.
         """
 
-    def beside(self, sent: int, dtype: torch.dtype) -> Beside | None:
-        """How `sent` bytes to each other rank go beside a product; None if one goes after the other."""
+    def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
+        """How to exchange rows beside a product, where that gains so many seconds; None if before or after it.
+
+        `slower`: seconds that the product takes longer in pieces, on a GPU of so many multiprocessors. All ranks give
+        equal arguments, and decide alike.
+        """
 
 
 class CollectiveRows:
@@ -100,7 +105,7 @@ class CollectiveRows:
         sums = flat.split([part.numel() for part in parts])
         return [f.view(part.shape).to(part.dtype) for f, part in zip(sums, parts, strict=True)]
 
-    def beside(self, sent: int, dtype: torch.dtype) -> None:
+    def beside(self, gain: float, slower: Callable[[int], float]) -> None:
         return None
 
 
@@ -114,6 +119,7 @@ class PeerRows:
     name = "peer"
 
     def __init__(self, group: Any, device: torch.device) -> None:
+        """Collective."""
         self._group, self._device = group, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._others = [(self._rank + turn) % self._size for turn in range(1, self._size)]
@@ -122,6 +128,8 @@ class PeerRows:
         self._handle: Any = None
         self._views: dict[Any, list[list[Tensor]]] = {}
         self._side: Any = None  # the stream of what goes beside products
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._multiprocessors = min(comm.agree(group, multiprocessors_of(index)))
 
     def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
         parts = tuple(part.contiguous() for part in parts)
@@ -170,8 +178,8 @@ class PeerRows:
     def total(self, *parts: Tensor) -> list[Tensor]:
         return self.gather(totals=parts) if parts else []
 
-    def beside(self, sent: int, dtype: torch.dtype) -> Beside | None:
-        if sent < LEAST_BESIDE or dtype == torch.float64:
+    def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
+        if gain <= START or gain <= START + slower(self._multiprocessors):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)

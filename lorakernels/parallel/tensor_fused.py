@@ -21,11 +21,18 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
-from lorakernels.autograd.linear_rows import grad_rows, masks_at, project_rows
+from lorakernels.autograd.linear_rows import (
+    grad_rows,
+    masks_at,
+    project_rows,
+    slower_in_pieces,
+)
 from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.device import capability_of
 from lorakernels.fusion.layer import Parts
+from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.parallel import comm
-from lorakernels.parallel.row_exchange import Beside
+from lorakernels.parallel.row_exchange import GATHERED, SUMMED, Beside
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -92,8 +99,7 @@ class Split:
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.by == "column":
-            sent = operand.data.numel() * operand.data.element_size()
-            beside = self._beside(to, sent, out_dtype, whole=True) if residual is None else None
+            beside = self._beside_gather(to, operand.data) if residual is None else None
             if beside is None:
                 whole, s, _ = gathered(self.ranks, operand, s)
                 return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
@@ -107,8 +113,7 @@ class Split:
             factors = beside.gather(product, [operand.data, *_given(s)])
             return y, None if s is None else factors[0]
         own, (rows, cols) = to._replace(bias=None), (operand.data.shape[0], to.weight.shape[0])
-        sent = rows // self.ranks.size * cols * out_dtype.itemsize
-        beside = self._beside(to, sent, out_dtype)
+        beside = self._beside_sum(to, (rows, cols), out_dtype)
         if beside is None:
             partial = linear.project(operand, s, own, stacked_B, out_dtype)
             y, s = summed(self.ranks, partial, s, residual)
@@ -121,19 +126,45 @@ class Split:
             y, s = beside.sum(part, rows, s, residual)
         return y if to.bias is None else y.add_(to.bias), s
 
-    def _beside(
-        self, to: Projections, sent: int, dtype: torch.dtype, whole: bool = False
+    def _beside_gather(
+        self, to: Projections, part: Tensor, backward: bool = False
     ) -> Beside | None:
-        """How rows are exchanged while a product of them is computed; None if after it.
+        """How the rows of `part` are gathered while a product of all is computed; None if before it."""
+        size, rows = self.ranks.size, part.shape[0]
+        if not self._in_pieces(to) or len(to.masks) > 1:
+            return None
 
-        The pieces of rows have to share one scale. Where pieces make a `whole` tensor, csrc's kernels write there.
-        Others would copy them, which takes longer than what is hidden.
-        """
-        if not self.ranks.sequence or to.blocks is not None or to.batched:
+        def slower(multiprocessors: int) -> float:
+            every = [
+                [r for r in (rows, own * rows, (size - 1 - own) * rows) if r] for own in range(size)
+            ]
+            return max(slower_in_pieces(to, each, multiprocessors, backward) for each in every)
+
+        sent = (size - 1) * part.numel() * part.element_size()
+        return self.ranks.rows.beside(sent / GATHERED, slower)
+
+    def _beside_sum(
+        self, to: Projections, shape: tuple[int, int], dtype: torch.dtype, backward: bool = False
+    ) -> Beside | None:
+        """How a product of this `shape` is summed while it is computed; None if after it."""
+        size, (rows, cols) = self.ranks.size, shape
+        if not self._in_pieces(to):
             return None
-        if whole and (not to.quantized or len(to.masks) > 1):
-            return None
-        return self.ranks.rows.beside(sent, dtype)
+
+        def slower(multiprocessors: int) -> float:
+            return slower_in_pieces(to, [rows // size] * size, multiprocessors, backward)
+
+        sent = (size - 1) * (rows // size) * cols * dtype.itemsize
+        return self.ranks.rows.beside(sent / SUMMED, slower)
+
+    def _in_pieces(self, to: Projections) -> bool:
+        """Whether rows may be multiplied in pieces: those of csrc's FP8 kernels, with one scale for all rows."""
+        if not self.ranks.sequence or not to.quantized or to.blocks is not None or to.batched:
+            return False
+        device = to.weight.device
+        return device.type != "cuda" or not why_not_wgmma_gemm(
+            capability_of(device), *to.weight.shape
+        )
 
     def kept(self, s: Tensor | None) -> Tensor | None:
         return s if self.by == "column" else summed_factor(self.ranks, s)
@@ -180,8 +211,7 @@ class Split:
         dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dx of all rows if it has a `dtype`; ds of all rows; dB, summed) of this rank's rows."""
-        sent = dy8.data.numel() * dy8.data.element_size()
-        beside = None if dtype is None else self._beside(to, sent, dtype, whole=True)
+        beside = None if dtype is None else self._beside_gather(to, dy8.data, backward=True)
         if beside is None or dtype is None:
             dy8, ds, dB = gathered(self.ranks, dy8, ds, dB)
             return None if dtype is None else linear.grad_x(to, dy8, ds, dtype), ds, dB
@@ -206,8 +236,7 @@ class Split:
     ) -> tuple[Tensor, Tensor | None]:
         """(this rank's rows of dx; of ds, if `needed`), summed over the ranks."""
         rows, cols = dy8.data.shape[0], to.weight.shape[1]
-        sent = rows // self.ranks.size * cols * dtype.itemsize
-        beside = self._beside(to, sent, dtype)
+        beside = self._beside_sum(to, (rows, cols), dtype, backward=True)
         if beside is None:
             return summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
 

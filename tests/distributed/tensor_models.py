@@ -164,8 +164,8 @@ class Pieces:
 def in_pieces() -> Iterator[None]:
     """Exchange rows beside products, however few they are."""
     with (
-        mock.patch.object(CollectiveRows, "beside", lambda rows, sent, dtype: Pieces(rows)),
-        mock.patch.object(row_exchange, "LEAST_BESIDE", 0),
+        mock.patch.object(CollectiveRows, "beside", lambda rows, gain, slower: Pieces(rows)),
+        mock.patch.object(row_exchange, "START", -1.0),
     ):
         yield
 
