@@ -11,7 +11,8 @@ q, k, v, o. A step trains on one row. Ways:
     dp               alone, and the adapters' gradients averaged over all GPUs
     sharded          dp over one base, of which each GPU keeps a part
     tp               one row for all GPUs, which hold each layer together; rows split between layers, layers replayed
-    tp, eager        the same without graphs
+    tp, overlapped   the same with exchanges of rows beside products
+    tp, eager        tp without graphs
     tp, not fused    the same over the layers of transformers, without graphs
     alone, frozen    alone without adapters, but for one projection of the first layer
     tp, frozen       tp without adapters, likewise
@@ -64,7 +65,16 @@ LOSS_TOLERANCE = (
 )
 PEER = "DTensor + PEFT"
 # for all GPUs together
-ONE_ROW = ("tp", "tp, eager", "tp, not fused", "tp, frozen", PEER, "cp", "cp, eager")
+ONE_ROW = (
+    "tp",
+    "tp, overlapped",
+    "tp, eager",
+    "tp, not fused",
+    "tp, frozen",
+    PEER,
+    "cp",
+    "cp, eager",
+)
 WAYS = ("alone, eager", "alone", "alone, frozen", "dp", "sharded", *ONE_ROW)
 
 
@@ -73,7 +83,7 @@ class Split(Ours):
 
     def __init__(self, way: str, mesh: Any, spec: Spec, device: torch.device) -> None:
         self.way, self.mesh = way, mesh
-        graphed = way in ("tp", "tp, frozen", "cp") and device.type == "cuda"
+        graphed = way in ("tp", "tp, overlapped", "tp, frozen", "cp") and device.type == "cuda"
         save = None if "not fused" in way else "full"
         super().__init__(spec, adapted_by(way), device, "layer" if graphed else None, save)
 
@@ -83,7 +93,8 @@ class Split(Ours):
         if self.way.startswith("cp"):
             self.split: Any = context_parallel(model, self.mesh)
         else:
-            self.split = parallelize(model, self.mesh, vocabulary=True)
+            overlap = self.way == "tp, overlapped" and self.device.type == "cuda"
+            self.split = parallelize(model, self.mesh, vocabulary=True, overlap=overlap)
         return model
 
     def loss(self, ids: Tensor) -> Tensor:

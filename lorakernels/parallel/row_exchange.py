@@ -118,8 +118,8 @@ class PeerRows:
 
     name = "peer"
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        """Collective."""
+    def __init__(self, group: Any, device: torch.device, overlap: bool = False) -> None:
+        """Collective with `overlap`, which lets rows travel beside products."""
         self._group, self._device = group, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._others = [(self._rank + turn) % self._size for turn in range(1, self._size)]
@@ -128,8 +128,10 @@ class PeerRows:
         self._handle: Any = None
         self._views: dict[Any, list[list[Tensor]]] = {}
         self._side: Any = None  # the stream of what goes beside products
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._multiprocessors = min(comm.agree(group, multiprocessors_of(index)))
+        self._multiprocessors = 0  # the least of a rank, with overlap
+        if overlap:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._multiprocessors = min(comm.agree(group, multiprocessors_of(index)))
 
     def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
         parts = tuple(part.contiguous() for part in parts)
@@ -179,7 +181,9 @@ class PeerRows:
         return self.gather(totals=parts) if parts else []
 
     def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
-        if gain <= START or gain <= START + slower(self._multiprocessors):
+        if self._multiprocessors == 0 or gain <= START:
+            return None
+        if gain <= START + slower(self._multiprocessors):
             return None
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
@@ -340,11 +344,22 @@ def _totals(there: list[list[Tensor]], totals: Sequence[Tensor]) -> list[Tensor]
     return [f.view(part.shape).to(part.dtype) for f, part in zip(sums, totals, strict=True)]
 
 
-def row_exchange(transport: str, group: Any, device: torch.device) -> tuple[RowExchange, str]:
-    """Collective: (how ranks exchange rows, why in words). Raises as `comm.choose`."""
+def row_exchange(
+    transport: str, group: Any, device: torch.device, overlap: bool = False
+) -> tuple[RowExchange, str]:
+    """Collective: (how ranks exchange rows, why in words). With `overlap` beside products, where that gains time.
+
+    Raises:
+        ValueError: `overlap`, and not all ranks can read the others' memory; or as `comm.choose`.
+        RuntimeError: as `comm.choose`.
+    """
     name, why = comm.choose(transport, group, device)
+    if name == "peer" and dist.get_world_size(group) > MOST_PARTS:
+        name, why = "nccl", f"more than {MOST_PARTS} ranks"
     if name != "peer":
+        if overlap:
+            raise ValueError(
+                f"overlap=True needs ranks that read each other's memory, found transport {name!r}: {why}"
+            )
         return CollectiveRows(group, name), why
-    if dist.get_world_size(group) > MOST_PARTS:
-        return CollectiveRows(group, "nccl"), f"more than {MOST_PARTS} ranks"
-    return PeerRows(group, device), why
+    return PeerRows(group, device, overlap), why + (", beside products" if overlap else "")

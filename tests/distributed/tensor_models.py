@@ -207,6 +207,7 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     whole, model = make(way, device), make(way, device)
     double = None if way.fp8 or way.dropout else exact(make(replace(way, save=None), device))
     options = {"sequence_parallel": way.sequence, "vocabulary": way.vocabulary}
+    options["overlap"] = way.pieces and device.type == "cuda"
     split = parallelize(model, mesh, **options)
     start = split.whole_adapters()
     initial = {n: p.detach() for n, p in whole.named_parameters() if p.requires_grad}

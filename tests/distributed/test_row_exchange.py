@@ -96,6 +96,8 @@ def wrong_totals(rows: RowExchange, device: torch.device, dtype: torch.dtype) ->
 def by_collectives(rank: int, device: torch.device) -> list[str]:
     rows, why = row_exchange("auto", dist.group.WORLD, device)
     assert isinstance(rows, CollectiveRows) and rows.name == "gloo" and why
+    with pytest.raises(ValueError, match=r"overlap=True needs ranks .* found transport 'gloo'"):
+        row_exchange("auto", dist.group.WORLD, device, overlap=True)
     return [
         f"{dtype} {w}"
         for dtype in DTYPES
@@ -110,7 +112,7 @@ def test_collectives_gather_bytes_and_sum_within_their_rounding(world: int) -> N
 
 
 def by_peers(rank: int, device: torch.device) -> list[str]:
-    rows, why = row_exchange("auto", dist.group.WORLD, device)
+    rows, why = row_exchange("auto", dist.group.WORLD, device, overlap=True)
     assert isinstance(rows, PeerRows), why
     wrong = [
         f"{dtype} {w}"
@@ -118,6 +120,8 @@ def by_peers(rank: int, device: torch.device) -> list[str]:
         for w in [*wrong_results(rows, device, dtype), *wrong_totals(rows, device, dtype)]
     ]
     wrong += [f"captured: {w}" for w in captured(rows, device)]
+    plain, _ = row_exchange("auto", dist.group.WORLD, device)
+    assert plain.beside(1.0, lambda count: 0.0) is None
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     assert rows.beside(1e-5, lambda count: 0.0) is None
     assert rows.beside(1e-4, lambda count: 9e-5) is None

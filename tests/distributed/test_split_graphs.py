@@ -78,7 +78,13 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, float]:
     splits: list[Any] = [
         context_parallel(m, mesh)
         if BY_ROWS in way.name
-        else parallelize(m, mesh, sequence_parallel=way.sequence, vocabulary=way.vocabulary)
+        else parallelize(
+            m,
+            mesh,
+            sequence_parallel=way.sequence,
+            vocabulary=way.vocabulary,
+            overlap=way.pieces and device.type == "cuda",
+        )
         for m in (model, twin)
     ]
     manager = GraphManager(
