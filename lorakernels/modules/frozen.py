@@ -308,10 +308,9 @@ class FrozenFP8Linear(nn.Module):
             TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device.
         """
-        if not torch.compiler.is_compiling():
-            y = planned_call(self, x, None, None, _NO_NUMBERS)
-            if y is not None:
-                return y
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (y := planned_call(self, x, None, None, _NO_NUMBERS)) is not None:
+            return y
         check_input(x, self._held)
         return self.with_adapter(x, Adapter(), _NO_NUMBERS, None)
 
