@@ -230,6 +230,10 @@ class _PeersBeside:
 
     Copy engines send the rows, on a stream of its own, which leaves the multiprocessors to the product. R-wide factors
     are sent before it: a kernel beside it would wait for it. A stream that is captured joins again, too.
+
+    Ranks cannot wait for each other in a circle. Only barriers depend on another rank. They are on the products' stream
+    alone, equally many on all ranks, and never beside a product, whose blocks may hold all multiprocessors. Copies
+    depend on their own rank's streams.
     """
 
     def __init__(self, peers: PeerRows) -> None:

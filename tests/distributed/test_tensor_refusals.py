@@ -297,6 +297,14 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         values = values_of(model)
         said = said_by(lambda m=model, p=plan: parallelize(m, mesh, p))
         before[name] = (said, values == values_of(model))
+    for name, rows in (("overlap on CPUs", True), ("overlap of whole rows", False)):
+        model = make(WHOLE, CPU)
+        values = values_of(model)
+        options: dict[str, Any] = {"sequence_parallel": rows, "overlap": True}
+        said = said_by(lambda m=model, o=options: parallelize(m, mesh, **o))
+        before[name] = (said, values == values_of(model))
+    one = make(WHOLE, CPU)
+    before["overlap on one"] = (said_by(lambda: parallelize(one, mesh, overlap=rank == 1)), True)
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     before["two dimensions"] = (said_by(lambda: parallelize(make(WHOLE, CPU), square)), True)
     group = dist.group.WORLD
@@ -327,6 +335,17 @@ def test_every_rank_refuses_and_nothing_changes(results: Any, case: str) -> None
 
 def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
     assert all("one dimension" in found["before"]["two dimensions"][0] for found in results)
+
+
+def test_overlap_that_cannot_be_is_refused_before_anything_changes(results: Any) -> None:
+    for name, why in (
+        ("overlap on CPUs", "overlap=True needs ranks that read each other's memory"),
+        ("overlap of whole rows", "overlap=True needs sequence_parallel=True"),
+        ("overlap on one", "overlap differ between rank 0 and rank 1"),
+    ):
+        for found in results:
+            said, unchanged = found["before"][name]
+            assert why in said and unchanged, (name, said)
 
 
 @pytest.mark.parametrize(
