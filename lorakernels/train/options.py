@@ -282,7 +282,7 @@ class FinetuneOptions(RunningOptions):
         "runtime",
         "tensor parallel, under torchrun: so many ranks after each other have a part of each linear layer of the "
         "decoder, and train it together on the same rows; layers then run eager, fused ones as graphs with --graphs "
-        "layer",
+        "layer. With shard_base, ranks of a machine with the same parts keep one copy of them together",
     )
     sequence_parallel: bool = option(
         True,
