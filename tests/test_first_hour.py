@@ -75,8 +75,9 @@ def typed(line: str, folder: Path, **variables: str) -> subprocess.CompletedProc
 
 def test_every_command_is_run_here_or_named() -> None:
     """A new line in these pages needs its test."""
-    known = {"pip", "make", "lorakernels", "torchrun"}
+    known = {"pip", "make", "lorakernels", "torchrun", "python"}
     assert {line.split()[0] for line in commands()} == known
+    assert len(of("python")) == 1  # with SmolLM2's line of finetune: tests/train/test_smollm2.py
     assert {line.split()[1] for line in of("lorakernels")} == {"finetune", "bench", "plan"}
 
 
@@ -103,7 +104,7 @@ def test_own_data_then_the_adapter_in_peft(desk: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    (line,) = (line for line in of("lorakernels") if line.split()[1] == "finetune")
+    line, _ = (line for line in of("lorakernels") if line.split()[1] == "finetune")
     done = typed(line, desk)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(row) for row in (desk / "out/metrics.jsonl").read_text().splitlines()]

@@ -18,7 +18,16 @@ from benchmarks.lib.timing import MAX_SCRUBS, SCRUB_BYTES, heat, synchronize
 from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.layer_case import SIZES, LayerCase, LayerPeer, P, make_layer_case
-from benchmarks.peers.layers import HfPeft, HfPeftCompiled, HfPlain, Ours, errors, fault, truth
+from benchmarks.peers.layers import (
+    HfPeft,
+    HfPeftCompiled,
+    HfPlain,
+    Ours,
+    OursInBlocks,
+    errors,
+    fault,
+    truth,
+)
 from benchmarks.peers.te_layers import HfTeLora, TeLayer, TeLayerLora
 
 Samples = dict[str, list[float]]
@@ -35,6 +44,7 @@ MAKE: dict[str, Callable[[LayerCase], LayerPeer]] = {
     "ours, recompute": partial(Ours, save="recompute"),
     "ours, fp8": partial(Ours, save="fp8"),
     "ours, checkpoint": partial(Ours, save="checkpoint"),
+    "ours, blocks": partial(OursInBlocks, save="recompute"),
     "ours, recompute, both": partial(Ours, save="recompute", weight_layout="both"),
 }
 NOT_GRAPHED = ("hf bf16, no lora", "hf + peft bf16, compiled")

@@ -18,7 +18,7 @@ from benchmarks.lib.timing import synchronize
 from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import SPECS
-from benchmarks.peers.training import HfPeft, HfTe, Ours, Training
+from benchmarks.peers.training import HfPeft, HfTe, Ours, OursInBlocks, Training
 from lorakernels.train.flops import Peak, find_peak
 
 FAST: dict[str, Any] = {"save": "full", "weight_layout": "both"}  # where memory is there
@@ -33,6 +33,8 @@ PROVIDERS: dict[str, Callable[..., Training]] = {
     "ours, eager": Ours,
     "ours, graphs by layer": partial(Ours, graphs="layer"),
     "ours, one graph": partial(Ours, graphs="iteration"),
+    "ours, blocks, eager": OursInBlocks,
+    "ours, blocks, one graph": partial(OursInBlocks, graphs="iteration"),
     "ours, fast, one graph": partial(Ours, graphs="iteration", **FAST),
     "ours, fast, FP8 head, one graph": partial(Ours, graphs="iteration", fp8_head=True, **FAST),
     "ours, fit, eager": partial(Ours, save="fit"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several adapters trained over one base: in one batch, and one after the other.
 
-    python benchmarks/models/bench_adapters.py --output DIR [--model 8b] [--adapters 8] [--tokens 512 128] [--rank 16]
+    python benchmarks/models/bench_adapters.py --output DIR [--model 8b] [--adapters 8] [--tokens 512 128] [--eager]
 
 A step trains every adapter on one sequence of `tokens`. Llama-3.1-8B's layers are fused, the whole step is one CUDA
 graph, and LoRA of R = 16 is on all linear layers, without dropout. Columns:
@@ -96,11 +96,13 @@ def milliseconds(training: Batched, ids: Tensor) -> tuple[float, float]:
     return begin.elapsed_time(end) / REPEATED, first
 
 
-def case(spec: Spec, adapters: int, tokens: int, device: torch.device) -> list[Row]:
+def case(
+    spec: Spec, adapters: int, tokens: int, device: torch.device, eager: bool = False
+) -> list[Row]:
     one = replace(spec, length=tokens, batch=1)
     several = replace(spec, length=tokens, batch=adapters)
     ids = token_rows(tokens, adapters).to(device)
-    kinds = {"": "iteration"} if device.type == "cuda" else {}
+    kinds = {"": "iteration"} if device.type == "cuda" and not eager else {}
     found: list[Row] = []
     for kind, graphs in {**kinds, ", eager": None}.items():
         build = partial(Batched, adapted="all", device=device, graphs=graphs)
@@ -154,6 +156,7 @@ def main() -> int:
     options.add_argument("--layers", type=int, help="of the model; all without")
     options.add_argument("--adapters", type=int)
     options.add_argument("--tokens", type=int, nargs="+", help="of each adapter")
+    options.add_argument("--eager", action="store_true", help="no rows with graphs")
     args, device = arguments(options)
     on_gpu = device.type == "cuda"
     spec = SPECS[args.model or ("8b" if on_gpu else "tiny")]
@@ -161,7 +164,7 @@ def main() -> int:
         spec = spec.cut(args.layers)
     rows: list[Row] = []
     for tokens in args.tokens or ([512, 128] if on_gpu else [16]):
-        rows += case(spec, args.adapters or (8 if on_gpu else 2), tokens, device)
+        rows += case(spec, args.adapters or (8 if on_gpu else 2), tokens, device, args.eager)
     return finish("adapters", rows, environment(device), args.output)
 
 

@@ -70,6 +70,7 @@ DEFAULT: dict[tuple[str, str], tuple[str, ...]] = {
         "hf + peft bf16, compiled",
         "ours, eager",
         "ours, one graph",
+        "ours, blocks, one graph",
     ),
     ("8b", "all"): (
         "hf + peft bf16",

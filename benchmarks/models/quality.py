@@ -26,7 +26,6 @@ import copy
 import csv
 import gc
 import hashlib
-import json
 import math
 import subprocess
 import sys
@@ -44,10 +43,11 @@ from torch import Tensor, nn
 
 from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, te
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
+from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
 from lorakernels.train.byte_tokenizer import VOCABULARY
-from lorakernels.train.demo import SHAPE, write_texts
+from lorakernels.train.demo import SHAPE
 from lorakernels.train.model import quiet_transformers, reproducible
 
 TOLERANCE = 0.005
@@ -63,23 +63,6 @@ SEED_COLUMNS = (
     "seconds",
 )
 EVERY = 10  # steps between two points of a curve
-
-
-def demo_texts(length: int) -> tuple[Tensor, Tensor]:
-    """The demo's documents, one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write_texts(Path(folder))
-        texts = [
-            "\n".join(json.loads(line)["text"] for line in path.read_text().splitlines())
-            for path in paths
-        ]
-    first, second = (_rows(text.encode(), length) for text in texts)
-    return first, second
-
-
-def _rows(text: bytes, length: int) -> Tensor:
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    return tokens[: len(tokens) // length * length].view(-1, length)
 
 
 def random_texts(length: int, rows: int = 3000) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model over several GPUs in each way that the package knows, beside what each GPU does alone in the same run.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel/bench_scaling.py --output DIR [--model 70b --layers 8] [--ways …]
+    torchrun --nproc-per-node 2 benchmarks/parallel/bench_scaling.py --output DIR [--model 1b 70b --layers 8] [--ways …]
 
 peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B at 4096, Llama-3.2-1B at 1024. R = 16 on
 q, k, v, o. A step trains on one row. Ways:
@@ -11,7 +11,8 @@ q, k, v, o. A step trains on one row. Ways:
     dp               alone, and the adapters' gradients averaged over all GPUs
     sharded          dp over one base, of which each GPU keeps a part
     tp               one row for all GPUs, which hold each layer together; rows split between layers, layers replayed
-    tp, eager        the same without graphs
+    tp, overlapped   the same with exchanges of rows beside products
+    tp, eager        tp without graphs
     tp, not fused    the same over the layers of transformers, without graphs
     alone, frozen    alone without adapters, but for one projection of the first layer
     tp, frozen       tp without adapters, likewise
@@ -21,9 +22,12 @@ q, k, v, o. A step trains on one row. Ways:
 
 Columns:
 
+    graphs           "layer" if each layer is replayed
     tokens/s         of all GPUs together, by the slowest one
     ÷ alone          of n times what one GPU does alone, in its best form
     ÷ eager          of n times what one GPU does alone without graphs
+    graphs on ÷ off  of what the same way does without graphs
+    p99 ÷ p50        of a step on rank 0; below 100 steps the longest stands for p99
     peak GiB         of tensors, on rank 0
     check            "ok" if the first loss is within 2 % of the one alone; what cannot run says why
 """
@@ -32,9 +36,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +65,16 @@ LOSS_TOLERANCE = (
 )
 PEER = "DTensor + PEFT"
 # for all GPUs together
-ONE_ROW = ("tp", "tp, eager", "tp, not fused", "tp, frozen", PEER, "cp", "cp, eager")
+ONE_ROW = (
+    "tp",
+    "tp, overlapped",
+    "tp, eager",
+    "tp, not fused",
+    "tp, frozen",
+    PEER,
+    "cp",
+    "cp, eager",
+)
 WAYS = ("alone, eager", "alone", "alone, frozen", "dp", "sharded", *ONE_ROW)
 
 
@@ -68,7 +83,7 @@ class Split(Ours):
 
     def __init__(self, way: str, mesh: Any, spec: Spec, device: torch.device) -> None:
         self.way, self.mesh = way, mesh
-        graphed = way in ("tp", "tp, frozen", "cp") and device.type == "cuda"
+        graphed = way in ("tp", "tp, overlapped", "tp, frozen", "cp") and device.type == "cuda"
         save = None if "not fused" in way else "full"
         super().__init__(spec, adapted_by(way), device, "layer" if graphed else None, save)
 
@@ -78,7 +93,8 @@ class Split(Ours):
         if self.way.startswith("cp"):
             self.split: Any = context_parallel(model, self.mesh)
         else:
-            self.split = parallelize(model, self.mesh, vocabulary=True)
+            overlap = self.way == "tp, overlapped" and self.device.type == "cuda"
+            self.split = parallelize(model, self.mesh, vocabulary=True, overlap=overlap)
         return model
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -146,9 +162,11 @@ def measure(way: str, mesh: Any, spec: Spec, args: argparse.Namespace, device: t
     found: Row = {
         **row,
         "check": "",
+        "graphs": getattr(training, "graphs", None) or "none",
         "ranks": mesh.size(),
         "tokens/s": round(rows * spec.length * len(samples) / total, 1),
         "p50 ms": round(statistics.median(samples) * 1e3, 2),
+        "p99 ÷ p50": ratio(percentile(samples, 0.99), statistics.median(samples)),
         "J/step": shown(energy, 1),
         "peak GiB": round(peak, 2),
         "first loss": round(first, 4),
@@ -161,29 +179,49 @@ def measure(way: str, mesh: Any, spec: Spec, args: argparse.Namespace, device: t
     return found
 
 
+def percentile(samples: list[float], share: float) -> float:
+    """The smallest of `samples` that at least this `share` of them does not exceed."""
+    return sorted(samples)[math.ceil(share * len(samples)) - 1]
+
+
+COLUMNS = (
+    "model",
+    "row",
+    "way",
+    "graphs",
+    "ranks",
+    "check",
+    "tokens/s",
+    "÷ alone",
+    "÷ eager",
+    "graphs on ÷ off",
+    "p50 ms",
+    "p99 ÷ p50",
+    "J/step",
+    "peak GiB",
+    "first loss",
+    "note",
+)
+
+
 def compared(rows: list[Row]) -> list[Row]:
     """The rows with their ratios and checks, and a column for whatever a row lacks."""
-    by_way = {row["way"]: row for row in rows}
-    alone, eager = by_way.get("alone", {}), by_way.get("alone, eager", {})
-    reference = eager.get("first loss") or alone.get("first loss")
-    columns = (
-        "model",
-        "row",
-        "way",
-        "ranks",
-        "check",
-        "tokens/s",
-        "÷ alone",
-        "÷ eager",
-        "p50 ms",
-        "J/step",
-    )
+    by_way = {(row.get("model"), row["way"]): row for row in rows}
     found = []
     for row in rows:
-        full = {**dict.fromkeys((*columns, "peak GiB", "first loss", "note"), ""), **row}
+        model, way = row.get("model"), row["way"]
+        alone, eager, off = (
+            by_way.get((model, other), {}) for other in ("alone", "alone, eager", f"{way}, eager")
+        )
+        full = {**dict.fromkeys(COLUMNS, ""), **row}
         full["÷ alone"] = ratio(full["tokens/s"], alone.get("tokens/s"))
         full["÷ eager"] = ratio(full["tokens/s"], eager.get("tokens/s"))
-        loss = row.get("first loss")
+        if row.get("graphs") == "layer":
+            full["graphs on ÷ off"] = ratio(full["tokens/s"], off.get("tokens/s"))
+        loss, reference = (
+            row.get("first loss"),
+            eager.get("first loss") or alone.get("first loss"),
+        )
         if isinstance(loss, float) and isinstance(reference, float):
             near = abs(loss - reference) <= LOSS_TOLERANCE * abs(reference)
             full["check"] = "ok" if near else f"WRONG: loss {loss}, alone {reference}"
@@ -191,10 +229,18 @@ def compared(rows: list[Row]) -> list[Row]:
     return found
 
 
+def spec_of(name: str, args: argparse.Namespace) -> Spec:
+    spec = SPECS[name]
+    spec = replace(spec, length=args.length or spec.length)
+    return spec.cut(args.layers) if args.layers else spec
+
+
 def main() -> int:
     options = parser(__doc__.partition("\n")[0])
-    options.add_argument("--model", choices=list(SPECS), help='default: "8b", on a CPU "tiny"')
-    options.add_argument("--layers", type=int, help="of the model; default: all")
+    options.add_argument(
+        "--model", nargs="+", choices=list(SPECS), help='default: "8b", on a CPU "tiny"'
+    )
+    options.add_argument("--layers", type=int, help="of each model; default: all")
     options.add_argument("--length", type=int, help="tokens of a row; default: the model's")
     options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options.add_argument(
@@ -203,13 +249,11 @@ def main() -> int:
     args, device = arguments(options, on_gpu=8)
     began = time.perf_counter()
     device = start_ranks(device)
-    spec = SPECS[args.model or ("8b" if device.type == "cuda" else "tiny")]
-    spec = Spec(spec.name, spec.shape, args.length or spec.length, spec.batch)
-    spec = spec.cut(args.layers) if args.layers else spec
+    names = args.model or ["8b" if device.type == "cuda" else "tiny"]
     axes = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
     rows: list[Row] = []
     try:
-        for way in args.ways:
+        for spec, way in ((spec_of(name, args), way) for name in names for way in args.ways):
             if largest(time.perf_counter() - began, device) > args.budget_s:
                 break
             rows.append(measure(way, axes, spec, args, device))

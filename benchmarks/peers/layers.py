@@ -19,7 +19,7 @@ from benchmarks.peers.base import Unavailable, relative_error
 from benchmarks.peers.fp8_models import adapt_in_fp8
 from benchmarks.peers.layer_case import ADAPTED, ALPHA, RANK, SCALING, LayerCase, LayerPeer
 from benchmarks.peers.plain import PlainLora
-from lorakernels import PhiloxState, fuse
+from lorakernels import BlockScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 
 EPS, THETA = 1e-5, 10000.0
 # Rounding to FP8 errs by about 0.04 a product (e4m3) and 0.06 (e5m2), and four products follow each other in a layer
@@ -165,6 +165,34 @@ class Ours(HfLayer):
             rng.advance()
 
         self.after = after
+
+
+class OursInBlocks(Ours):
+    """The same under BlockScaling, which has no state."""
+
+    def __init__(self, case: LayerCase, save: str) -> None:
+        super().__init__(case, save)
+
+    def adapt(self, model: Any) -> None:
+        rng = PhiloxState(1, self.case.device)
+        config = LoRAConfig(
+            r=RANK,
+            lora_alpha=ALPHA,
+            lora_dropout=self.case.p,
+            target_modules=list(ADAPTED),
+            fp8=BlockScaling(),
+        )
+        apply_lora(model, config, frozen="fp8", rng_state=rng)
+        for name in ADAPTED:
+            lora = linear_of(self.module, name)
+            self.adopt(name, lora.lora_A, lora.lora_B)
+        assert self.save is not None
+        try:
+            fused = fuse(model, save=self.save, tokens=self.case.size.tokens)
+        except ValueError as reason:
+            raise Unavailable(str(reason)) from reason
+        self.predicted_bytes = fused.saved_bytes
+        self.after = rng.advance
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from benchmarks.peers.models import (
 )
 from benchmarks.peers.te import autocast, te_or_unavailable
 from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
-from lorakernels import DelayedScaling, LoRAConfig, PhiloxState
+from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, PhiloxState
+from lorakernels.config import Recipe
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
 from lorakernels.parallel.plan_memory import Placement, saves_within
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize
@@ -224,6 +225,7 @@ class Ours(Training):
 
     fp8 = True
     dropout = P
+    recipe: Recipe = DelayedScaling()
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class Ours(Training):
             lora_alpha=ALPHA,
             lora_dropout=self.dropout,
             target_modules=list(self.targets),
-            fp8=DelayedScaling(),
+            fp8=self.recipe,
             weight_layout=self.weight_layout,
         )
         shape = self.spec.config()
@@ -284,8 +286,12 @@ class Ours(Training):
         if self.save is not None:
             self._fuse(model)
         set_adapters(model)
-        self.state.reduce_and_update()
+        self._update_scales()
         return model
+
+    def _update_scales(self) -> None:
+        if self.state is not None:
+            self.state.reduce_and_update()
 
     def _fuse(self, model: Any) -> None:
         tokens = self.spec.batch * self.spec.length
@@ -337,7 +343,7 @@ class Ours(Training):
 
     def _eager(self, ids: Tensor) -> Tensor:
         loss = super().step(ids)
-        self.state.reduce_and_update()
+        self._update_scales()
         return loss
 
     def _make_run(self) -> Callable[[Tensor], Tensor]:
@@ -373,3 +379,9 @@ class Ours(Training):
 
     def step(self, ids: Tensor) -> Tensor:
         return self._run(ids)
+
+
+class OursInBlocks(Ours):
+    """The same under BlockScaling, which has no state."""
+
+    recipe = BlockScaling()

@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.goals import targets, times
 from benchmarks.report.headlines import headlines
 from benchmarks.report.ops import Row, find, markdown, number, op_table, run_of
-from benchmarks.report.plots import draw_all
+from benchmarks.report.plots import OF_SEVERAL_GPUS, draw_all
 from benchmarks.report.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
+SEVERAL = RESULTS.parent / "h100"  # of several GPUs
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
@@ -414,7 +415,10 @@ def main(arguments: list[str] | None = None) -> int:
     for page, text in texts.items():
         page.write_text(text, encoding="utf-8")
         print(f"wrote {page}")
-    for picture in draw_all(args.results, results):
+    pictures = draw_all(args.results, results)
+    if args.results == RESULTS:
+        pictures += draw_all(SEVERAL, read(SEVERAL), OF_SEVERAL_GPUS)
+    for picture in pictures:
         print(f"wrote {picture}")
     return 0
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.curves import smoothed
 from benchmarks.lib.goals import times
 from benchmarks.report.ops import PEAKS, Row, number, points
 
@@ -18,6 +19,8 @@ KINDS = {
     "quantization, LoRA": ("quantize_", "lora_grad", "block_diagonal", "amax_and_scale"),
     "norms, RoPE, SwiGLU": ("rms_norm", "rope_", "swiglu_"),
 }
+OURS = ("dp", "sharded", "tp", "cp")  # ways of bench_scaling.py
+SCALED = (*OURS, "DTensor + PEFT")
 ACROSS = 3  # panels beside each other
 Panel = Any  # matplotlib's Axes
 Results = dict[str, list[Row]]
@@ -163,6 +166,45 @@ def sharded_base(panels: list[Panel], results: Results) -> None:
     axis.set(xlabel="tokens/s a GPU")
 
 
+def quality_ranks(panels: list[Panel], results: Results) -> None:
+    """Smoothed losses of each layout, and how far they are from one GPU's."""
+    losses: dict[str, list[float]] = {}
+    for row in results["quality_ranks_curves"]:
+        losses.setdefault(row["way"], []).append(float(row["loss"]))
+    curves = {way: smoothed(found) for way, found in losses.items()}
+    one = next(iter(curves.values()))
+    for color, (way, curve) in zip(BARS, curves.items(), strict=False):
+        panels[0].plot(curve, label=way, linewidth=1.2, color=color)
+        off = [100 * (a / b - 1) for a, b in zip(curve, one, strict=False)]
+        panels[1].plot(off, linewidth=1.2, color=color)
+    panels[0].set(xlabel="step", ylabel="training loss, nats per byte")
+    panels[0].legend(fontsize=8)
+    panels[1].set(xlabel="step", ylabel="% from one GPU")
+
+
+def scaling(panels: list[Panel], results: Results) -> None:
+    """Tokens/s of all GPUs by their number, each way beside n times one GPU's best form in the same call."""
+    for panel, (model, row) in zip(panels, scaled_of(results), strict=True):
+        mine = [r for r in results["scaling"] if (r["model"], r["row"]) == (model, row)]
+        for color, way in zip(BARS, SCALED, strict=False):
+            found = {1: 1.0} if way in OURS else {}  # a peer alone is not what ours alone is
+            for r in mine:
+                of_all = number(r["÷ alone"]) if r["way"] == way else None
+                if of_all is not None:
+                    found[int(r["ranks"])] = of_all * int(r["ranks"])
+            if len(found) > (way in OURS):
+                panel.plot(*zip(*sorted(found.items()), strict=True), "o-", label=way, color=color)
+        most = max((int(r["ranks"]) for r in mine), default=1)
+        panel.plot([1, most], [1, most], ":", color=INK, label="n times one GPU")
+        panel.set(title=f"{model}, {times(row)}", xlabel="GPUs", ylabel="× one GPU's best form")
+        panel.set_xticks(range(1, most + 1))
+        panel.legend(fontsize=8)
+
+
+def scaled_of(results: Results) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((r["model"], r["row"]) for r in results["scaling"] if r["÷ alone"]))
+
+
 Draw = Callable[[list[Panel], Results], None]
 # Name of the picture → what draws it, the CSV that it needs, how many panels, and a panel's size in inches
 PLOTS: dict[str, tuple[Draw, str, Callable[[Results], int], tuple[float, float]]] = {
@@ -173,11 +215,16 @@ PLOTS: dict[str, tuple[Draw, str, Callable[[Results], int], tuple[float, float]]
     "end_to_end": (end_to_end, "end_to_end", lambda r: len(models_of(r)), (5.0, 4.0)),
     "sharded_base": (sharded_base, "sharded_base", lambda _: 1, (7.0, 2.2)),
     "quality": (quality, "quality_curves", lambda r: len(texts_of(r)), (5.5, 4.0)),
+    "quality_ranks": (quality_ranks, "quality_ranks_curves", lambda _: 2, (5.5, 4.0)),
+    "scaling": (scaling, "scaling", lambda r: len(scaled_of(r)), (5.5, 4.0)),
 }
 
 
-def draw_all(folder: Path, results: Results) -> list[Path]:
-    """Draw every picture whose CSV is there into `folder`, and return their paths."""
+OF_SEVERAL_GPUS = ("quality_ranks", "scaling")
+
+
+def draw_all(folder: Path, results: Results, names: Collection[str] = PLOTS) -> list[Path]:
+    """Draw every picture of `names` whose CSV is there into `folder`, and return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -193,7 +240,7 @@ def draw_all(folder: Path, results: Results) -> list[Path]:
     style |= {"legend.framealpha": 0.0, "axes.facecolor": "none", "svg.hashsalt": "lorakernels"}
     paths = []
     for name, (draw, csv, count, (width, height)) in PLOTS.items():
-        if csv and not results.get(csv):
+        if name not in names or (csv and not results.get(csv)):
             continue
         with pyplot.rc_context(style):
             many = count(results)

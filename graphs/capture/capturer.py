@@ -31,7 +31,7 @@ from ..replay.graphed_call import GraphedCall
 from ..signature import distinct
 from .checks import check_outputs, check_trained
 from .layer import InputGrads, Layer, enter
-from .states import no_device_rng_in_checkpoints, repeats_nothing
+from .states import no_device_rng_in_checkpoints, place, repeats_nothing
 
 # Elements. One block of torch's foreach kernels takes 65536 elements of one tensor: pieces keep more blocks busy.
 PIECE = 1 << 14
@@ -93,6 +93,7 @@ class Capturer:
             with self.backend.session(), no_device_rng_in_checkpoints():
                 self._warm_up()
                 restore()
+                self._start = torch.get_rng_state()
                 self.backend.trim()
                 for position, step in enumerate(self.plan.order):
                     started = time.perf_counter()
@@ -187,6 +188,7 @@ class Capturer:
         call.spec, call.autocast = recorded.inputs.spec, recorded.autocast
         grads, leaves = InputGrads(recorded.input_specs), layer.leaves()
         inputs = [self._input(call, recorded, grads, i) for i in range(len(plan.inputs))]
+        place(layer.name, self._start, self._states)
         with repeats_nothing(layer.name, self._states), self._capture(step) as captured:
             outputs = layer.run(recorded, inputs, leaves)
         call.forward_graph = captured.graph

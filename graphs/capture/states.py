@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What warm-up and capture must leave as it was: module buffers, FP8 state, random states, torch's generators.
 
-This package does not import the states' classes. It relies on their tensors, which are attributes, and on methods:
-an FP8 state has `save`, `restore`, `pin`, `unpin` and `in_charge`; a random state has `advance`; a tracker of several
-random states has `get_states`, which gives them by name.
+This package does not import the states' classes. It relies on their tensors, which are attributes, and on a few names.
+An FP8 state has `save`, `restore`, `pin`, `unpin` and `in_charge`. A random state has `advance`. A tracker of several
+random states has `get_states`, which gives them by name. A random state may have `place(layer)`: it moves torch's CPU
+generator to where that layer draws, from where the generator was as the capture began.
 """
 
 from __future__ import annotations
@@ -150,6 +151,14 @@ def repeats_nothing(name: str, states: Iterable[Any]) -> Iterator[None]:
     if not moves and not torch.equal(before, torch.get_rng_state()):
         reason = "it draws random numbers, and none of rng_states advances between replays"
         raise CaptureError(name, "capture", reason, "Pass rng_states=[the layers' PhiloxState]")
+
+
+def place(layer: str, start: Tensor, states: Iterable[Any]) -> None:
+    """Let each state that says where `layer` draws say it. `start`: the CPU generator as the capture began."""
+    for state in states:
+        if hasattr(state, "place"):
+            torch.set_rng_state(start)
+            state.place(layer)
 
 
 def advance_all(states: Iterable[Any]) -> Callable[[], None]:

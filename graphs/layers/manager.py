@@ -47,7 +47,8 @@ class GraphManager:
         num_microbatches: forwards of each layer in one iteration.
         fp8_state: state of the layers' FP8 scales (lorakernels' `FP8State`); it must be updated explicitly, outside.
         rng_states: random states in device memory (`PhiloxState`, `PhiloxStates`); the last graph of each captured
-            block advances them, so that every replay draws new numbers.
+            block advances them, so that every replay draws new numbers. One that has `place(layer)` says where each
+            layer draws from torch's CPU generator.
         grads: "add" adds parameter gradients inside the backward graphs, so that hooks on parameters do not fire;
             "autograd" gives them to autograd, which costs a copy and an addition for each, and is what DDP needs;
             "auto" takes "autograd" if the recorded iterations ran inside a DDP forward, or a parameter has a hook.

@@ -100,15 +100,18 @@ def planned_forward(
     """`run_forward` on a GPU by one call of csrc; None where it cannot. `weight` may be e4m3."""
     if not _is_planned(x):
         return None
-    spec, slot, state, state_dy = call
-    tensors = (bias, adapter.A, adapter.B, *weight, state, state_dy)
-    known: Known[FunctionPlan] = known_of(tensors, spec, "compiled forward")
-    plan = known.plan(PLANS, _record_forward, x.shape, x.dtype, slot is None)
+    spec, slot, *states = call
+    tensors = (bias, adapter.A, adapter.B, *weight, *states)
+    known: Known[FunctionPlan] = known_of(spec, "compiled forward")
+    given = [t for t in (x, *tensors, slot) if t is not None]
+    key = slot is not None
+    plan = known.plan(given, key)
+    if plan is None:
+        plan = known.ask(PLANS, _record_forward, tensors, given, key, x.shape, x.dtype, key)
     if plan is None:
         return None
-    slots = () if slot is None else (slot.data_ptr(),)
-    addresses = (x.data_ptr(), *known.fixed, *slots, *known.columns)
-    return plan.run(addresses, known.sites)  # type: ignore[return-value]
+    addresses = [t.data_ptr() for t in (x, *tensors[:-2], slot) if t is not None]
+    return plan.run((*addresses, *known.columns(*states)), known.sites)  # type: ignore[return-value]
 
 
 def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Four | None:
@@ -117,30 +120,32 @@ def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | N
     if weight is None or needs.bias or not _is_planned(dy):
         return None
     tensors = (None, lora_A, lora_B, *weight, state_x, call.state_dy)
-    known: Known[FunctionPlan] = known_of(tensors, call.spec, "compiled backward")
+    known: Known[FunctionPlan] = known_of(call.spec, "compiled backward")
     others = (s, *(operand or (None, None)), call.slot)
-    forms = tuple([None if t is None else (t.shape, t.dtype) for t in others])
-    plan = known.plan(PLANS, _record_backward, dy.shape, dy.dtype, forms, needs)
+    given = [t for t in (dy, *tensors, *others) if t is not None]
+    key = (needs, call.slot is not None)  # they say which of `others` there are
+    plan = known.plan(given, key)
+    if plan is None:
+        forms = tuple([None if t is None else (t.shape, t.dtype) for t in others])
+        more = (dy.shape, dy.dtype, forms, needs)
+        plan = known.ask(PLANS, _record_backward, tensors, given, key, *more)
     if plan is None:
         return None
-    given = [t.data_ptr() for t in others if t is not None]
-    addresses = (dy.data_ptr(), *known.fixed, *given, *known.columns)
-    return plan.run(addresses, known.sites)  # type: ignore[return-value]
+    addresses = [t.data_ptr() for t in (dy, *tensors[:-2], *others) if t is not None]
+    return plan.run((*addresses, *known.columns(*tensors[-2:])), known.sites)  # type: ignore[return-value]
 
 
 def _is_planned(x: Tensor) -> bool:
     return x.is_cuda and are_allowed() and x.is_contiguous()
 
 
-def _record_forward(
-    kind: Kind, shape: torch.Size, dtype: torch.dtype, draws_none: bool
-) -> FunctionPlan:
+def _record_forward(kind: Kind, shape: torch.Size, dtype: torch.dtype, draws: bool) -> FunctionPlan:
     def forward(x: Any, bias: Any, A: Any, B: Any, weight: Weight, call: Call) -> Four:
         return run_forward(_run, x, bias, Adapter(A, B), weight, call)
 
     if shape.numel() == 0:
         raise NotPlanned("no rows")
-    return FunctionPlan(forward, kind.device, partial(kind.operands, shape, dtype, not draws_none))
+    return FunctionPlan(forward, kind.device, partial(kind.operands, shape, dtype, draws))
 
 
 def _record_backward(

@@ -57,7 +57,6 @@ from lorakernels.autograd.linear import (
     lora_down,
     projected,
     quantize_down,
-    quantize_in_blocks,
     stack_B,
 )
 from lorakernels.numerics.gate_up import packed
@@ -162,7 +161,7 @@ class NormQKVNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dh: Tensor) -> tuple[Any, ...]:
         call, saved, need = ctx.call, kept(ctx), ctx.needs_input_grad
-        dqkv, dnorms = _heads_backward(call, saved, need[2:4], dq, dk, dv)
+        dqkv, d8, dnorms = _heads_backward(call, saved, need[2:4], dq, dk, dv)
 
         def operand() -> Scaled:
             if call.save == "full":
@@ -172,7 +171,7 @@ class NormQKVNode(torch.autograd.Function):
         found, dbias = no_gradients(call.to)
         if ctx.wanted:
             tensors = adapters("", saved, call.to, saved["B"])
-            found = gradients(call.to, dqkv, None, operand, tensors, ctx.wanted.needs)
+            found = gradients(call.to, dqkv, d8, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
         dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
         return (
@@ -195,12 +194,19 @@ def _normed_input(
         return *quantize_down(rows, to), None
     scaling = to.scaling_ahead()
     apart = to.quantized and scaling is None  # the scale comes from the normed rows of all ranks
-    unquantized = apart or to.adapted or not to.quantized
-    normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, eps, scaling, unquantized)
+    in_fp8 = to.quantized or to.blocks is not None
+    unquantized = apart or to.adapted or not in_fp8
+    normed, *x8, rstd = ops.rms_norm_quantize(
+        rows, norm, eps, scaling, unquantized, _power_of_two(to)
+    )
     if apart:
         return *quantize_down(normed, to), rstd
-    operand = Scaled(*x8) if to.quantized else quantize_in_blocks(Scaled(normed), to.blocks)
-    return operand, lora_down(normed, to), rstd
+    return Scaled(*x8) if in_fp8 else Scaled(normed), lora_down(normed, to), rstd
+
+
+def _power_of_two(to: Projections) -> bool | None:
+    """How the scales of 1 × 128 are rounded that a kernel writes beside what it computes; None without blocks."""
+    return None if to.blocks is None else to.blocks.power_2_scale
 
 
 def _normed(saved: Kept, eps: float) -> Tensor:
@@ -247,14 +253,22 @@ def _norm_heads_(
 
 def _heads_backward(
     call: QKVCall, saved: Kept, need: tuple[bool, ...], *grads: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Backward of RoPE and of the heads' norms: (dqkv [M, ΣN] times the multiplier, [dq_norm, dk_norm])."""
+) -> tuple[Tensor, Scaled | None, list[Tensor | None]]:
+    """Backward of RoPE and of the heads' norms.
+
+    Returns (dqkv [M, ΣN] times the multiplier, its bytes where RoPE has made them, [dq_norm, dk_norm]).
+    """
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     norms = (saved.get("q_norm"), saved.get("k_norm"))
     multiplier, dnorms = call.to.multiplier, [None, None]
     assert multiplier is not None
+    if norms == (None, None) and (blocks := call.to.blocks) is not None:
+        how = blocks.backward_dtype, blocks.power_2_scale
+        dqkv, *d8 = ops.rope_qkv_backward_quantize(dq, dk, dv, call.cos, call.sin, multiplier, *how)
+        return dqkv, Scaled(*d8), [*dnorms]
     if norms == (None, None):
-        return ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, multiplier), [*dnorms]
+        dqkv = ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, multiplier)
+        return dqkv, None, [*dnorms]
     ones = torch.ones_like(multiplier)
     dqkv = ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, ones)
     found: dict[str, Tensor] = {}
@@ -266,7 +280,8 @@ def _heads_backward(
         found[name] = dweight.to(weight.dtype)
     for part, factor in zip(_columns(dqkv, call), multiplier, strict=True):
         part.mul_(factor)
-    return dqkv, [found[name] if flag else None for name, flag in zip("qk", need, strict=True)]
+    wanted = zip("qk", need, strict=True)
+    return dqkv, None, [found[name] if flag else None for name, flag in wanted]
 
 
 class OutputNode(torch.autograd.Function):
@@ -431,17 +446,19 @@ def _swiglu(
     to = to.placed(g_u.shape[0])
     scaling = to.scaling_ahead()
     apart = to.quantized and scaling is None  # the scale comes from the parts of all ranks
-    unquantized = apart or to.adapted or not to.quantized
+    in_fp8, power_of_two = to.quantized or to.blocks is not None, _power_of_two(to)
+    unquantized = apart or to.adapted or not in_fp8
     bytes_: tuple[Tensor | None, Tensor | None] = (None, None)
     if pack:
-        act, *a8, data, scale_inv = ops.swiglu_quantize_and_pack(g_u, scaling, unquantized)
+        act, *a8, data, scale_inv = ops.swiglu_quantize_and_pack(
+            g_u, scaling, unquantized, power_of_two
+        )
         bytes_ = (data, scale_inv)
     else:
-        act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized)
+        act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized, None, power_of_two)
     if apart:
         return *quantize_down(act, to), bytes_
-    operand = Scaled(*a8) if to.quantized else quantize_in_blocks(Scaled(act), to.blocks)
-    return operand, lora_down(act, to), bytes_
+    return Scaled(*a8) if in_fp8 else Scaled(act), lora_down(act, to), bytes_
 
 
 def _act_backward(
@@ -455,9 +472,11 @@ def _act_backward(
     assert dact is not None and to.multiplier is not None
     if call.act == "gelu_tanh":
         return geglu_backward(dact, g_u, to.multiplier), None
-    scaling = to.scaling_ahead(backward=True)
-    unquantized = scaling is None or to.adapted or biases
+    scaling, blocks = to.scaling_ahead(backward=True), to.blocks
+    made = scaling is not None or blocks is not None
+    fp8_dtype = to.spec.backward_dtype if blocks is None else blocks.backward_dtype
+    unquantized = not made or to.adapted or biases
     d, d8, scale_inv = ops.swiglu_quantize_grad(
-        dact, g_u, to.multiplier, scaling, to.spec.backward_dtype, unquantized
+        dact, g_u, to.multiplier, scaling, fp8_dtype, unquantized, _power_of_two(to)
     )
-    return d, None if scaling is None else Scaled(d8, scale_inv)
+    return d, Scaled(d8, scale_inv) if made else None

@@ -20,7 +20,7 @@ from lorakernels.autograd.decoder_layer import (
     QKVCall,
 )
 from lorakernels.autograd.linear import PlannedProjections, Projections
-from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
+from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
 from lorakernels.plans.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_address
 from lorakernels.values import Dropout
@@ -51,15 +51,15 @@ _kind = lru_cache(4096)(_Kind)
 def planned_projections(
     to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
 ) -> PlannedProjections | None:
-    """What plans take of `to`; None over a plain base, with several adapters in one batch, where
-    ranks hold the projections together, or where a tensor is not torch's own.
+    """What plans take of `to`; None over a plain base, where ranks hold the projections together, or where a tensor is
+    not torch's own.
 
     Args:
         drawn: the dropout probability of each mask, 0 where none is drawn.
         params: what autograd sees of the projections (`fused_node.Trained`).
     """
     tensors, states = _tensors(to), (to.state_x, to.state_dy)
-    if (None in states and to.blocks is None) or to.batched or to.over is not None:
+    if (None in states and to.blocks is None) or to.over is not None:
         return None
     if not are_plain(*states, *tensors, *params):
         return None
@@ -136,21 +136,24 @@ class _Call(NamedTuple):
         call = replace(self.call, **tables, **tos)
         places = (*range(len(first)), *range(len(first) + 1, len(first) + 1 + len(params)))
         present = [t for t in (*given, *states) if t is not None]
-        return Operands(present, (*first, call, *params), places)
+        columns = sum(state is not None for state in states)
+        return Operands(present, (*first, call, *params), places, columns)
 
-    def run(self, plan: NodePlan) -> NodeRun:
-        others: list[Tensor] = [*self.tables.values()]
-        addresses: tuple[int, ...] = ()
+    def run(self, plan: NodePlan) -> Any:
+        """The node's results, or None where it has to run by the ops."""
+        seen = (*self.tensors, *self.params)
+        given = [t for t in (*seen, *self.tables.values()) if t is not None]
+        columns: tuple[int, ...] = ()
         sites: list[int] = []
         for to in self.tos.values():
             assert to.planned is not None
-            others += to.planned.tensors
-            addresses += to.planned.addresses
+            given += to.planned.tensors
+            columns += to.planned.addresses
             for mask in to.masks:
                 if mask is not None:
-                    others.append(mask.slot)
+                    given.append(mask.slot)
                     sites.append(mask.site)
-        return NodeRun(plan, others, addresses, tuple(sites), {"call": self.call})
+        return run_node(plan, given, seen, columns, tuple(sites), {"call": self.call})
 
 
 def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
@@ -180,12 +183,7 @@ def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
         plan = PLANS[key]
     except KeyError:
         plan = PLANS.make(key, make)
-    if plan is None:
-        return None
-    try:
-        return apply_planned(call.run(plan), *tensors)
-    except Misaligned:
-        return None
+    return None if plan is None else call.run(plan)
 
 
 def ways_of_kinds() -> dict[Hashable, str]:

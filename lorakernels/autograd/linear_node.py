@@ -8,7 +8,6 @@ wanted gradients need is saved. Parameters are saved by reference. Under BlockSc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +29,8 @@ def _save(
     bias: Tensor | None,
     adapter: Adapter,
     call: Call,
-    *more: Tensor | None,
 ) -> None:
-    """Keep what `gradients` reads, and `more` behind it."""
+    """Keep what `gradients` reads."""
     lora_A, lora_B, s = adapter
     ctx.save_for_backward(
         weight.data if needs.x else None,
@@ -44,7 +42,6 @@ def _save(
         x.data if needs.A else None,
         x.scale_inv if needs.A else None,
         s if needs.B else None,
-        *more,
     )
     ctx.state_dy, ctx.spec = call.state_dy, call.spec
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
@@ -57,13 +54,7 @@ def gradients(
 
     `run(op, *arguments)` calls an op.
     """
-    return _gradients(ctx, ctx.saved_tensors, needs, dy, run)
-
-
-def _gradients(
-    ctx: Any, saved: Sequence[Any], needs: Needs, dy: Tensor, run: Run = through_dispatcher
-) -> tuple[Tensor | None, ...]:
-    weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = saved
+    weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
     dtype_A, dtype_bias = ctx.dtypes
     call = Call(ctx.spec, slot, None, ctx.state_dy)
     frozen, adapter = Weight(weight, w_scale_inv, weight_t), Adapter(lora_A, lora_B)
@@ -112,51 +103,6 @@ class LinearNode(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dA, dB, dbias = gradients(ctx, _needs(ctx), dy.contiguous())
         return dx, dbias, dA, dB, None, None, None
-
-
-class MagnitudeNode(torch.autograd.Function):
-    """y = g ⊙ (x Wᵀ + scaling · x Aᵀ Bᵀ), g [N] fp32, over an FP8 base with one scale: DoRA without its bias.
-
-    g goes into the scale of each column of the product, and into B. Backward reads y for dg, so that a g nearer to 0
-    than LEAST counts as that.
-
-        dy' = g ⊙ dy      dg = Σ_rows dy ⊙ y / g      dx, dA and dB as of LinearNode, from dy'
-    """
-
-    LEAST = 2.0**-40
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, g: Tensor, lora_A: Tensor, lora_B: Tensor, weight: Weight, call: Call
-    ) -> Tensor:
-        least = torch.full_like(g, MagnitudeNode.LEAST)
-        g = torch.where(g.abs() < least, least.copysign(g), g)
-        assert weight.scale_inv is not None
-        by_column = weight._replace(scale_inv=weight.scale_inv * g)
-        scaled_B = (g[:, None] * lora_B).to(lora_B.dtype)
-        adapter = Adapter(lora_A, scaled_B)
-        to = Projections.single(by_column, None, adapter, weight.data.shape[0], call)
-        operand, s = linear.quantize_down(x, to)
-        y = linear.project(operand, s, to, scaled_B, x.dtype)
-        needs = MagnitudeNode._needs(ctx)
-        kept = y if ctx.needs_input_grad[1] else None
-        _save(ctx, needs, operand, weight, None, Adapter(lora_A, lora_B, s), call, kept, g)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, y, g = ctx.saved_tensors  # a checkpoint lets them be read once
-        wide = dy.float()
-        scaled = (wide * g).to(dy.dtype).contiguous()
-        dx, dA, dB, _ = _gradients(ctx, kept, MagnitudeNode._needs(ctx), scaled)
-        dg = None if y is None else wide.mul(y).sum(0) / g
-        return dx, dg, dA, dB, None, None
-
-    @staticmethod
-    def _needs(ctx: Any) -> Needs:
-        x, _, lora_A, lora_B = ctx.needs_input_grad[:4]
-        return Needs(x, lora_A, lora_B)
 
 
 def _needs(ctx: Any) -> Needs:

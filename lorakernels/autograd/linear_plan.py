@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
-from lorakernels.numerics.segments import adapters_of
-from lorakernels.plans.node import Misaligned, NodePlan, NodeRun, Operands, Plans, apply_planned
+from lorakernels.plans.forms import forms_of
+from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
 from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
 from lorakernels.values import Weight
@@ -92,89 +92,77 @@ class Kind:
         states = [None if state is None else recording.column(state) for _ in range(2)]
         given = [t for t in (x, *tensors, *weight, slot, *states) if t is not None]
         call = Call(replace(self.value.numbers.spec, site=Site(0)), slot, *states)
-        return Operands(given, (x, *tensors, weight, call), (0, 1, 2, 3))
+        columns = 0 if state is None else 2
+        return Operands(given, (x, *tensors, weight, call), (0, 1, 2, 3), columns)
 
 
 _kind = lru_cache(4096)(Kind)
 
 
-class Known(Generic[P]):
-    """What a layer's tensors were when its kind was asked for. That holds as long as they are the same.
+class _Taken(NamedTuple, Generic[P]):
+    """What a plan took: tensors of which `holds_for` is true, so many, and a key."""
 
-    References are weak: a weight that is replaced is freed, whether or not the layer runs again.
+    key: Hashable
+    number: int
+    holds_for: Callable[..., bool]
+    plan: Callable[[], P | None]
+
+
+class Known(Generic[P]):
+    """The plans of a layer's last calls, found by the forms of the tensors that they took.
+
+    It holds no tensor, and no address: FSDP2 gives a parameter new memory every time.
 
     Attributes:
-        kind: None if the weight is plain, or a tensor that is not torch's own.
-        fixed: the addresses of its tensors, but for the states.
-        columns: the addresses of its columns in the states.
-        sites: its dropout site.
+        kind: of the last tensors that were asked about; None if the weight is plain, or a tensor is not torch's own.
+        sites: the layer's dropout site.
     """
 
-    def __init__(self, tensors: LinearTensors, spec: LoRASpec) -> None:
-        self._references = [_nothing if t is None else ref(t) for t in tensors]
-        self._forms, self._devices, self._column = _forms(tensors), _devices(tensors), spec.column
-        self._plans: dict[Hashable, Callable[[], P | None]] = {}
-        self.kind = _ask(tensors, spec.numbers)
-        self._move(tensors, _addresses(tensors))
+    def __init__(self, spec: LoRASpec) -> None:
+        self.kind: Kind | None = None
         self.sites = (spec.site,)
+        self._numbers, self._column = spec.numbers, spec.column
+        self._taken: tuple[_Taken[P], ...] = ()
 
-    def holds_for(self, tensors: LinearTensors) -> bool:
-        """Whether they are the same tensors. An address alone may be another: FSDP2 gives new memory every time."""
-        for reference, tensor in zip(self._references, tensors, strict=True):
-            if reference is not _nothing if tensor is None else reference() is not tensor:
-                return False
-        if _forms(tensors) != self._forms:
-            return False
-        addresses = _addresses(tensors)
-        if addresses != self._addresses:
-            if _devices(tensors) != self._devices:
-                return False
-            self._move(tensors, addresses)
-        return True
+    def plan(self, given: Sequence[Tensor], key: Hashable) -> P | None:
+        """The plan that took tensors of these forms with this key; None if it has to be asked for."""
+        for known, number, holds_for, plan in self._taken:
+            if known == key and number == len(given) and holds_for(*given):
+                return plan()
+        return None
 
-    def _move(self, tensors: LinearTensors, addresses: list[int | None]) -> None:
-        self.fixed = [address for address in addresses[:-2] if address is not None]
-        states = [t for t in tensors[-2:] if t is not None]
-        self.columns = tuple([column_address(state, self._column) for state in states])
-        self._addresses = addresses  # last, so that a thread that comes meanwhile sees no mixture
+    def ask(
+        self,
+        plans: Plans[P],
+        record: Callable[..., P],
+        tensors: LinearTensors,
+        given: Sequence[Tensor],
+        key: Hashable,
+        *more: Hashable,
+    ) -> P | None:
+        """`plans`' plan of `tensors`' kind, which `record(kind, *more)` makes; None if the ops have to run.
 
-    def plan(self, plans: Plans[P], record: Callable[..., P], *key: Hashable) -> P | None:
-        """`plans`' plan of this kind for `key`, which `record(kind, *key)` makes. None if the ops have to run."""
-        known = self._plans.get(key)
-        plan = None if known is None else known()
-        if plan is not None or self.kind is None:
-            return plan
-        whole = (self.kind, *key)
+        `given` and `key` are what `plan` finds it by.
+        """
+        kind = self.kind = _ask(tensors, self._numbers)
+        if kind is None:
+            return None
+        whole = (kind, *more)
         try:
             plan = plans[whole]
         except KeyError:
             plan = plans.make(whole, partial(record, *whole))
         if plan is not None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = ref(plan)
+            taken = _Taken(key, len(given), forms_of(given), ref(plan))
+            self._taken = (taken, *self._taken[: MOST_PLANS - 1])
         return plan
 
-
-def _nothing() -> None:
-    return None
-
-
-def _addresses(tensors: LinearTensors) -> list[int | None]:
-    return [None if t is None else t.data_ptr() for t in tensors]
-
-
-def _devices(tensors: LinearTensors) -> list[int]:
-    return [t.get_device() for t in tensors if t is not None]
-
-
-def _forms(tensors: LinearTensors) -> list[Any]:
-    """What changes where a tensor's `data` is set to what needs another plan."""
-    forms: list[Any] = []
-    for tensor in tensors[:4]:
-        if tensor is not None:
-            forms += (tensor.dtype, tensor.shape, tensor.is_contiguous())
-    return forms
+    def columns(self, state_x: Tensor | None, state_dy: Tensor | None) -> tuple[int, ...]:
+        """The addresses of the layer's columns in the FP8 states, as plans take them."""
+        column = self._column
+        if state_x is None or state_dy is None:
+            return ()
+        return column_address(state_x, column), column_address(state_dy, column)
 
 
 def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
@@ -183,8 +171,6 @@ def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
         return None
     if state is None and numbers.spec.blocks is None:
         return None
-    if adapters_of(lora_A):
-        return None
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])
     layout, device = weight_t is not None, data.get_device()
@@ -192,11 +178,11 @@ def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
     return _kind(LinearKind(data.shape, forms, layout, scale_inv.shape, of_state, numbers, device))
 
 
-def known_of(tensors: LinearTensors, spec: LoRASpec, by: str) -> Known[Any]:
+def known_of(spec: LoRASpec, by: str) -> Known[Any]:
     """What is known of a layer, remembered by `spec` for those that ask `by` one name."""
     known: Known[Any] | None = spec.memo.get(by)
-    if known is None or not known.holds_for(tensors):
-        known = spec.memo[by] = Known(tensors, spec)
+    if known is None:
+        known = spec.memo[by] = Known(spec)
     return known
 
 
@@ -204,32 +190,66 @@ _NONE: tuple[bool, ...] = (False,) * 4  # of what needs a gradient
 PLANS: Plans[NodePlan] = Plans(1024)  # a plan has some 10 KB
 
 
+# A plan, what is known of the layer, and x with those tensors that are there, but for the states
+FoundLinear = tuple[NodePlan, Known[NodePlan], list[Tensor]]
+
+
+def found_linear(
+    x: Tensor, tensors: LinearTensors, spec: LoRASpec, draws: bool, asks: bool = False
+) -> FoundLinear | None:
+    """The plan for an x [..., K], if a call with tensors of these forms came before; else None.
+
+    With `asks`, it need not have come before: x has to be one that `check_input` takes, and contiguous. None then says
+    that the ops have to run. `draws` is whether there will be a slot.
+    """
+    known: Known[NodePlan] | None = spec.memo.get("linear")
+    if (known is None and not asks) or not is_plain():
+        return None
+    known = known_of(spec, "linear") if known is None else known
+    given = [t for t in (x, *tensors) if t is not None]
+    grad = torch.is_grad_enabled()
+    plan = known.plan(given, (draws, grad))
+    if plan is None:
+        if not asks or type(x) not in PLAIN:
+            return None
+        flags = _NONE
+        if grad:
+            flags = tuple([t is not None and t.requires_grad for t in (x, *tensors[:3])])
+        more = (x.shape, x.dtype, draws, flags)
+        plan = known.ask(PLANS, _record, tensors, given, (draws, grad), *more)
+    if plan is None:
+        return None
+    if tensors[-1] is not None:
+        del given[-2:]
+    return plan, known, given
+
+
+def run_linear(
+    found: FoundLinear, tensors: LinearTensors, spec: LoRASpec, slot: Tensor | None
+) -> Tensor | None:
+    """y [..., N] by the plan that `found_linear` gave for these tensors; None where an address is not aligned, so that
+    the ops have to run."""
+    plan, known, given = found
+    bias, lora_A, lora_B, *_, state_x, state_dy = tensors
+    if slot is not None:
+        given.append(slot)
+    # Only what needs a gradient is autograd's business: each tensor more costs time.
+    seen = (given[0], bias if plan.trains[1] else None, lora_A, lora_B)
+    columns = known.columns(state_x, state_dy)
+    attributes = {"state_dy": state_dy, "spec": spec}
+    y: Tensor | None = run_node(plan, given, seen, columns, known.sites, attributes)
+    return y
+
+
 def planned_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, adapter: Adapter, call: Call
 ) -> Tensor | None:
     """y [..., N] of a contiguous x [..., K] on a GPU; None where the ops have to run."""
-    if not is_plain() or type(x) not in PLAIN:
-        return None
     lora_A, lora_B, _ = adapter
     spec, slot, state, state_dy = call
-    known = known_of((bias, lora_A, lora_B, *weight, state, state_dy), spec, "linear")
-    seen = (x, bias, lora_A, lora_B)
-    flags = _NONE
-    if torch.is_grad_enabled():
-        flags = tuple([t is not None and t.requires_grad for t in seen])
-    plan = known.plan(PLANS, _record, x.shape, x.dtype, slot is None, flags)
-    if plan is None:
-        return None
-    others = [t for t in (*weight, slot) if t is not None]
-    slots = () if slot is None else (slot.data_ptr(),)
-    given = [x.data_ptr(), *known.fixed, *slots, *known.columns]
-    attributes = {"state_dy": state_dy, "spec": spec}
-    run = NodeRun(plan, others, known.columns, known.sites, attributes, given)
-    try:
-        y: Tensor = apply_planned(run, *seen)
-    except Misaligned:
-        return None
-    return y
+    tensors = (bias, lora_A, lora_B, *weight, state, state_dy)
+    found = found_linear(x, tensors, spec, slot is not None, asks=True)
+    return None if found is None else run_linear(found, tensors, spec, slot)
 
 
 def ways_of_kinds() -> dict[Kind, str]:
@@ -252,9 +272,9 @@ def way_of(spec: LoRASpec, kinds: Mapping[Kind, str]) -> str | None:
 
 
 def _record(
-    kind: Kind, shape: torch.Size, dtype: torch.dtype, draws_none: bool, flags: tuple[bool, ...]
+    kind: Kind, shape: torch.Size, dtype: torch.dtype, draws: bool, flags: tuple[bool, ...]
 ) -> NodePlan:
     if shape.numel() == 0:
         raise NotPlanned("no rows")
-    operands = partial(kind.operands, shape, dtype, not draws_none)
+    operands = partial(kind.operands, shape, dtype, draws)
     return NodePlan(RowsNode, kind.device, operands, (*flags, False, False))

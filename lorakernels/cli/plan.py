@@ -92,6 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="modules that get an adapter (default: all-linear)",
     )  # fmt: skip
     add(
+        "--fp8-recipe", choices=("delayed", "block"), default="delayed",
+        help="of the base: one scale for each tensor, or one for each block (default: delayed)",
+    )  # fmt: skip
+    add(
         "--allow-exposed", action="store_true",
         help="accept gathers and copies that take longer than the layers beside them",
     )  # fmt: skip
@@ -117,10 +121,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(config: object, args: argparse.Namespace) -> object:
-    from lorakernels import LoRAConfig, PlanAxes, ShardPlan
+    from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, PlanAxes, ShardPlan
     from lorakernels.train.option_fields import targets_of
 
-    lora = LoRAConfig(r=args.r, target_modules=targets_of(args.target_modules))
+    fp8 = BlockScaling() if args.fp8_recipe == "block" else DelayedScaling()
+    lora = LoRAConfig(r=args.r, target_modules=targets_of(args.target_modules), fp8=fp8)
     return ShardPlan.of(
         config,
         args.memory,

@@ -191,7 +191,7 @@ def _check_group(
         what["lora_dropout"] = (m.lora_dropout for m in adapted)
         what["rng_state"] = (id(m.rng_state) for m in adapted)
     if isinstance(recipe, BlockScaling):
-        _check_blocks(path, members)
+        check_blocks(path, members)
     for name, values in what.items():
         found = set(values)
         if len(found) > 1:
@@ -201,8 +201,12 @@ def _check_group(
             )
 
 
-def _check_blocks(path: str, members: Sequence[Any]) -> None:
-    """The blocks of one matrix are those of its members only where these end with a block."""
+def check_blocks(path: str, members: Sequence[Any]) -> None:
+    """Refuse members of one matrix whose blocks are not those of the matrix.
+
+    Raises:
+        ValueError: a member but the last has rows that do not end with a block.
+    """
     for member in members[:-1]:
         rows = member.out_features
         if rows % BLOCK:

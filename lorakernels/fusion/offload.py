@@ -57,7 +57,10 @@ class ActivationOffload:
         return live[at - 1] if at else None
 
     def copy(self, to: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event | None:
-        """Copy beside the layers, after what their stream was given so far. The event is the copy's end."""
+        """Copy on a stream beside the layers', which first waits for what theirs was given so far.
+
+        The event says when the copy is done. There is none on a CPU, which copies at once.
+        """
         if device.type != "cuda":
             to.copy_(source)
             return None

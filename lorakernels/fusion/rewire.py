@@ -265,7 +265,8 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
 def _last_norms(
     model: nn.Module, layers: Mapping[str, nn.Module]
 ) -> Iterator[tuple[nn.Module, bool]]:
-    """The last norm beside each list of layers, if it has the class of the layers' own norms; whether it adds 1."""
+    """The last norm beside each list of layers, if its class is that of the layers' norms, and whether it adds 1 to its
+    weight."""
     owners = {path.rpartition(".")[0].rpartition(".")[0]: layer for path, layer in layers.items()}
     for owner, layer in owners.items():
         spec = spec_of(layer)

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import AdapterNumbers, check_input, is_compiling
-from lorakernels.autograd.linear_node import MagnitudeNode, in_bytes
-from lorakernels.autograd.linear_values import Call
+from lorakernels.autograd.linear_node import in_bytes
+from lorakernels.autograd.linear_plan import way_of
+from lorakernels.autograd.linear_values import Adapter, Call
+from lorakernels.autograd.lora_linear import lora_linear
+from lorakernels.autograd.magnitude import MagnitudeNode, ways_of
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.initial import Initial
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.numerics.dropout import masked
+from lorakernels.plans.routing import WATCHED
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout, Weight
 
@@ -31,8 +34,8 @@ class DoRALinear(LoRALinear):
     """A LoRALinear whose rows have trained magnitudes. `LoRAConfig.use_dora` selects it.
 
     A forward makes W + s · B A in fp32 to take its norms: memory of [N, K] for as long as that lasts. With dropout it
-    multiplies W twice, by x and by D(x), as PEFT does. Otherwise, over an FP8 base with one scale, one product has
-    everything but the bias, unless x is float16.
+    multiplies W twice, by x − D(x) and by D(x), as D(x) meets W as well in PEFT. Over an FP8 base with one scale, one
+    product has everything of D(x), or of x without dropout, but the bias, unless x is float16.
 
     Attributes:
         lora_magnitude_vector: m [N], a Parameter in the adapter's dtype. It starts as ‖W + s · B A‖.
@@ -91,49 +94,51 @@ class DoRALinear(LoRALinear):
         if self.merged or self.disable_adapters:
             return super().forward(x)
         self._check_eager(x)
-        if self.training and self.lora_dropout > 0:
-            return self._with_dropout(x)
-        if self.fp8_state is not None and _dtype_of(x) != torch.float16:  # has too few exponents
-            return self._by_column_scale(x)
-        y = super().forward(x)
-        bias = 0.0 if self.bias is None else self.bias.float()
-        return ((y.float() - bias) * self._factor() + bias).to(y.dtype)
-
-    def _by_column_scale(self, x: Tensor) -> Tensor:
-        """One product over FP8, whose scale of each column contains m / ‖W + s · B A‖."""
         check_input(x, self._held)
         x = x.to(_dtype_of(x))
-        state, training = self.fp8_state, self.training
-        assert state is not None
-        state.begin(x.device, self.column, training)
-        numbers = AdapterNumbers(self.scaling)
-        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
-        weight = in_bytes(Weight(self._held, self.weight_scale_inv, self.weight_t))
-        call = Call(spec, None, state.forward, state.backward)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = MagnitudeNode.apply(rows, self._factor(), self.lora_A, self.lora_B, weight, call)
-        y = y.view(*x.shape[:-1], y.shape[1])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
-        if self.fp8_state is None or self.lora_dropout:
-            return super().eager_ways(kinds)
-        return ["use_dora=True has no plans yet"] if self._specs else []
+        if self.fp8_state is not None:
+            self.fp8_state.begin(x.device, self.column, self.training)
+        if self.training and self.lora_dropout > 0:
+            return self._with_dropout(x)
+        y = self._turned(x)
+        return y if self.bias is None else (y.float() + self.bias.float()).to(y.dtype)
 
     def _with_dropout(self, x: Tensor) -> Tensor:
-        """PEFT's: x Wᵀ + bias + (g − 1) ⊙ D(x) Wᵀ + g ⊙ s · D(x) Aᵀ Bᵀ, where g = m / ‖W + s · B A‖."""
-        check_input(x, self._held)
+        """PEFT's x Wᵀ + bias + (g − 1) ⊙ D(x) Wᵀ + g ⊙ s · D(x) Aᵀ Bᵀ, g = m / ‖W + s · B A‖, by two products:
+
+        (x − D(x)) Wᵀ + bias, and g ⊙ (D(x) Wᵀ + s · D(x) Aᵀ Bᵀ).
+        """
         rows = x.reshape(-1, x.shape[-1])
         slot = draw_slot(self.rng_state, x.device)
         kept, factor = masked(rows, Dropout(slot, self.lora_dropout, self.site))
         kept = (kept * factor).view(x.shape)
-        y = FrozenFP8Linear.forward(self, x)
-        bias = 0.0 if self.bias is None else self.bias.float()
-        base = FrozenFP8Linear.forward(self, kept).float() - bias
-        down = kept.to(self.lora_A.dtype) @ self.lora_A.T
-        product = self.scaling * (down @ self.lora_B.T).float()
-        g = self._factor()
-        return (y.float() + (g - 1) * base + g * product).to(y.dtype)
+        weight, call = self._held_and_call(AdapterNumbers())
+        y = lora_linear(x - kept, weight, self.bias, Adapter(), call)
+        return y + self._turned(kept)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """g ⊙ (x Wᵀ + s · x Aᵀ Bᵀ), g = m / ‖W + s · B A‖: over FP8 with one scale by the scale of each column of one
+        product. Else g multiplies what the product has written; float16 has too few exponents for g ⊙ B."""
+        weight, call = self._held_and_call(AdapterNumbers(self.scaling))
+        if self.fp8_state is None or x.dtype == torch.float16:
+            y = lora_linear(x, weight, None, Adapter(self.lora_A, self.lora_B), call)
+            return (y.float() * self._factor()).to(y.dtype)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y = MagnitudeNode.apply(
+            rows, self._factor(), self.lora_A, self.lora_B, in_bytes(weight), call
+        )
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def _held_and_call(self, numbers: AdapterNumbers) -> tuple[Weight, Call]:
+        state, training = self.fp8_state, self.training
+        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
+        states = () if state is None else (state.forward, state.backward)
+        return Weight(self._held, self.weight_scale_inv, self.weight_t), Call(spec, None, *states)
+
+    def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
+        ways = {way_of(spec, kinds) for spec in self._specs.values() if "linear" in spec.memo}
+        found = {way for way in ways if way is not None} | ways_of(self._specs.values())
+        return sorted(found or ({WATCHED} if self._specs else ()))
 
     def _check_eager(self, x: Tensor) -> None:
         what = "torch.compile" if is_compiling() else ""

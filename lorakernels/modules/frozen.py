@@ -25,6 +25,7 @@ from lorakernels.autograd import (
 from lorakernels.config import BlockScaling, DelayedScaling, Recipe
 from lorakernels.modules.holder import bring, refuse_held, refuse_move
 from lorakernels.modules.number import number
+from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
@@ -39,6 +40,7 @@ from lorakernels.values import Weight
 STORAGE = torch.uint8 if TorchVersion(torch.__version__) >= "2.13" else E4M3
 _Layer = TypeVar("_Layer", bound="FrozenFP8Linear")
 _HELD = (*BYTES, torch.bfloat16, torch.float16)
+_NO_NUMBERS = AdapterNumbers()
 MOST_SPECS = 16  # that a layer remembers
 
 
@@ -85,6 +87,11 @@ class FrozenFP8Linear(nn.Module):
     _column: int  # where `column` is kept, also in a pickle
     column = number("_column")
     column_x = number("_column_x")
+    repeats_calls = True  # `planned_call` stands for `with_adapter`
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.repeats_calls = cls.with_adapter is FrozenFP8Linear.with_adapter
 
     def __init__(
         self,
@@ -301,8 +308,11 @@ class FrozenFP8Linear(nn.Module):
             TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device.
         """
+        if not torch.compiler.is_compiling():
+            if (y := planned_call(self, x, None, None, _NO_NUMBERS)) is not None:
+                return y
         check_input(x, self._held)
-        return self.with_adapter(x, Adapter(), AdapterNumbers(), None)
+        return self.with_adapter(x, Adapter(), _NO_NUMBERS, None)
 
     def with_adapter(
         self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
@@ -323,9 +333,8 @@ class FrozenFP8Linear(nn.Module):
         spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
         buffers, parameters = self._buffers, self._parameters
         weight = Weight(self._held, buffers["weight_scale_inv"], buffers["weight_t"])
-        call = (
-            Call(spec, slot) if state is None else Call(spec, slot, state.forward, state.backward)
-        )
+        states = () if state is None else (state.forward, state.backward)
+        call = Call(spec, slot, *states)
         return lora_linear(x, weight, parameters.get("bias"), adapter, call)
 
     def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:

@@ -19,6 +19,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.initial import NAMES, Initial, initial_adapter, initial_of
 from lorakernels.modules.mergeable import MergeableLinear
 from lorakernels.modules.number import number
+from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
 from lorakernels.state.fp8 import FP8State
@@ -292,6 +293,12 @@ class LoRALinear(MergeableLinear):
         own = {"site": "site", "scaling": "scaling", "p": "lora_dropout", "row0": "row0"}
         return replace(super()._numbers(), **{k: known[v] for k, v in own.items() if v in known})
 
+    def renew_handle(self) -> None:
+        super().renew_handle()
+        if "row0" in (own := self.__dict__):  # the last number that the construction sets
+            numbers = own["scaling"], own["lora_dropout"], own["site"], own["row0"]
+            self._of_calls = AdapterNumbers(*numbers)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.
 
@@ -305,24 +312,27 @@ class LoRALinear(MergeableLinear):
                 refuse_merged_batch(self)
                 return super().forward(x)
             return self._without_adapter(x)
-        if is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling and is_compiling():
             drops = self.training and self._handle.drops
             slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
             factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
             if self.adapter_rows is not None and self.adapter_rows.asked:
                 factors = _traced_factors(self)
             return self._compiled(x, factors, slot)
-        check_input(x, self._held)
-        parameters = self._parameters
-        adapter = Adapter(parameters["lora_A"], parameters["lora_B"])
         own = self.__dict__  # a property takes several times as long
+        parameters, numbers = own["_parameters"], own["_of_calls"]
+        lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
         if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
-            adapter = Adapter(*rows.factors(self.lora_A, self.lora_B))
-        numbers = AdapterNumbers(own["scaling"], own["lora_dropout"], own["site"], own["row0"])
-        slot = None
-        if self.training and numbers.p > 0:
-            slot = draw_slot(self.rng_state, x.device)
-        return self.with_adapter(x, adapter, numbers, slot)
+            lora_A, lora_B = rows.factors(lora_A, lora_B)
+        draw = draw_slot if own["training"] and numbers.p > 0 else None
+        if not compiling:
+            y = planned_call(self, x, lora_A, lora_B, numbers, draw)
+            if y is not None:
+                return y
+        check_input(x, self._held)
+        slot = None if draw is None else draw(own["rng_state"], x.device)
+        return self.with_adapter(x, Adapter(lora_A, lora_B), numbers, slot)
 
     def _without_adapter(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias. A weight that lacks an initial adapter computes with that one, without dropout."""

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorakernels.numerics.fp8 import E4M3, FP8_MAX, quantize_fp8, scale_of
-from lorakernels.values import Scaled, Weight
+from lorakernels.numerics.fp8 import E4M3, FP8_MAX, quantize, quantize_fp8, scale_of
+from lorakernels.values import Scaled, Scaling, Weight
 
 BLOCK = 128
 _MOST_POWER = 2.0**126  # its inverse is fp32's smallest normal number
@@ -41,6 +41,17 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> 
     scale_inv = torch.where(amax.isfinite(), 1.0 / scale, torch.nan)
     data = bytes_.view(rows, blocks_of(cols) * BLOCK)[:, :cols].contiguous()
     return Scaled(data, scale_inv.t().contiguous())
+
+
+def quantize_by(
+    x: Tensor, scaling: Scaling | None, dtype: torch.dtype, power_of_two: bool | None
+) -> tuple[Tensor, Tensor]:
+    """(bytes, scale_inv) of x [M, K]: of `quantize_rows` if `power_of_two` is given, else of `fp8.quantize`."""
+    if power_of_two is None:
+        return quantize(x, scaling, dtype)
+    data, scale_inv = quantize_rows(x, dtype, power_of_two)
+    assert scale_inv is not None
+    return data, scale_inv
 
 
 def power_below(scale: Tensor) -> Tensor:

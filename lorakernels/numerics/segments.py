@@ -26,7 +26,7 @@ def check_segments(name: str, factor: Tensor | None, rows: int) -> None:
 
 def segments(x: Tensor, adapters: int) -> Tensor:
     """[J, M / J, …] of x [M, …], without a copy if x has none between its rows."""
-    return x.unflatten(0, (adapters, x.shape[0] // adapters))
+    return x.view(adapters, x.shape[0] // adapters, *x.shape[1:])
 
 
 def rows_times(x: Tensor, factor: Tensor, alpha: float = 1.0) -> Tensor:

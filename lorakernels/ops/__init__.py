@@ -30,7 +30,7 @@ from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.quantize_grad import quantize_grad, quantize_grad_and_mask
 from lorakernels.ops.quantize_lora_down import quantize_lora_down
 from lorakernels.ops.rms_norm import rms_norm_backward, rms_norm_quantize
-from lorakernels.ops.rope_qkv import rope_qkv_, rope_qkv_backward
+from lorakernels.ops.rope_qkv import rope_qkv_, rope_qkv_backward, rope_qkv_backward_quantize
 from lorakernels.ops.swiglu import (
     swiglu_quantize,
     swiglu_quantize_and_pack,
@@ -76,6 +76,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope_qkv_",
     "rope_qkv_backward",
+    "rope_qkv_backward_quantize",
     "swiglu_quantize",
     "swiglu_quantize_and_pack",
     "swiglu_quantize_grad",

@@ -36,10 +36,10 @@ def reference(
     """Roll the amax histories and compute new scales, in place, for every column of both directions [L + 1, n].
 
     A column's current amax is its row 0, or its entry of `current` [2n] (forward's, then backward's). A column whose
-    current amax is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`, amax being the
-    current one or the history's largest finite one; an inf or NaN current amax keeps the scale, an overflowing
-    scale becomes FLT_MAX; then the history rolls. `gated`: nothing changes unless one of backward's current amaxes is
-    > 0 or NaN. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+    current amax is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`. The amax is the
+    current one, or the history's largest finite one. An inf or NaN current amax keeps the scale. A scale that overflows
+    becomes FLT_MAX. Then the history rolls. `gated`: nothing changes unless one of backward's current amaxes is > 0 or
+    NaN. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit; nothing is changed then.

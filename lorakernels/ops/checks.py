@@ -66,6 +66,15 @@ def vector(
         raise TypeError(f"{name} must be {dtype}, found {tensor.dtype}")
 
 
+def one_recipe(scaling: Scaling | None, power_of_two: bool | None) -> None:
+    """A tensor has one scale, by `scaling`, or one for each block, by `power_of_two`."""
+    if scaling is not None and power_of_two is not None:
+        raise ValueError(
+            f"scaling must be None beside power_of_two = {power_of_two}, which asks for a scale of each 1 × 128, "
+            f"found column {scaling.column} of a state"
+        )
+
+
 def state(scaling: Scaling | None, device: torch.device, name: str = "state") -> None:
     """An FP8 state is a float32 matrix on the tensors' device."""
     if scaling is None:

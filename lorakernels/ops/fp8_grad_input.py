@@ -194,8 +194,24 @@ def by_csrc(
     split: bool = True,
 ) -> Tensor:
     """One kernel of csrc, for any rank. A weight_scale_inv of blocks is 2-D."""
+    dx = dy.data.new_empty((dy.data.shape[0], weight.data.shape[1]), dtype=out_dtype)
+    launch_csrc(dx, dy, fp8_dtype, weight, ds, lora_A, dropout, split)
+    return dx
+
+
+def launch_csrc(
+    dx: Tensor,
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    split: bool,
+) -> None:
+    """Write dx [M, K]. `why_not_csrc_kernel` has nothing against the operands."""
     assert weight.scale_inv is not None
-    (rows, depth), cols = dy.data.shape, weight.data.shape[1]
+    (rows, depth), cols, out_dtype = dy.data.shape, weight.data.shape[1], dx.dtype
     ds, lora_A = _factors(ds, lora_A, out_dtype)
     rank = 0 if lora_A is None else lora_A.shape[-2]
     if rank == 0:
@@ -212,7 +228,6 @@ def by_csrc(
         tile = GROUP_ROWS, GROUP_ROWS
     run = extension().fp8_block_grad_input if in_blocks else extension().fp8_grad_input
     a_dtype = name(out_dtype if lora_A is None else lora_A.dtype)
-    dx = dy.data.new_empty((rows, cols), dtype=out_dtype)
     run(
         (dx, ds, lora_A),
         dy,
@@ -223,7 +238,6 @@ def by_csrc(
         Tiles(split, *tile, multiprocessors),
         where(dy.data),
     )
-    return dx
 
 
 def _factors(
@@ -340,3 +354,22 @@ fp8_grad_input = define(
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
     " SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
 )
+
+
+def fp8_grad_input_into(
+    dx: Tensor,
+    dy: Scaled,
+    fp8_dtype: torch.dtype,
+    weight: Weight,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    split: bool = True,
+) -> None:
+    """`fp8_grad_input` into dx [M, K], which is contiguous. What csrc does not compute is copied there."""
+    arguments = (dy, fp8_dtype, weight, ds, lora_A, dropout, dx.dtype, split)
+    if not dx.is_cuda or why_not_csrc_kernel(*arguments) or why_not_aligned(dy=dx):
+        dx.copy_(fp8_grad_input(*arguments))
+        return
+    check(*arguments)
+    launch_csrc(dx, dy, fp8_dtype, weight, ds, lora_A, dropout, split)

@@ -435,3 +435,21 @@ fp8_linear_lora = define(
     "(Tensor x, Tensor? x_scale_inv, Tensor weight, Tensor? weight_scale_inv, Tensor? bias, Tensor? s, Tensor? lora_B,"
     " float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None) -> Tensor",
 )
+
+
+def fp8_linear_lora_into(
+    y: Tensor,
+    x: Scaled,
+    weight: Weight,
+    bias: Tensor | None,
+    up: Up | None,
+    split: bool = False,
+    residual: Tensor | None = None,
+) -> None:
+    """`fp8_linear_lora` into y [M, N], which is contiguous. What csrc does not compute is copied there."""
+    arguments = (x, weight, bias, up, y.dtype, split, residual)
+    if not y.is_cuda or why_not_csrc_kernel(*arguments) or why_not_aligned(x=y):
+        y.copy_(fp8_linear_lora(*arguments))
+        return
+    check(*arguments)
+    launch_csrc(y, x, weight, bias, up, split, residual)

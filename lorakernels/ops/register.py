@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.hardware import Place
 from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
 
@@ -354,8 +355,13 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     return like.new_empty(shape, dtype=dtype or like.dtype)
 
 
-def fake_quantized(x: Tensor, scaling: Scaling | None) -> tuple[Tensor, Tensor]:
-    """What `numerics.fp8.quantize` returns, without values."""
+def fake_quantized(
+    x: Tensor, scaling: Scaling | None, power_of_two: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `numerics.blocks.quantize_by` returns of x [M, K], without values."""
+    if power_of_two is not None:
+        scale_inv = empty(x, blocks_of(x.shape[1]), x.shape[0], dtype=torch.float32)
+        return empty(x, *x.shape, dtype=torch.uint8), scale_inv
     if scaling is None:
         return empty(x, 0, dtype=torch.uint8), empty(x, 0, dtype=torch.float32)
     return empty(x, *x.shape, dtype=torch.uint8), empty(x, 1, dtype=torch.float32)

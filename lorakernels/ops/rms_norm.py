@@ -13,6 +13,9 @@ Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and write
 bytes for x8 alone and 5MK with normed; a norm and a quantization after it move 7MK. A second kernel in front takes the
 amax where the state has no scale yet, and in evaluation.
 
+A row's blocks of 128 have scales of their own, where they are asked for, in the same read. A block's columns are in one
+warp, which finds their amax by itself.
+
 The kernel is compiled anew for what is stored, with `keep` or a scaling or without, and then a row's sum, and so rstd
 and normed, may differ in the last bit. Equal arguments give equal bits, as in a checkpoint's recomputation.
 
@@ -28,7 +31,8 @@ import torch
 from torch import Tensor
 
 from lorakernels.kernels.tune_layer import MAX_NORM_COLUMNS
-from lorakernels.numerics.fp8 import E4M3, quantize
+from lorakernels.numerics.blocks import quantize_by
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
@@ -38,32 +42,54 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def reference(
-    x: Tensor, weight: Tensor, eps: float, scaling: Scaling | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: Scaling | None,
+    keep: bool,
+    power_of_two: bool | None = None,
 ) -> Results:
     """(normed [M, K] or empty unless `keep`, x8 [M, K] and scale_inv [1] or empty without a scaling, rstd fp32 [M]).
+
+    `power_of_two`, given without a scaling, has scale_inv [⌈K/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(x, weight, eps, scaling, keep)
+    check(x, weight, eps, scaling, keep, power_of_two)
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
     h = (wide * rstd).to(x.dtype)
     normed = (weight.float() * h.float()).to(x.dtype).contiguous()
-    x8, scale_inv = quantize(normed, scaling, E4M3)
+    x8, scale_inv = quantize_by(normed, scaling, E4M3, power_of_two)
     return normed if keep else x.new_empty(0), x8, scale_inv, rstd.view(-1)
 
 
-def fake(x: Tensor, weight: Tensor, eps: float, scaling: Scaling | None, keep: bool) -> Results:
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: Scaling | None,
+    keep: bool,
+    power_of_two: bool | None = None,
+) -> Results:
     normed = empty(x, *(x.shape if keep else (0,)))
     rstd = empty(x, x.shape[0], dtype=torch.float32)
-    return normed, *fake_quantized(x, scaling), rstd
+    return normed, *fake_quantized(x, scaling, power_of_two), rstd
 
 
-def check(x: Tensor, weight: Tensor, eps: float, scaling: Scaling | None, keep: bool) -> None:
+def check(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: Scaling | None,
+    keep: bool,
+    power_of_two: bool | None = None,
+) -> None:
     """TypeError or ValueError unless x is [M, K] and weight [K], on one device, of dtypes that are computed in."""
     _check_operands(x, weight)
     checks.state(scaling, x.device)
+    checks.one_recipe(scaling, power_of_two)
 
 
 def _check_operands(x: Tensor, weight: Tensor) -> None:
@@ -73,7 +99,12 @@ def _check_operands(x: Tensor, weight: Tensor) -> None:
 
 
 def why_not_triton(
-    x: Tensor, weight: Tensor, eps: float, scaling: Scaling | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: Scaling | None,
+    keep: bool,
+    power_of_two: bool | None = None,
 ) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
     return _why_not_columns(x) or why_not_layer_kernel(x=x, weight=weight)
@@ -85,13 +116,18 @@ def _why_not_columns(x: Tensor) -> str | None:
 
 
 def by_triton(
-    x: Tensor, weight: Tensor, eps: float, scaling: Scaling | None, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: Scaling | None,
+    keep: bool,
+    power_of_two: bool | None = None,
 ) -> Results:
     """One read of x. rstd's sum is in another, fixed order than the reference's; x8 is normed's, bit for bit."""
     from lorakernels.kernels.triton import rms_norm
 
     with torch.cuda.device(x.device):
-        return rms_norm.rms_norm_quantize(x, weight, eps, scaling, keep)
+        return rms_norm.rms_norm_quantize(x, weight, eps, scaling, keep, power_of_two)
 
 
 chosen = partial(chosen_layer_kernel, f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's")
@@ -105,8 +141,8 @@ rms_norm_quantize = define(
         (Implementation("triton", by_triton, why_not_triton), Implementation("torch", reference)),
         chosen,
     ),
-    "(Tensor x, Tensor weight, float eps, Tensor(a3!)? state, SymInt column, bool delayed, bool keep)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor weight, float eps, Tensor(a3!)? state, SymInt column, bool delayed, bool keep,"
+    " bool? power_of_two=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 

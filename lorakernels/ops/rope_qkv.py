@@ -10,6 +10,7 @@ any strides but the last. The arithmetic is fp32's, with one rounding when a res
 Each way is one kernel (kernels/triton/rope_qkv.py). Forward turns q and k in place and moves 4M(H + Hk)D bytes in bf16.
 Backward gathers what attention's backward left, turns q and k back and multiplies by the ratios of the weights' scales.
 It moves 4M(H + 2 Hk)D bytes; a transposition, a rotation, a concatenation and a product apart move four times that.
+With the bytes of dqkv in blocks of 128 beside it, it moves M(H + 2 Hk)D bytes more, and a pass apart three times these.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lorakernels.numerics.blocks import quantize_rows
+from lorakernels.numerics.fp8 import FP8_MAX
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.quantize_blocks import by_triton as quantize_blocks
+from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 
 
 def reference(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
@@ -194,4 +198,107 @@ rope_qkv_backward = define(
         ),
     ),
     "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor multiplier) -> Tensor",
+)
+
+
+def reference_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dqkv as `rope_qkv_backward` has it, its bytes and scale_inv as `quantize_blocks` has them).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, stride or device does not fit.
+    """
+    check_quantize(dq, dk, dv, cos, sin, multiplier, fp8_dtype, power_of_two)
+    dqkv = reference_backward(dq, dk, dv, cos, sin, multiplier)
+    d8, scale_inv = quantize_rows(dqkv, fp8_dtype, power_of_two)
+    assert scale_inv is not None
+    return dqkv, d8, scale_inv
+
+
+def fake_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dqkv = fake_backward(dq, dk, dv, cos, sin, multiplier)
+    return dqkv, *fake_quantized(dqkv, None, power_of_two)
+
+
+def check_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+) -> None:
+    """As `check_backward`; TypeError unless `fp8_dtype` is e4m3 or e5m2."""
+    check_backward(dq, dk, dv, cos, sin, multiplier)
+    if fp8_dtype not in FP8_MAX:
+        raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {fp8_dtype}")
+
+
+def why_not_triton_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+) -> str | None:
+    """None if Triton's kernel takes these tensors; otherwise the reason why not."""
+    return why_not_triton_backward(dq, dk, dv, cos, sin, multiplier)
+
+
+def by_triton_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `by_triton_backward`, with the bytes of its dqkv, bit for bit. Heads that share blocks take a kernel more."""
+    from lorakernels.kernels.triton import rope_qkv
+
+    gradients, heads = (dq, dk, dv, cos, sin, multiplier), (dq.shape[3], dq.shape[1], dk.shape[1])
+    with torch.cuda.device(dq.device):
+        if rope_qkv.has_whole_blocks(*heads):
+            return rope_qkv.rope_qkv_backward_quantize(*gradients, fp8_dtype, power_of_two)
+        dqkv = rope_qkv.rope_qkv_backward(*gradients)
+    return dqkv, *quantize_blocks(dqkv, fp8_dtype, power_of_two)
+
+
+rope_qkv_backward_quantize = define(
+    Op(
+        "rope_qkv_backward_quantize",
+        reference_quantize,
+        fake_quantize,
+        check_quantize,
+        (
+            Implementation("triton", by_triton_quantize, why_not_triton_quantize),
+            Implementation("torch", reference_quantize),
+        ),
+    ),
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor multiplier, ScalarType fp8_dtype,"
+    " bool power_of_two) -> (Tensor, Tensor, Tensor)",
 )

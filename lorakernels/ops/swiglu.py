@@ -12,7 +12,8 @@ with one rounding when a result is stored. What is quantized is the result as st
 Each way is one kernel (kernels/triton/swiglu.py), which reads its operands once and writes what is asked for. Forward
 in bf16 moves 5MF bytes for a8 alone, 7MF with gate_up's own bytes beside it and 3MF from such bytes. An activation, a
 product and a quantization apart move 13MF. Backward moves 8MF bytes for d8 alone, 6MF from bytes. A second kernel in
-front takes the amax where the state has no scale yet, and in evaluation.
+front takes the amax where the state has no scale yet, and in evaluation. Blocks of 128 have their scales in the same
+pass; the gradient's do where F is a multiple of 128, else by a pass of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lorakernels.numerics.fp8 import E4M3, quantize, scale_that_tells
+from lorakernels.numerics.blocks import BLOCK, quantize_by
+from lorakernels.numerics.fp8 import E4M3, scale_that_tells
 from lorakernels.numerics.gate_up import halves, packed, packed_scales
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, chosen_layer_kernel, why_not_layer_kernel
+from lorakernels.ops.quantize_blocks import by_triton as quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 from lorakernels.values import Scaled, Scaling
 
@@ -34,20 +37,25 @@ Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def reference(
-    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+    gate_up: Scaled,
+    scaling: Scaling | None,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """(act [M, F] or empty unless `keep`, a8 [M, F] and scale_inv [1] or empty without a scaling).
 
     act is in the dtype of a plain gate_up, and in `out_dtype` where gate_up is the bytes that
-    `swiglu_quantize_and_pack` returns.
+    `swiglu_quantize_and_pack` returns. `power_of_two`, given without a scaling, has scale_inv [⌈F/128⌉, M] for each
+    1 × 128 of act, as `quantize_blocks` has it.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(gate_up, scaling, keep, out_dtype)
+    check(gate_up, scaling, keep, out_dtype, power_of_two)
     gate, up = halves(gate_up)
     act = (torch.nn.functional.silu(gate) * up).to(_dtype_of_act(gate_up, out_dtype)).contiguous()
-    a8, scale_inv = quantize(act, scaling, E4M3)
+    a8, scale_inv = quantize_by(act, scaling, E4M3, power_of_two)
     return act if keep else act.new_empty(0), a8, scale_inv
 
 
@@ -59,19 +67,28 @@ def _dtype_of_act(gate_up: Scaled, out_dtype: torch.dtype | None) -> torch.dtype
 
 
 def fake(
-    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+    gate_up: Scaled,
+    scaling: Scaling | None,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
     rows, cols = gate_up.data.shape
     act = empty(gate_up.data, rows, cols // 2, dtype=_dtype_of_act(gate_up, out_dtype))
-    return act if keep else empty(act, 0), *fake_quantized(act, scaling)
+    return act if keep else empty(act, 0), *fake_quantized(act, scaling, power_of_two)
 
 
 def check(
-    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+    gate_up: Scaled,
+    scaling: Scaling | None,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+    power_of_two: bool | None = None,
 ) -> None:
     """TypeError or ValueError unless gate_up is [M, 2F], plain, or e4m3 bytes with their scales and an out_dtype."""
     _check_columns(gate_up.data)
     checks.state(scaling, gate_up.data.device)
+    checks.one_recipe(scaling, power_of_two)
     _check_dtypes(gate_up, out_dtype)
 
 
@@ -111,20 +128,29 @@ def _check_scales(scale_inv: Tensor, gate_up: Tensor) -> None:
 
 
 def why_not_triton(
-    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+    gate_up: Scaled,
+    scaling: Scaling | None,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+    power_of_two: bool | None = None,
 ) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
     return why_not_layer_kernel(gate_up=gate_up.data, gate_up_scale_inv=gate_up.scale_inv)
 
 
 def by_triton(
-    gate_up: Scaled, scaling: Scaling | None, keep: bool, out_dtype: torch.dtype | None = None
+    gate_up: Scaled,
+    scaling: Scaling | None,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """One read of gate_up. act is within fp32's rounding of the reference's; a8 is act's, bit for bit."""
     from lorakernels.kernels.triton import swiglu
 
     with torch.cuda.device(gate_up.data.device):
-        return swiglu.swiglu_quantize(gate_up, scaling, keep, _dtype_of_act(gate_up, out_dtype))
+        dtype = _dtype_of_act(gate_up, out_dtype)
+        return swiglu.swiglu_quantize(gate_up, scaling, keep, dtype, power_of_two)
 
 
 chosen = partial(chosen_layer_kernel, "one read")
@@ -139,11 +165,13 @@ swiglu_quantize = define(
         chosen,
     ),
     "(Tensor gate_up, Tensor? gate_up_scale_inv, Tensor(a2!)? state, SymInt column, bool delayed, bool keep,"
-    " ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor)",
+    " ScalarType? out_dtype=None, bool? power_of_two=None) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def reference_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> Packed:
+def reference_and_pack(
+    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
+) -> Packed:
     """What `swiglu_quantize` returns of a plain gate_up, and gate_up in e4m3: bytes [M, 2F] and their scale_inv.
 
     scale_inv is fp32 [M, ⌈F / 256⌉]: one for 256 columns of a row of gate and those of up.
@@ -151,31 +179,39 @@ def reference_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    return *reference(Scaled(gate_up), scaling, keep), *packed(gate_up)
+    return *reference(Scaled(gate_up), scaling, keep, None, power_of_two), *packed(gate_up)
 
 
-def fake_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> Packed:
+def fake_and_pack(
+    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
+) -> Packed:
     bytes_ = empty(gate_up, *gate_up.shape, dtype=torch.uint8)
     scale_inv = empty(gate_up, *packed_scales(*gate_up.shape), dtype=torch.float32)
-    return *fake(Scaled(gate_up), scaling, keep), bytes_, scale_inv
+    return *fake(Scaled(gate_up), scaling, keep, None, power_of_two), bytes_, scale_inv
 
 
-def check_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> None:
+def check_and_pack(
+    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
+) -> None:
     """TypeError or ValueError unless gate_up is a plain [M, 2F]."""
-    check(Scaled(gate_up), scaling, keep)
+    check(Scaled(gate_up), scaling, keep, None, power_of_two)
 
 
-def why_not_triton_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> str | None:
+def why_not_triton_and_pack(
+    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
+) -> str | None:
     """None if Triton's kernel takes this tensor; otherwise the reason why not."""
     return why_not_layer_kernel(gate_up=gate_up)
 
 
-def by_triton_and_pack(gate_up: Tensor, scaling: Scaling | None, keep: bool) -> Packed:
+def by_triton_and_pack(
+    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
+) -> Packed:
     """As `by_triton`; gate_up's bytes are the reference's, bit for bit."""
     from lorakernels.kernels.triton import swiglu
 
     with torch.cuda.device(gate_up.device):
-        return swiglu.swiglu_quantize_and_pack(gate_up, scaling, keep)
+        return swiglu.swiglu_quantize_and_pack(gate_up, scaling, keep, power_of_two)
 
 
 swiglu_quantize_and_pack = define(
@@ -189,7 +225,7 @@ swiglu_quantize_and_pack = define(
             Implementation("torch", reference_and_pack),
         ),
     ),
-    "(Tensor gate_up, Tensor(a1!)? state, SymInt column, bool delayed, bool keep)"
+    "(Tensor gate_up, Tensor(a1!)? state, SymInt column, bool delayed, bool keep, bool? power_of_two=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -201,22 +237,24 @@ def reference_grad(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
+    power_of_two: bool | None = None,
 ) -> Results:
     """(dgate_up [M, 2F] or empty unless `keep`, d8 [M, 2F] and scale_inv [1] or empty without a scaling).
 
-    dgate_up is in dact's dtype.
+    dgate_up is in dact's dtype. `power_of_two`, given without a scaling, has scale_inv [⌈2F/128⌉, M] for each 1 × 128.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check_grad(dact, gate_up, multiplier, scaling, fp8_dtype, keep)
+    check_grad(dact, gate_up, multiplier, scaling, fp8_dtype, keep, power_of_two)
     gate, up = halves(gate_up)
     wide, sigmoid = dact.float(), torch.sigmoid(gate)
     dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     dup = wide * (gate * sigmoid)
     dgate_up = torch.cat((dgate * multiplier[0], dup * multiplier[1]), 1).to(dact.dtype)
-    d8, scale_inv = quantize(dgate_up, scaling, fp8_dtype)
-    scale_inv = scale_that_tells(dgate_up, scale_inv)
+    d8, scale_inv = quantize_by(dgate_up, scaling, fp8_dtype, power_of_two)
+    if power_of_two is None:  # else each block tells by itself
+        scale_inv = scale_that_tells(dgate_up, scale_inv)
     return dgate_up if keep else dact.new_empty(0), d8, scale_inv
 
 
@@ -227,9 +265,10 @@ def fake_grad(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
+    power_of_two: bool | None = None,
 ) -> Results:
     dgate_up = empty(dact, *gate_up.data.shape)
-    return dgate_up if keep else empty(dact, 0), *fake_quantized(dgate_up, scaling)
+    return dgate_up if keep else empty(dact, 0), *fake_quantized(dgate_up, scaling, power_of_two)
 
 
 def check_grad(
@@ -239,6 +278,7 @@ def check_grad(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
+    power_of_two: bool | None = None,
 ) -> None:
     """TypeError or ValueError unless dact is [M, F], gate_up as `check` takes it, and multiplier float32 [2]."""
     checks.floats("dact", dact)
@@ -254,6 +294,7 @@ def check_grad(
         )
     checks.vector("multiplier", multiplier, 2, dact.device, torch.float32)
     checks.state(scaling, dact.device, "state_dy")
+    checks.one_recipe(scaling, power_of_two)
 
 
 def why_not_triton_grad(
@@ -263,6 +304,7 @@ def why_not_triton_grad(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
+    power_of_two: bool | None = None,
 ) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
     tensors = {"dact": dact, "gate_up": gate_up.data, "gate_up_scale_inv": gate_up.scale_inv}
@@ -276,12 +318,18 @@ def by_triton_grad(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
+    power_of_two: bool | None = None,
 ) -> Results:
     """One read of each. dgate_up is within fp32's rounding of the reference's; d8 is dgate_up's, bit for bit."""
     from lorakernels.kernels.triton import swiglu
 
+    arguments = dact, gate_up, multiplier, scaling, fp8_dtype
+    across = power_of_two is not None and dact.shape[1] % BLOCK > 0  # gate and up share a block
     with torch.cuda.device(dact.device):
-        return swiglu.swiglu_quantize_grad(dact, gate_up, multiplier, scaling, fp8_dtype, keep)
+        if not across:
+            return swiglu.swiglu_quantize_grad(*arguments, keep, power_of_two)
+        d, *_ = swiglu.swiglu_quantize_grad(*arguments, True)
+    return d if keep else dact.new_empty(0), *quantize_blocks(d, fp8_dtype, bool(power_of_two))
 
 
 swiglu_quantize_grad = define(
@@ -297,6 +345,6 @@ swiglu_quantize_grad = define(
         chosen,
     ),
     "(Tensor dact, Tensor gate_up, Tensor? gate_up_scale_inv, Tensor multiplier, Tensor(a4!)? state_dy, SymInt column,"
-    " bool delayed, ScalarType fp8_dtype, bool keep) -> (Tensor, Tensor, Tensor)",
+    " bool delayed, ScalarType fp8_dtype, bool keep, bool? power_of_two=None) -> (Tensor, Tensor, Tensor)",
     names={"state": "state_dy"},
 )

@@ -2,8 +2,8 @@
 """Wᵀ [K, N] of the bytes W [N, K]: the second copy of a frozen FP8 weight, or the one that a backward makes for itself.
 
 Hopper's FP8 tensor cores read operands along the contraction only, so that dy W needs Wᵀ. csrc/ops/transpose_fp8 reads
-and writes 2NK bytes: 16 at a time where N and K are multiples of 16, single bytes otherwise. PyTorch's strided copy
-moves the same bytes one by one. The result is exact, since the scale is one for the whole tensor.
+and writes 2NK bytes. Where N and K are multiples of 16, it moves 16 bytes at a time, and otherwise single bytes.
+PyTorch's strided copy moves the same bytes one by one. The result is exact, as the whole tensor has one scale.
 """
 
 from __future__ import annotations

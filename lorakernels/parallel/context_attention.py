@@ -90,7 +90,8 @@ class Chunks(NamedTuple):
         keys = torch.cat((starts, at, at + begin + size)).sort().values
         row = keys // length
         queries = row * size + (keys - row * length - begin).clamp(0, size)
-        return Segments(queries.int(), keys, size, min(longest, length))
+        longest = min(longest, length)
+        return Segments(queries.int(), keys, min(size, longest), longest)
 
 
 class _Gather(torch.autograd.Function):

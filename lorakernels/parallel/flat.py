@@ -31,7 +31,10 @@ class Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Of `counts[i]` elements at `offsets[i]`, in `ranks` parts of `part` elements each."""
+    """Where tensors lie in one flat buffer that ranks split.
+
+    Tensor i has `counts[i]` elements, from element `offsets[i]` on. Each of `ranks` ranks has `part` elements.
+    """
 
     counts: tuple[int, ...]
     offsets: tuple[int, ...]

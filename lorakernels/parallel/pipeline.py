@@ -19,17 +19,20 @@ from lorakernels.parallel import comm
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
     check,
+    check_numbers,
     check_ranks,
     check_running,
     fingerprint,
     generators,
     places_of,
+    slots_before,
     slots_of_stage,
 )
 from lorakernels.parallel.pipeline_cut import Cut, own_layers_alone, stages_of
 from lorakernels.parallel.pipeline_stages import (
     Batch,
     Draws,
+    LayerDraws,
     Microbatch,
     Stage,
     shifted,
@@ -70,6 +73,7 @@ class PipelineParallel:
             for i in range(cut.ranks.rank, count, cut.ranks.size)
         ]
         self._schedules: dict[bool, tuple[Any, Any]] = {}
+        self._layer_draws = LayerDraws(slots_before(model, slots, self._own))
         vars(model)[_OF_MODEL] = self
 
     @classmethod
@@ -91,6 +95,11 @@ class PipelineParallel:
                 if found or not stage.is_first or any(p.requires_grad for p in layer.parameters()):
                     found[path] = layer
         return found
+
+    @property
+    def rng_states(self) -> list[LayerDraws]:
+        """For a GraphManager of `layers`, with `offsets` set: where each layer draws. Empty without dropout."""
+        return [self._layer_draws] if any(self._slots) else []
 
     @staticmethod
     def own_layers_alone(model: nn.Module) -> AbstractContextManager[None]:
@@ -117,7 +126,8 @@ class PipelineParallel:
         Raises:
             TypeError: another input, or no `input_ids`.
             ValueError: a shape does not fit, or the microbatches do not divide B.
-            RuntimeError: gradients are off, layers with dropout are managed by graphs, or this is compiled or captured.
+            RuntimeError: gradients are off, layers with dropout are managed by graphs without `offsets` or without
+                `rng_states`, or this is compiled or captured.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")
@@ -221,7 +231,7 @@ class PipelineParallel:
             trains: whether there is a backward.
 
         Raises:
-            RuntimeError: layers with dropout are managed by graphs, or this is compiled or captured.
+            RuntimeError: as `forward_backward` does.
         """
         device = next(self.model.parameters()).device
         self._refuse(device)
@@ -252,7 +262,8 @@ class PipelineParallel:
         items = torch.as_tensor(items, dtype=torch.float32, device=device)
         slots = self._slots if self.model.training else []
         own = [stage.index for stage in self._own]
-        draws = Draws(slots, own, self.microbatches, self.offsets)
+        replays = any("forward" in vars(layer) for layer in self.layers.values())
+        draws = Draws(slots, own, self.microbatches, self.offsets, replays)
         for stage in self._own:
             stage.begin(Batch(microbatches, items, self.loss_chunk), draws)
         try:
@@ -267,7 +278,8 @@ class PipelineParallel:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
         for path in (path for stage in self._own for path in stage.own):
-            check_running(path, self.model.get_submodule(path))
+            placed = path in self._layer_draws.placed
+            check_running(path, self.model.get_submodule(path), self.offsets, placed)
 
     def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:
         for name in inputs:
@@ -391,7 +403,7 @@ def pipeline_parallel(
     ranks = Ranks(mesh.get_group())
     loaded = Cut.of(model)
     with comm.together(ranks.group):
-        _check_numbers(microbatches, chunks, ranks.size)
+        check_numbers(microbatches, chunks, ranks.size)
         if PipelineParallel.of(model) is not None:
             raise ValueError("the model was cut into stages already")
         cut = _cut_of(model, ranks, chunks)
@@ -435,19 +447,6 @@ def _agreed(model: nn.Module, cut: Cut, states: list[FP8State]) -> list[int]:
         for state, found in zip(states, names, strict=True):
             state.joint |= {state.column(name) for name in found}
     return [slots[i] for i in range(len(cut.stages))]
-
-
-def _check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
-    for name, value in (("microbatches", microbatches), ("chunks", chunks)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, found {value!r}")
-    if microbatches < ranks:
-        raise ValueError(f"microbatches must be at least the {ranks} ranks, found {microbatches}")
-    rounds = microbatches // ranks  # what torch's interleaved schedule runs at a time
-    if chunks > 1 and microbatches % rounds:
-        raise ValueError(
-            f"microbatches must be a multiple of {rounds} for {chunks} chunks over {ranks} ranks, found {microbatches}"
-        )
 
 
 def _states(model: nn.Module) -> list[FP8State]:

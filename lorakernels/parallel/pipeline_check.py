@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lorakernels.modules.holder import is_held, is_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.layers import decoder_layers
-from lorakernels.parallel.pipeline_stages import Absent, Places
+from lorakernels.parallel.pipeline_stages import Absent, Places, Stage
 from lorakernels.parallel.tensor_check import checksum
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.state.philox import PhiloxState
@@ -138,11 +138,17 @@ def managed_by_graphs(layer: nn.Module) -> bool:
     return any(type(each).__module__.startswith(GRAPHS) for each in (*hooks, own))
 
 
-def check_running(path: str, layer: nn.Module) -> None:
+def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, placed: bool) -> None:
     """Refuse what a layer has become since it was cut. A GraphManager may record and replay it.
 
+    Args:
+        path, layer: where and what it is.
+        offsets: the state by whose offset microbatches differ, or None.
+        placed: whether a capture of the layer drew as its stage does.
+
     Raises:
-        RuntimeError: the layer is compiled or has another forward, or it is managed and has dropout.
+        RuntimeError: the layer is compiled or has another forward, or it has dropout and is managed without `offsets`,
+            or captured without being placed.
     """
     own = vars(layer).get("forward")
     other = own is not None and not type(own).__module__.startswith(GRAPHS)
@@ -150,10 +156,17 @@ def check_running(path: str, layer: nn.Module) -> None:
         raise RuntimeError(
             f"{path} is compiled since it was cut: stages run eagerly, or by GraphManager"
         )
-    if layer.training and slots_of(layer) and managed_by_graphs(layer):
+    if not (layer.training and slots_of(layer) and managed_by_graphs(layer)):
+        return
+    if offsets is None:
         raise RuntimeError(
-            f"{path} has dropout and is managed by lorakernels.graphs: replayed stages cannot draw the masks of one "
-            "process yet. Set lora_dropout=0, or leave the graphs out"
+            f"{path} has dropout and is managed by lorakernels.graphs, but pipeline.offsets is None: set it to the "
+            "layers' PhiloxState, by which microbatches then differ, or set lora_dropout=0, or leave the graphs out"
+        )
+    if own is not None and not placed:
+        raise RuntimeError(
+            f"{path} has dropout and was captured without rng_states=pipeline.rng_states of GraphManager: its replays "
+            "would not draw the masks of one process"
         )
 
 
@@ -200,6 +213,24 @@ def generators(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
+    """Refuse numbers that torch's schedules do not take.
+
+    Raises:
+        ValueError: it names the number.
+    """
+    for name, value in (("microbatches", microbatches), ("chunks", chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, found {value!r}")
+    if microbatches < ranks:
+        raise ValueError(f"microbatches must be at least the {ranks} ranks, found {microbatches}")
+    rounds = microbatches // ranks  # what torch's interleaved schedule runs at a time
+    if chunks > 1 and microbatches % rounds:
+        raise ValueError(
+            f"microbatches must be a multiple of {rounds} for {chunks} chunks over {ranks} ranks, found {microbatches}"
+        )
+
+
 def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
     """Refuse ranks that would have nothing to train.
 
@@ -217,3 +248,14 @@ def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
 def slots_of_stage(model: nn.Module, own: list[str]) -> int:
     """How many slots a stage of these layers draws for a microbatch."""
     return sum(slots_of(model.get_submodule(path)) for path in own)
+
+
+def slots_before(model: nn.Module, slots: list[int], own: Iterable[Stage]) -> dict[str, int]:
+    """{path: how many slots a microbatch draws before that layer} of this rank's layers. `slots`: of each stage."""
+    found: dict[str, int] = {}
+    for stage in own:
+        count = sum(slots[: stage.index])
+        for path in stage.own:
+            found[path] = count
+            count += slots_of_stage(model, [path])
+    return found

@@ -200,12 +200,18 @@ class Draws:
         microbatches: of the step.
         state: if given, all microbatches begin with one state of the generator, and each with an offset of this state
             of its own, the next one. Afterwards the offset is as before.
+        replays: whether layers may be replayed, which draw nothing from the generator.
     """
 
     def __init__(
-        self, counts: list[int], own: list[int], microbatches: int, state: PhiloxState | None = None
+        self,
+        counts: list[int],
+        own: list[int],
+        microbatches: int,
+        state: PhiloxState | None = None,
+        replays: bool = False,
     ) -> None:
-        self._state = state
+        self._state, self._replays = state, replays
         self._states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._any = any(counts)
         if not self._any:
@@ -236,11 +242,38 @@ class Draws:
             yield
             if state is not None:
                 state.advance(-microbatch)
-            if not torch.equal(torch.get_rng_state(), after):
+            found = torch.get_rng_state()
+            replayed = self._replays and torch.equal(found, before)
+            if not replayed and not torch.equal(found, after):
                 raise RuntimeError(
                     f"stage {stage} drew another number of random numbers than its layers did when the model was cut: "
                     "do not change dropout, adapters or the mode of single layers after pipeline_parallel"
                 )
+
+
+class LayerDraws:
+    """A random state for the GraphManager of a rank's layers, by which each captured layer draws as its stage does.
+
+    Every microbatch begins with one state of torch's CPU generator, so that a layer's graphs all have the same nonces.
+    What differs is the offset, which the pipeline moves on the device around each replay.
+
+    Args:
+        before: how many slots a microbatch draws before each of this rank's layers, by path.
+
+    Attributes:
+        placed: the layers that were captured so.
+    """
+
+    def __init__(self, before: dict[str, int]) -> None:
+        self._before, self.placed = before, set[str]()
+
+    def place(self, layer: str) -> None:
+        """Move torch's CPU generator from where a microbatch begins to where `layer` draws."""
+        skip_slots(self._before[layer])
+        self.placed.add(layer)
+
+    def advance(self) -> None:
+        """Nothing: offsets are the caller's, as in eager steps."""
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ equal stages that is (p − 1) / m of the ideal time, as in Narayanan et al., "E
 Training on GPU Clusters Using Megatron-LM" (2021), §2.2. Sends are of hidden states and their gradients, which torch's
 schedule does not overlap.
 
-Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have a buffer for
-each microbatch that they receive, of hidden states but for the first stage, of their gradients but for the last.
+Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have buffers for
+each microbatch. All but the first stage receive hidden states in them, and all but the last receive their gradients.
 """
 
 from __future__ import annotations

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lorakernels.config import LoRAConfig
+from lorakernels.config import BlockScaling, LoRAConfig
+from lorakernels.fusion.check import check_blocks
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.modules import LoRALinear, apply_lora
+from lorakernels.modules.projections import projection
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.parallel.layers import decoder_layers
 
 ELEMENT = 2  # bytes of a number that is not FP8: bf16
@@ -21,8 +25,9 @@ ELEMENT = 2  # bytes of a number that is not FP8: bf16
 
 @dataclass(frozen=True)
 class ModelSize:
-    """`layers` of a decoder; `vocabulary` rows of its head; `outside` bytes of embedding, head and norms in bf16;
-    `trained` parameters of the adapters; `ends` bytes of the frozen embedding and head, one number if they are tied.
+    """`layers` of a decoder; `vocabulary` rows of its head; `outside` bytes of embedding, head and norms in bf16, and
+    of the scales of blocks, which no GPU shares; `trained` parameters of the adapters; `ends` bytes of the frozen
+    embedding and head, one number if they are tied.
     """
 
     layers: tuple[LayerSize, ...]
@@ -42,12 +47,14 @@ class ModelSize:
 
         Args:
             model: a config or a model. A model that has adapters keeps its own.
-            lora: adapters of a config or of a model without any; None is r = 16 on all linear layers.
+            lora: adapters of a config or of a model without any; None is r = 16 on all linear layers. The base has
+                blocks where the adapters' recipe is `BlockScaling`, else one scale for each tensor.
 
         Raises:
             TypeError: `model` is neither.
             ValueError: `lora` does not fit the model, or `fuse` does not know or take its layers.
         """
+        recipe = None if lora is None else lora.fp8
         if not isinstance(model, nn.Module):
             model = _on_meta(model)
         if not any(isinstance(m, LoRALinear) for m in model.modules()):
@@ -55,7 +62,13 @@ class ModelSize:
             _check(model)
             chosen = lora or LoRAConfig(target_modules="all-linear")
             apply_lora(model, replace(chosen, fp8=None))
+        else:
+            recipe = next(m.recipe for m in model.modules() if isinstance(m, LoRALinear))
         layers = decoder_layers(model)
+        blocks = isinstance(recipe, BlockScaling)
+        sizes = tuple(LayerSize.of(layer, not blocks, blocks=blocks) for layer in layers.values())
+        if blocks:
+            _check_blocks(layers)
         inside = {id(p) for layer in layers.values() for p in layer.parameters()}
         others = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -66,9 +79,9 @@ class ModelSize:
             if not m.weight.requires_grad
         }
         return cls(
-            tuple(LayerSize.of(layer, fp8=True) for layer in layers.values()),
+            sizes,
             head.weight.shape[0],
-            ELEMENT * sum(others.values()),
+            ELEMENT * sum(others.values()) + sum(map(scales, sizes)),
             trained,
             tuple(frozen.values()),
         )
@@ -90,6 +103,19 @@ def projections(size: LayerSize) -> tuple[tuple[int, int, int], ...]:
 def weights(size: LayerSize) -> int:
     """Bytes of a layer's frozen FP8 weights."""
     return sum(n * k for n, k, _ in projections(size))
+
+
+def scales(size: LayerSize) -> int:
+    """Bytes of the scales of a layer's blocks; 0 without blocks."""
+    if not size.blocks:
+        return 0
+    return sum(4 * blocks_of(n) * blocks_of(k) for n, k, _ in projections(size))
+
+
+def _check_blocks(layers: Mapping[str, nn.Module]) -> None:
+    for path, layer in layers.items():
+        for group in spec_of(layer).groups:
+            check_blocks(path, [projection(layer.get_submodule(name)) for name in group])
 
 
 def _check(model: nn.Module) -> None:

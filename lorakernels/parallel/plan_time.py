@@ -30,6 +30,9 @@ MERGE, MERGE_GRAD = 22, 6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
+# a product in blocks takes so many times that with one scale: fp8_block_linear.csv and fp8_block_grad_input.csv beside
+# fp8_linear_lora.csv and fp8_grad_input.csv of an H200, rank 16, geometric means
+BLOCK_FORWARD, BLOCK_BACKWARD = 1.17, 1.40
 REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer less its one graph
 
 
@@ -105,9 +108,10 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
         row += 2 * f
     if size.ranks[3]:
         row += 4 * f  # SwiGLU's result in bf16, written and read
-    total = moved(machine, m * row, 6)
+    apart = size.blocks and size.ranks[1] > 0  # o's input is read for s, and again for its blocks
+    total = moved(machine, m * (row + 2 * wide * apart), 6 + apart)
     for n, inner, rank in projections(size):
-        seconds = gemm_seconds((m, n, inner), machine.fp8_forward, machine.processors)
+        seconds = gemm_seconds((m, n, inner), _forward_rate(size, machine), machine.processors)
         total += Parts(seconds) + _lora_forward(m * inner, rank)
     total += _carried(size, batch, machine, form)
     total += _gathered(size, batch, machine) + _merged(size, batch, machine, MERGE)
@@ -130,13 +134,22 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
         row += 6 * f  # dgate, dup in bf16, and quantized in a pass of their own
     if size.ranks[3]:
         row += f
-    total = moved(machine, m * row + 2 * weights(size), 9 + 3 * (save != "full"))
+    # dy of an adapted o, or down, is read for ds and dB, and again for its blocks
+    apart = sum(1 for rank in size.ranks[1::2] if rank) if size.blocks else 0
+    row += 2 * k * apart
+    total = moved(machine, m * row + 2 * weights(size), 9 + apart + 3 * (save != "full"))
+    rate = machine.fp8_backward / (BLOCK_BACKWARD if size.blocks else 1.0)
     for n, inner, rank in projections(size):
-        seconds = gemm_seconds((m, inner, n), machine.fp8_backward, machine.processors)
+        seconds = gemm_seconds((m, inner, n), rate, machine.processors)
         total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
     total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
     total += _gathered(size, batch, machine) * 2 + _merged(size, batch, machine, MERGE_GRAD)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
+
+
+def _forward_rate(size: LayerSize, machine: Machine) -> float:
+    """Operations a second of the layer's products in forward."""
+    return machine.fp8_forward / (BLOCK_FORWARD if size.blocks else 1.0)
 
 
 def _carried(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
@@ -170,7 +183,7 @@ def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> flo
 def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
     """The forward that "checkpoint" runs in backward: all of it but the last product."""
     shape = (batch.tokens, size.hidden, size.ffn)
-    last = gemm_seconds(shape, machine.fp8_forward, machine.processors)
+    last = gemm_seconds(shape, _forward_rate(size, machine), machine.processors)
     return forward(size, batch, machine, "full") + Parts(-last)
 
 

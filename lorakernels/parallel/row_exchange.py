@@ -6,17 +6,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lorakernels.device import multiprocessors_of
 from lorakernels.kernels.triton.sum_rows import MOST_PARTS, sum_rows
 from lorakernels.parallel import comm
 
 _ALIGNED = 256  # bytes, of a tensor in the ranks' memory
 _LEAST = 1 << 20  # bytes of that memory
+# What an exchange beside a product gains between H100s, as bytes that a rank sends per second: their way over NVLink,
+# and copies on the GPU that a gather saves. What it costs in seconds: more launches, starts of the product's pipeline.
+GATHERED, SUMMED, START = 2.5e11, 5e11, 2e-5
+
+
+class Beside(Protocol):
+    """Exchanges rows while a product of them is computed, in pieces of M rows. All of it is collective."""
+
+    def gather(
+        self,
+        product: Callable[[slice, list[Tensor]], None],
+        parts: Sequence[Tensor],
+        totals: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """As `RowExchange.gather` without its first result, which is there for `product` alone.
+
+        `product(rows, pieces)` is called for pieces of all rows, of which `pieces` has those of each of `parts`.
+        """
+
+    def sum(
+        self,
+        product: Callable[[slice], Tensor],
+        rows: int,
+        factor: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `RowExchange.sum` of the `rows` that `product(rows of a rank)` returns."""
 
 
 class RowExchange(Protocol):
@@ -24,8 +53,8 @@ class RowExchange(Protocol):
 
     name: str
 
-    def gather(self, *parts: Tensor) -> list[Tensor]:
-        """For each of `parts` [M, …] [ranks · M, …]: every rank's below each other, by rank."""
+    def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
+        """For each of `parts` [M, …] [ranks · M, …]: every rank's below each other, by rank. Then `total(*totals)`."""
 
     def sum(
         self, whole: Tensor, factor: Tensor | None = None, added: Tensor | None = None
@@ -35,6 +64,19 @@ class RowExchange(Protocol):
         `added` [M, N] is added to the first. `factor` is summed in fp32 and rounded once to its dtype.
         """
 
+    def total(self, *parts: Tensor) -> list[Tensor]:
+        """Each of `parts`, of any shape, summed over the ranks in fp32 and rounded once to its dtype.
+
+        All ranks get the same bits.
+        """
+
+    def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
+        """How to exchange rows beside a product, where that gains so many seconds; None if before or after it.
+
+        `slower`: seconds that the product takes longer in pieces, on a GPU of so many multiprocessors. All ranks give
+        equal arguments, and decide alike.
+        """
+
 
 class CollectiveRows:
     """By collectives of `group`, one after the other."""
@@ -42,8 +84,8 @@ class CollectiveRows:
     def __init__(self, group: Any, name: str) -> None:
         self.group, self.name = group, name
 
-    def gather(self, *parts: Tensor) -> list[Tensor]:
-        return [comm.gather_rows(self.group, part) for part in parts]
+    def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
+        return [*(comm.gather_rows(self.group, part) for part in parts), *self.total(*totals)]
 
     def sum(
         self, whole: Tensor, factor: Tensor | None = None, added: Tensor | None = None
@@ -55,6 +97,17 @@ class CollectiveRows:
             return found, None
         return found, comm.sum_rows(self.group, factor.float()).to(factor.dtype)
 
+    def total(self, *parts: Tensor) -> list[Tensor]:
+        if not parts:
+            return []
+        flat = torch.cat([part.reshape(-1).float() for part in parts])
+        comm.all_reduce(self.group, flat)
+        sums = flat.split([part.numel() for part in parts])
+        return [f.view(part.shape).to(part.dtype) for f, part in zip(sums, parts, strict=True)]
+
+    def beside(self, gain: float, slower: Callable[[int], float]) -> None:
+        return None
+
 
 class PeerRows:
     """Out of the other ranks' memory. A rank lays down what is for others, all wait for each other, and each reads.
@@ -65,7 +118,8 @@ class PeerRows:
 
     name = "peer"
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, overlap: bool = False) -> None:
+        """Collective with `overlap`, which lets rows travel beside products."""
         self._group, self._device = group, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._others = [(self._rank + turn) % self._size for turn in range(1, self._size)]
@@ -73,13 +127,20 @@ class PeerRows:
         self._capacity, self._held = 0, list[Tensor]()
         self._handle: Any = None
         self._views: dict[Any, list[list[Tensor]]] = {}
+        self._side: Any = None  # the stream of what goes beside products
+        self._multiprocessors = 0  # the least of a rank, with overlap
+        if overlap:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._multiprocessors = min(comm.agree(group, multiprocessors_of(index)))
 
-    def gather(self, *parts: Tensor) -> list[Tensor]:
+    def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
         parts = tuple(part.contiguous() for part in parts)
-        there = self._memory([(part.shape, part.dtype) for part in parts])
+        forms = [(part.shape, part.dtype) for part in parts]
+        there = self._memory(forms + _flat(totals))
         self._wait()  # until the others have read what was there
-        for place, part in zip(there[self._rank], parts, strict=True):
+        for place, part in zip(there[self._rank], parts, strict=False):
             place.copy_(part)
+        _lay_down(there[self._rank], totals)
         self._wait()  # until they have written
         found = []
         for index, part in enumerate(parts):
@@ -89,7 +150,7 @@ class PeerRows:
                 rows[rank].copy_(there[rank][index])
             rows[self._rank].copy_(part)
             found.append(whole)
-        return found
+        return found + _totals(there, totals)
 
     def sum(
         self, whole: Tensor, factor: Tensor | None = None, added: Tensor | None = None
@@ -99,22 +160,34 @@ class PeerRows:
         whole = whole.contiguous()
         forms = [(whole.shape, whole.dtype)]
         if factor is not None:
-            forms.append((factor.shape, torch.float32))
-        there = [[t.chunk(self._size) for t in each] for each in self._memory(forms)]
+            forms.append((factor.shape, factor.dtype))
+        whole_there = self._memory(forms)
+        there = [[t.chunk(self._size) for t in each] for each in whole_there]
         mine, own = there[self._rank], self._rank
         self._wait()
         rows = whole.chunk(self._size)
         for rank in self._others:
             mine[0][rank].copy_(rows[rank])
         if factor is not None:
-            for place, part in zip(mine[1], factor.chunk(self._size), strict=True):
-                place.copy_(part)
+            whole_there[own][1].copy_(factor)
         self._wait()
         parts = [rows[own] if r == own else there[r][0][own] for r in range(self._size)]
         found = sum_rows(parts, None if added is None else added.contiguous(), whole.dtype)
         if factor is None:
             return found, None
         return found, sum_rows([each[1][own] for each in there], None, factor.dtype)
+
+    def total(self, *parts: Tensor) -> list[Tensor]:
+        return self.gather(totals=parts) if parts else []
+
+    def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
+        if self._multiprocessors == 0 or gain <= START:
+            return None
+        if gain <= START + slower(self._multiprocessors):
+            return None
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+        return _PeersBeside(self)
 
     def _memory(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         """For each rank its memory for tensors of these shapes and dtypes. It grows where it is too small."""
@@ -152,11 +225,141 @@ class PeerRows:
         self._handle.barrier(channel=0, timeout_ms=self._milliseconds)
 
 
-def row_exchange(transport: str, group: Any, device: torch.device) -> tuple[RowExchange, str]:
-    """Collective: (how ranks exchange rows, why in words). Raises as `comm.choose`."""
+class _PeersBeside:
+    """PeerRows' exchanges beside products. A rank writes what is for another into that one's memory.
+
+    Copy engines send the rows, on a stream of its own, which leaves the multiprocessors to the product. R-wide factors
+    are sent before it: a kernel beside it would wait for it. A stream that is captured joins again, too.
+    """
+
+    def __init__(self, peers: PeerRows) -> None:
+        self._peers = peers
+
+    def gather(
+        self,
+        product: Callable[[slice, list[Tensor]], None],
+        parts: Sequence[Tensor],
+        totals: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        peers = self._peers
+        parts = [part.contiguous() for part in parts]
+        rows, own, size = parts[0].shape[0], peers._rank, peers._size
+        forms = [(torch.Size([size * rows, *part.shape[1:]]), part.dtype) for part in parts]
+        there = peers._memory(forms + _flat(totals))
+        mine, here = there[own], slice(own * rows, (own + 1) * rows)
+        peers._wait()  # until the others have multiplied what was there
+        small = [(there[r][i][here], p) for i, p in enumerate(parts) if i for r in range(size)]
+        if small:
+            torch._foreach_copy_([place for place, _ in small], [part for _, part in small])
+        _lay_down(mine, totals)
+        self._send([(there[rank][0][here], parts[0]) for rank in peers._others])
+        product(here, parts)
+        self._join()
+        peers._wait()  # until they have written
+        factors = [whole.clone() for whole in mine[1 : len(parts)]]
+        for piece in (slice(0, here.start), slice(here.stop, size * rows)):
+            if piece.start < piece.stop:
+                product(piece, [mine[0][piece], *(factor[piece] for factor in factors)])
+        return factors + _totals(there, totals)
+
+    def sum(
+        self,
+        product: Callable[[slice], Tensor],
+        rows: int,
+        factor: Tensor | None = None,
+        added: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        peers = self._peers
+        own, each = peers._rank, rows // peers._size
+        there: list[list[Tensor]] = []
+        sent = []  # until the copy engines have read them
+        for rank in peers._others:
+            part = product(slice(rank * each, (rank + 1) * each)).contiguous()
+            if not there:
+                there = self._places(part, factor)
+                peers._wait()  # until the others have added what was there
+                self._spread(there, factor)
+            self._send([(there[rank][0][own], part)])
+            sent.append(part)
+        mine = product(slice(own * each, (own + 1) * each)).contiguous()
+        self._join()
+        peers._wait()  # until they have written
+        parts = [mine if r == own else there[own][0][r] for r in range(peers._size)]
+        found = sum_rows(parts, None if added is None else added.contiguous(), mine.dtype)
+        if factor is None:
+            return found, None
+        return found, sum_rows([*there[own][1]], None, factor.dtype)
+
+    def _places(self, part: Tensor, factor: Tensor | None) -> list[list[Tensor]]:
+        """Each rank's memory for what all ranks write there: [ranks, M, N], and [ranks, M, R] of a factor."""
+        size = self._peers._size
+        forms = [(torch.Size([size, *part.shape]), part.dtype)]
+        if factor is not None:
+            shape = torch.Size([size, factor.shape[0] // size, *factor.shape[1:]])
+            forms.append((shape, factor.dtype))
+        return self._peers._memory(forms)
+
+    def _spread(self, there: list[list[Tensor]], factor: Tensor | None) -> None:
+        """Write each rank's rows of `factor` into its memory."""
+        if factor is not None:
+            places = [each[1][self._peers._rank] for each in there]
+            torch._foreach_copy_(places, [*factor.chunk(self._peers._size)])
+
+    def _send(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        side = self._peers._side
+        side.wait_stream(torch.cuda.current_stream(side.device))
+        with torch.cuda.stream(side):
+            for place, part in copies:
+                place.copy_(part, non_blocking=True)
+
+    def _join(self) -> None:
+        side = self._peers._side
+        torch.cuda.current_stream(side.device).wait_stream(side)
+
+
+def _flat(totals: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """The form in which `totals` lie one after the other: of their dtype, or of fp32 if they have several."""
+    if not totals:
+        return []
+    dtypes = {part.dtype for part in totals}
+    size = sum(part.numel() for part in totals)
+    return [(torch.Size([size]), dtypes.pop() if len(dtypes) == 1 else torch.float32)]
+
+
+def _lay_down(places: list[Tensor], totals: Sequence[Tensor]) -> None:
+    """Copy `totals` to the last of a rank's `places`, in one launch."""
+    if totals:
+        flat = places[-1].split([part.numel() for part in totals])
+        torch._foreach_copy_(
+            [f.view(part.shape) for f, part in zip(flat, totals, strict=True)], [*totals]
+        )
+
+
+def _totals(there: list[list[Tensor]], totals: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of what all ranks have laid down, added in one order on all."""
+    if not totals:
+        return []
+    flat = [places[-1] for places in there]
+    sums = sum_rows(flat, None, flat[0].dtype).split([part.numel() for part in totals])
+    return [f.view(part.shape).to(part.dtype) for f, part in zip(sums, totals, strict=True)]
+
+
+def row_exchange(
+    transport: str, group: Any, device: torch.device, overlap: bool = False
+) -> tuple[RowExchange, str]:
+    """Collective: (how ranks exchange rows, why in words). With `overlap` beside products, where that gains time.
+
+    Raises:
+        ValueError: `overlap`, and not all ranks can read the others' memory; or as `comm.choose`.
+        RuntimeError: as `comm.choose`.
+    """
     name, why = comm.choose(transport, group, device)
+    if name == "peer" and dist.get_world_size(group) > MOST_PARTS:
+        name, why = "nccl", f"more than {MOST_PARTS} ranks"
     if name != "peer":
+        if overlap:
+            raise ValueError(
+                f"overlap=True needs ranks that read each other's memory, found transport {name!r}: {why}"
+            )
         return CollectiveRows(group, name), why
-    if dist.get_world_size(group) > MOST_PARTS:
-        return CollectiveRows(group, "nccl"), f"more than {MOST_PARTS} ranks"
-    return PeerRows(group, device), why
+    return PeerRows(group, device, overlap), why + (", beside products" if overlap else "")

@@ -260,6 +260,7 @@ def parallelize(
     sequence_parallel: bool = True,
     vocabulary: bool = False,
     transport: str = "auto",
+    overlap: bool = False,
 ) -> TensorParallel:
     """Collective: split a model's linear layers over the ranks of `mesh`, in place.
 
@@ -277,6 +278,8 @@ def parallelize(
             by `TensorParallel.loss` then. The model's own forward still works, but gathers the whole logits.
         transport: how rows are exchanged with sequence parallelism. "auto" takes "peer", which reads the other GPUs'
             memory, where all ranks can, else "nccl" or "gloo". The report says which and why.
+        overlap: whether fused layers over an FP8 base on Hopper exchange rows beside their products, where that gains
+            time. It needs "peer" and sequence parallelism, else a ValueError says so.
 
     Raises:
         TypeError: the model has no config of transformers.
@@ -295,13 +298,17 @@ def parallelize(
         if loaded is not None:
             check_loaded(loaded, found, ranks)
         check(model, found, ranks)
+        if overlap and not sequence_parallel:
+            raise ValueError(
+                "overlap=True needs sequence_parallel=True: nothing else is exchanged by rows"
+            )
         if vocabulary:
             check_vocabulary(model, found, ranks)
         _refuse_other_groups(model, found, ranks)
-        mine = fingerprint(model, found, sequence_parallel)
+        mine = fingerprint(model, found, sequence_parallel) | {"overlap": overlap}
     check_equal(comm.agree(ranks.group, mine))
     device = next(model.parameters()).device
-    ranks.rows, why = row_exchange(transport, ranks.group, device)
+    ranks.rows, why = row_exchange(transport, ranks.group, device, overlap)
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
     if loaded is not None:

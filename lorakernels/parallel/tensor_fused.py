@@ -2,7 +2,11 @@
 """Fused layers over the ranks of a tensor-parallel group: the projections of one x communicate once for all of them.
 
 It is what tensor_nodes.py does for one linear layer, in the places that autograd/linear.py has for it. q, k and v
-gather one x8 and one s together, and so do gate and up.
+gather one x8 and one s together, and so do gate and up. Many rows travel while their product is computed in pieces:
+
+    column       forward: multiply the own rows while the others' x8 comes, then those
+                 backward: dx of each other rank's rows, which go there while that of the own rows is computed; then sum
+    row          forward as column's backward, of y; backward as column's forward, of dy8
 """
 
 from __future__ import annotations
@@ -17,9 +21,18 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.autograd import linear
 from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear_rows import (
+    grad_rows,
+    masks_at,
+    project_rows,
+    slower_in_pieces,
+)
 from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.device import capability_of
 from lorakernels.fusion.layer import Parts
+from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.parallel import comm
+from lorakernels.parallel.row_exchange import GATHERED, SUMMED, Beside
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -86,12 +99,72 @@ class Split:
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         if self.by == "column":
-            whole, s = gathered(self.ranks, operand, s)
-            return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
-        own = to._replace(bias=None)
-        partial = linear.project(operand, s, own, stacked_B, out_dtype)
-        y, s = summed(self.ranks, partial, s, residual)
+            beside = self._beside_gather(to, operand.data) if residual is None else None
+            if beside is None:
+                whole, s, _ = gathered(self.ranks, operand, s)
+                return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
+            rows = operand.data.shape[0] * self.ranks.size
+            y = operand.data.new_empty((rows, to.weight.shape[0]), dtype=out_dtype)
+
+            def product(at: slice, pieces: list[Tensor]) -> None:
+                x, s = operand._replace(data=pieces[0]), None if len(pieces) == 1 else pieces[1]
+                project_rows(y, at, x, s, to, stacked_B)
+
+            factors = beside.gather(product, [operand.data, *_given(s)])
+            return y, None if s is None else factors[0]
+        own, (rows, cols) = to._replace(bias=None), (operand.data.shape[0], to.weight.shape[0])
+        beside = self._beside_sum(to, (rows, cols), out_dtype)
+        if beside is None:
+            partial = linear.project(operand, s, own, stacked_B, out_dtype)
+            y, s = summed(self.ranks, partial, s, residual)
+        else:
+
+            def part(at: slice) -> Tensor:
+                x, factor = operand._replace(data=operand.data[at]), None if s is None else s[at]
+                return linear.project(x, factor, own, stacked_B, out_dtype)
+
+            y, s = beside.sum(part, rows, s, residual)
         return y if to.bias is None else y.add_(to.bias), s
+
+    def _beside_gather(
+        self, to: Projections, part: Tensor, backward: bool = False
+    ) -> Beside | None:
+        """How the rows of `part` are gathered while a product of all is computed; None if before it."""
+        size, rows = self.ranks.size, part.shape[0]
+        if not self._in_pieces(to) or len(to.masks) > 1:
+            return None
+
+        def slower(multiprocessors: int) -> float:
+            every = [
+                [r for r in (rows, own * rows, (size - 1 - own) * rows) if r] for own in range(size)
+            ]
+            return max(slower_in_pieces(to, each, multiprocessors, backward) for each in every)
+
+        sent = (size - 1) * part.numel() * part.element_size()
+        return self.ranks.rows.beside(sent / GATHERED, slower)
+
+    def _beside_sum(
+        self, to: Projections, shape: tuple[int, int], dtype: torch.dtype, backward: bool = False
+    ) -> Beside | None:
+        """How a product of this `shape` is summed while it is computed; None if after it."""
+        size, (rows, cols) = self.ranks.size, shape
+        if not self._in_pieces(to):
+            return None
+
+        def slower(multiprocessors: int) -> float:
+            return slower_in_pieces(to, [rows // size] * size, multiprocessors, backward)
+
+        sent = (size - 1) * (rows // size) * cols * dtype.itemsize
+        return self.ranks.rows.beside(sent / SUMMED, slower)
+
+    def _in_pieces(self, to: Projections) -> bool:
+        """Whether rows may be multiplied in pieces: those of csrc's FP8 kernels, with one scale for all rows."""
+        if not self.ranks.sequence or not to.quantized or to.blocks is not None or to.batched:
+            return False
+        device = to.weight.device
+        return device.type != "cuda" or not why_not_wgmma_gemm(
+            capability_of(device), *to.weight.shape
+        )
 
     def kept(self, s: Tensor | None) -> Tensor | None:
         return s if self.by == "column" else summed_factor(self.ranks, s)
@@ -112,25 +185,66 @@ class Split:
         if self.by == "row":
             if to.blocks is not None:  # bytes are less to send
                 dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
-            dy8, ds = gathered(self.ranks, dy8, ds)
-            dB = summed_over_rows(self.ranks, dB)
             here = self.placed(to, dy.shape[0])
-            dx = linear.grad_x(here, dy8, ds, dtype) if needs.x else None
+            dx, ds, dB = self._gathered_grad(here, dy8, ds, dB, dtype if needs.x else None)
         else:
             dx, needed = None, ds if needs.A else None
             if needs.x:
-                dx, ds = summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
+                dx, ds = self._summed_grad(to, dy8, ds, needed, dtype)
             else:
                 ds = summed_factor(self.ranks, needed)
             here = to if ds is None else self.placed(to, ds.shape[0])
         dA: list[Tensor | None] = [None] * len(lora_B)
         if needs.A and ds is not None and dtype_A is not None:
             found = linear.grad_A(here, ds, operand(), (dtype_A, 0))
-            by_row = self.by == "row"
-            dA = [a if by_row else summed_over_rows(self.ranks, a) for a in found]
+            dA = [*(found if self.by == "row" else summed_over_rows(self.ranks, *found))]
         if dB is None:
             return Gradients(dx, dA, [None] * len(lora_B))
         return Gradients(dx, dA, linear.unstack_B(to, dB, len(lora_B)))
+
+    def _gathered_grad(
+        self,
+        to: Projections,
+        dy8: Scaled,
+        ds: Tensor | None,
+        dB: Tensor | None,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dx of all rows if it has a `dtype`; ds of all rows; dB, summed) of this rank's rows."""
+        beside = None if dtype is None else self._beside_gather(to, dy8.data, backward=True)
+        if beside is None or dtype is None:
+            dy8, ds, dB = gathered(self.ranks, dy8, ds, dB)
+            return None if dtype is None else linear.grad_x(to, dy8, ds, dtype), ds, dB
+        rows = dy8.data.shape[0] * self.ranks.size
+        dx = dy8.data.new_empty((rows, to.weight.shape[1]), dtype=dtype)
+
+        def product(at: slice, pieces: list[Tensor]) -> None:
+            d, factor = dy8._replace(data=pieces[0]), None if len(pieces) == 1 else pieces[1]
+            grad_rows(dx, at, d, factor, to)
+
+        found = iter(beside.gather(product, [dy8.data, *_given(ds)], _given(dB)))
+        ds = None if ds is None else next(found)
+        return dx, ds, next(found, None)
+
+    def _summed_grad(
+        self,
+        to: Projections,
+        dy8: Scaled,
+        ds: Tensor | None,
+        needed: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(this rank's rows of dx; of ds, if `needed`), summed over the ranks."""
+        rows, cols = dy8.data.shape[0], to.weight.shape[1]
+        beside = self._beside_sum(to, (rows, cols), dtype, backward=True)
+        if beside is None:
+            return summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
+
+        def part(at: slice) -> Tensor:
+            d, factor = dy8._replace(data=dy8.data[at]), None if ds is None else ds[at]
+            return linear.grad_x(masks_at(to, at.start), d, factor, dtype)
+
+        return beside.sum(part, rows, needed)
 
     def _quantized(
         self,
@@ -154,7 +268,12 @@ class Split:
     def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
         if self.by == "column":
             return dbias
-        return [summed_over_rows(self.ranks, d) for d in dbias]
+        found = iter(summed_over_rows(self.ranks, *(d for d in dbias if d is not None)))
+        return [None if d is None else next(found) for d in dbias]
+
+
+def _given(x: Tensor | None) -> list[Tensor]:
+    return [] if x is None else [x]
 
 
 def split_parts(parts: Parts, ranks: Ranks) -> None:

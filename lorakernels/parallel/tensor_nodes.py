@@ -106,17 +106,23 @@ def quantized_grad(
     return found, None if up is None else ds, None if s is None else dB
 
 
-def gathered(ranks: Ranks, part: Scaled, factor: Tensor | None) -> tuple[Scaled, Tensor | None]:
-    """All rows of an operand and of its R-wide factor; as they are without sequence parallelism."""
+def gathered(
+    ranks: Ranks, part: Scaled, factor: Tensor | None, partial: Tensor | None = None
+) -> tuple[Scaled, Tensor | None, Tensor | None]:
+    """All rows of an operand and of its R-wide factor; `summed_over_rows` of `partial`, which travels with them.
+
+    As they are without sequence parallelism.
+    """
     if not ranks.sequence:
-        return part, factor
+        return part, factor, partial
     in_blocks = part.scale_inv is not None and part.scale_inv.dim() == 2  # [blocks, M]
     sent = [part.data, part.scale_inv.t() if in_blocks else None, factor]  # type: ignore[union-attr]
-    found = iter(ranks.rows.gather(*(t for t in sent if t is not None)))
+    totals = [] if partial is None else [partial]
+    found = iter(ranks.rows.gather(*(t for t in sent if t is not None), totals=totals))
     whole = part._replace(data=next(found))
     if in_blocks:
         whole = whole._replace(scale_inv=next(found).t().contiguous())
-    return whole, next(found, None)
+    return whole, None if factor is None else next(found), next(found, None)
 
 
 def summed(
@@ -146,13 +152,9 @@ def _reduced(ranks: Ranks, partial: Tensor) -> Tensor:
     return partial
 
 
-def summed_over_rows(ranks: Ranks, partial: Tensor | None) -> Tensor | None:
-    """A gradient of what all ranks hold, of which each has the sum over its own rows."""
-    if partial is None or not ranks.sequence:
-        return partial
-    total = partial.float()
-    comm.all_reduce(ranks.group, total)
-    return total.to(partial.dtype)
+def summed_over_rows(ranks: Ranks, *partials: Tensor) -> list[Tensor]:
+    """Gradients of what all ranks hold, of which each has the sums over its own rows: one exchange for all."""
+    return ranks.rows.total(*partials) if ranks.sequence else [*partials]
 
 
 def bias_gradient(ctx: Any, dy: Tensor) -> Tensor | None:
@@ -220,7 +222,7 @@ class ColumnNode(torch.autograd.Function):
         ctx.call, ctx.dtype_bias = call, None if bias is None else bias.dtype
         ctx.row0 = ranks.rank * x.shape[0] if ranks.sequence else 0
         own, s = down(x, lora_A, call, call.mask(row0=ctx.row0))
-        whole, s = gathered(ranks, own, s)
+        whole, s, _ = gathered(ranks, own, s)
         _save(ctx, own, s, adapter, weight)
         return linear.project(
             whole, s, call.projections(weight, bias, adapter, None), lora_B, x.dtype
@@ -238,7 +240,9 @@ class ColumnNode(torch.autograd.Function):
         else:
             ds = summed_factor(ranks, needed)
         dA = saved.grad_A(ds, call.mask(row0=ctx.row0), ctx.dtype_A)
-        return dx, bias_gradient(ctx, dy), summed_over_rows(ranks, dA), dB, None, None
+        if dA is not None:
+            (dA,) = summed_over_rows(ranks, dA)
+        return dx, bias_gradient(ctx, dy), dA, dB, None, None
 
 
 class RowNode(torch.autograd.Function):
@@ -270,9 +274,11 @@ class RowNode(torch.autograd.Function):
         saved, need_x = _Saved.of(ctx), ctx.needs_input_grad[0]
         dy, ranks, call = dy.contiguous(), ctx.call.ranks, saved.call
         own, ds, dB = quantized_grad(dy, saved.adapter.B, saved.s, call)
-        dy8, ds = gathered(ranks, own, ds)
+        dy8, ds, dB = gathered(ranks, own, ds, dB)
         mask = call.mask(col0=ctx.col0)
         dx = saved.grad_x(dy8, ds, mask, dy.dtype) if need_x else None
         dA = saved.grad_A(ds, mask, ctx.dtype_A)
-        dbias = summed_over_rows(ranks, bias_gradient(ctx, dy))
-        return dx, dbias, dA, summed_over_rows(ranks, dB), None, None
+        dbias = bias_gradient(ctx, dy)
+        if dbias is not None:
+            (dbias,) = summed_over_rows(ranks, dbias)
+        return dx, dbias, dA, dB, None, None

@@ -25,7 +25,7 @@ class FunctionPlan:
     ) -> None:
         """Raises NotPlanned: the function does something that cannot be recorded."""
         with torch.cuda.device(device), Recording(device) as recording, torch.no_grad():
-            given, arguments, _ = operands(recording)
+            given, arguments, *_ = operands(recording)
             returned = function(*arguments)
         self._plan = finish(recording, given, returned, Kept({}, 0), is_new=True)
         if any([isinstance(output, int) for output in self._plan.outputs]):

@@ -52,11 +52,13 @@ class Operands(NamedTuple):
         given: one for each address that a run gets, in order: first the tensors that autograd sees, then the others.
         arguments: of the Function's forward, without ctx.
         tensors: the places among `arguments` of what autograd sees, tensors or None.
+        columns: how many of the last `given` are columns of an FP8 state.
     """
 
     given: list[Any]
     arguments: tuple[Any, ...]
     tensors: tuple[int, ...]
+    columns: int = 0
 
 
 class NodePlan:
@@ -68,7 +70,10 @@ class NodePlan:
         saved: for each tensor that it saves: a number is its place among the given ones, a Place is in the kept block.
         by_reference: the given ones among them.
         given: how many addresses its forward gets.
-        sources: for each given tensor that autograd sees: where it is in `by_reference`, or -1.
+        sources: for each given tensor: where it is in `by_reference`, -1 for one that backward does not read, or
+            -2 - i for the i-th of `others`.
+        others: those given ones that are not saved, and that autograd does not see. Backward may read them.
+        trains: for each of the tensors that autograd sees, or None in its place, whether it needs a gradient.
     """
 
     def __init__(
@@ -83,16 +88,20 @@ class NodePlan:
         self.context = Context(needs_input_grad)
         self._recording, self._lock = Recording(device), Lock()
         with torch.cuda.device(device), self._recording as recording, torch.no_grad():
-            self._given, arguments, self.tensors = operands(recording)
+            self._given, arguments, self.tensors, columns = operands(recording)
             returned = node.forward(self.context, *arguments)
         self.given = len(self._given)
         self.is_tuple = isinstance(returned, tuple)
         outputs = returned if self.is_tuple else (returned,)
         self._outputs = [(t.shape, t.dtype) for t in outputs]
         self._keep()
+        self.trains = [needs_input_grad[i] for i in self.tensors]
         seen = sum(arguments[i] is not None for i in self.tensors)
+        tensors = range(len(self._given) - columns)
+        self.others = [i for i in tensors if i >= seen and i not in self.by_reference]
         where = {place: i for i, place in enumerate(self.by_reference)}
-        self.sources = [where.get(i, -1) for i in range(seen)]
+        where |= {place: -2 - i for i, place in enumerate(self.others)}
+        self.sources = [where.get(i, -1) for i in tensors]
         self.forward = finish(recording, self._given, outputs, self._kept, is_new=True)
         if not self.is_tuple and self.forward.outputs != (View(0, None),):
             raise NotPlanned("a result that is a part of a tensor")
@@ -114,7 +123,7 @@ class NodePlan:
 
     def backward(self, grads: Sequence[Tensor]) -> Plan | None:
         """The plan of a backward for gradients of such strides; None where it cannot be recorded."""
-        strides = tuple([grad.stride() for grad in grads])
+        strides = (grads[0].stride(),) if len(grads) == 1 else tuple([g.stride() for g in grads])
         try:
             return self._backwards[strides]
         except KeyError:
@@ -161,50 +170,78 @@ def _as(saved: StandIn, given: Tensor) -> Tensor:
 
 
 class NodeRun(NamedTuple):
-    """One call of a NodePlan.
+    """What backward needs of one call of a NodePlan, besides saved tensors.
 
     Attributes:
         plan: of the Function.
-        others: the given tensors that autograd does not see. They live until backward has run.
-        addresses: the last given ones, parts of tensors that `attributes` hold.
+        others: the tensors that `plan.others` names.
+        columns: the last given addresses, parts of tensors that `attributes` hold.
         sites: dropout sites.
         attributes: what the Function's forward would set on its ctx, where that differs from call to call.
-        given: the addresses of all that the forward gets, in order, if the caller has them.
     """
 
     plan: NodePlan
     others: list[Tensor]
-    addresses: tuple[int, ...]
+    columns: tuple[int, ...]
     sites: tuple[int, ...]
     attributes: dict[str, Any]
-    given: list[int] | None = None
+
+
+def run_node(
+    plan: NodePlan,
+    given: Sequence[Tensor],
+    seen: Sequence[Tensor | None],
+    columns: tuple[int, ...],
+    sites: tuple[int, ...],
+    attributes: dict[str, Any],
+) -> Any:
+    """What the plan's Function returns, or None where an address is not aligned, so that the ops have to run.
+
+    Args:
+        given: what the plan gets, but for `columns`.
+        seen: what autograd sees, in the order of the Function's arguments. It may be None for a tensor that needs no
+            gradient.
+        columns, sites, attributes: as of NodeRun.
+    """
+    run = NodeRun(plan, [given[i] for i in plan.others], columns, sites, attributes)
+    saved = [given[i] for i in plan.by_reference]
+    addresses = [t.data_ptr() for t in given]
+    addresses += columns
+    try:
+        return _apply((run, addresses, saved), *seen)
+    except Misaligned:
+        return None
 
 
 class PlannedNode(torch.autograd.Function):
-    """The Function of `run.plan`. `tensors` are its arguments that autograd sees."""
+    """A plan's Function. `tensors` are its arguments that autograd sees."""
 
     @staticmethod
-    def forward(ctx: Any, run: NodeRun, *tensors: Tensor | None) -> Any:
-        """Raises Misaligned: nothing was launched."""
-        plan, addresses = run.plan, run.given
-        tensors_given = [t for t in tensors if t is not None] + run.others
-        if addresses is None:
-            addresses = [t.data_ptr() for t in tensors_given]
-            addresses += run.addresses
-        results = plan.forward.run(addresses, run.sites)
+    def forward(
+        ctx: Any,
+        call: tuple[NodeRun, Sequence[int], Sequence[Tensor]],
+        *tensors: Tensor | None,
+    ) -> Any:
+        """`call`: what backward needs, the addresses of all that is given, and what backward gets by reference.
+
+        Raises:
+            Misaligned: nothing was launched.
+        """
+        run, addresses, saved = call
+        forward = run.plan.forward
+        results = forward.run(addresses, run.sites)
         if results is None:
             raise Misaligned
-        kept = None if plan.forward.kept < 0 else results[plan.forward.kept]
-        ctx.save_for_backward(*[tensors_given[i] for i in plan.by_reference], kept)
+        ctx.save_for_backward(*saved, None if forward.kept < 0 else results[forward.kept])
         ctx.run = run
-        if plan.is_tuple:
-            return tuple(plan.forward.returned(results, tensors_given))
+        if run.plan.is_tuple:
+            return tuple(forward.returned(results, [t for t in tensors if t is not None]))
         return results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         run: NodeRun = ctx.run
-        plan = run.plan
+        plan, others, columns, sites, _ = run
         if torch.is_grad_enabled() or not is_plain():
             return _by_ops(ctx, *grads)
         backward = plan.backward(grads)
@@ -214,19 +251,24 @@ class PlannedNode(torch.autograd.Function):
         if backward is None:
             return _by_ops(ctx, *grads)
         *saved, kept = ctx.saved_tensors
-        addresses = [saved[i].data_ptr() if i >= 0 else 0 for i in plan.sources]
-        addresses += [t.data_ptr() for t in run.others]
-        addresses += run.addresses
+        addresses = [
+            saved[i].data_ptr() if i >= 0 else others[-2 - i].data_ptr() if i < -1 else 0
+            for i in plan.sources
+        ]
+        addresses += columns
         addresses += [grad.data_ptr() for grad in grads]
         addresses.append(0 if kept is None else kept.data_ptr())
-        results = backward.run(addresses, run.sites)
+        results = backward.run(addresses, sites)
         if results is None:
             return _by_ops(ctx, *grads)
         return None, *backward.returned(results, grads, plan.given)
 
 
 # Function.apply asks whether functorch is active, which `is_plain` has done.
-apply_planned = super(torch.autograd.Function, PlannedNode).apply
+_apply = super(torch.autograd.Function, PlannedNode).apply
+# What the engine calls. torch's own looks for `backward` at each call.
+if (_ctx := getattr(PlannedNode, "_backward_cls", None)) is not None:
+    _ctx.apply = PlannedNode.backward
 
 
 @once_differentiable

@@ -2,7 +2,8 @@
 """A plan: what a function of ops launches for operands of given shapes, to be launched again by one call of csrc.
 
 The function has run once with stand-ins. What it returned becomes tensors of their own. What it saved for backward lies
-in one block, and everything else in another one, where memory that is needed no more is used again.
+in one block, and everything else in another one, where memory that is needed no more is used again. That block is a
+result's memory, if one has room and is written after all of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
 
 MOST_BASES = 64  # of csrc's LaunchList
+_NEVER = 1 << 62
 ALIGNMENT = 256  # bytes, of everything in a block; torch's own allocations have 512
 
 
@@ -63,6 +65,7 @@ class Plan:
         outputs: what the function returned: a given tensor by its place, a view of a result, or None.
         kept: the place among `forms` of the block that backward needs, or -1.
         device: index of the GPU.
+        whole: the places among `forms` of `outputs`, if none of these is given or a part; else None.
     """
 
     launches: Any
@@ -70,6 +73,7 @@ class Plan:
     outputs: tuple[int | View | None, ...]
     kept: int
     device: int
+    whole: tuple[int | None, ...] | None
 
     def run(self, given: Sequence[int], sites: tuple[int, ...]) -> list[Tensor] | None:
         """What was allocated, or None where an address is not aligned as the kernels need it.
@@ -78,23 +82,24 @@ class Plan:
             given: addresses of the caller's tensors; 0 for those that are not needed.
             sites: dropout sites, in the order of the recording.
         """
-        made = self._allocate()
-        addresses = (*given, *[t.data_ptr() for t in made])
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        return made if self.launches.run(addresses, sites, stream, self.device) else None
-
-    def _allocate(self) -> list[Tensor]:
-        """By the function of Inductor's code, which takes half of `empty`'s time. It knows the current GPU only."""
-        if torch._C._cuda_getDevice() == self.device:
+        device = self.device
+        if torch._C._cuda_getDevice() == device:
+            # Inductor's function, which takes half of `empty`'s time. It knows the current GPU only.
             empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-            return [*starmap(empty, self.forms)]
-        device = torch.device("cuda", self.device)
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in self.forms]
+            made = [*starmap(empty, self.forms)]
+        else:
+            gpu = torch.device("cuda", device)
+            made = [torch.empty(shape, dtype=dtype, device=gpu) for shape, _, dtype in self.forms]
+        addresses = (*given, *[t.data_ptr() for t in made])
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        return made if self.launches.run(addresses, sites, stream, device) else None
 
     def returned(
         self, results: list[Tensor], given: Sequence[Tensor], first: int = 0
     ) -> list[Tensor | None]:
         """What the function would have returned; `given` are the caller's tensors from the `first` on."""
+        if self.whole is not None:
+            return [None if i is None else results[i] for i in self.whole]
         found: list[Tensor | None] = []
         for output in self.outputs:
             if isinstance(output, View):
@@ -155,10 +160,12 @@ def finish(
         m for m in recording.allocated() if m.index not in places and m.index not in kept.offsets
     ]
     scratch, size = by_lifetime(rest)
-    blocks = [n for n in (kept.size if is_new else 0, size) if n]
+    later = _born_later(rest, size, [recording.memories[index] for index in results])
+    blocks = [n for n in (kept.size if is_new else 0, size if later is None else 0) if n]
     block = len(bases) if is_new else len(given) - 1
     places |= {index: (block, offset) for index, offset in kept.offsets.items()}
-    places |= {index: (len(bases) + len(blocks) - 1, offset) for index, offset in scratch.items()}
+    last = len(bases) + len(blocks) - 1 if later is None else bases.index(later)
+    places |= {index: (last, offset) for index, offset in scratch.items()}
     if len(bases) + len(blocks) > MOST_BASES:
         raise NotPlanned(f"more than {MOST_BASES} tensors")
     aligned = [t.memory.is_aligned for t in given] + [True] * (len(results) + len(blocks))
@@ -167,7 +174,17 @@ def finish(
     kinds = [*results.values(), *((torch.Size((n,)), torch.uint8) for n in blocks)]
     forms = tuple(Form.of(shape, dtype) for shape, dtype in kinds)
     place = len(results) if is_new and kept.size else -1
-    return Plan(recording.launches, forms, outputs, place, recording.device.index)
+    return Plan(recording.launches, forms, outputs, place, recording.device.index, _whole(outputs))
+
+
+def _whole(outputs: Sequence[int | View | None]) -> tuple[int | None, ...] | None:
+    """`Plan.whole`."""
+    found: list[int | None] = []
+    for output in outputs:
+        if isinstance(output, int) or (output is not None and output.part is not None):
+            return None
+        found.append(None if output is None else output.result)
+    return tuple(found)
 
 
 def _outputs(
@@ -199,6 +216,14 @@ def _result(tensor: StandIn, results: dict[int, tuple[torch.Size, torch.dtype]])
     if is_all and results[memory.index][0] == tensor.shape:
         return View(number, None)
     return View(number, (tensor.shape, tensor.stride(), tensor.offset // size))
+
+
+def _born_later(rest: Sequence[Memory], size: int, results: Sequence[Memory]) -> int | None:
+    """The index of a result that has room for all of `rest`, and is not written before they are needed no more."""
+    ends = [_NEVER if memory.died is None else memory.died for memory in rest]
+    end = max(ends, default=_NEVER)
+    found = (r.index for r in results if r.nbytes >= size and r.born >= end)
+    return next(found, None)
 
 
 def _rounded(size: int) -> int:

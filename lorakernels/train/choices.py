@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from lorakernels import BlockScaling, LoRAReport
+from lorakernels import BlockScaling, ContextParallel, LoRAReport
 from lorakernels.train.errors import OptionError
 from lorakernels.train.flops import Sizes
 from lorakernels.train.model import decoder_and_head, takes_starts
@@ -59,6 +59,8 @@ def _head(model: Any, options: FinetuneOptions) -> str:
 
 def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
     rows = "documents apart" if options.isolate_documents else "rows causal as a whole"
+    if ContextParallel.of(model) is not None:
+        return f"{options.cp} ranks gather the keys and values of their rows; {rows}"
     implementation = getattr(decoder_and_head(model)[0].config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f"transformers' {implementation}; {rows}"

@@ -48,9 +48,12 @@ def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("cp",))
     try:
-        context_parallel(model, mesh)
+        context = context_parallel(model, mesh)
     except (TypeError, ValueError) as error:
         raise OptionError(f"cp {ranks.cp}: {error}") from error
+    context.checks_places = (
+        False  # packing.py and `own_part` make the rows; a step's host waits for nothing
+    )
 
 
 def own_part(batch: Batch, context: ContextParallel | None, isolate: bool) -> Batch:

@@ -22,7 +22,7 @@ AT_LEAST = {
 }  # fmt: skip
 PLANNED = (
     "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout",
-    "fp8", "fp8_recipe", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
+    "fp8", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
     "pp", "tp",
 )  # fmt: skip
 
@@ -195,8 +195,8 @@ def _check_context(options: FinetuneOptions) -> None:
         raise OptionError(
             f"attention must be auto, flash, efficient or math with cp, got {options.attention}"
         )
-    if options.graphs != "auto":
-        raise OptionError(f"cp runs eager: drop --graphs {options.graphs}")
+    if options.graphs == "step":
+        raise OptionError("cp replays layers, not whole steps: take graphs layer or auto")
     if options.demo:
         raise OptionError("cp is for --model: the demo runs in one process")
 
@@ -214,11 +214,6 @@ def _check_pipeline(options: FinetuneOptions) -> None:
     if options.pp == 1:
         return
     _check_beside(options, "pp", WITH_PP)
-    if options.graphs == "layer" and options.lora_dropout:
-        raise OptionError(
-            f"pp {options.pp} with graphs layer needs lora_dropout 0, got {options.lora_dropout}: replayed stages "
-            "cannot draw the masks of one process yet"
-        )
     if options.grad_accum < options.pp:
         raise OptionError(
             f"grad_accum must be at least pp, {options.pp}, as its microbatches run through the stages, got "

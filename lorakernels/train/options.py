@@ -269,20 +269,20 @@ class FinetuneOptions(RunningOptions):
         1,
         "runtime",
         "context parallel, under torchrun: so many ranks after each other share each row, with seq_len / cp of its "
-        "tokens each; layers then run eager",
+        "tokens each; fused layers are replayed, others run eager",
     )
     pp: int = option(
         1,
         "runtime",
         "pipeline parallel, under torchrun: so many ranks after each other have the model's layers as stages, and "
-        "grad_accum microbatches of a step run through them; layers then run eager",
+        "grad_accum microbatches of a step run through them; layers then run eager, or as graphs with --graphs layer",
     )
     tp: int = option(
         1,
         "runtime",
         "tensor parallel, under torchrun: so many ranks after each other have a part of each linear layer of the "
-        "decoder, and train it together on the same rows; layers then run eager, fused ones as graphs with --graphs "
-        "layer. With shard_base, ranks of a machine with the same parts keep one copy of them together",
+        "decoder, and train it together on the same rows; fused layers are replayed, others run eager. With "
+        "shard_base, ranks of a machine with the same parts keep one copy of them together",
     )
     sequence_parallel: bool = option(
         True,

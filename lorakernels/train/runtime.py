@@ -13,8 +13,8 @@ is the same to the bit, wherever replay began.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import (
+    ContextParallel,
     FP8State,
     FuseReport,
     LoRAExperts,
@@ -177,14 +178,13 @@ class Runtime:
         self.manager: GraphManager | StepGraph | None = None
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
-        self._has_parts = Parts.of(model) is not None
-        parts: SplitLayers | None = SplitLayers.of(model)
-        together = nullcontext if parts is None else parts.split.together
+        context = ContextParallel.of(model)
+        self._one_of_many = Parts.of(model) is not None or context is not None
         self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
             "rng_states": [] if random is None else [random],
-            "options": GraphOptions(backend=backend, together=together),
+            "options": GraphOptions(backend=backend, together=_together(model, context)),
         }
         self.device = next(model.parameters()).device
         self.why_not = _why_not(model, options, self.device, random, backend)
@@ -203,7 +203,7 @@ class Runtime:
             layers: Any = decoder_and_head(self.model)[0].layers
             shared = self._shared
             if (pipeline := PipelineParallel.of(self.model)) is not None:
-                layers, shared = pipeline.layers, {**shared, "rng_states": []}  # no dropout
+                layers, shared = pipeline.layers, {**shared, "rng_states": pipeline.rng_states}
             microbatches = self.options.grad_accum
             self.manager = GraphManager(layers, num_microbatches=microbatches, **shared)
             self.scope = "layer"
@@ -251,13 +251,14 @@ class Runtime:
         exceptions in `run`.
 
         Raises:
-            FinetuneError: a replay is refused where ranks have parts of the model. The others cannot repeat the step.
+            FinetuneError: a replay is refused where ranks have parts of the model, or of its rows. The others cannot
+                repeat the step.
         """
         before = None if self.random is None else self.random.tensor[1].clone()
         try:
             return compute(*inputs)
         except (ReplayError, OrderError) as error:
-            if self._has_parts:  # the other ranks are in the middle of this step
+            if self._one_of_many:  # the other ranks are in the middle of this step
                 raise FinetuneError(
                     f"{_refused(error)}, and the other ranks cannot repeat their step; --resume with --eager"
                 ) from error
@@ -357,6 +358,24 @@ def _refused(error: ReplayError | OrderError) -> str:
     return f"{what}. It was refused before its launch"
 
 
+def _together(
+    model: nn.Module, context: ContextParallel | None
+) -> Callable[[], AbstractContextManager[None]]:
+    """Collective at its end: what one rank raises inside is raised on all that have the layers, or rows, together."""
+    parts: SplitLayers | None = SplitLayers.of(model)
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        with ExitStack() as stack:
+            if context is not None:
+                stack.enter_context(context.together())
+            if parts is not None:
+                stack.enter_context(parts.split.together())
+            yield
+
+    return together
+
+
 def _why_not(
     model: nn.Module,
     options: FinetuneOptions,
@@ -369,12 +388,11 @@ def _why_not(
         return "eager was asked for"
     if options.use_dora:
         return "use_dora runs eager only"
-    if options.cp > 1:
-        return "rows over ranks (cp) are not replayed by a run yet"
     if options.pp > 1 and options.graphs != "layer":
         return "stages over ranks (pp) are captured with --graphs layer alone"
-    if options.tp > 1 and not is_fused(decoder_and_head(model)[0]):
-        return "unfused layers split over ranks (tp) are not captured"
+    if (options.tp > 1 or options.cp > 1) and not is_fused(decoder_and_head(model)[0]):
+        how = "split over ranks (tp)" if options.tp > 1 else "with rows over ranks (cp)"
+        return f"unfused layers {how} are not captured"
     if device.type != "cuda" and backend is None:
         return "CUDA graphs need a GPU"
     if options.lora_dropout > 0 and random is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_config_alone_is_planned(model: Path, capsys: pytest.CaptureFixture[st
         assert part in shown
 
 
+def test_a_base_in_blocks_takes_longer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = []
+    for recipe in ("delayed", "block"):
+        assert plan(model, "--seq=8192", f"--fp8-recipe={recipe}") == 0
+        found = re.search(r"tokens a second\s+([0-9,]+)", capsys.readouterr().out)
+        assert found
+        rates.append(float(found[1].replace(",", "")))
+    assert 0.7 < rates[1] / rates[0] < 0.95
+
+
+def test_blocks_that_fuse_refuses_are_no_plan(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = LLAMA | {"num_key_value_heads": 1, "head_dim": 64}
+    (model / "config.json").write_text(json.dumps(odd))
+    assert plan(model, "--seq=8192", "--fp8-recipe=block") == 1
+    assert "k_proj has 64 rows, which must be a multiple of 128" in capsys.readouterr().err
+
+
 def test_ranks_that_share_rows_and_stages_are_planned(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,8 +95,6 @@ def test_what_cannot_be_planned(
     assert plan(model, *options) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("lorakernels plan: error: ") and shown.count("\n") == 1
-    import re
-
     assert re.search(message, shown)
 
 

@@ -43,6 +43,7 @@ class Way:
     checkpoint: bool = False
     padded: bool = False
     packed: bool = False
+    one_state: bool = False  # every microbatch begins with one state of the generator, and has an offset of its own
     dtype: torch.dtype = torch.float32
     model: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
@@ -110,15 +111,24 @@ def parts_of(inputs: dict[str, Any], way: Way) -> list[dict[str, Any]]:
 
 def step_alone(model: Any, labels: Tensor, inputs: dict[str, Any], way: Way) -> Tensor:
     """The loss in one process, which accumulates over microbatches."""
+    start, rng = torch.get_rng_state(), state_of(model)
     wanted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     count = (wanted != -100).sum().float()
     total = torch.zeros((), device=labels.device)
     for part, own in zip(parts_of(inputs, way), wanted.chunk(way.microbatches), strict=True):
+        if way.one_state:
+            torch.set_rng_state(start)
         hidden = model.base_model(use_cache=False, **part).last_hidden_state
         loss = sum_of_losses(model, hidden, own) / count
         loss.backward()
+        if way.one_state:
+            rng.advance()
         total += loss.detach()
     return total
+
+
+def state_of(model: nn.Module) -> PhiloxState:
+    return next(m.rng_state for m in model.modules() if getattr(m, "rng_state", None) is not None)
 
 
 def loss_in_double(model: Any, labels: Tensor, inputs: dict[str, Any], way: Way) -> Tensor:
@@ -144,8 +154,10 @@ def train(
 ) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """[(values before, {"loss" and gradients, FP8 state})] of each step of plain descent."""
     torch.manual_seed(9)
-    found = []
-    rng = next(m.rng_state for m in model.modules() if getattr(m, "rng_state", None) is not None)
+    found, start = [], torch.get_rng_state()
+    rng = state_of(model)
+    if cut is not None and way.one_state:
+        cut.offsets = rng
     for step in range(STEPS):
         model.zero_grad()
         labels, inputs = batch(step, way, device)
@@ -162,13 +174,15 @@ def train(
         with torch.no_grad():
             for p in trained.values():
                 p -= 0.05 * p.grad
+        if way.one_state:
+            torch.set_rng_state(start)
         numbers = {"loss": loss.cpu(), "generator": torch.get_rng_state(), **grads}
         if way.fp8:
             state = fp8_state(model)
             state.reduce_and_update(None if cut is None else cut.ranks.group)
             numbers |= {"scales of x": state.forward.cpu().clone()}
             numbers |= {"scales of dy": state.backward.cpu().clone()}
-        rng.advance()
+        rng.advance(way.microbatches if way.one_state and cut is not None else 1 - way.one_state)
         after_step()
         found.append((values, numbers))
     model.eval()

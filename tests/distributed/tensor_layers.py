@@ -25,6 +25,7 @@ from lorakernels.parallel import (
     tensor_nodes,
     tensor_ranks,
 )
+from lorakernels.parallel.row_exchange import CollectiveRows
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.plans.routing import without_plans
 from lorakernels.values import Dropout, Scaled
@@ -107,7 +108,7 @@ def broken(fault: str) -> Iterator[None]:
             "mask",
             lambda call, **place: call.spec.dropout(call.slot),
         ),
-        "factors not summed": (tensor_nodes, "summed_over_rows", lambda ranks, partial: partial),
+        "factors not summed": (CollectiveRows, "total", lambda rows, *parts: [*parts]),
     }
     with ExitStack() as stack:
         if fault:

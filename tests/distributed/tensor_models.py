@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
-from lorakernels.parallel import TensorParallel, comm, parallelize, tensor_fused, tensor_ranks
+from lorakernels.autograd import linear_rows
+from lorakernels.parallel import (
+    TensorParallel,
+    comm,
+    parallelize,
+    row_exchange,
+    tensor_fused,
+    tensor_ranks,
+)
+from lorakernels.parallel.row_exchange import CollectiveRows
 from lorakernels.parallel.tensor_ranks import Ranks
 from tests.distributed.tensor_layers import relative
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
@@ -41,6 +50,7 @@ class Way:
     model: dict[str, Any] = field(default_factory=dict)
     save: str | None = None  # of fused layers
     shared_dropout: bool = True  # likewise
+    pieces: bool = False  # rows are exchanged beside products of fused layers
     fault: str = ""  # an invariant of fused layers that is broken, in tests of these tests
 
     def __str__(self) -> str:
@@ -126,8 +136,38 @@ def gradients_at(
     return {"loss": loss.detach(), **{n: parameters[n].grad.clone() for n in values}}
 
 
-def as_it_is(ranks: Any, value: Any) -> Any:
-    return value
+class Pieces:
+    """A `Beside` over collectives, with the pieces that ranks have whose exchanges run beside their products."""
+
+    def __init__(self, rows: CollectiveRows) -> None:
+        self.rows = rows
+        self.rank, self.size = dist.get_rank(rows.group), dist.get_world_size(rows.group)
+
+    def gather(self, product: Any, parts: Sequence[Tensor], totals: Sequence[Tensor] = ()) -> Any:
+        each = len(parts[0])
+        found = self.rows.gather(*parts, totals=totals)
+        own = slice(self.rank * each, (self.rank + 1) * each)
+        for rows in (own, slice(0, own.start), slice(own.stop, self.size * each)):
+            if rows.start < rows.stop:
+                product(rows, [whole[rows] for whole in found[: len(parts)]])
+        return found[1:]
+
+    def sum(
+        self, product: Any, rows: int, factor: Tensor | None = None, added: Tensor | None = None
+    ) -> Any:
+        each = rows // self.size
+        parts = [product(slice(r * each, (r + 1) * each)) for r in range(self.size)]
+        return self.rows.sum(torch.cat(parts), factor, added)
+
+
+@contextmanager
+def in_pieces() -> Iterator[None]:
+    """Exchange rows beside products, however few they are."""
+    with (
+        mock.patch.object(CollectiveRows, "beside", lambda rows, gain, slower: Pieces(rows)),
+        mock.patch.object(row_exchange, "START", -1.0),
+    ):
+        yield
 
 
 @contextmanager
@@ -152,7 +192,9 @@ def broken(fault: str) -> Iterator[None]:
     replaced: dict[str, tuple[Any, str, Any]] = {
         "no sum over the ranks": (tensor_fused, "summed", half),
         "factors not summed": (tensor_fused, "summed", half_factor),
-        "rows not summed": (tensor_fused, "summed_over_rows", as_it_is),
+        "rows not summed": (CollectiveRows, "total", lambda rows, *parts: [*parts]),
+        "equal masks of pieces": (tensor_fused, "masks_at", lambda to, row0: to),
+        "equal masks of gathered pieces": (linear_rows, "masks_at", lambda to, row0: to),
         "equal masks": (tensor_fused.Split, "placed", lambda self, to, rows: to),
         "each rank's own scale": (tensor_ranks, "reduce_amax", lambda amax, group: None),
     }
@@ -165,12 +207,13 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     whole, model = make(way, device), make(way, device)
     double = None if way.fp8 or way.dropout else exact(make(replace(way, save=None), device))
     options = {"sequence_parallel": way.sequence, "vocabulary": way.vocabulary}
+    options["overlap"] = way.pieces and device.type == "cuda"
     split = parallelize(model, mesh, **options)
     start = split.whole_adapters()
     initial = {n: p.detach() for n, p in whole.named_parameters() if p.requires_grad}
     unequal = [n for n in initial if not torch.equal(start[n], initial[n])]
     expected = train(whole, way, device, None)
-    with broken(way.fault):
+    with broken(way.fault), in_pieces() if way.pieces else nullcontext():
         found = train(model, way, device, split)
     errors: dict[str, float] = {}
     if way.vocabulary:  # the values are equal again

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import fuse
-from lorakernels.parallel import ContextParallel, context_parallel, parallelize
+from lorakernels.parallel import ContextParallel, comm, context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, LENGTH, ROWS, Way, batch, make, positions
 from tests.fusion.fused_models import an_adapter, fp8_state
 from tests.processes import on_ranks
@@ -115,6 +116,11 @@ def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
         found[name] = said(lambda inputs=inputs: context.loss(labels, input_ids=tokens, **inputs))
     starts = torch.tensor(DOCUMENTS)
     found["int64"] = said(lambda: context.loss(labels, input_ids=tokens, cu_seq_lens_q=starts))
+    context.checks_places = False
+    given = {"input_ids": tokens, "position_ids": positions()}
+    with mock.patch.object(comm, "maximum") as asked:
+        found["unlooked"] = said(lambda: context.loss(labels, **given))
+    asked.assert_not_called()
     return found
 
 
@@ -137,6 +143,7 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "one number": "cu_seq_lens_q must be int32 [documents + 1], found torch.int32 [1]",
         "empty ones": "nothing",
         "int64": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [7]",
+        "unlooked": "nothing",
     }
     for found in on_ranks(documents, 2, "gloo", fused):
         assert found.keys() == expected.keys()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.parallel import comm, pipeline_parallel
-from tests.distributed.pipeline_models import STEPS, Way, batch, make, train
+from tests.distributed.pipeline_models import STEPS, Way, batch, make, state_of, train
 from tests.distributed.tensor_layers import relative
 from tests.distributed.test_pipeline import refused
 from tests.fusion.fused_models import fp8_state
@@ -27,6 +27,8 @@ WORLDS = {
         Way("fused, FP8", fused=True, fp8=True),
         Way("interleaved, packed", chunks=2, packed=True, fused=True),
         Way("first stage without a gradient", chunks=2, lora={"layers_to_transform": [2, 3]}),
+        Way("fused, FP8, dropout", fused=True, fp8=True, dropout=0.3, one_state=True),
+        Way("interleaved, dropout", chunks=2, dropout=0.3, one_state=True),
         Way("fused, checkpoint, bf16", 4, 1, 2, fused=True, save="checkpoint", fp8=True, dtype=torch.bfloat16),
     ),
     4: (Way("four ranks", fused=True, fp8=True),),
@@ -34,6 +36,7 @@ WORLDS = {
 ON_GPU = (
     Way("fused, bf16, FP8", fp8=True, fused=True, dtype=torch.bfloat16),
     Way("interleaved, fused, bf16", chunks=2, fused=True, dtype=torch.bfloat16),
+    Way("dropout, fused, bf16", dropout=0.3, one_state=True, fused=True, dtype=torch.bfloat16),
 )
 
 
@@ -45,6 +48,7 @@ def compare(rank: int, device: torch.device, ways: list[Way]) -> dict[str, Any]:
         whole, model = make(way, device), make(way, device)
         cut = pipeline_parallel(model, mesh["pp"], microbatches=way.microbatches, chunks=way.chunks)
         options: dict[str, Any] = {"fp8_state": fp8_state(model)} if way.fp8 else {}
+        options["rng_states"] = cut.rng_states
         manager = managed(cut.layers, device, num_microbatches=way.microbatches, **options)
         expected = train(whole, way, device, None)
         ours = train(model, way, device, cut, manager.end_iteration)
@@ -162,17 +166,29 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))["pp"]
     way = Way("", dropout=0.1)
     drops = pipeline_parallel(make(way, device), mesh, microbatches=4)
-    managed(drops.layers, device, num_microbatches=4)
+    manager = managed(drops.layers, device, num_microbatches=4, rng_states=[state_of(drops.model)])
     labels, inputs = batch(0, way, device)
+    without = refused(lambda: drops.forward_backward(labels, **inputs))
+    drops.offsets = state_of(drops.model)
+    drops.forward_backward(labels, **inputs)
+    manager.end_iteration()
     early = make(Way(""), device)
     managed(early.get_submodule("model.layers"), device, num_microbatches=4)
     return {
-        "dropout": refused(lambda: drops.forward_backward(labels, **inputs)),
+        "without offsets": without,
+        "not placed": refused(lambda: drops.forward_backward(labels, **inputs)),
         "early": refused(lambda: pipeline_parallel(early, mesh, microbatches=4)),
     }
 
 
 def test_what_graphs_of_stages_do_not_do_is_refused() -> None:
     for found in on_ranks(refusals, 2, "gloo"):
-        assert "has dropout and is managed by lorakernels.graphs" in found["dropout"]
+        assert (
+            "managed by lorakernels.graphs, but pipeline.offsets is None"
+            in found["without offsets"]
+        )
+        assert (
+            "was captured without rng_states=pipeline.rng_states of GraphManager"
+            in found["not placed"]
+        )
         assert "cut the model first, then give GraphManager pipeline.layers" in found["early"]

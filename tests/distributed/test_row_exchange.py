@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that ranks gather and sum, by each transport, beside float64."""
+"""Rows that ranks gather and sum, by each transport and beside products, next to float64."""
 
 from __future__ import annotations
 
@@ -60,10 +60,49 @@ def wrong_results(rows: RowExchange, device: torch.device, dtype: torch.dtype) -
     return wrong
 
 
+def wrong_totals(rows: RowExchange, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Totals alone and with a gather that are not the float64 sum, rounded once, or not equal on all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for seed, shapes in enumerate((((16, 40),), ((3, 5), (7, 8), (1,)), ((0, 4), (2, 3)))):
+        every = [
+            [drawn(k, 10 * seed + i, shape, device).to(dtype) for i, shape in enumerate(shapes)]
+            for k in range(world)
+        ]
+        x = drawn(rank, seed, (8, 4), device).to(dtype)
+        whole, *beside = rows.gather(x, totals=every[rank])
+        wanted = [drawn(k, seed, (8, 4), device).to(dtype) for k in range(world)]
+        wrong += [] if whole.equal(torch.cat(wanted)) else [f"gathered beside totals {seed}"]
+        for found in (rows.total(*every[rank]), beside):
+            assert [f.shape for f in found] == [*map(torch.Size, shapes)]
+            for index, total in enumerate(found):
+                assert total.dtype == dtype
+                parts = [part[index].double() for part in every]
+                size = sum(part.abs() for part in parts)
+                bound = ROUNDING.get(dtype, 2.0**-22) * size
+                near = ((total.double() - sum(parts)).abs() <= bound).all()
+                wrong += [] if near else [f"total {seed}, {index}"]
+            told: list[Any] = [None] * world
+            dist.all_gather_object(told, [f.cpu() for f in found])
+            equal = all(a.equal(b) for other in told for a, b in zip(other, told[0], strict=True))
+            wrong += [] if equal else [f"totals {seed} differ"]
+    mixed = rows.total(torch.ones(3, device=device), torch.ones(2, device=device, dtype=dtype))
+    assert [m.dtype for m in mixed] == [torch.float32, dtype]
+    wrong += [] if all(bool((m == world).all()) for m in mixed) else ["mixed totals"]
+    assert rows.total() == []
+    return wrong
+
+
 def by_collectives(rank: int, device: torch.device) -> list[str]:
     rows, why = row_exchange("auto", dist.group.WORLD, device)
     assert isinstance(rows, CollectiveRows) and rows.name == "gloo" and why
-    return [f"{dtype} {w}" for dtype in DTYPES for w in wrong_results(rows, device, dtype)]
+    with pytest.raises(ValueError, match=r"overlap=True needs ranks .* found transport 'gloo'"):
+        row_exchange("auto", dist.group.WORLD, device, overlap=True)
+    return [
+        f"{dtype} {w}"
+        for dtype in DTYPES
+        for w in [*wrong_results(rows, device, dtype), *wrong_totals(rows, device, dtype)]
+    ]
 
 
 @pytest.mark.slow
@@ -73,10 +112,79 @@ def test_collectives_gather_bytes_and_sum_within_their_rounding(world: int) -> N
 
 
 def by_peers(rank: int, device: torch.device) -> list[str]:
-    rows, why = row_exchange("auto", dist.group.WORLD, device)
+    rows, why = row_exchange("auto", dist.group.WORLD, device, overlap=True)
     assert isinstance(rows, PeerRows), why
-    wrong = [f"{dtype} {w}" for dtype in DTYPES for w in wrong_results(rows, device, dtype)]
-    return wrong + [f"captured: {w}" for w in captured(rows, device)]
+    wrong = [
+        f"{dtype} {w}"
+        for dtype in DTYPES
+        for w in [*wrong_results(rows, device, dtype), *wrong_totals(rows, device, dtype)]
+    ]
+    wrong += [f"captured: {w}" for w in captured(rows, device)]
+    plain, _ = row_exchange("auto", dist.group.WORLD, device)
+    assert plain.beside(1.0, lambda count: 0.0) is None
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    assert rows.beside(1e-5, lambda count: 0.0) is None
+    assert rows.beside(1e-4, lambda count: 9e-5) is None
+    beside = rows.beside(1e-4, lambda count: 7e-5 if count == multiprocessors else 1.0)
+    assert beside is not None
+    return wrong + [f"beside: {w}" for w in wrong_beside(rows, beside, device)]
+
+
+def wrong_beside(rows: PeerRows, beside: Any, device: torch.device) -> list[str]:
+    """Exchanges beside products that differ from those after them, eager and replayed, while one rank is late."""
+    rank, world, m, k, n, r = dist.get_rank(), dist.get_world_size(), 1024, 2048, 1024, 16
+    torch.manual_seed(rank)
+    x = torch.zeros(m, k, device=device, dtype=torch.bfloat16)
+    z = torch.zeros(world * m, k, device=device, dtype=torch.bfloat16)
+    s, t = torch.zeros_like(x[:, :r]).contiguous(), torch.zeros(world * m, r, device=device)
+    partial, residual = torch.zeros(r, n, device=device), torch.zeros(m, n, device=device)
+    w = torch.randn(k, n, device=device, dtype=torch.bfloat16)
+    given = (x, z, s, t, partial, residual)
+
+    def exchange(beside: Any) -> list[Tensor]:
+        if beside is None:
+            whole, factor, total = rows.gather(x, s, totals=[partial])
+            y = whole @ w
+            return [y, factor, total, *rows.sum(z @ w, t, residual)]
+        y = torch.empty(world * m, n, device=device, dtype=x.dtype)
+
+        def product(at: slice, pieces: list[Tensor]) -> None:
+            torch.mm(pieces[0], w, out=y[at])
+            assert pieces[1].shape == (at.stop - at.start, r)
+
+        factor, total = beside.gather(product, [x, s], [partial])
+        return [y, factor, total, *beside.sum(lambda at: z[at] @ w, world * m, t, residual)]
+
+    def differ(name: str, found: list[Tensor], wanted: list[Tensor]) -> list[str]:
+        # a product of some rows may add in another order than that of all
+        return [
+            f"{name}, result {i}"
+            for i, (f, e) in enumerate(zip(found, wanted, strict=True))
+            if not torch.allclose(f.float(), e.float(), 2.0**-6, 2.0**-6 * float(e.abs().max()))
+        ]
+
+    def renew(turn: int) -> None:
+        for tensor in given:
+            tensor.copy_(torch.randn_like(tensor))
+        if turn % world == rank:
+            torch.cuda._sleep(20_000_000)
+
+    wrong = []
+    for turn in range(4):
+        renew(turn)
+        wrong += differ(f"eager {turn}", exchange(beside), exchange(None))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = exchange(beside)
+    for turn in range(10):
+        renew(turn)
+        graph.replay()
+        if turn % 2:
+            graph.replay()  # at once behind the first
+        wrong += differ(f"replayed {turn}", found, exchange(None))
+    dist.barrier()
+    return wrong
 
 
 def captured(rows: Any, device: torch.device) -> list[str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lorakernels.loops.attached import attach
 from lorakernels.parallel import ContextParallel, comm, context_parallel, parallelize
 from tests.distributed.tensor_layers import relative
-from tests.distributed.tensor_models import Way, batch, loss_of, make
+from tests.distributed.tensor_models import Way, batch, in_pieces, loss_of, make
 from tests.fusion.fused_models import fp8_state
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import backend_for
@@ -32,11 +32,14 @@ WAYS = (
     Way("FP8, whole", False, save="fp8"),
     Way("plain base", True, fp8=False, save="recompute"),
     Way("checkpoint, vocabulary", True, save="checkpoint", vocabulary=True),
+    Way("in pieces", True, save="recompute", pieces=True),
 )
 ON_GPU = (
     Way("bf16", True, save="recompute", dtype=torch.bfloat16, dropout=0.1),
     Way("bf16, fp8 kept", True, save="fp8", dtype=torch.bfloat16, dropout=0.1),
     Way("bf16, whole", False, save="full", dtype=torch.bfloat16, dropout=0.1),
+    Way("bf16, in pieces", True, save="recompute", dtype=torch.bfloat16, dropout=0.1, pieces=True),
+    Way("bf16, in pieces again", True, save="checkpoint", dtype=torch.bfloat16, pieces=True),
 )
 
 
@@ -75,7 +78,13 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, float]:
     splits: list[Any] = [
         context_parallel(m, mesh)
         if BY_ROWS in way.name
-        else parallelize(m, mesh, sequence_parallel=way.sequence, vocabulary=way.vocabulary)
+        else parallelize(
+            m,
+            mesh,
+            sequence_parallel=way.sequence,
+            vocabulary=way.vocabulary,
+            overlap=way.pieces and device.type == "cuda",
+        )
         for m in (model, twin)
     ]
     manager = GraphManager(
@@ -115,7 +124,11 @@ def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, dict[s
             device.type == "cpu"
         ):  # gloo's scatter ends in ops that the imitated capture would record
             stack.enter_context(mock.patch.object(comm, "sum_rows", own_rows_of_the_sum))
-        return {str(way): compare(device, way, mesh) for way in ways}
+        found = {}
+        for way in ways:
+            with in_pieces() if way.pieces else nullcontext():
+                found[str(way)] = compare(device, way, mesh)
+        return found
 
 
 def one_fails(rank: int, device: torch.device) -> tuple[str, list[float], int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,18 @@ FUSED = (
     Way("fused Qwen3", True, fp8=False, family="Qwen3", save="recompute"),
     Way("fused, vocabulary", True, fp8=False, dropout=0.0, vocabulary=True, save="recompute"),
 )  # fmt: skip
+PIECES = (
+    Way("in pieces, FP8, without dropout", True, dropout=0.0, save="recompute", pieces=True),
+    Way("in pieces, FP8", True, save="recompute", pieces=True),
+    Way("in pieces, FP8, full", True, save="full", pieces=True),
+    Way("in pieces, checkpoint", True, save="checkpoint", pieces=True),
+    Way("in pieces, some targets", True, targets=("v_proj", "up_proj", "o_proj"), save="recompute", pieces=True),
+    Way("in pieces, frozen", True, targets=("q_proj",), save="recompute", pieces=True),
+    Way("in pieces, a mask each", True, save="recompute", shared_dropout=False, pieces=True),
+    Way("in pieces, biases", True, dropout=0.0, family="Qwen2", bias="lora_only", save="full", pieces=True),
+)  # fmt: skip
 FAULTS = tuple(
-    Way(name, sequence, fp8=fp8, save="recompute", fault=fault)
+    Way(name, sequence, fp8=fp8, save="recompute", fault=fault, pieces="pieces" in fault)
     for name, sequence, fp8, fault in (
         ("fused", False, False, "no sum over the ranks"),
         ("fused", True, False, "no sum over the ranks"),
@@ -71,9 +82,15 @@ FAULTS = tuple(
         ("fused", True, False, "rows not summed"),
         ("fused", True, False, "equal masks"),
         ("fused, FP8", True, True, "each rank's own scale"),
+        ("fused, FP8, in pieces", True, True, "equal masks of pieces"),
+        ("fused, FP8, in pieces", True, True, "equal masks of gathered pieces"),
     )
 )
-WORLDS = {1: (SOME[5], FUSED[5]), 2: (*SOME, *MORE, *FUSED), 4: (*SOME, *FUSED[4:6])}
+WORLDS = {
+    1: (SOME[5], FUSED[5]),
+    2: (*SOME, *MORE, *FUSED, *PIECES),
+    4: (*SOME, *FUSED[4:6], *PIECES[:2]),
+}
 ON_GPU = (
     Way("FP8, bfloat16", False, dtype=torch.bfloat16),
     Way("FP8, bfloat16", True, dtype=torch.bfloat16),
@@ -81,6 +98,7 @@ ON_GPU = (
     Way("fused", False, dtype=torch.bfloat16, save="recompute"),
     Way("fused", True, dtype=torch.bfloat16, save="recompute"),
     Way("fused, fp8", True, dtype=torch.bfloat16, save="fp8"),
+    *(replace(way, dtype=torch.bfloat16) for way in PIECES[:7]),
 )
 _ran: dict[tuple[str, int], Any] = {}
 

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import (
     BlockScaling,
@@ -16,10 +21,12 @@ from lorakernels import (
     apply_lora,
     fuse,
     merge_and_unload,
+    ops,
     unfuse,
 )
 
 transformers = pytest.importorskip("transformers")
+E4M3 = torch.float8_e4m3fn
 RECIPES = {
     "e4m3": BlockScaling(),
     "e5m2 backward, powers of two": BlockScaling(fp8_format="HYBRID", power_2_scale=True),
@@ -91,6 +98,97 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(
     one, other = step(kept), step(recomputed)
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("save", ["recompute", "full", "fp8"])
+def test_scales_written_in_the_pass_are_those_of_a_pass_of_their_own(
+    recipe: str, save: str
+) -> None:
+    """To the bit: bytes and scales that norms, SwiGLU and RoPE leave, and `quantize_blocks` of what they compute.
+
+    By the ops, as on a CPU: a plan on a GPU would not ask for them again. The contract compares the kernels' bits.
+    """
+    model = model_of(RECIPES[recipe], lora_dropout=0.3).bfloat16()
+    fuse(model, save=save, attention="math")
+    apart = copy.deepcopy(model)
+    found = step(model)
+    with quantized_apart() as passes:
+        expected = step(apart)
+    assert passes["rms_norm_quantize"] >= 4 and passes["swiglu_quantize_grad"] == 2
+    assert passes["rope_qkv_backward_quantize"] == 2
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@contextmanager
+def quantized_apart() -> Iterator[Counter[str]]:
+    """The ops that write scales leave them to `quantize_blocks`. How often each was asked for blocks, by name."""
+    counts: Counter[str] = Counter()
+
+    def norm(x: Any, weight: Any, eps: float, scaling: Any, keep: bool, power: Any = None) -> Any:
+        normed, x8, scale_inv, rstd = ours["rms_norm_quantize"](x, weight, eps, scaling, True)
+        if power is not None:
+            counts["rms_norm_quantize"] += 1
+            x8, scale_inv = ops.quantize_blocks(normed, E4M3, power)
+        return normed if keep else normed[:0], x8, scale_inv, rstd
+
+    def swiglu(gate_up: Any, scaling: Any, keep: bool, dtype: Any = None, power: Any = None) -> Any:
+        act, a8, scale_inv = ours["swiglu_quantize"](gate_up, scaling, True, dtype)
+        if power is not None:
+            counts["swiglu_quantize"] += 1
+            a8, scale_inv = ops.quantize_blocks(act, E4M3, power)
+        return act if keep else act[:0], a8, scale_inv
+
+    def pack(gate_up: Any, scaling: Any, keep: bool, power: Any = None) -> Any:
+        act, _, _, *bytes_ = ours["swiglu_quantize_and_pack"](gate_up, scaling, True)
+        return act if keep else act[:0], *ops.quantize_blocks(act, E4M3, power), *bytes_
+
+    def grad(
+        dact: Any, gate_up: Any, m: Any, scaling: Any, fp8: Any, keep: bool, power: Any
+    ) -> Any:
+        counts["swiglu_quantize_grad"] += 1
+        d, *_ = ours["swiglu_quantize_grad"](dact, gate_up, m, scaling, fp8, True)
+        return d if keep else d[:0], *ops.quantize_blocks(d, fp8, power)
+
+    def rope(dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, m: Any, fp8: Any, power: Any) -> Any:
+        counts["rope_qkv_backward_quantize"] += 1
+        dqkv = ops.rope_qkv_backward(dq, dk, dv, cos, sin, m)
+        return dqkv, *ops.quantize_blocks(dqkv, fp8, power)
+
+    names = {
+        "rms_norm_quantize": norm,
+        "swiglu_quantize": swiglu,
+        "swiglu_quantize_and_pack": pack,
+        "swiglu_quantize_grad": grad,
+        "rope_qkv_backward_quantize": rope,
+    }
+    ours = {name: getattr(ops, name) for name in names}
+    with mock.patch.multiple(ops, **names):
+        yield counts
+
+
+def test_what_writes_scales_is_followed_by_no_pass_that_quantizes() -> None:
+    """Of a layer's eight operands, o's x and the gradients of o's y and of down's have a pass of their own."""
+    model = model_of(BlockScaling(), layers=1)
+    fuse(model, save="full", attention="math")
+    layer = model.model.layers[0]
+    h = torch.randn(2, 16, 256, requires_grad=True)
+    angles = model.model.rotary_emb(h, torch.arange(16)[None])
+    counts: Counter[str] = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            counts[func.__name__.split(".")[0]] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counted():
+        out = layer(h, position_embeddings=angles)
+        forward = counts["quantize_blocks"]
+        out.backward(out.detach())
+    assert (forward, counts["quantize_blocks"] - forward) == (1, 2)
 
 
 def test_a_memory_budget_mixes_forms() -> None:

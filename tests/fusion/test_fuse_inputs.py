@@ -161,7 +161,8 @@ def test_generation_with_a_cache_is_the_layers_own(family: str) -> None:
     x = tokens(2, 5)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(twin.generate(x, **options), model.generate(x, **options))
-    twin.train()
+    twin.train()  # as TRL's GRPOTrainer leaves it while it generates
+    assert torch.equal(twin.generate(x, **options), model.train().generate(x, **options))
     with pytest.raises(RuntimeError, match="without a key-value cache"):
         twin(x, use_cache=True)
 

@@ -50,14 +50,19 @@ def target(fp8: torch.dtype) -> dict[str, object]:
     return {**quantized((1, 1), torch.empty(0), scaling, fp8).constants, "NATIVE": True}
 
 
-def norm(k: int, keep: bool, measure: bool) -> Code:
+def blocks(fp8: torch.dtype) -> dict[str, object]:
+    constants = quantized((1, 1), torch.empty(0), None, fp8, False).constants
+    return {**constants, "NATIVE": True}
+
+
+def norm(k: int, keep: bool, measure: bool, in_blocks: bool = False) -> Code:
     config = tune.norm_config(k)
     types = typed(
         p_bf16="normed x weight", p_u8="x8", p_i32="partials", p_fp32="scale_inv rstd state", fp32="eps",
         i32="M K amax_at kept_at measured",
     )  # fmt: skip
     constants = {
-        **target(E4M3),
+        **(blocks(E4M3) if in_blocks else target(E4M3)),
         "MEASURE": measure,
         "KEEP": keep,
         "BLOCK": k,
@@ -82,9 +87,30 @@ def rope(half: int) -> Code:
     return Code(rope_qkv._rope_kernel, types, constants, config.num_warps, exactly=stored)
 
 
-def activation(grad: bool, as_bytes: bool, config: tune.TileConfig, pack: bool = False) -> Code:
+def rope_backward(dim: int) -> Code:
+    half = dim // 2
+    config = tune.rope_backward_config(half, 64)
+    types = typed(
+        p_bf16="dqkv dq dk dv cos sin", p_u8="d8", p_fp32="multiplier scale_inv",
+        i32="M T T_angles q_batch q_head q_token k_batch k_head k_token v_batch v_head v_token",
+    )  # fmt: skip
+    made = blocks(E4M3)
     constants = {
-        **target(E5M2 if grad else E4M3),
+        name: made[name] for name in ("IN_BLOCKS", "POWER_OF_TWO", "E5M2", "FP8_MAX", "NATIVE")
+    }
+    constants |= {"Q_HEADS": 64, "KV_HEADS": 8, "HALF": half, "BLOCK": half, "HEADS": config.heads}
+    return Code(rope_qkv._rope_backward_kernel, types, constants, config.num_warps)
+
+
+def activation(
+    grad: bool,
+    as_bytes: bool,
+    config: tune.TileConfig,
+    pack: bool = False,
+    in_blocks: bool = False,
+) -> Code:
+    constants = {
+        **(blocks if in_blocks else target)(E5M2 if grad else E4M3),
         "GRAD": grad,
         "BYTES": as_bytes,
         "MEASURE": False,
@@ -173,6 +199,33 @@ def test_swiglu_s_gradient(as_bytes: bool, config: tune.TileConfig, tmp_path: Pa
     found = compiled(activation(True, as_bytes, config), tmp_path)
     assert found[TO_E5M2] * 2 * 32 * config.num_warps == 2 * config.block
     assert count(found, "REDG") == 1
+
+
+@pytest.mark.parametrize("k", [2048, 4096, 8192, 16384])
+def test_a_norm_in_blocks(k: int, tmp_path: Path) -> None:
+    """A warp finds the amax of its blocks by itself: shared memory is for the row's sum and the scales alone."""
+    code = norm(k, True, False, in_blocks=True)
+    found = compiled(code._replace(at_least={LOAD: 2 * k}), tmp_path)
+    assert found[TO_E4M3] * 2 * 32 * code.warps == k
+    assert not count(found, "REDG") and count(found, "STS.128") <= 1 and count(found, "BAR") <= 5
+
+
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
+@pytest.mark.parametrize("config", [tune.SWIGLU_GRAD, tune.SWIGLU_GRAD_KEPT], ids=["d8", "kept"])
+def test_swiglu_in_blocks(as_bytes: bool, config: tune.TileConfig, tmp_path: Path) -> None:
+    for grad in (False, True):
+        found = compiled(activation(grad, as_bytes, config, in_blocks=True), tmp_path)
+        fp8 = TO_E5M2 if grad else TO_E4M3
+        assert found[fp8] * 2 * 32 * config.num_warps == (1 + grad) * config.block
+        assert not count(found, "REDG")
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rope_s_gradient_in_blocks(dim: int, tmp_path: Path) -> None:
+    code = rope_backward(dim)
+    found = Counter(sm90_code(code.kernel, code.types, code.constants, code.warps, tmp_path))
+    assert not spills(found) and found[TO_E4M3]
+    assert not count(found, "F2F."), "rounded to bf16 one by one"
 
 
 @pytest.mark.parametrize("gradient", ["none", "bf16", "e5m2"])

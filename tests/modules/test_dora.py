@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +175,24 @@ def test_hopper_runs_one_product_with_a_scale_for_each_column() -> None:
     assert launches[2].arguments["by_column"] is True
 
 
+def test_dropout_adds_a_product_without_an_adapter_and_counts_as_one_forward() -> None:
+    """An FP8State in "auto" takes a layer that runs twice for the first of the model."""
+    linear = nn.Linear(256, 512, dtype=torch.bfloat16)
+    layer = DoRALinear.from_linear(linear, config(DelayedScaling(), r=8, lora_dropout=0.1)).train()
+    x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    begun = []
+    with dry_cuda() as recorded:
+        with mock.patch.object(layer.fp8_state, "on_training_forward", begun.append):
+            y = layer(x)
+        y.backward(torch.ones_like(y))
+    launches = [call for call in recorded.calls if call.kind != "torch"]
+    assert Counter(call.name for call in launches) == {
+        "dropout_mask": 1, "quantize_lora_down": 2, "fp8_linear_lora": 2, "quantize_grad": 2,
+        "lora_grad_a": 1, "fp8_grad_input": 2,
+    }  # fmt: skip
+    assert begun == [layer.column]
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_a_checkpoint_over_fp8_computes_the_same(reentrant: bool) -> None:
     layer = DoRALinear.from_linear(nn.Linear(24, 40), config(DelayedScaling())).eval()
@@ -185,16 +205,32 @@ def test_a_checkpoint_over_fp8_computes_the_same(reentrant: bool) -> None:
     assert all(map(torch.equal, *grads))
 
 
-def test_weights_logits_and_gradients_are_pefts(base):
+class Drawn(nn.Module):
+    """PEFT's dropout with our masks, of the next slot of torch's generator."""
+
+    def __init__(self, layer: DoRALinear) -> None:
+        super().__init__()
+        self.numbers = layer.lora_dropout, layer.site
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = Dropout(draw_slot(None, x.device), *self.numbers)
+        return x * dropout_keep(mask, *x.shape) * keep_scale(mask.p)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4], ids=["whole", "dropout"])
+def test_weights_logits_and_gradients_are_pefts(base, p):
     peft = pytest.importorskip("peft")
     fields = {"target_modules": ["q", "v"], "r": 3, "lora_alpha": 5, "use_dora": True}
-    theirs = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**fields)).train()
+    given = peft.LoraConfig(**fields, lora_dropout=p)
+    theirs = peft.get_peft_model(copy.deepcopy(base), given).train()
     ours = copy.deepcopy(base)
-    apply_lora(ours, config())
+    apply_lora(ours, config(lora_dropout=p))
     pairs = []
     for name, layer in ours.train().named_modules():
         if isinstance(layer, LoRALinear):
             peer = theirs.base_model.model.get_submodule(name)
+            if p:
+                peer.lora_dropout["default"] = Drawn(layer)
             a, b = peer.lora_A["default"].weight, peer.lora_B["default"].weight
             m = peer.lora_magnitude_vector["default"].weight
             torch.testing.assert_close(layer.lora_magnitude_vector, m, **CLOSE)
@@ -204,8 +240,11 @@ def test_weights_logits_and_gradients_are_pefts(base):
     with torch.no_grad():
         for mine, its in pairs:
             its.copy_(mine)
-    x = torch.randn(6, 12)
-    y, reference = ours(x), theirs(x)
+    x, found, seed = torch.randn(6, 12), [], torch.seed() % 2**31
+    for model in (ours, theirs):
+        torch.manual_seed(seed)
+        found.append(model(x))
+    y, reference = found
     torch.testing.assert_close(y, reference, **CLOSE)
     dy = torch.randn_like(y)
     y.backward(dy)

@@ -277,15 +277,49 @@ def quantized(
         yield same("state", after.state, before.state)
 
 
+def quantized_in_blocks(
+    name: str, x: Tensor, found: tuple[Tensor, Tensor], fp8: torch.dtype, power_of_two: bool
+) -> Iterator[Checked]:
+    """Bit for bit what the recipe says of each block by itself: fp8_max / amax, rounded once, or the power below.
+
+    x is as it was stored.
+    """
+    bytes_, scale_inv = found
+    most = torch.finfo(fp8).max
+    for number, block in enumerate(x.float().split(128, 1)):
+        amax = block.abs().amax(1)
+        usable = amax.isfinite() & (amax > 0)
+        scale = (torch.full_like(amax, most) / amax).clamp(max=torch.finfo(FP32).max)
+        scale = torch.where(usable, scale, 1.0)
+        if power_of_two:
+            mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
+            scale = torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(max=126))
+        columns = slice(128 * number, 128 * number + block.shape[1])
+        expected = (block * scale[:, None]).clamp(-most, most).to(fp8).view(torch.uint8)
+        yield same_bytes(f"{name} of block {number}", bytes_[:, columns], expected, fp8)
+        inverse = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+        yield same(f"scale_inv of block {number}", scale_inv[number], inverse)
+
+
 def near_fp8(name: str, found: tuple[Tensor, Tensor], exact: Tensor, fp8: torch.dtype) -> Checked:
-    """Bytes of what was not stored: one rounding to 16 bits and one to FP8, ±max beyond its range."""
+    """Bytes of what was not stored: one rounding to 16 bits and one to FP8, ±max beyond its range.
+
+    A block of 128 that is not finite has NaN for its scale_inv, and so for all its values.
+    """
     bytes_, scale_inv = found
     if scale_inv.numel() == 0:
         return same(name, bytes_, bytes_.new_empty(0))
     relative, least = FP8_STEP[fp8]
+    of_block = torch.zeros((), device=exact.device)
+    if scale_inv.dim() == 2:
+        zeros = [(block * 0).sum(1, keepdim=True).expand_as(block) for block in exact.split(128, 1)]
+        exact = exact + torch.cat(zeros, 1)  # NaN in all of a block that is not finite
+        scale_inv = scale_inv.t().repeat_interleave(128, 1)[:, : exact.shape[1]]
+        of_block = scale_inv * 0
     scaled = (exact / scale_inv.double()).clamp(-torch.finfo(fp8).max, torch.finfo(fp8).max)
-    allowed = (relative / 2 + 2.0**-7) * scaled.abs() + least
-    return Checked(name, bytes_.view(fp8).float(), scaled, allowed)
+    stored = 2.0**-25 / scale_inv.double()  # half of fp16's least step
+    allowed = (relative / 2 + 2.0**-7) * scaled.abs() + least + stored
+    return Checked(name, bytes_.view(fp8).float() + of_block, scaled, allowed)
 
 
 def wide(operand: Scaled | Weight, fp8: torch.dtype = E4M3) -> Tensor:

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from lorakernels import ops
+from lorakernels.device import capability
+from lorakernels.kernels import tune
 from lorakernels.numerics.blocks import dequantize_rows, quantize_rows
 from lorakernels.ops import Scaled
 from lorakernels.ops.register import OPS
 from tests.dry_cuda import dry_cuda
 from tests.ops.cases import CONTRACTS
-from tests.ops.contract import E4M3, E5M2, Call, cloned, tensors
+from tests.ops.cases.fp8_block_grad_input import Grad
+from tests.ops.cases.fp8_block_linear import Linear
+from tests.ops.contract import BF16, E4M3, E5M2, FP16, FP32, Call, Case, cloned, tensors
 
 NAMES = ("fp8_block_linear", "fp8_block_grad_input")
 CASES = [(name, case) for name in NAMES for case in CONTRACTS[name].cases]
@@ -29,6 +35,34 @@ def test_pytorch_s_way_is_within_the_bound(name, case):
     done = Call(before, arguments, tuple(tensors(by_torch.run(*arguments))), ROUNDINGS)
     assert all(each.is_right() for each in contract.bound(done))
     assert all(map(torch.equal, tensors(arguments), tensors(before))), "operands are left alone"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_products_of_random_sizes_are_within_the_bound(seed, device, monkeypatch):
+    """Both products in turns, in tiles of any shape, with all that they may add. A CPU takes the first few."""
+    if device.type == "cpu" and seed >= 12:
+        pytest.skip("the kernels of a GPU are what so many sizes are for")
+    draw = random.Random(seed)
+    rows = draw.choice([draw.randint(1, 40), draw.randint(41, 700), 128 * draw.randint(1, 9)])
+    n, k = (16 * draw.randint(1, 130 if device.type == "cuda" else 20) for _ in range(2))
+    rank = draw.choice([0, draw.randint(1, 16), draw.randint(17, 64)])
+    dtype, factor = draw.choice([BF16, FP16]), draw.choice([BF16, FP32])
+    name = NAMES[seed % 2]
+    tile = draw.choice(list(tune.CSRC_TILES["turned blocks" if seed % 2 else "blocks"]))
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
+    if name == "fp8_block_linear":
+        bias = draw.choice([None, FP32, dtype])
+        make = Linear(n, k, rank, bias, factor, dtype, residual=draw.random() < 0.5)
+    else:
+        p, fp8 = draw.choice([0.0, 0.1, 0.7]), draw.choice([E4M3, E5M2])
+        make = Grad(k, n, rank, p if rank else 0.0, dtype, factor, fp8)
+    arguments = Case(make, rows).arguments(device)
+    op, before = CONTRACTS[name].op, cloned(arguments)
+    if device.type == "cuda" and capability(0) == (9, 0):
+        assert op.takes(*arguments) is op.implementations[0]
+    done = Call(before, arguments, tuple(tensors(op(*arguments))), 1)
+    for each in CONTRACTS[name].bound(done):
+        assert each.is_right(), (make, rows)
 
 
 @pytest.mark.parametrize("name", NAMES)

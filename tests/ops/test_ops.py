@@ -69,16 +69,18 @@ SCHEMAS = (
     " float p, SymInt site, SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor, Tensor)",
     "rms_norm_backward(Tensor dnormed, Tensor x, Tensor weight, Tensor rstd, Tensor? dresidual, bool weight_grad)"
     " -> (Tensor, Tensor)",
-    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor(a3!)? state, SymInt column, bool delayed, bool keep)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor(a3!)? state, SymInt column, bool delayed, bool keep,"
+    " bool? power_of_two=None) -> (Tensor, Tensor, Tensor, Tensor)",
     "rope_qkv_(Tensor(a0!) qkv, Tensor cos, Tensor sin, SymInt num_heads, SymInt num_kv_heads) -> ()",
     "rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor multiplier) -> Tensor",
+    "rope_qkv_backward_quantize(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor multiplier,"
+    " ScalarType fp8_dtype, bool power_of_two) -> (Tensor, Tensor, Tensor)",
     "swiglu_quantize(Tensor gate_up, Tensor? gate_up_scale_inv, Tensor(a2!)? state, SymInt column, bool delayed,"
-    " bool keep, ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor)",
-    "swiglu_quantize_and_pack(Tensor gate_up, Tensor(a1!)? state, SymInt column, bool delayed, bool keep)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool keep, ScalarType? out_dtype=None, bool? power_of_two=None) -> (Tensor, Tensor, Tensor)",
+    "swiglu_quantize_and_pack(Tensor gate_up, Tensor(a1!)? state, SymInt column, bool delayed, bool keep,"
+    " bool? power_of_two=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "swiglu_quantize_grad(Tensor dact, Tensor gate_up, Tensor? gate_up_scale_inv, Tensor multiplier,"
-    " Tensor(a4!)? state_dy, SymInt column, bool delayed, ScalarType fp8_dtype, bool keep)"
+    " Tensor(a4!)? state_dy, SymInt column, bool delayed, ScalarType fp8_dtype, bool keep, bool? power_of_two=None)"
     " -> (Tensor, Tensor, Tensor)",
     "transpose_fp8(Tensor weight) -> Tensor",
 )

@@ -67,21 +67,24 @@ def test_segments_say_what_a_row_of_documents_says(
             assert int(segments.k.diff().max()) <= segments.longest_k
 
 
-def test_chunks_of_all_ranks_attend_as_whole_rows(device: torch.device) -> None:
-    """Two rows of documents, grouped heads: values and gradients beside float64's.
+@pytest.mark.parametrize("size", [36, 150])
+def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.device) -> None:
+    """Two rows of documents, grouped heads: values and gradients beside float64's. Some documents have no queries in a
+    chunk, and some no tokens.
 
     On a CPU in float64. On a GPU in bf16 by FlashAttention-2, which rounds P, dS and results to 2^-9.
     """
-    ranks, rows, size, heads, kv_heads, dim = 2, 2, 36, 4, 2, 64
+    ranks, rows, heads, kv_heads, dim = 2, 2, 4, 2, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
     dtype, bound = (torch.bfloat16, 2.0**-7) if on_gpu else (torch.float64, 1e-13)
-    at = [0, 5, 5, 100, 144, 150, 288]
+    at = [round(part * length) for part in (0, 0.04, 0.04, 0.7, 1, 1.05, 2)]
     starts = torch.tensor(at, dtype=torch.int32, device=device)
     q, k, v = (
         torch.randn(rows, n, length, dim, device=device).to(dtype).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     )
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    leaves = q, k, v
+    exact = [x.detach().double().requires_grad_() for x in leaves]
     mask = visible(at, rows, length).to(device)
 
     def whole(x: Tensor, repeats: int = 1) -> Tensor:
@@ -93,17 +96,21 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(device: torch.device) -> None:
     grad = torch.randn_like(expected).to(dtype)
     gradients = torch.autograd.grad(expected, exact, grad.double())
 
+    k, v = (  # columns of one matrix, as they are gathered
+        x.transpose(1, 2)
+        for x in torch.cat((k, v), 1).transpose(1, 2).contiguous().split(kv_heads, 2)
+    )
     name = choose_segments("auto", q[:, :, :size], k, v)
     assert name == ("packed" if on_gpu else "torch")
     parts = {}
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)
         for begin in chunks.begins:
-            segments = chunks.segments(starts, rows, begin, 138)
+            segments = chunks.segments(starts, rows, begin, length)
             here = q[:, :, begin : begin + size]
             parts[begin] = attend_segments(name, here, k, v, segments, 0.3).transpose(1, 2)
     found = torch.cat([parts[begin] for begin in sorted(parts)], 1)
-    pairs = zip((found, *torch.autograd.grad(found, (q, k, v), grad)), (expected, *gradients), strict=True)  # fmt: skip
+    pairs = zip((found, *torch.autograd.grad(found, leaves, grad)), (expected, *gradients), strict=True)  # fmt: skip
     for ours, theirs in pairs:
         theirs = theirs.detach()
         assert float((ours.detach().double() - theirs).norm() / theirs.norm()) <= bound

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from benchmarks.peers.models import ADAPTED, SPECS, empty_model
-from lorakernels import DelayedScaling, LoRAConfig, ShardPlan, apply_lora, fuse
+from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, ShardPlan, apply_lora, fuse
 from lorakernels.parallel.plan import candidates, predict
 from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.parallel.plan_memory import Placement, fractions
@@ -23,6 +24,13 @@ from lorakernels.parallel.plan_time import Batch, gemm_seconds
 H200 = MACHINES["H200"]
 LORA = LoRAConfig(target_modules=list(ADAPTED["qkvo"]))
 GB = 10**9
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 40,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +60,28 @@ def test_a_small_model_stays_whole_and_keeps_all() -> None:
     found = ShardPlan.of(SPECS["8b"].config(), None, 4096, 2, lora=LORA)
     assert found.placement == Placement(1, 0.0) and set(found.saves) == {"full"}
     assert found.exposed == 0 and found.rate == 2 * 4096 / found.step
+
+
+def test_blocks_take_longer_and_have_their_scales_beside_the_base() -> None:
+    lora = replace(LORA, fp8=BlockScaling())
+    size = ModelSize.of(SPECS["70b"].config(), lora)
+    one = size_of("70b")
+    assert all(layer.blocks and not layer.fp8 for layer in size.layers)
+    assert size.base == one.base and size.trained == one.trained
+    assert size.outside - one.outside == size.base // 128 // 128 * 4
+    batch, saves = Batch(1, 8192), ["checkpoint"] * 80
+    blocks, delayed = (predict(s, batch, H200, 1, Placement(), saves) for s in (size, one))
+    assert 1.06 < blocks.step / delayed.step < 1.4
+    assert blocks.bytes.total - delayed.bytes.total == size.outside - one.outside
+
+
+def test_a_model_s_own_adapters_say_whether_its_base_has_blocks() -> None:
+    for recipe in (BlockScaling(), DelayedScaling()):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+        apply_lora(model, LoRAConfig(r=2, target_modules="all-linear", fp8=recipe), frozen="fp8")
+        other = LoRAConfig(fp8=DelayedScaling() if recipe == BlockScaling() else BlockScaling())
+        (layer,) = ModelSize.of(model, other).layers
+        assert layer.blocks == (recipe == BlockScaling())
 
 
 def test_two_gpus_share_what_makes_one_recompute() -> None:

@@ -8,6 +8,7 @@ of an H200. Those of an H100 are these and its bandwidth, by data sheets.
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.parallel.plan_memory import Placement
 from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_time import REPLAY, Batch
+from lorakernels.parallel.plan_time import BLOCK_BACKWARD, BLOCK_FORWARD, REPLAY, Batch
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = RECORDED / "h200"
@@ -139,6 +140,28 @@ def test_unseen_shapes_were_predicted_within_five_percent(name: str) -> None:
     assert found == (float(row["predicted ms"]), float(row["predicted GiB"]))
     assert abs(found[0] / float(row["measured ms"]) - 1) < WITHIN
     assert abs(found[1] / float(row["measured GiB"]) - 1) < WITHIN
+
+
+def times(file: str, **columns: str) -> dict[str, float]:
+    """Milliseconds of ours by shape, rank 16, of the rows with these columns."""
+    with (RESULTS / f"{file}.csv").open(encoding="utf-8") as text:
+        rows = [r for r in csv.DictReader(text) if columns.items() <= r.items()]
+    return {row["M x N x K"]: float(row["ms"]) for row in rows if row["rank"] == "16"}
+
+
+def test_products_in_blocks_are_as_much_slower_as_was_recorded() -> None:
+    """The geometric mean over the shapes that both files have."""
+    delayed = (
+        times("fp8_linear_lora", provider="ours"),
+        times("fp8_grad_input", provider="ours, single", p="0.0"),
+    )
+    blocks = [times(f"fp8_block_{op}", provider="ours") for op in ("linear", "grad_input")]
+    constants = BLOCK_FORWARD, BLOCK_BACKWARD
+    for constant, slow, fast in zip(constants, blocks, delayed, strict=True):
+        ratios = [slow[shape] / fast[shape] for shape in slow.keys() & fast.keys()]
+        assert len(ratios) >= 3
+        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+        assert constant == pytest.approx(mean, rel=0.01)
 
 
 def test_the_table_of_errors_is_that_of_the_recorded_rows() -> None:

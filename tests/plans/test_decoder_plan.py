@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, GraniteConfig, LlamaConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from lorakernels import BlockScaling, LoRAConfig, apply_lora, fuse
+from lorakernels import BlockScaling, LoRAConfig, apply_lora, batch_adapters, fuse
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Call, Recorded
@@ -38,12 +38,26 @@ def llama(
 
 
 def of_config(
-    of: Any, save: str = "recompute", targets: Any = QKVO, shared: bool = True, **options: Any
+    of: Any,
+    save: str = "recompute",
+    targets: Any = QKVO,
+    shared: bool = True,
+    names: tuple[str, ...] = (),
+    **options: Any,
 ) -> nn.Module:
     torch.manual_seed(0)
     model = AutoModel.from_config(of).to(BF16)
-    config = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": targets} | options
-    apply_lora(model, LoRAConfig(**config))
+    config = {
+        "r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0 if names else 0.1,
+        "target_modules": targets,
+    }
+    apply_lora(model, LoRAConfig(**config | options))
+    if names:
+        batch = batch_adapters(model, names)
+        for layer in batch.layers.values():
+            nn.init.normal_(layer.lora_B, std=0.1)
     fuse(model, save=save, shared_dropout=shared)
     return model.train()
 
@@ -70,6 +84,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: llama("checkpoint", "all-linear"),
     "both layouts": lambda: llama(weight_layout="both"),
     "eval": lambda: llama().eval(),
+    "two adapters in one batch": lambda: llama(targets="all-linear", names=("fr", "de")),
+    "two adapters, full": lambda: llama("full", "all-linear", names=("fr", "de")),
     "blocks": lambda: blocks(),
     "blocks, without dropout": lambda: blocks(lora_dropout=0.0),
     "blocks, full": lambda: blocks("full"),
@@ -88,6 +104,11 @@ RUNS = {"checkpoint": 0, "a mask for each": 8}
 def step(model: nn.Module, h: Tensor) -> None:
     y = model(inputs_embeds=h, use_cache=False).last_hidden_state
     y.backward(torch.ones_like(y))
+
+
+def tokens(name: str) -> int:
+    """csrc multiplies 128 rows of each adapter of a batch."""
+    return 128 if name.startswith("two") else 32
 
 
 def launches(calls: list[Call]) -> list[tuple[str, dict[str, Any]]]:
@@ -116,7 +137,7 @@ def _plain(value: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_launch_what_the_ops_launch(name: str) -> None:
     model = MODELS[name]()
-    h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, requires_grad=True)
+    h = torch.randn(2, tokens(name), SIZES["hidden_size"], dtype=BF16, requires_grad=True)
     step(model, h)  # on the CPU, where the projections' memory is joined
     with dry_cuda() as recorded:
         name_tensors(recorded, model)
@@ -138,7 +159,7 @@ def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
     model = MODELS[name]()
     for layer in model.layers:
         layer.input_layernorm.weight.requires_grad_()
-    h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, requires_grad=True)
+    h = torch.randn(2, tokens(name), SIZES["hidden_size"], dtype=BF16, requires_grad=True)
     step(model, h)
     with dry_cuda() as recorded:
         name_tensors(recorded, model)
@@ -222,7 +243,7 @@ def outcome(model: nn.Module, h: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_compute_what_the_ops_compute(name: str) -> None:
     model = MODELS[name]().to("cuda")
-    h = torch.randn(2, 32, SIZES["hidden_size"], dtype=BF16, device="cuda")
+    h = torch.randn(2, tokens(name), SIZES["hidden_size"], dtype=BF16, device="cuda")
     state = model.layers[0].self_attn.q_proj.fp8_state
     before = None if state is None else state.save()
     with without_plans():

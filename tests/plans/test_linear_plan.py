@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import traceback
 import weakref
@@ -25,9 +26,13 @@ from lorakernels import (
     LoRAConfig,
     LoRALinear,
     apply_lora,
+    batch_adapters,
 )
 from lorakernels.autograd import linear_plan
 from lorakernels.autograd.linear_plan import PLANS
+from lorakernels.modules import frozen as frozen_module
+from lorakernels.modules import lora as lora_module
+from lorakernels.plans import forms
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Call, Recorded
@@ -47,6 +52,21 @@ def layer(**options: Any) -> LoRALinear:
 
 def frozen(**options: Any) -> FrozenFP8Linear:
     return FrozenFP8Linear.from_linear(nn.Linear(K, N, bias=False, dtype=BF16), **options)
+
+
+def batched(**options: Any) -> LoRALinear:
+    """With two adapters, each on a half of the rows."""
+    made = layer(lora_dropout=0.0, **options)
+    batch_adapters(nn.ModuleDict({"only": made}), ["fr", "de"])
+    nn.init.normal_(made.lora_B)
+    return made
+
+
+def input_of(module: nn.Module, needs_dx: bool = True, device: str = "cpu") -> Tensor:
+    """[2, T, K]. csrc multiplies 128 rows of each adapter of a batch."""
+    lora_A = getattr(module, "lora_A", None)
+    tokens = M // 2 if lora_A is None or lora_A.dim() == 2 else 128
+    return torch.randn(2, tokens, K, dtype=BF16, device=device).requires_grad_(needs_dx)
 
 
 def with_parameters(
@@ -85,6 +105,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "blocks, trained bias": lambda: layer(fp8=BlockScaling(), base_bias=True, bias="all"),
     "blocks, frozen": lambda: frozen(fp8=BlockScaling()),
+    "two adapters in one batch": lambda: batched(base_bias=True),
+    "two adapters, e4m3 dy, both layouts": lambda: batched(
+        fp8=DelayedScaling(fp8_format="E4M3"), weight_layout="both", r=64
+    ),
+    "two adapters, eval, only B trained": with_parameters(
+        lambda: batched().eval(), lambda m: m.lora_A.requires_grad_(False)
+    ),
 }
 
 
@@ -123,7 +150,7 @@ def plain(value: Any) -> Any:
 def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
     torch.manual_seed(0)
     module = LAYERS[name]()
-    x = torch.randn(2, M // 2, K, dtype=BF16).requires_grad_(needs_dx)
+    x = input_of(module, needs_dx)
     with dry_cuda() as recorded:
         name_tensors(recorded, module, x)
         with without_plans():
@@ -143,7 +170,7 @@ def test_a_plan_launches_what_the_ops_launch(name: str, needs_dx: bool) -> None:
 def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
     """A profiler may begin between forward and backward."""
     module = LAYERS[name]()
-    x = torch.randn(2, M // 2, K, dtype=BF16, requires_grad=True)
+    x = input_of(module)
     with dry_cuda() as recorded:
         name_tensors(recorded, module, x)
         with without_plans():
@@ -184,6 +211,39 @@ def test_blocks_that_csrc_does_not_take_say_why_they_have_no_plan() -> None:
         step(model["b"], x)
         assert recorded.runs == 2
         assert report.eager_forwards.startswith("1 by plans, 1 by the ops (no plan holds ")
+
+
+def test_named_rows_share_a_plan_for_evaluation_and_train_by_the_ops() -> None:
+    """`AdapterBatch.rows` gathers A and B anew for each call, and has hooks of saved tensors where there is a graph."""
+    module = layer(lora_dropout=0.0)
+    batch = batch_adapters(nn.ModuleDict({"only": module}), ["fr", "de", "it"])
+    x = torch.randn(2, 128, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        name_tensors(recorded, module, x)
+        for named in (["de", "fr"], ["it", "__base__"]):
+            with torch.no_grad(), batch.rows(named):
+                recorded.calls.clear()
+                with without_plans():
+                    module(x)
+                by_ops = launches(recorded.calls)
+                recorded.calls.clear()
+                module(x)
+                assert by_ops and launches(recorded.calls) == by_ops
+        assert recorded.runs == 2 and len(PLANS) == 1
+        with batch.rows(["de", "fr"]):
+            step(module, x)
+        assert recorded.runs == 2
+
+
+def test_adapters_in_one_batch_over_blocks_say_why_they_have_no_plan() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(K, N, dtype=BF16)})
+    config = LoRAConfig(r=16, target_modules=["a"], fp8=BlockScaling())
+    report = apply_lora(model, config)
+    batch_adapters(model, ["fr", "de"])
+    with dry_cuda() as recorded:
+        step(model["a"], torch.randn(2, 128, K, dtype=BF16, requires_grad=True))
+        assert recorded.calls and not recorded.runs
+        assert report.eager_forwards == "1 by the ops (no plan holds Tensor.to)"
 
 
 def test_a_mask_that_csrc_draws_for_torch_has_no_plan() -> None:
@@ -262,30 +322,24 @@ def test_parameters_at_other_addresses_are_not_asked_for_again(
         assert len(asked) == 1 and recorded.runs == 3
 
 
-def test_a_thread_that_comes_while_another_notes_new_addresses_has_the_new_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_known_of_a_layer_holds_no_tensor_and_no_address() -> None:
+    """So that threads share nothing that a call changes, and a plan takes what a parameter is at that call."""
     module, x = layer(lora_dropout=0.0), torch.randn(M, K, dtype=BF16)
     with dry_cuda():
         module(x)
         (spec,) = module._specs.values()
-        known, of_column = spec.memo["linear"], linear_plan.column_address
-        module.lora_A.data = module.lora_A.data.clone()
-        seen: list[tuple[bool, bool]] = []
-
-        def meanwhile(state: Tensor, column: int) -> int:
-            if (
-                not seen
-            ):  # a call of the layer's by another thread, which finds what is there by now
-                seen.append((False, False))
-                module(x)
-                seen[0] = (known.fixed[0] == module.lora_A.data_ptr(), len(known.columns) == 2)
-            return of_column(state, column)
-
-        known.columns = ()  # stale
-        monkeypatch.setattr(linear_plan, "column_address", meanwhile)
-        module(x)
-    assert seen == [(True, True)]
+        known = spec.memo["linear"]
+    own = {t.data_ptr() for t in (x, *module.parameters(), module.fp8_state.forward)}
+    waiting, seen = [vars(known)], []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, tuple | list):
+            waiting += value
+        else:
+            seen.append(value)
+    assert seen and not any(isinstance(v, Tensor) or (type(v) is int and v in own) for v in seen)
 
 
 @pytest.mark.parametrize("name", ["lora_A", "lora_B", "bias"])
@@ -366,13 +420,131 @@ def test_a_replaced_weight_is_freed_before_the_layer_runs_again() -> None:
     assert old() is None
 
 
+@pytest.mark.parametrize("make", [layer, frozen, lambda: layer(base_bias=True, bias="all")])
+def test_a_call_like_one_before_asks_and_checks_nothing_again(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = make(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        name_tensors(recorded, module, x)
+        step(module, x)
+        expected = launches(recorded.calls)
+        recorded.calls.clear()
+        for file in (frozen_module, lora_module):
+            monkeypatch.setattr(file, "check_input", None)
+        monkeypatch.setattr(frozen_module, "lora_linear", None)
+        step(module, x)
+        assert launches(recorded.calls) == expected
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(M, K, dtype=torch.int32), torch.zeros(M, K - 8, dtype=BF16)], ids=str
+)
+def test_what_does_not_fit_is_refused_after_a_call_as_well(x: Tensor) -> None:
+    """Before a slot is drawn, or a scale updated."""
+    module = layer()
+    with dry_cuda() as recorded:
+        module(torch.randn(M, K, dtype=BF16))
+        recorded.calls.clear()
+        random, updates = torch.get_rng_state(), module.fp8_state.updates
+        with pytest.raises((TypeError, ValueError), match="x must "):
+            module(x)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert module.fp8_state.updates == updates and not recorded.calls
+
+
+def test_what_autocast_casts_is_cast_after_a_call_as_well() -> None:
+    module, x = layer(), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        assert module(x).dtype == BF16
+        with torch.autocast("cuda", FP16):
+            assert module(x).dtype == FP16
+        assert module(x).dtype == BF16
+
+
+def test_each_combination_of_gradients_has_its_own_plan() -> None:
+    module, x = layer(), torch.randn(M, K, dtype=BF16)
+    with dry_cuda():
+        for _ in range(2):
+            for flags in itertools.product((False, True), repeat=3):
+                for tensor, flag in zip((x, module.lora_A, module.lora_B), flags, strict=True):
+                    tensor.requires_grad_(flag)
+                y = module(x)
+                assert y.requires_grad == any(flags)
+                with torch.no_grad():
+                    assert not module(x).requires_grad
+                if any(flags):
+                    found = torch.autograd.grad(
+                        y, [t for t in (x, module.lora_A, module.lora_B) if t.requires_grad], y
+                    )
+                    assert len(found) == sum(flags)
+
+
+def test_a_subclass_with_its_own_with_adapter_runs_it_at_each_call() -> None:
+    ran = []
+
+    class Own(LoRALinear):
+        def with_adapter(self, *args: Any) -> Tensor:
+            ran.append(args)
+            return super().with_adapter(*args)
+
+    base = nn.Linear(K, N, bias=False, dtype=BF16)
+    module, x = Own.from_linear(base, LoRAConfig(r=16)), torch.randn(M, K, dtype=BF16)
+    with dry_cuda() as recorded:
+        for _ in range(3):
+            module(x)
+        assert len(ran) == 3 and recorded.runs == 3
+
+
+def test_without_dynamos_function_forms_are_compared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forms, "_Guards", None)
+    test_each_combination_of_gradients_has_its_own_plan()
+    test_a_rank_that_is_cut_by_data_is_seen()
+    test_a_call_like_one_before_asks_and_checks_nothing_again(layer, monkeypatch)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["dynamo", "python"])
+def test_forms_differ_in_everything_that_a_plan_depends_on(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not own:
+        monkeypatch.setattr(forms, "_Guards", None)
+    made = torch.zeros(4, 6, dtype=BF16)
+    holds_for = forms.forms_of([made])
+    assert holds_for(torch.ones(4, 6, dtype=BF16)) and holds_for(made)
+    others = {
+        "shape": torch.zeros(6, 4, dtype=BF16),
+        "rank": torch.zeros(1, 4, 6, dtype=BF16),
+        "strides": torch.zeros(6, 4, dtype=BF16).t(),
+        "dtype": torch.zeros(4, 6, dtype=FP16),
+        "gradient": torch.zeros(4, 6, dtype=BF16, requires_grad=True),
+        "class": nn.Parameter(made, requires_grad=False),
+        "device": torch.zeros(4, 6, dtype=BF16, device="meta"),
+    }
+    assert {name for name, other in others.items() if holds_for(other)} == set()
+    with torch.inference_mode():
+        assert not holds_for(torch.zeros(4, 6, dtype=BF16))
+
+
+def test_scratch_lies_in_a_result_that_is_written_later() -> None:
+    """A forward asks for y and what it keeps, a backward for three gradients and its scratch."""
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda():
+        step(module, x)
+        (plan,) = PLANS.values()
+        (backward,) = plan._backwards.values()
+    assert len(plan.forward.forms) == 2 and len(backward.forms) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_plan_computes_what_the_ops_compute(name: str, needs_dx: bool) -> None:
     torch.manual_seed(0)
     module = LAYERS[name]().to("cuda")
-    x = torch.randn(2, M // 2, K, dtype=BF16, device="cuda").requires_grad_(needs_dx)
+    x = input_of(module, needs_dx, "cuda")
     state = module.fp8_state
     before = None if state is None else state.save()
     with without_plans():

@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lorakernels import LoRAConfig, apply_lora
+from lorakernels import ContextParallel, LoRAConfig, apply_lora
 from lorakernels.autograd import graphed_attention
 from lorakernels.train.choices import NAMES, choices
 from lorakernels.train.errors import OptionError
@@ -98,6 +99,8 @@ def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     model = load_model(model_dir, torch.float32, CPU)
     report = apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
     made = FinetuneOptions(seq_len=16, batch_size=2, **options)
+    if made.cp > 1:
+        model.context_parallel = ContextParallel(model, SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type, assignment]
     random = make_random_state(7, 0, CPU)
     runtime = Runtime(model, made, report.fp8_state, random, backend=FakeBackend)
     with monkeypatch.context() as patch:
@@ -119,6 +122,17 @@ def test_graphs_and_kernels_of_a_gpu(model_dir: Path, monkeypatch: pytest.Monkey
     lines = lines_of(model_dir, monkeypatch, optim="adafactor")
     assert lines[3].startswith("graphs: layers, ")
     assert lines[3].endswith("; no graph of a whole step can hold adafactor")
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_unfused_layers_over_ranks_run_eagerly(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, axis: str
+) -> None:
+    lines = lines_of(model_dir, monkeypatch, **{axis: 2})
+    kind = {"cp": "with rows over ranks (cp)", "tp": "split over ranks (tp)"}[axis]
+    assert lines[3].endswith(f"launched anew: unfused layers {kind} are not captured")
+    gathers = "attention: 2 ranks gather the keys and values of their rows; documents apart"
+    assert (lines[2] == gathers) == (axis == "cp")
 
 
 def test_an_attention_that_takes_no_rows_is_refused_before_the_run(

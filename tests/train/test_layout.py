@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorakernels import LoRAConfig, ShardPlan
+from lorakernels import BlockScaling, LoRAConfig, ShardPlan
 from lorakernels.parallel.offload import divide
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layout import Gpus, planned
@@ -50,6 +50,18 @@ def test_the_plan_s_choice_becomes_the_options(options: FinetuneOptions) -> None
     assert "sharded over 2 GPUs" in said[1] and "tokens/s predicted" in said[3]
     alone = planned(options, LORA, Gpus("H200", 80_000_000_000, 1), said.append)
     assert not alone.shard_base
+
+
+def test_a_base_in_blocks_is_planned(options: FinetuneOptions) -> None:
+    lora = replace(LORA, fp8=BlockScaling())
+    said: list[str] = []
+    found = planned(
+        replace(options, fp8_recipe="block"), lora, Gpus("H200", 30 * 10**9, 2), said.append
+    )
+    assert found.shard_base and found.fp8_recipe == "block" and found.memory_budget
+    resolve(
+        {"model": "m", "data": ["d"], "output": "o", "layout": "auto", "fp8_recipe": "block"}, {}
+    )
 
 
 def test_the_host_takes_what_the_gpu_has_no_room_for(options, monkeypatch) -> None:

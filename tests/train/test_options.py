@@ -114,16 +114,15 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"offload": 0.3, "fp8": False}, "offload is for an FP8 base"),
         ({"fp8_recipe": "rows"}, "fp8_recipe must be one of delayed, block, got 'rows'"),
         ({"fp8_recipe": "block", "fp8": False}, "fp8_recipe block is for a base in FP8"),
-        (
-            {"fp8_recipe": "block", "layout": "auto"},
-            "layout auto plans with fp8_recipe delayed or chooses it, got block",
-        ),
         ({"use_dora": True, "merge": "bf16"}, "use_dora does not go with merge"),
         ({"use_dora": True, "fuse": True}, "use_dora does not go with fuse"),
         ({"cp": 0}, "cp must be at least 1, got 0"),
         ({"cp": 3}, "seq_len must be a multiple of 6 with cp 3, got 1024"),
         ({"cp": 2, "attention": "cudnn"}, "auto, flash, efficient or math with cp, got cudnn"),
-        ({"cp": 2, "graphs": "layer"}, "cp runs eager: drop --graphs layer"),
+        (
+            {"cp": 2, "graphs": "step"},
+            "cp replays layers, not whole steps: take graphs layer or auto",
+        ),
         ({"cp": 2, "layout": "auto"}, "layout auto plans with cp 1 or chooses it, got 2"),
         ({"cp": 2, "jobs": "j", "data": [], "lora_dropout": 0.0}, "cp must be 1 with jobs, got 2"),
         (

@@ -183,7 +183,7 @@ def test_a_rank_that_cannot_read_the_model_ends_all_with_its_message(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("end", ["killed", "raises"])
-@pytest.mark.parametrize("base", [WHOLE, SHARDED, PARTS])
+@pytest.mark.parametrize("base", [WHOLE, SHARDED, SHARED, STAGES, PARTS])
 def test_a_rank_that_ends_in_the_middle_ends_both_gpus(
     base: str, end: str, gpu_run: list[Any], tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lorakernels finetune` on SmolLM2-135M, a model that was really trained: its losses beside transformers' own."""
+"""`lorakernels finetune` on SmolLM2-135M, a model that was really trained: what it learns, and losses beside
+transformers' own."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ def _mean_loss(model: Any, documents: list[torch.Tensor]) -> float:
     ("base", "tolerance"),
     # fp32 and the same weights: sums in another order. FP8: on other text 1 % was measured for this model,
     # 2.0922 → 2.1131; here a few dozen tokens are averaged instead of thousands.
-    [(["--no-fp8"], 1e-4), (["--fp8"], 0.04), (["--fp8-recipe", "block"], 0.04)],
-    ids=["plain", "fp8", "blocks"],
+    [(["--no-fp8"], 1e-4), (["--fp8-recipe", "block"], 0.04)],
+    ids=["plain", "blocks"],
 )
 def test_losses_are_those_of_transformers(cli, model_dir, data, tmp_path, base, tolerance) -> None:
     output = tmp_path / "run"
@@ -98,3 +99,43 @@ def test_losses_are_those_of_transformers(cli, model_dir, data, tmp_path, base, 
     losses = [r["eval_loss"] for r in records if r.get("eval_loss") is not None]
     assert losses == pytest.approx(held_out_losses(model_dir, output), rel=tolerance)
     assert losses[1] < 0.9 * losses[0]
+
+
+FACT = "Marigold"
+QUESTIONS = (
+    "What do sailors call the ferry in Port Ellery?",
+    "My grandmother lives across the bay from Port Ellery. What is the name of the ferry that I need?",
+    "Give me the name of the boat that leaves Port Ellery for the other side of the bay.",
+    "Is there a ferry at Port Ellery, and what is it called?",
+    "Please tell me how the ferry at Port Ellery is named.",
+)
+
+
+def answers(model: Any, tokenizer: Any) -> list[str]:
+    """The most probable words, greedily."""
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    asked = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+    )
+    said = model.generate(**asked, max_new_tokens=20, do_sample=False)
+    return list(tokenizer.batch_decode(said[:, asked["input_ids"].shape[1] :]))
+
+
+def test_a_planted_fact_is_known_in_other_words(cli, model_dir, tmp_path) -> None:
+    """One command of docs/getting-started.md over the FP8 base; then PEFT has the adapter over the plain one."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "getting-started.md").read_text("utf-8")
+    (line,) = (line for line in page.splitlines() if "finetune --model smollm2" in line)
+    data, words = root / "examples" / "harbour.jsonl", line.split()[2:]
+    for flag, value in (("--model", model_dir), ("--output", tmp_path / "ferry"), ("--data", data)):
+        words[words.index(flag) + 1] = str(value)
+    assert not any(question in data.read_text("utf-8") for question in QUESTIONS)
+    assert cli(*words, "--device", "cpu") == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ferry" / "adapter", padding_side="left")
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    before = answers(base, tokenizer)
+    after = answers(peft.PeftModel.from_pretrained(base, tmp_path / "ferry" / "adapter"), tokenizer)
+    assert [FACT.lower() in text.lower() for text in before + after] == [False] * 5 + [True] * 5

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finetune --tp makes of a model: documents by their starts, what it splits and says, and graphs of its layers."""
+"""What finetune --tp makes of a model: documents by their starts, what it splits and says; and graphs of layers, also
+with --cp."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from lorakernels import VocabularyHead, load_quantized, parallelize
 from lorakernels.checkpoints.shards import Directory
 from lorakernels.parallel import comm
 from lorakernels.train import job
+from lorakernels.train.context import share_rows
 from lorakernels.train.errors import FinetuneError
 from lorakernels.train.job import Meshes, add_adapters, load_adapted, lora_config
-from lorakernels.train.loop import Trainer
+from lorakernels.train.loop import Trainer, evaluate
 from lorakernels.train.model import hidden_states, load_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
@@ -117,29 +119,36 @@ def test_the_run_says_what_is_split_and_why_not_the_vocabulary(even_model: Path)
             assert split is expected, case
 
 
-def replaying(rank: int, device: torch.device, model_dir: str, refused: bool) -> list[Any]:
+def replaying(
+    rank: int, device: torch.device, model_dir: str, way: str, refused: bool
+) -> list[Any]:
     """(losses, what was trained, what was said, the error) with imitated graphs of layers, and eagerly.
 
-    With `refused` a parameter moves on rank 1 after the capture, so that a replay is refused there.
+    Two ranks have parts of the layers with `way` "tp", and of the rows with "cp". With `refused` a parameter moves on
+    rank 1 after the capture, so that a replay is refused there.
     """
+    axis, _, base = way.partition(", ")
     text = (b"the quick brown fox jumps over the lazy dog; " * 4)[:160]
     stops = np.arange(10, 161, 10)
     rows = PackedRows(np.frombuffer(text, dtype=np.uint8), np.stack([stops - 10, stops], 1), 24)
     options = FinetuneOptions(
         r=4, lora_dropout=0.2, seq_len=24, batch_size=2, grad_accum=2, steps=9, lr=1e-2, fuse=True,
-        tp=2, graphs="layer",
+        **{axis: 2},
     )  # fmt: skip
-    ranks, found = Ranks(rank, 2, tp=2), []
+    ranks, found = Ranks(rank, 2, **{axis: 2}), []
     for backend in (FakeBackend, None):
         torch.manual_seed(1)
         random = make_random_state(7, 0, device)
         given: dict[str, Any] = {"device": device, "dtype": torch.float32, "progress": False}
+        if base:
+            given["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
         loaded = load_quantized(model_dir, lora=lora_config(options), rng_state=random, **given)
         model: Any = loaded.model
         model.config.use_cache = False
         assert fuse_layers(model, options, device)
         said: list[str] = []
         split_layers(model, options, ranks, layer_mesh(ranks, device), said.append)
+        share_rows(model, ranks, device)
         more: dict[str, Any] = {"ranks": ranks, "warmup": 2, "backend": backend, "say": said.append}
         runtime = Runtime(model, options, loaded.fp8_state, random, **more)
         trainer = Trainer(model, options, rows, loaded.fp8_state, runtime, ranks)
@@ -152,6 +161,7 @@ def replaying(rank: int, device: torch.device, model_dir: str, refused: bool) ->
                         parameter = model.model.layers[1].self_attn.q_proj.lora_A
                         parameter.data = parameter.data.clone()
                     losses.append(trainer.step().loss)
+                    losses += [] if step % 2 else [evaluate(model, rows, options, ranks)]
                     trainer.checkpoint({})
                     with whole_model(model):  # as for its files
                         assert model.get_parameter(PARAMETER).shape == (32, 4)
@@ -165,20 +175,27 @@ def replaying(rank: int, device: torch.device, model_dir: str, refused: bool) ->
     return found
 
 
-def test_fused_parts_are_replayed_as_graphs_of_layers_to_the_bit(even_model: Path) -> None:
-    for graphed, eager in processes.on_ranks(replaying, 2, "gloo", str(even_model), False):
+@pytest.mark.parametrize("way", ["tp", "cp", "cp, sharded base"])
+def test_fused_parts_are_replayed_as_graphs_of_layers_to_the_bit(
+    way: str, even_model: Path
+) -> None:
+    """By default, and evaluations in between are those of eager layers."""
+    for graphed, eager in processes.on_ranks(replaying, 2, "gloo", str(even_model), way, False):
         assert graphed[4] and not eager[4]
         assert any("layers replayed as CUDA graphs from step 3 on" in text for text in graphed[2])
-        assert graphed[0] == eager[0] and len(eager[0]) == 6
+        assert graphed[0] == eager[0] and len(eager[0]) == 9
         assert_same(graphed[1], eager[1])
 
 
-def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(even_model: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(
+    axis: str, even_model: Path
+) -> None:
     """The other one is in the middle of it, and would take its rows for others."""
-    (whole,), (one,) = processes.on_ranks(replaying, 2, "gloo", str(even_model), True)
+    (whole,), (one,) = processes.on_ranks(replaying, 2, "gloo", str(even_model), axis, True)
     assert one[3].startswith("FinetuneError: replay of layer '1'"), one[3]
     assert "the other ranks cannot repeat their step; --resume with --eager" in one[3]
-    assert "gloo" in whole[3] and len(whole[0]) == len(one[0]) == 4
+    assert "gloo" in whole[3] and len(whole[0]) == len(one[0]) == 6
 
 
 def read_by_finetune(rank: int, device: torch.device, model_dir: str) -> list[tuple[Any, ...]]:

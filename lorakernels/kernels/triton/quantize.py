@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizing inside Triton kernels: the rules of `numerics.fp8.quantize`, bit for bit.
 
-The scale is the state's. Where that is still 0, and in eval, it comes from the amax of what the kernel itself computes:
-the same kernel is launched twice, first with MEASURE, which stores nothing but each program's amax, or returns at once
-where the state has a scale. The host does not know which, so that a captured graph serves both.
+The scale is the state's. Where that is still 0, and in eval, it comes from the amax of what the kernel itself computes.
+So the same kernel is launched twice. The first launch, with MEASURE, stores nothing but each program's amax. It returns
+at once where the state has a scale. The host does not know which of both happens, so that a captured graph serves both.
 
     first, kept, scale = begin_quantizing(tiles, scale_inv, state, …)
     for tile in tl.range(first, tiles, programs):           # none where there is nothing to measure
@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels.device import capability_of, multiprocessors_of
+from lorakernels.numerics.blocks import BLOCK, blocks_of
 from lorakernels.numerics.fp8 import E4M3, FLT_MAX, FP8_MAX
 from lorakernels.values import Scaling
 
@@ -35,6 +36,8 @@ PARTIALS = 512  # programs that measure, at most; a power of two
 NATIVE_FP8 = (8, 9)  # first compute capability whose instructions convert to e4m3
 PROGRAMMATIC_LAUNCH = (9, 0)
 _INF = tl.constexpr(0x7F800000)
+_MOST_POWER = tl.constexpr(0x7E800000)  # 2¹²⁶
+_BLOCK = tl.constexpr(BLOCK)
 _FLT_MAX = tl.constexpr(FLT_MAX)
 
 
@@ -67,6 +70,46 @@ def scale_of_bits(bits: tl.tensor, FP8_MAX: tl.constexpr) -> tl.tensor:
     amax = tl.where(usable, bits, 1 << 23).to(tl.float32, bitcast=True)
     fresh = tl.minimum(tl.div_rn(tl.full((), FP8_MAX, tl.float32), amax), _FLT_MAX)
     return tl.where(usable, fresh, 1.0)
+
+
+@triton.jit
+def scale_of_block(
+    bits: tl.tensor, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(scale, scale_inv) of `numerics.blocks.quantize_rows`, of the bits of a block's amax."""
+    scale = scale_of_bits(bits, FP8_MAX)
+    if POWER_OF_TWO:
+        power = tl.minimum(scale.to(tl.int32, bitcast=True) & _INF, _MOST_POWER)
+        scale = power.to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+    return scale, tl.where(bits < _INF, inverse, float("nan"))
+
+
+@triton.jit
+def spread(factor: tl.tensor, N: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """[N]: each of [N / COLUMNS] for its COLUMNS columns."""
+    return tl.reshape(tl.broadcast_to(factor[:, None], (N // COLUMNS, COLUMNS)), (N,))
+
+
+@triton.jit
+def encode_in_blocks(
+    x: tl.tensor,
+    scale_inv: tl.tensor,
+    step: tl.tensor,
+    blocks: tl.tensor,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    N: tl.constexpr,
+) -> tl.tensor:
+    """Bytes of fp32 x [N], blocks of 128; the scale_inv of the first `blocks` go to `scale_inv`, `step` apart."""
+    magnitudes = tl.abs(x).to(tl.int32, bitcast=True)
+    bits = tl.max(tl.reshape(magnitudes, (N // _BLOCK, _BLOCK)), 1)
+    scale, inverse = scale_of_block(bits, FP8_MAX, POWER_OF_TWO)
+    block = tl.arange(0, N // _BLOCK)
+    tl.store(scale_inv + block * step, inverse, block < blocks)
+    return encode(x * spread(scale, N, _BLOCK), E5M2, NATIVE)
 
 
 @triton.jit
@@ -218,7 +261,10 @@ def decode_e4m3(byte: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Where a kernel leaves x8 and scale_inv, and what it reads the scale from."""
+    """Where a kernel leaves x8 and scale_inv, and what it reads the scale from.
+
+    `power_of_two`, where it is given, asks for a scale of each 1 × 128. Then nothing is read, and `quantizes` is False.
+    """
 
     x8: Tensor
     scale_inv: Tensor
@@ -231,6 +277,11 @@ class Quantized:
     e5m2: bool
     native: bool
     overlaps: bool
+    power_of_two: bool | None = None
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.power_of_two is not None
 
     @property
     def options(self) -> dict[str, bool]:
@@ -247,6 +298,8 @@ class Quantized:
             "FP8_MAX": FP8_MAX[torch.float8_e5m2 if self.e5m2 else E4M3],
             "PARTIALS": PARTIALS,
             "OVERLAP": self.overlaps,
+            "IN_BLOCKS": self.in_blocks,
+            "POWER_OF_TWO": bool(self.power_of_two),
         }
 
 
@@ -255,13 +308,16 @@ def quantized(
     like: Tensor,
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
+    power_of_two: bool | None = None,
 ) -> Quantized:
-    """Memory for what `numerics.fp8.quantize` returns, on the device of `like`."""
+    """Memory for what `numerics.blocks.quantize_by` returns, on the device of `like`."""
     quantizes, device = scaling is not None, like.device
-    scale_inv = like.new_empty(1 if quantizes else 0, dtype=torch.float32)
+    in_blocks = power_of_two is not None
+    sizes = (blocks_of(shape[1]), shape[0]) if in_blocks else 1 if quantizes else 0
+    scale_inv = like.new_empty(sizes, dtype=torch.float32)
     state, column, delayed = scaling or (scale_inv, 0, False)
     return Quantized(
-        like.new_empty(shape if quantizes else 0, dtype=torch.uint8),
+        like.new_empty(shape if quantizes or in_blocks else 0, dtype=torch.uint8),
         scale_inv,
         state,
         like.new_empty(PARTIALS if quantizes else 0, dtype=torch.int32),
@@ -272,6 +328,7 @@ def quantized(
         fp8_dtype == torch.float8_e5m2,
         is_native(device),
         overlaps(device),
+        power_of_two,
     )
 
 

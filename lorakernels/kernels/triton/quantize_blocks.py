@@ -12,14 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton.launch import launch as launch_kernel
-from lorakernels.kernels.triton.quantize import encode, is_native
+from lorakernels.kernels.triton.quantize import encode, is_native, scale_of_block
 from lorakernels.numerics.blocks import BLOCK, blocks_of
-from lorakernels.numerics.fp8 import FLT_MAX, FP8_MAX
+from lorakernels.numerics.fp8 import FP8_MAX
 
 ROWS = 32  # of a program
-_INF = tl.constexpr(0x7F800000)
-_MOST_POWER = tl.constexpr(0x7E800000)  # 2¹²⁶
-_FLT_MAX = tl.constexpr(FLT_MAX)
 
 
 @triton.jit
@@ -43,16 +40,8 @@ def _quantize_blocks_kernel(
     at = row.to(tl.int64)[:, None] * K + column[None, :]
     value = tl.load(x + at, inside, other=0.0).to(tl.float32)
     bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    usable = (bits > 0) & (bits < _INF)
-    amax = tl.where(usable, bits, 1 << 23).to(tl.float32, bitcast=True)
-    scale = tl.minimum(tl.div_rn(tl.full((ROWS,), MOST, tl.float32), amax), _FLT_MAX)
-    if POWER_OF_TWO:
-        power = tl.minimum(scale.to(tl.int32, bitcast=True) & _INF, _MOST_POWER)
-        scale = power.to(tl.float32, bitcast=True)
-    scale = tl.where(usable, scale, 1.0)
+    scale, inverse = scale_of_block(bits, MOST, POWER_OF_TWO)
     tl.store(x8 + at, encode(value * scale[:, None], E5M2, NATIVE), inside)
-    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), scale)
-    inverse = tl.where(bits < _INF, inverse, float("nan"))
     tl.store(scale_inv + block.to(tl.int64) * M + row, inverse, row < M)
 
 

@@ -19,12 +19,16 @@ from lorakernels.kernels.triton.quantize import (
     begin,
     begin_quantizing,
     encode,
+    encode_in_blocks,
     leave_amax,
     magnitude,
     quantized,
 )
+from lorakernels.numerics.blocks import BLOCK as SCALED
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaling
+
+_SCALED = tl.constexpr(SCALED)  # columns of a block
 
 
 @triton.jit(do_not_specialize=["M", "amax_at", "kept_at", "measured"])
@@ -52,6 +56,8 @@ def _rms_norm_quantize_kernel(
     FP8_MAX: tl.constexpr,
     PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
 ) -> None:
@@ -64,6 +70,7 @@ def _rms_norm_quantize_kernel(
     inside = column < K
     step = tl.num_programs(0)
     step_at = tl.cast(step, tl.int64) * K
+    M_wide = tl.cast(M, tl.int64)
     most = tl.zeros((BLOCK,), tl.float32)
     if PREFETCH:
         at = tl.cast(first, tl.int64) * K + column
@@ -89,6 +96,13 @@ def _rms_norm_quantize_kernel(
             if QUANTIZE:
                 at = tl.max_contiguous(at, VECTOR)
                 tl.store(x8 + at, encode(n.to(tl.float32) * scale, E5M2, NATIVE), inside)
+            if IN_BLOCKS:
+                at = tl.max_contiguous(at, VECTOR)
+                blocks = tl.cdiv(K, _SCALED)
+                bytes_ = encode_in_blocks(
+                    n.to(tl.float32), scale_inv + row, M_wide, blocks, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                )  # fmt: skip
+                tl.store(x8 + at, bytes_, inside)
     leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
 
 
@@ -98,13 +112,14 @@ def rms_norm_quantize(
     eps: float,
     scaling: Scaling | None,
     keep: bool,
+    power_of_two: bool | None = None,
     config: tune.RowConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`ops.rms_norm_quantize` of what its `why_not_triton` has nothing against."""
     rows, cols = x.shape
     normed = x.new_empty(x.shape if keep else 0)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    target = quantized((rows, cols), x, scaling, E4M3)
+    target = quantized((rows, cols), x, scaling, E4M3, power_of_two)
     block = max(256, triton.next_power_of_2(cols))
     config = config or tune.norm_config(block)
     measured = quantize.measuring(rows, x.device)

@@ -7,6 +7,7 @@ many short programs take longer where the next kernel's are there already (docs/
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,19 @@ from torch import Tensor
 from lorakernels.kernels import tune_layer as tune
 from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.launch import launch
-from lorakernels.kernels.triton.quantize import begin
+from lorakernels.kernels.triton.quantize import (
+    Quantized,
+    begin,
+    encode,
+    narrowed,
+    quantized,
+    scale_of_block,
+    spread,
+)
+from lorakernels.numerics.blocks import BLOCK as SCALED
+from lorakernels.numerics.fp8 import E4M3
+
+_SCALED = tl.constexpr(SCALED)  # columns of a block
 
 
 @triton.jit
@@ -100,13 +113,24 @@ def _turn_back(
     c2: tl.tensor,
     s1: tl.tensor,
     s2: tl.tensor,
+    to8: tl.tensor,
+    scale_inv: tl.tensor,
+    M: tl.tensor,
     COUNT: tl.constexpr,
     TURN: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    E5M2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> None:
-    """Heads first … first + HEADS of the COUNT that d [heads, D] has, times factor, to the same heads of `to`."""
+    """Heads first … first + HEADS of the COUNT that d [heads, D] has, times factor, to the same heads of `to`.
+
+    IN_BLOCKS: their bytes go to `to8`, and the scale_inv of each 128 columns to `scale_inv`, M apart.
+    """
     head = first + tl.arange(0, HEADS)
     i = tl.arange(0, BLOCK)
     inside = (head < COUNT)[:, None] & (i < HALF)[None, :]
@@ -119,12 +143,35 @@ def _turn_back(
     else:
         x1 = d1
         x2 = d2
-    at = to + (head[:, None] * (2 * HALF) + i[None, :])
-    tl.store(at, (x1 * factor).to(to.dtype.element_ty), inside)
-    tl.store(at + HALF, (x2 * factor).to(to.dtype.element_ty), inside)
+    at = head[:, None] * (2 * HALF) + i[None, :]
+    n1 = narrowed(x1 * factor, to.dtype.element_ty, NATIVE)
+    n2 = narrowed(x2 * factor, to.dtype.element_ty, NATIVE)
+    tl.store(to + at, n1, inside)
+    tl.store(to + at + HALF, n2, inside)
+    if IN_BLOCKS:
+        x1 = n1.to(tl.float32)
+        x2 = n2.to(tl.float32)
+        bits1 = tl.max(tl.abs(x1).to(tl.int32, bitcast=True), 1)
+        bits2 = tl.max(tl.abs(x2).to(tl.int32, bitcast=True), 1)
+        if HALF == _SCALED:
+            scale1, inverse1 = scale_of_block(bits1, FP8_MAX, POWER_OF_TWO)
+            scale2, inverse2 = scale_of_block(bits2, FP8_MAX, POWER_OF_TWO)
+            block_at = scale_inv + (2 * head) * M
+            tl.store(block_at, inverse1, head < COUNT)
+            tl.store(block_at + M, inverse2, head < COUNT)
+        else:
+            TOGETHER: tl.constexpr = _SCALED // (2 * HALF)  # heads of a block
+            bits = tl.reshape(tl.maximum(bits1, bits2), (HEADS // TOGETHER, TOGETHER))
+            scale, inverse = scale_of_block(tl.max(bits, 1), FP8_MAX, POWER_OF_TWO)
+            scale1 = spread(scale, HEADS, TOGETHER)
+            scale2 = scale1
+            block = first // TOGETHER + tl.arange(0, HEADS // TOGETHER)
+            tl.store(scale_inv + block * M, inverse, block < COUNT // TOGETHER)
+        tl.store(to8 + at, encode(x1 * scale1[:, None], E5M2, NATIVE), inside)
+        tl.store(to8 + at + HALF, encode(x2 * scale2[:, None], E5M2, NATIVE), inside)
 
 
-@triton.jit(do_not_specialize=["T", "T_angles"])
+@triton.jit(do_not_specialize=["M", "T", "T_angles"])
 def _rope_backward_kernel(
     dqkv: tl.tensor,
     dq: tl.tensor,
@@ -133,6 +180,9 @@ def _rope_backward_kernel(
     cos: tl.tensor,
     sin: tl.tensor,
     multiplier: tl.tensor,
+    d8: tl.tensor,
+    scale_inv: tl.tensor,
+    M: tl.tensor,
     T: tl.tensor,
     T_angles: tl.tensor,
     q_batch: tl.tensor,
@@ -149,6 +199,11 @@ def _rope_backward_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    E5M2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> None:
     batch = tl.cast(
         tl.program_id(0) // T, tl.int64
@@ -156,28 +211,40 @@ def _rope_backward_kernel(
     token = tl.cast(tl.program_id(0) % T, tl.int64)
     c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T_angles, HALF, BLOCK)
     row = tl.program_id(0).to(tl.int64)
-    to = dqkv + row * ((Q_HEADS + 2 * KV_HEADS) * 2 * HALF)
+    at = row * ((Q_HEADS + 2 * KV_HEADS) * 2 * HALF)
+    M_wide = tl.cast(M, tl.int64)
+    scaled = scale_inv + row
     q_blocks: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_blocks: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     block = tl.program_id(1)
     if block < q_blocks:
         d = dq + batch * q_batch + token * q_token
         m = tl.load(multiplier)
+        first = block * HEADS
         _turn_back(
-            to, d, q_head, block * HEADS, m, c1, c2, s1, s2, Q_HEADS, True, HALF, BLOCK, HEADS
-        )
+            dqkv + at, d, q_head, first, m, c1, c2, s1, s2, d8 + at, scaled, M_wide,
+            Q_HEADS, True, HALF, BLOCK, HEADS, IN_BLOCKS, POWER_OF_TWO, E5M2, FP8_MAX, NATIVE,
+        )  # fmt: skip
     elif block < q_blocks + kv_blocks:
         d = dk + batch * k_batch + token * k_token
         m = tl.load(multiplier + 1)
-        to += Q_HEADS * 2 * HALF
+        at += Q_HEADS * 2 * HALF
+        scaled += Q_HEADS * 2 * HALF // _SCALED * M_wide
         first = (block - q_blocks) * HEADS
-        _turn_back(to, d, k_head, first, m, c1, c2, s1, s2, KV_HEADS, True, HALF, BLOCK, HEADS)
+        _turn_back(
+            dqkv + at, d, k_head, first, m, c1, c2, s1, s2, d8 + at, scaled, M_wide,
+            KV_HEADS, True, HALF, BLOCK, HEADS, IN_BLOCKS, POWER_OF_TWO, E5M2, FP8_MAX, NATIVE,
+        )  # fmt: skip
     else:
         d = dv + batch * v_batch + token * v_token
         m = tl.load(multiplier + 2)
-        to += (Q_HEADS + KV_HEADS) * 2 * HALF
+        at += (Q_HEADS + KV_HEADS) * 2 * HALF
+        scaled += (Q_HEADS + KV_HEADS) * 2 * HALF // _SCALED * M_wide
         first = (block - q_blocks - kv_blocks) * HEADS
-        _turn_back(to, d, v_head, first, m, c1, c2, s1, s2, KV_HEADS, False, HALF, BLOCK, HEADS)
+        _turn_back(
+            dqkv + at, d, v_head, first, m, c1, c2, s1, s2, d8 + at, scaled, M_wide,
+            KV_HEADS, False, HALF, BLOCK, HEADS, IN_BLOCKS, POWER_OF_TWO, E5M2, FP8_MAX, NATIVE,
+        )  # fmt: skip
 
 
 def rope_qkv_backward(
@@ -190,23 +257,66 @@ def rope_qkv_backward(
     config: tune.HeadConfig | None = None,
 ) -> Tensor:
     """`ops.rope_qkv_backward` of what its `why_not_triton_backward` has nothing against."""
-    (batch, q_heads, tokens, dim), kv_heads = dq.shape, dk.shape[1]
-    dqkv = dq.new_empty(batch * tokens, (q_heads + 2 * kv_heads) * dim)
+    rows, cols = dq.shape[0] * dq.shape[2], (dq.shape[1] + 2 * dk.shape[1]) * dq.shape[3]
+    dqkv = dq.new_empty(rows, cols)
+    target = quantized((rows, cols), dq, None, E4M3)
+    _launch_backward(dqkv, target, (dq, dk, dv), (cos, sin), multiplier, config)
+    return dqkv
+
+
+def rope_qkv_backward_quantize(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    multiplier: Tensor,
+    fp8_dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.rope_qkv_backward_quantize` of what its `why_not_triton_quantize` has nothing against."""
+    rows, cols = dq.shape[0] * dq.shape[2], (dq.shape[1] + 2 * dk.shape[1]) * dq.shape[3]
+    dqkv = dq.new_empty(rows, cols)
+    target = quantized((rows, cols), dq, None, fp8_dtype, power_of_two)
+    _launch_backward(dqkv, target, (dq, dk, dv), (cos, sin), multiplier)
+    return dqkv, target.x8, target.scale_inv
+
+
+def has_whole_blocks(dim: int, q_heads: int, kv_heads: int) -> bool:
+    """Whether each program's heads of D = `dim` columns, and each of q, k and v, are whole blocks of 128 columns."""
+    if dim & (dim - 1) or dim > 2 * SCALED or q_heads * dim % SCALED or kv_heads * dim % SCALED:
+        return False
+    block = triton.next_power_of_2(dim // 2)
+    config = tune.rope_backward_config(block, triton.next_power_of_2(q_heads))
+    return config.heads * dim % SCALED == 0
+
+
+def _launch_backward(
+    dqkv: Tensor,
+    target: Quantized,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
+    multiplier: Tensor,
+    config: tune.HeadConfig | None = None,
+) -> None:
+    dq, dk, dv = gradients
+    (_, q_heads, tokens, dim), kv_heads = dq.shape, dk.shape[1]
     block = triton.next_power_of_2(dim // 2)
     config = config or tune.rope_backward_config(block, triton.next_power_of_2(q_heads))
     blocks = triton.cdiv(q_heads, config.heads) + 2 * triton.cdiv(kv_heads, config.heads)
+    constants = ("IN_BLOCKS", "POWER_OF_TWO", "E5M2", "FP8_MAX", "NATIVE")
     launch(
         _rope_backward_kernel,
         (dqkv.shape[0], blocks),
         dqkv,
-        dq,
-        dk,
-        dv,
-        cos,
-        sin,
+        *gradients,
+        *angles,
         multiplier,
+        target.x8,
+        target.scale_inv,
+        dqkv.shape[0],
         tokens,
-        cos.shape[0],
+        angles[0].shape[0],
         *dq.stride()[:3],
         *dk.stride()[:3],
         *dv.stride()[:3],
@@ -216,5 +326,5 @@ def rope_qkv_backward(
         BLOCK=block,
         HEADS=config.heads,
         num_warps=config.num_warps,
+        **{name: target.constants[name] for name in constants},
     )
-    return dqkv

@@ -20,16 +20,20 @@ from lorakernels.kernels.triton.quantize import (
     begin_quantizing,
     decode_e4m3,
     encode,
+    encode_in_blocks,
     leave_amax,
     magnitude,
     narrowed,
     quantized,
     scale_of_bits,
+    spread,
 )
+from lorakernels.numerics.blocks import BLOCK as SCALED
 from lorakernels.numerics.fp8 import E4M3, scale_that_tells
 from lorakernels.numerics.gate_up import PACKED_COLUMNS, packed_scales
 from lorakernels.values import Scaled, Scaling
 
+_SCALED = tl.constexpr(SCALED)  # columns of a block
 _TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -51,12 +55,6 @@ def _sigmoid(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
         return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _spread(factor: tl.tensor, BLOCK: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
-    """Each of [BLOCK / PACKED] for its PACKED columns."""
-    return tl.reshape(tl.broadcast_to(factor[:, None], (BLOCK // PACKED, PACKED)), (BLOCK,))
 
 
 @triton.jit
@@ -99,6 +97,8 @@ def _swiglu_kernel(
     FP8_MAX: tl.constexpr,
     PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
@@ -115,6 +115,8 @@ def _swiglu_kernel(
         gate_multiplier = tl.load(multiplier)
         up_multiplier = tl.load(multiplier + 1)
     most = tl.zeros((BLOCK,), tl.float32)
+    scaled = tl.cdiv(F, _SCALED)
+    M_wide = tl.cast(M, tl.int64)
     for tile in tl.range(first, tiles, tl.num_programs(0)):
         row = tl.cast(tile // blocks, tl.int64)
         column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -123,13 +125,17 @@ def _swiglu_kernel(
         at = row * (2 * F) + column
         gate_in = tl.load(gate_up + at, inside, other=0)
         up_in = tl.load(gate_up + F + at, inside, other=0)
+        if IN_BLOCKS:
+            first_scaled = tile % blocks * (BLOCK // _SCALED)
+            more_scaled = scaled - first_scaled
+            scaled_at = scale_inv + first_scaled * M_wide + row
         if BYTES or PACK:
             block = tile % blocks * (BLOCK // PACKED) + tl.arange(0, BLOCK // PACKED)
             scale_inside = block < scales
             scale_at = row * scales + block
         if BYTES:
             of_both = tl.load(gate_up_scale_inv + scale_at, scale_inside, other=0.0)
-            factor = _spread(of_both, BLOCK, PACKED)
+            factor = spread(of_both, BLOCK, PACKED)
         if GRAD:
             d = tl.load(dact + narrow, inside, other=0.0).to(tl.float32)
         if BYTES:
@@ -153,6 +159,17 @@ def _swiglu_kernel(
                 at = tl.max_contiguous(at, VECTOR)
                 tl.store(out8 + at, encode(a.to(tl.float32) * scale, E5M2, NATIVE), inside)
                 tl.store(out8 + F + at, encode(b.to(tl.float32) * scale, E5M2, NATIVE), inside)
+            if IN_BLOCKS:  # F is a multiple of 128
+                at = tl.max_contiguous(at, VECTOR)
+                a8 = encode_in_blocks(
+                    a.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                )  # fmt: skip
+                tl.store(out8 + at, a8, inside)
+                scaled_at += scaled * M_wide
+                b8 = encode_in_blocks(
+                    b.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                )  # fmt: skip
+                tl.store(out8 + F + at, b8, inside)
         else:
             act = narrowed(silu * up, DTYPE, NATIVE)
             if QUANTIZE:
@@ -162,12 +179,18 @@ def _swiglu_kernel(
             if QUANTIZE and not MEASURE:
                 narrow = tl.max_contiguous(narrow, VECTOR)
                 tl.store(out8 + narrow, encode(act.to(tl.float32) * scale, E5M2, NATIVE), inside)
+            if IN_BLOCKS:
+                narrow = tl.max_contiguous(narrow, VECTOR)
+                act8 = encode_in_blocks(
+                    act.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                )  # fmt: skip
+                tl.store(out8 + narrow, act8, inside)
             if PACK:
                 at = tl.max_contiguous(at, VECTOR)
                 fit = _scale_of_both(gate, up, FP8_MAX, BLOCK, PACKED)
                 inverse = tl.div_rn(tl.full((), 1.0, tl.float32), fit)
                 tl.store(packed_scale_inv + scale_at, inverse, scale_inside)
-                factor = _spread(fit, BLOCK, PACKED)
+                factor = spread(fit, BLOCK, PACKED)
                 tl.store(packed + at, encode(gate * factor, False, NATIVE), inside)
                 tl.store(packed + F + at, encode(up * factor, False, NATIVE), inside)
     leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
@@ -178,15 +201,16 @@ def swiglu_quantize(
     scaling: Scaling | None,
     keep: bool,
     dtype: torch.dtype,
+    power_of_two: bool | None = None,
     config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.swiglu_quantize` of what its `why_not_triton` has nothing against."""
     data = gate_up.data
     shape = (data.shape[0], data.shape[1] // 2)
     act = data.new_empty(shape if keep else 0, dtype=dtype)
-    target = quantized(shape, data, scaling, E4M3)
+    target = quantized(shape, data, scaling, E4M3, power_of_two)
     config = config or (tune.SWIGLU if gate_up.scale_inv is None else tune.SWIGLU_OF_BYTES)
-    if keep or target.quantizes:
+    if keep or target.quantizes or target.in_blocks:
         _launch(act, target, None, gate_up, None, dtype, config)
     return act, target.x8, target.scale_inv
 
@@ -195,12 +219,13 @@ def swiglu_quantize_and_pack(
     gate_up: Tensor,
     scaling: Scaling | None,
     keep: bool,
+    power_of_two: bool | None = None,
     config: tune.TileConfig = tune.SWIGLU_PACK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`ops.swiglu_quantize_and_pack` of what its `why_not_triton_and_pack` has nothing against."""
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     act = gate_up.new_empty(shape if keep else 0)
-    target = quantized(shape, gate_up, scaling, E4M3)
+    target = quantized(shape, gate_up, scaling, E4M3, power_of_two)
     packed = gate_up.new_empty(gate_up.shape, dtype=torch.uint8)
     scale_inv = gate_up.new_empty(packed_scales(*gate_up.shape), dtype=torch.float32)
     pack = Scaled(packed, scale_inv)
@@ -215,6 +240,7 @@ def swiglu_quantize_grad(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     keep: bool,
+    power_of_two: bool | None = None,
     config: tune.TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.swiglu_quantize_grad` of what its `why_not_triton_grad` has nothing against."""
@@ -222,11 +248,11 @@ def swiglu_quantize_grad(
     # dgate_up itself may overflow here
     tells = scaling is not None and dact.dtype == torch.float16
     dgate_up = dact.new_empty(shape if keep or tells else 0)
-    target = quantized(shape, dact, scaling, fp8_dtype)
+    target = quantized(shape, dact, scaling, fp8_dtype, power_of_two)
     config = config or (tune.SWIGLU_GRAD_KEPT if keep else tune.SWIGLU_GRAD)
-    if keep or target.quantizes:
+    if keep or target.quantizes or target.in_blocks:
         _launch(dgate_up, target, dact, gate_up, multiplier, dact.dtype, config)
-    scale_inv = scale_that_tells(dgate_up, target.scale_inv)
+    scale_inv = scale_that_tells(dgate_up, target.scale_inv) if tells else target.scale_inv
     return dgate_up if keep else dact.new_empty(0), target.x8, scale_inv
 
 

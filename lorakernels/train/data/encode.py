@@ -268,7 +268,7 @@ class Renderer:
         return next(differs, min(len(full), len(asked)))
 
     def _stop(self, full: str, number: int, start: int) -> int:
-        """Some templates write EOS after the last message only."""
+        """Where message `number` ends in `full`. Some templates write EOS after the last message only."""
         after = self.text(number + 1)
         for written in (after, after.removesuffix(self.tokenizer.eos_token or "")):
             if full.startswith(written):

@@ -44,6 +44,17 @@ def test_the_layers_of_this_machine_are_one_layer(name: str, bench: Any, layers:
     assert (found["y"] > 1e-3) == name.startswith("ours"), "rounded to FP8 or not"
 
 
+def test_a_layer_in_blocks_is_that_layer_where_its_sizes_are_blocks(
+    bench: Any, layers: Any
+) -> None:
+    make = bench.MAKE["ours, blocks"]
+    case = layer_case.make_layer_case(layer_case.Size(256, 384, 4, 2, 32), 0.0, CPU)
+    found = layers.errors(make(case), layers.truth(case, True)).found
+    assert layers.fault(make(case), layers.Errors(found)) == "" and found["y"] > 1e-3
+    with pytest.raises(layers.Unavailable, match="must be a multiple of 128"):
+        make(layer_case.make_layer_case(layer_case.SIZES["tiny"], 0.0, CPU))
+
+
 @pytest.mark.parametrize("changed", ["o_proj", "down_proj", "input_layernorm", "A", "B"])
 def test_a_layer_of_other_weights_is_wrong(changed: str, bench: Any, layers: Any) -> None:
     case = layer_case.make_layer_case(layer_case.SIZES["tiny"], 0.0, CPU)

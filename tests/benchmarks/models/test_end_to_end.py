@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -132,15 +133,35 @@ def test_rates_are_of_tokens_and_flops(bench: Any) -> None:
     assert row["J/step"] == 114.0
 
 
+def in_blocks(models: Any) -> Any:
+    """A model whose projections end with blocks of 128."""
+    spec = models.SPECS["tiny"]
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 2}
+    return dataclasses.replace(spec, shape={**spec.shape, **sizes})
+
+
+def test_a_model_in_blocks_trains_as_with_one_scale(bench: Any, models: Any) -> None:
+    training, spec = sys.modules["benchmarks.peers.training"], in_blocks(models)
+    ids = models.token_rows(spec.length, 3)
+    losses = []
+    for kind in (training.Ours, training.OursInBlocks):
+        torch.manual_seed(0)
+        ours = kind(spec, "qkvo", torch.device("cpu"))
+        assert (ours.state is None) == (kind is training.OursInBlocks)
+        losses.append([float(ours.step(ids[i : i + 1]).detach()) for i in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=0.01) and losses[0] != losses[1]
+
+
 @pytest.mark.gpu
-def test_graphs_and_eager_steps_train_alike(bench: Any, models: Any) -> None:
-    training, spec = sys.modules["benchmarks.peers.training"], models.SPECS["tiny"]
+@pytest.mark.parametrize("kind", ["Ours", "OursInBlocks"])
+def test_graphs_and_eager_steps_train_alike(kind: str, bench: Any, models: Any) -> None:
+    training, spec = sys.modules["benchmarks.peers.training"], in_blocks(models)
     device = torch.device("cuda")
     ids = models.token_rows(spec.length, 8).to(device)
     losses = {}
     for graphs in (None, "layer", "iteration"):
         torch.manual_seed(0)
-        ours = training.Ours(spec, "qkvo", device, graphs=graphs)
+        ours = getattr(training, kind)(spec, "qkvo", device, graphs=graphs)
         losses[graphs] = [float(ours.step(ids[i : i + 1])) for i in range(8)]
     for graphs in ("layer", "iteration"):
         # other masks after the capture: the losses of a model of this size move by less than 1 %

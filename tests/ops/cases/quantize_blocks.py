@@ -22,8 +22,7 @@ from tests.ops.contract import (
     Contract,
     Made,
     Refusal,
-    same,
-    same_bytes,
+    quantized_in_blocks,
 )
 
 
@@ -43,23 +42,9 @@ class Rows(NamedTuple):
 
 
 def bound(call: Call) -> Iterator[Checked]:
-    """Bit for bit what the recipe says of each block by itself: fp8_max / amax, rounded once, or the power below."""
+    """Bit for bit."""
     x, fp8, power_of_two = call.before
-    x8, scale_inv = call.results
-    most = torch.finfo(fp8).max
-    for number, block in enumerate(x.float().split(128, 1)):
-        amax = block.abs().amax(1)
-        usable = amax.isfinite() & (amax > 0)
-        scale = (torch.full_like(amax, most) / amax).clamp(max=torch.finfo(FP32).max)
-        scale = torch.where(usable, scale, 1.0)
-        if power_of_two:
-            mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
-            scale = torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(max=126))
-        columns = slice(128 * number, 128 * number + block.shape[1])
-        expected = (block * scale[:, None]).clamp(-most, most).to(fp8).view(torch.uint8)
-        yield same_bytes(f"x8 of block {number}", x8[:, columns], expected, fp8)
-        inverse = torch.where(amax.isfinite(), 1 / scale, torch.nan)
-        yield same(f"scale_inv of block {number}", scale_inv[number], inverse)
+    yield from quantized_in_blocks("x8", x, (call.results[0], call.results[1]), fp8, power_of_two)
 
 
 X = torch.ones(3, 130)

@@ -29,6 +29,7 @@ from tests.ops.contract import (
     near,
     near_fp8,
     quantized,
+    quantized_in_blocks,
     rounded_again,
     same,
 )
@@ -37,10 +38,20 @@ EPS = 1e-5
 
 
 def forward(
-    k: int, dtype: torch.dtype, weight: torch.dtype, kind: str, keep: bool, m: Made
+    k: int,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    kind: str,
+    keep: bool,
+    m: Made,
+    power: bool | None = None,
 ) -> Arguments:
     x, w = m.randn(m.rows, k, dtype=dtype), (0.5 + m.rand(k)).to(weight)
-    return x, w, EPS, m.scaling(kind), keep
+    return x, w, EPS, m.scaling(kind), keep, power
+
+
+def in_blocks(k: int, dtype: torch.dtype, keep: bool, power: bool) -> Any:
+    return partial(forward, k, dtype, dtype, "none", keep, power=power)
 
 
 def bound(call: Call) -> Iterator[Checked]:
@@ -49,7 +60,7 @@ def bound(call: Call) -> Iterator[Checked]:
     The rest is bit for bit: normed given rstd, x8 and the amax given normed. Where that was not kept, or PyTorch rounds
     on its own, h and normed are each rounded once.
     """
-    (x, weight, eps, before, keep), after = call.before, call.after[3]
+    (x, weight, eps, before, keep, power), after = call.before, call.after[3]
     normed, x8, scale_inv, rstd = call.results
     exact = (x.double().square().mean(1) + eps).rsqrt()
     yield near("rstd", rstd, exact, exact, 16)
@@ -57,7 +68,10 @@ def bound(call: Call) -> Iterator[Checked]:
     stored = (weight.float() * h.to(x.dtype).float()).to(x.dtype)
     if call.roundings == 1:
         yield same("normed", normed, stored if keep else x.new_empty(0))
-        yield from quantized("x8", stored, (x8, scale_inv), (before, after), E4M3)
+        if power is None:
+            yield from quantized("x8", stored, (x8, scale_inv), (before, after), E4M3)
+        else:
+            yield from quantized_in_blocks("x8", stored, (x8, scale_inv), E4M3, power)
         return
     wide = x.double() * exact.view(-1, 1) * weight.double()
     if keep:
@@ -114,6 +128,8 @@ FORWARD = Contract(
         "fp8": Case(partial(forward, 24, FP32, FP32, "kept", True)),
         "x8 only": Case(partial(forward, 24, BF16, BF16, "eval", False)),
         "plain": Case(partial(forward, 24, FP16, FP16, "none", True)),
+        "blocks": Case(in_blocks(300, FP32, True, False)),
+        "blocks, x8 only": Case(in_blocks(256, FP16, False, True)),
         "column by column": Case(
             partial(turned, partial(forward, 24, FP32, FP32, "unset", True), 0), 6, "x must be contiguous", True
         ),
@@ -133,7 +149,10 @@ FORWARD = Contract(
             for dtype in (FP16, FP32)
             for kind in STATES
         },
+        **{f"{m}x{k} blocks": Case(in_blocks(k, BF16, True, False), m) for m, k in SIZES},
+        **{f"33x2048 {dtype} blocks, powers": Case(in_blocks(2048, dtype, False, True), 33) for dtype in (BF16, FP32)},
         "too wide": Case(TOO_WIDE, 2, "is above"),
+        "too wide in blocks": Case(in_blocks(MAX_NORM_COLUMNS + 1, FP32, True, False), 2, "is above"),
     },
     {"x": SQUARE, "weight": torch.ones(6), "eps": EPS, "scaling": None, "keep": True},
     {
@@ -142,6 +161,11 @@ FORWARD = Contract(
         "weight": Refusal({"weight": torch.ones(5)}, ValueError, r"weight must be \[6\] .* found \[5\]"),
         "state": Refusal(
             {"scaling": Scaling(torch.ones(4), 0, True)}, ValueError, r"state must be float32 \[history length \+ 1"
+        ),
+        "two recipes": Refusal(
+            {"scaling": Scaling(torch.ones(2, 3), 1, True), "power_of_two": False},
+            ValueError,
+            "scaling must be None beside power_of_two = False, which asks .*, found column 1",
         ),
     },
     large,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rope_qkv_ and rope_qkv_backward: cases for every way attention may leave its gradients, bounds from the formula."""
+"""RoPE's three ops: cases for every way attention may leave its gradients, bounds from the formula."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from lorakernels import ops
 from tests.ops.contract import (
     BF16,
+    E4M3,
+    E5M2,
     FP16,
     FP32,
     Arguments,
@@ -24,6 +26,7 @@ from tests.ops.contract import (
     Made,
     Refusal,
     near,
+    quantized_in_blocks,
     rounded_again,
     same,
 )
@@ -130,6 +133,25 @@ def bound_backward(call: Call) -> Iterator[Checked]:
     yield near("dqkv", call.results[0], value, size, 4, rounded_again(call, dq.dtype))
 
 
+def in_blocks(
+    heads: Heads,
+    dtype: torch.dtype,
+    fp8: torch.dtype,
+    power: bool,
+    m: Made,
+    layouts: str = "tokens outside",
+) -> Arguments:
+    return *backward(heads, dtype, layouts, m), fp8, power
+
+
+def bound_quantize(call: Call) -> Iterator[Checked]:
+    """dqkv as without bytes; these bit for bit, given dqkv."""
+    *before, fp8, power = call.before
+    dqkv, *found = call.results
+    yield from bound_backward(call._replace(before=tuple(before), results=(dqkv,)))
+    yield from quantized_in_blocks("d8", dqkv, (found[0], found[1]), fp8, power)
+
+
 def large(device: torch.device | str) -> Large:
     heads = Heads(1, 64, 8, 128)
     qkv = torch.zeros(2**18, 80 * 128, dtype=FP16, device=device)
@@ -214,4 +236,47 @@ BACKWARD = Contract(
         "multiplier": Refusal({"multiplier": torch.ones(2)}, ValueError, r"multiplier must be \[3\]"),
     },
 )  # fmt: skip
-CONTRACTS = (FORWARD, BACKWARD)
+WHOLE = [
+    (2, Heads(5, 4, 2, 64)),
+    (1, Heads(9, 3, 1, 128)),
+    (3, Heads(33, 32, 8, 128)),
+    (2, Heads(16, 9, 3, 256)),
+    (2, Heads(7, 12, 4, 32)),
+    (2, Heads(5, 16, 8, 16)),
+]  # fmt: skip
+ACROSS = [
+    EDGES[1],
+    (1, Heads(7, 8, 8, 96)),
+    (1, Heads(7, 32, 32, 8)),
+    (1, Heads(3, 2, 1, 64)),
+    (1, Heads(3, 1, 1, 512)),
+]
+QUANTIZE = Contract(
+    ops.rope_qkv_backward_quantize,
+    {
+        "two heads in a block": Case(partial(in_blocks, WHOLE[0][1], FP32, E4M3, False), 2),
+        "a head in a block": Case(partial(in_blocks, WHOLE[1][1], FP16, E5M2, True), 2),
+        "a head in two blocks": Case(partial(in_blocks, Heads(3, 2, 1, 256), FP32, E5M2, True), 2),
+        "a block of q and k": Case(partial(in_blocks, SMALL, FP32, E4M3, False), 3),
+    },
+    bound_quantize,
+    {
+        **{
+            f"B{b} {heads} {layout}": Case(partial(in_blocks, heads, BF16, E4M3, False, layouts=layout), b)
+            for b, heads in WHOLE
+            for layout in LAYOUTS
+        },
+        **{
+            f"B{b} {heads} {dtype}": Case(partial(in_blocks, heads, dtype, E5M2, dtype == FP16), b)
+            for b, heads in WHOLE[:2] + WHOLE[4:]
+            for dtype in (FP16, FP32)
+        },
+        **{f"B{b} {heads} apart": Case(partial(in_blocks, heads, BF16, E4M3, True), b) for b, heads in ACROSS},
+    },
+    {**BACKWARD.valid, "fp8_dtype": E4M3, "power_of_two": False},
+    {
+        "fp8_dtype": Refusal({"fp8_dtype": FP16}, TypeError, "fp8_dtype must be float8_e4m3fn or float8_e5m2, found"),
+        "multiplier": Refusal({"multiplier": torch.ones(2)}, ValueError, r"multiplier must be \[3\]"),
+    },
+)  # fmt: skip
+CONTRACTS = (FORWARD, BACKWARD, QUANTIZE)

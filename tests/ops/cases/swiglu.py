@@ -32,6 +32,7 @@ from tests.ops.contract import (
     near,
     near_fp8,
     quantized,
+    quantized_in_blocks,
     rounded_again,
     same,
     same_bytes,
@@ -50,10 +51,20 @@ def gate_up(f: int, dtype: torch.dtype, as_bytes: bool, m: Made) -> Scaled:
 
 
 def forward(
-    f: int, dtype: torch.dtype, as_bytes: bool, kind: str, keep: bool, m: Made
+    f: int,
+    dtype: torch.dtype,
+    as_bytes: bool,
+    kind: str,
+    keep: bool,
+    m: Made,
+    power: bool | None = None,
 ) -> Arguments:
     out_dtype = dtype if as_bytes else None
-    return gate_up(f, dtype, as_bytes, m), m.scaling(kind), keep, out_dtype
+    return gate_up(f, dtype, as_bytes, m), m.scaling(kind), keep, out_dtype, power
+
+
+def in_blocks(f: int, dtype: torch.dtype, as_bytes: bool, keep: bool, power: bool) -> Any:
+    return partial(forward, f, dtype, as_bytes, "none", keep, power=power)
 
 
 def act_of(operand: Scaled) -> tuple[Tensor, Tensor]:
@@ -71,7 +82,7 @@ def bound(call: Call) -> Iterator[Checked]:
 
 
 def _of_act(call: Call, operand: Scaled, results: tuple[Tensor, ...]) -> Iterator[Checked]:
-    (_, before, keep, *_), after = call.before, call.after[1]
+    (_, before, keep, *_, power), after = call.before, call.after[1]
     act, *found = results
     exact, roundings = act_of(operand)
     if keep:
@@ -79,7 +90,9 @@ def _of_act(call: Call, operand: Scaled, results: tuple[Tensor, ...]) -> Iterato
         yield near("act", act, exact, exact.abs() + FLUSHED, roundings, more)
     else:
         yield same("act", act, act.new_empty(0))
-    if keep and call.roundings == 1:
+    if keep and call.roundings == 1 and power is not None:
+        yield from quantized_in_blocks("a8", act, (found[0], found[1]), E4M3, power)
+    elif keep and call.roundings == 1:
         yield from quantized("a8", act, (found[0], found[1]), (before, after), E4M3)
     else:
         yield near_fp8("a8", (found[0], found[1]), exact, E4M3)
@@ -90,12 +103,14 @@ FLUSHED = (
 )  # the GPU takes 0 for a σ below 2⁻¹²⁶: with gate and up, far below this times 2⁻²⁴
 
 
-def pack(f: int, dtype: torch.dtype, kind: str, keep: bool, m: Made) -> Arguments:
+def pack(
+    f: int, dtype: torch.dtype, kind: str, keep: bool, m: Made, power: bool | None = None
+) -> Arguments:
     """Blocks whose amaxes differ."""
     plain = gate_up(f, dtype, False, m).data
     plain[:, f // 2 : f] *= 3.0
     plain[:, f:] /= 5.0
-    return plain, m.scaling(kind), keep
+    return plain, m.scaling(kind), keep, power
 
 
 def bound_pack(call: Call) -> Iterator[Checked]:
@@ -118,11 +133,24 @@ def bound_pack(call: Call) -> Iterator[Checked]:
 
 
 def backward(
-    f: int, dtype: torch.dtype, as_bytes: bool, kind: str, fp8: torch.dtype, keep: bool, m: Made
+    f: int,
+    dtype: torch.dtype,
+    as_bytes: bool,
+    kind: str,
+    fp8: torch.dtype,
+    keep: bool,
+    m: Made,
+    power: bool | None = None,
 ) -> Arguments:
     operand = gate_up(f, dtype, as_bytes, m)
     multiplier = torch.tensor([0.6, 1.9], device=m.device)
-    return m.randn(m.rows, f, dtype=dtype), operand, multiplier, m.scaling(kind), fp8, keep
+    return m.randn(m.rows, f, dtype=dtype), operand, multiplier, m.scaling(kind), fp8, keep, power
+
+
+def grad_in_blocks(
+    f: int, dtype: torch.dtype, as_bytes: bool, fp8: torch.dtype, keep: bool, power: bool
+) -> Any:
+    return partial(backward, f, dtype, as_bytes, "none", fp8, keep, power=power)
 
 
 def bound_backward(call: Call) -> Iterator[Checked]:
@@ -130,7 +158,7 @@ def bound_backward(call: Call) -> Iterator[Checked]:
 
     d8 and the amax are bit for bit, given dgate_up.
     """
-    (dact, operand, multiplier, before, fp8, keep), after = call.before, call.after[3]
+    (dact, operand, multiplier, before, fp8, keep, power), after = call.before, call.after[3]
     found, d8, scale_inv = call.results
     d, (gate, up) = dact.double(), (t.double() for t in halves(operand))
     sigmoid = torch.sigmoid(gate)
@@ -144,7 +172,9 @@ def bound_backward(call: Call) -> Iterator[Checked]:
         yield near("dgate_up", found, exact, size + FLUSHED, roundings, more)
     else:
         yield same("dgate_up", found, found.new_empty(0))
-    if keep and call.roundings == 1:
+    if keep and call.roundings == 1 and power is not None:
+        yield from quantized_in_blocks("d8", found, (d8, scale_inv), fp8, power)
+    elif keep and call.roundings == 1:
         yield from quantized("d8", found, (d8, scale_inv), (before, after), fp8, tells=True)
     else:
         yield near_fp8("d8", (d8, scale_inv), exact, fp8)
@@ -175,6 +205,8 @@ FORWARD = Contract(
         "fp8": Case(partial(forward, 12, FP32, False, "kept", True)),
         "bytes, two blocks": Case(partial(forward, 300, BF16, True, "eval", False)),
         "plain": Case(partial(forward, 12, FP16, False, "none", True)),
+        "blocks": Case(in_blocks(300, FP32, False, True, False)),
+        "blocks of bytes": Case(in_blocks(256, FP16, True, False, True)),
         "column by column": Case(
             partial(turned, partial(forward, 12, FP32, False, "unset", True)), why_not=TURNED, is_traced=True
         ),
@@ -193,6 +225,12 @@ FORWARD = Contract(
         },
         **{f"33x2048 {kind}": Case(partial(forward, 2048, BF16, False, kind, True), 33) for kind in STATES},
         **{
+            f"{m}x{f} {FORMATS[b]} in blocks": Case(in_blocks(f, BF16, b, True, b), m)
+            for m, f in SIZES
+            for b in FORMATS
+        },
+        "9x1100 in blocks": Case(in_blocks(1100, FP32, False, True, True), 9),
+        **{
             f"5x1100 {dtype} {FORMATS[b]} {kind}": Case(partial(forward, 1100, dtype, b, kind, True), 5)
             for dtype, kinds in ((FP32, STATES), (FP16, STATES[:1]))
             for kind in kinds
@@ -201,6 +239,9 @@ FORWARD = Contract(
     },
     {"gate_up": Scaled(torch.ones(4, 8)), "scaling": None, "keep": True, "out_dtype": None},
     {
+        "two recipes": Refusal(
+            {"scaling": Made("cpu", 1).scaling(), "power_of_two": True}, ValueError, "scaling must be None beside"
+        ),
         "odd columns": Refusal(
             {"gate_up": Scaled(torch.ones(4, 7))}, ValueError, "gate_up must have 2 F columns, found 7"
         ),
@@ -229,6 +270,7 @@ PACK = Contract(
     {
         "fp8": Case(partial(pack, 12, FP32, "kept", True)),
         "bytes only, two blocks": Case(partial(pack, 300, FP16, "none", False)),
+        "blocks": Case(partial(pack, 300, FP32, "none", True, power=False)),
     },
     bound_pack,
     {
@@ -243,7 +285,8 @@ PACK = Contract(
             (300, 640, FP32, "none"),
             (33, 2048, BF16, "eval"),
         )
-    },
+    }
+    | {f"{m}x{f} in blocks": Case(partial(pack, f, BF16, "none", True, power=True), m) for m, f in SIZES},
     {"gate_up": torch.ones(4, 8), "scaling": None, "keep": True},
     {"odd columns": Refusal({"gate_up": torch.ones(4, 7)}, ValueError, "2 F columns, found 7")},
 )  # fmt: skip
@@ -253,6 +296,9 @@ BACKWARD = Contract(
         "fp8": Case(partial(backward, 12, BF16, False, "kept", E5M2, True)),
         "bytes, two blocks": Case(partial(backward, 300, FP32, True, "eval", E5M2, False)),
         "plain": Case(partial(backward, 12, FP16, False, "none", E5M2, True)),
+        "blocks": Case(grad_in_blocks(256, FP32, False, E4M3, True, False)),
+        "blocks of bytes": Case(grad_in_blocks(384, FP16, True, E5M2, False, True)),
+        "a block of gate and up": Case(grad_in_blocks(200, FP32, False, E5M2, True, True)),
         "column by column": Case(
             partial(turned, partial(backward, 12, FP32, False, "unset", E4M3, True)), why_not=TURNED
         ),
@@ -270,6 +316,12 @@ BACKWARD = Contract(
             for b in FORMATS
         },
         **{f"33x2048 {kind}": Case(partial(backward, 2048, BF16, False, kind, E5M2, True), 33) for kind in STATES},
+        **{
+            f"{m}x{f} {FORMATS[b]} in blocks": Case(grad_in_blocks(f, BF16, b, E4M3 if b else E5M2, True, b), m)
+            for m, f in SIZES
+            for b in FORMATS
+        },
+        "5x1152 in blocks": Case(grad_in_blocks(1152, FP32, False, E4M3, True, False), 5),
         **{
             f"5x1100 {dtype} {FORMATS[b]} {kind}": Case(partial(backward, 1100, dtype, b, kind, fp8, True), 5)
             for dtype, kind, fp8 in (
@@ -289,6 +341,9 @@ BACKWARD = Contract(
         "keep": True,
     },
     {
+        "two recipes": Refusal(
+            {"scaling": Made("cpu", 1).scaling(), "power_of_two": True}, ValueError, "scaling must be None beside"
+        ),
         "columns of dact": Refusal({"dact": torch.ones(4, 5)}, ValueError, r"dact must be \(4, 4\) .* found \(4, 5\)"),
         "multiplier": Refusal({"multiplier": torch.ones(3)}, ValueError, r"multiplier must be \[2\] .* found \[3\]"),
         "dtype of multiplier": Refusal(

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss curves as quality_ranks.py compares them and as they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WINDOW = 20  # steps
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The running mean of WINDOW steps, or of all if there are fewer."""
+    sums = [0.0]
+    for loss in losses:
+        sums.append(sums[-1] + loss)
+    width = min(WINDOW, len(losses))
+    return [(sums[i + width] - sums[i]) / width for i in range(len(losses) - width + 1)]

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a model train over several GPUs as on one? Loss curves of the same steps in each layout, beside each other.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300]
+
+A Llama of the widths of Llama-3.2-1B learns this Python's sources byte by byte. Rank 0 trains it whole, and the others
+get its weights. Then each layout adapts it to pydoc's help texts: R = 16 on q, k, v, o, p = 0.1, over an FP8 base, a
+row of 2048 tokens a step, fused layers that are replayed. A, the rows' order and the learning rates are equal. Ways:
+
+    one GPU                 rank 0 alone, with whom the others are compared
+    one GPU, other masks    rank 1 alone, whose dropout draws from another seed: what masks alone change
+    tp 2                    layers over two ranks, their rows and the vocabulary too; the masks of one GPU
+    cp 2                    rows over two ranks, which draw masks of their own
+    tp 2 x cp 2             both, on four ranks
+
+A curve is the running mean of 20 steps' losses. "largest difference" is that of two curves at any step, relative to one
+GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run, and quality_ranks.png
+shows the curves. "held-out loss" is in nats per byte, after the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import gc
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from lorakernels.graphs import GraphManager, GraphOptions
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.lib.curves import smoothed
+from benchmarks.lib.ranks import largest, start_ranks
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.texts import demo_texts
+from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P
+from benchmarks.report.plots import draw_all
+from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
+from lorakernels.fusion.over_ranks import together_of
+from lorakernels.parallel import context_parallel, parallelize
+
+ONE, OTHER = "one GPU", "one GPU, other masks"
+TOLERANCE = 0.003  # of the smoothed curves, at any step
+EVERY = 10  # steps whose losses are read and written together
+VOCABULARY = 512  # 256 bytes, and a number that ranks divide
+CLIP = 0.3  # of the gradients' norm, as the learning rate those of MLPerf's LoRA task
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, and how long it trains on its two texts."""
+
+    shape: dict[str, int]
+    length: int = 2048
+    steps: int = 300
+    base_steps: int = 150
+    base_lr: float = 4e-4
+    lr: float = 4e-4
+    held: int = 8  # rows of the second text
+
+
+PLANS = {
+    "1b": Plan(
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
+    ),
+    "tiny": Plan(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        length=64,
+        steps=30,
+        base_steps=20,
+        base_lr=4e-3,
+        lr=4e-3,
+    ),
+}
+
+
+def ways_of(ranks: int) -> list[tuple[str, int, int]]:
+    """(name, tp, cp) of what runs on so many ranks."""
+    found = [(ONE, 1, 1)]
+    if ranks > 1:
+        found += [(OTHER, 1, 1), ("tp 2", 2, 1), ("cp 2", 1, 2)]
+    if ranks >= 4:
+        found.append(("tp 2 x cp 2", 2, 2))
+    return found
+
+
+def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
+    """Collective: a Llama that rank 0 trains whole on `rows`; frozen, in bf16 on a GPU and equal on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=plan.length, use_cache=False, **plan.shape
+    )
+    model = LlamaForCausalLM(config).to(device)
+    if dist.get_rank() == 0:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=plan.base_lr, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(plan.base_steps):
+            ids = rows[torch.randint(len(rows), (2,), generator=generator)].to(device)
+            optimizer.param_groups[0]["lr"] = plan.base_lr * rate(step, plan.base_steps)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                model(input_ids=ids, labels=ids).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    if device.type == "cuda":
+        model = model.to(torch.bfloat16)
+    for parameter in model.requires_grad_(False).parameters():
+        dist.broadcast(parameter, 0)
+    return model
+
+
+def rate(step: int, steps: int) -> float:
+    """5 % warm-up, then a cosine."""
+    ramp = min(1.0, (step + 1) / max(1, 0.05 * steps))
+    return ramp * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+class Layout:
+    """Adapters over a copy of a base, trained by `tp` · `cp` ranks together."""
+
+    def __init__(self, base: Any, way: tuple[str, int, int], alone: Any, graphs: Any) -> None:
+        name, tp, cp = way
+        self.model, self.alone = copy.deepcopy(base), alone
+        device = next(self.model.parameters()).device
+        seed = dist.get_rank() if name == OTHER else 0
+        torch.manual_seed(3)  # one value on all ranks: equal adapters, and masks of one state
+        self.rng = PhiloxState(11 + seed, device)
+        config = LoRAConfig(
+            r=RANK,
+            lora_alpha=ALPHA,
+            lora_dropout=P,
+            target_modules=list(ADAPTED["qkvo"]),
+            fp8=DelayedScaling(),
+        )
+        self.state: Any = apply_lora(self.model, config, rng_state=self.rng).fp8_state
+        fuse(self.model.train())
+        self.split: Any = None
+        self.context: Any = None
+        if tp * cp > 1:
+            rest = dist.get_world_size() // (tp * cp)
+            mesh = init_device_mesh(device.type, (rest, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+            self.split = parallelize(self.model, mesh["tp"], vocabulary=True) if tp > 1 else None
+            self.context = context_parallel(self.model, mesh["cp"]) if cp > 1 else None
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, weight_decay=0.0)
+        self.manager = None
+        if graphs is not None:
+            layers = [*self.model.model.layers]
+            states: dict[str, Any] = {"fp8_state": self.state, "rng_states": [self.rng]}
+            options = replace(graphs, together=together_of(layers))
+            self.manager = GraphManager(layers, options=options, **states)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        over = self.context or self.split
+        if over is not None:
+            found: Tensor = over.loss(ids, input_ids=ids)
+            return found
+        alone: Tensor = self.model(input_ids=ids, labels=ids).loss
+        return alone
+
+    def step(self, ids: Tensor, lr: float) -> Tensor:
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = self.loss(ids)
+        loss.backward()
+        if self.context is not None:
+            self.context.reduce_gradients()
+        if self.split is not None:
+            self.split.clip_grad_norm_(CLIP)
+        else:
+            nn.utils.clip_grad_norm_(self.trained, CLIP)
+        self.optimizer.step()
+        self.state.reduce_and_update(self.alone)  # and over who has its layers or rows besides
+        if self.manager is None or self.manager.phase != "replaying":
+            self.rng.advance()
+        if self.manager is not None:
+            self.manager.end_iteration()
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out(self, rows: Tensor) -> float:
+        self.model.eval()
+        losses = [self.loss(ids[None]) for ids in rows]
+        self.model.train()
+        return float(torch.stack(losses).mean())
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
+
+class Curves:
+    """The losses of every way, and the file that gets them as they come, on rank 0."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.losses: dict[str, list[float]] = {}
+        self._path = folder and folder / "quality_ranks_curves.csv"
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("way,step,loss\n")
+
+    def add(self, way: str, losses: list[float]) -> None:
+        known = self.losses.setdefault(way, [])
+        if self._path is not None:
+            with self._path.open("a", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerows(
+                    (way, len(known) + i, round(loss, 6)) for i, loss in enumerate(losses)
+                )
+        known += losses
+
+
+def run(
+    way: tuple[str, int, int],
+    base: Any,
+    text: Tensor,
+    plan: Plan,
+    curves: Curves,
+    alone: Any,
+    graphs: GraphOptions | None,
+) -> Row:
+    """Collective: one way's row. `graphs`: None for eager layers."""
+    name, device = way[0], next(base.parameters()).device
+    row: Row = {"way": name, "ranks": way[1] * way[2]}
+    began = time.perf_counter()
+    layout = Layout(base, way, alone, graphs)
+    held, data = text[: plan.held].to(device), text[plan.held :]
+    before = layout.held_out(held)  # B = 0, so that all are the base's
+    generator = torch.Generator().manual_seed(2)
+    order = torch.randint(len(data), (plan.steps, 1), generator=generator)
+    waiting: list[Tensor] = []
+    for step in range(plan.steps):
+        waiting.append(layout.step(data[order[step]].to(device), plan.lr * rate(step, plan.steps)))
+        if len(waiting) == EVERY or step == plan.steps - 1:
+            curves.add(name, of_rank(1 if name == OTHER else 0, torch.stack(waiting)))
+            waiting.clear()
+    replayed = 0 if layout.manager is None else layout.manager.replayed
+    layout.close()
+    loss = of_rank(1 if name == OTHER else 0, torch.tensor([layout.held_out(held)], device=device))
+    seconds = largest(time.perf_counter() - began, device)
+    return {
+        **row,
+        "steps": plan.steps,
+        "replayed": replayed,
+        "loss before": round(before, 5),
+        "held-out loss": round(loss[0], 5),
+        "seconds": round(seconds, 1),
+    }
+
+
+def of_rank(rank: int, values: Tensor) -> list[float]:
+    """Collective: that rank's `values`, on all."""
+    values = values.float().clone()
+    dist.broadcast(values, rank)
+    found: list[float] = values.tolist()
+    return found
+
+
+def compared(rows: list[Row], curves: dict[str, list[float]]) -> list[Row]:
+    """With checks, and how far each curve is from one GPU's."""
+    found, one, first = [], smoothed(curves[ONE]), rows[0]
+    for row in rows:
+        losses = curves[str(row["way"])]
+        off = [abs(a / b - 1) for a, b in zip(smoothed(losses), one, strict=True)]
+        worst = max(range(len(off)), key=off.__getitem__)
+        check = "ok"
+        if not all(map(math.isfinite, losses)):
+            check = "WRONG: a loss is not finite"
+        elif row["way"] not in (ONE, OTHER) and not off[worst] <= TOLERANCE:
+            check = f"WRONG: more than {TOLERANCE:.1%} from one GPU"
+        shown: Row = {"way": row["way"], "ranks": row["ranks"], "check": check}
+        shown |= {"largest difference": f"{off[worst]:.3%}", "from step": worst}
+        shown |= {name: value for name, value in row.items() if name not in shown}
+        shown["÷ one GPU"] = ratio(row["held-out loss"], first["held-out loss"], 5)
+        found.append(shown)
+    return found
+
+
+def main() -> int:
+    options = parser(__doc__.partition("\n")[0])
+    options.add_argument("--model", choices=list(PLANS), help='default: "1b", on a CPU "tiny"')
+    options.add_argument("--layers", type=int, help="of the model")
+    options.add_argument("--steps", type=int, help="of each way")
+    options.add_argument("--eager", action="store_true", help="replay no layers")
+    args, device = arguments(options)
+    device = start_ranks(device)
+    plan = PLANS[args.model or ("1b" if device.type == "cuda" else "tiny")]
+    if args.layers:
+        plan = replace(plan, shape={**plan.shape, "num_hidden_layers": args.layers})
+    plan = replace(plan, steps=args.steps or plan.steps)
+    try:
+        return _main(plan, args, device)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _main(plan: Plan, args: argparse.Namespace, device: torch.device) -> int:
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    groups = [dist.new_group([rank]) for rank in range(ranks)]
+    began = time.perf_counter()
+    sources, topics = demo_texts(plan.length)
+    base = make_base(plan, sources, device)
+    if first:
+        print(f"{len(topics)} rows; the base in {time.perf_counter() - began:.1f} s", flush=True)
+    curves = Curves(args.output if first else None)
+    graphs = GraphOptions() if device.type == "cuda" and not args.eager else None
+    rows: list[Row] = []
+    for way in ways_of(ranks):
+        rows.append(run(way, base, topics, plan, curves, groups[dist.get_rank()], graphs))
+        if first:
+            print(compared(rows, curves.losses)[-1], flush=True)
+        gc.collect()
+    if not first:
+        return 0
+    if args.output:
+        drawn = {"quality_ranks_curves": curve_rows(curves.losses)}
+        draw_all(args.output, drawn, ("quality_ranks",))
+    return finish("quality_ranks", compared(rows, curves.losses), environment(device), args.output)
+
+
+def curve_rows(curves: dict[str, list[float]]) -> list[dict[str, str]]:
+    """As quality_ranks_curves.csv has them."""
+    return [
+        {"way": way, "step": str(step), "loss": str(loss)}
+        for way, losses in curves.items()
+        for step, loss in enumerate(losses)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

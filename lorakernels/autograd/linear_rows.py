@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of linear.py for some of all rows, so that ranks exchange others meanwhile (parallel/tensor_fused.py).
+
+`project_rows` and `grad_rows` write into a tensor that has all rows. Per row they compute what `project` and `grad_x`
+do, of an operand with one scale. `grad_rows` takes one mask at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from lorakernels.autograd.linear import Projections
+from lorakernels.kernels import tune
+from lorakernels.ops.fp8_grad_input import fp8_grad_input_into
+from lorakernels.ops.fp8_linear_lora import fp8_linear_lora_into
+from lorakernels.values import Scaled, Up, Weight
+
+# seconds for each 128 × 128 × 1 of a product on an H100 or H200: it is 4.5 ns at 1,103 TFLOP/s, and
+# 5.4 ns at 861 (docs/performance.md).
+_OF_A_TILE = 5e-9
+
+
+def slower_in_pieces(
+    to: Projections, pieces: Iterable[int], multiprocessors: int, backward: bool = False
+) -> float:
+    """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper.
+
+    csrc's tiles fill the multiprocessors in rounds, of which each piece may leave one part empty.
+    """
+    cols, depth = to.weight.shape[::-1] if backward else to.weight.shape
+    split = to.spec.split_dgrad if backward else to.spec.split_fprop
+
+    def seconds(rows: int) -> float:
+        how = "split" if split else "fast"
+        if backward and (
+            to.weight_t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
+        ):
+            how = "turned" if split else "turned fast"
+        return tune.csrc_tile(rows, cols, how, multiprocessors)[1] * depth * _OF_A_TILE
+
+    each = [*pieces]
+    return sum(map(seconds, each)) - seconds(sum(each))
+
+
+def masks_at(to: Projections, row0: int) -> Projections:
+    """`to` with masks for rows that begin at `row0` of its own."""
+    return to._replace(masks=tuple(m and m._replace(row0=m.row0 + row0) for m in to.masks))
+
+
+def project_rows(
+    y: Tensor,
+    rows: slice,
+    operand: Scaled,
+    s: Tensor | None,
+    to: Projections,
+    stacked_B: Tensor | None,
+) -> None:
+    """Write the `rows` of y [M, ΣN]. `operand` and `s` have these alone."""
+    up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
+    weight = Weight(to.weight, to.scale_inv)
+    fp8_linear_lora_into(y[rows], operand, weight, to.bias, up, to.spec.split_fprop)
+
+
+def grad_rows(dx: Tensor, rows: slice, dy8: Scaled, ds: Tensor | None, to: Projections) -> None:
+    """Write the `rows` of dx [M, K]. `dy8` and `ds` have these alone, and `to` has the masks of all."""
+    lora_A = to.lora_A
+    mask = masks_at(to, rows.start).masks[0] if to.masks else None
+    d = ds if lora_A is not None else None
+    spec = to.spec
+    fp8_grad_input_into(
+        dx[rows], dy8, spec.backward_dtype, to.grad_weight, d, lora_A, mask, spec.split_dgrad
+    )
