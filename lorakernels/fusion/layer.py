@@ -152,8 +152,8 @@ class FusedDecoderLayer(nn.Module):
         """[B, T, K] → [B, T, K].
 
         Raises:
-            RuntimeError: there is a cache where gradients are computed, a module was exchanged since `fuse`, or autocast is to another
-                dtype.
+            RuntimeError: there is a cache where gradients are computed, a module was exchanged since `fuse`, or
+                autocast is to another dtype.
             TypeError, ValueError: an argument does not fit a fused layer, or a module in it has a hook.
         """
         if past_key_values is not None or kwargs.get("past_key_value") is not None:

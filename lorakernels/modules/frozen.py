@@ -309,7 +309,8 @@ class FrozenFP8Linear(nn.Module):
             ValueError: x's last dimension is not K, or x is on another device.
         """
         if not torch.compiler.is_compiling():
-            if (y := planned_call(self, x, None, None, _NO_NUMBERS)) is not None:
+            y = planned_call(self, x, None, None, _NO_NUMBERS)
+            if y is not None:
                 return y
         check_input(x, self._held)
         return self.with_adapter(x, Adapter(), _NO_NUMBERS, None)
