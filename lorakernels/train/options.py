@@ -281,7 +281,8 @@ class FinetuneOptions(RunningOptions):
         1,
         "runtime",
         "tensor parallel, under torchrun: so many ranks after each other have a part of each linear layer of the "
-        "decoder, and train it together on the same rows; fused layers are replayed, others run eager",
+        "decoder, and train it together on the same rows; fused layers are replayed, others run eager. With "
+        "shard_base, ranks of a machine with the same parts keep one copy of them together",
     )
     sequence_parallel: bool = option(
         True,

@@ -170,6 +170,16 @@ def test_uneven_machines_are_refused(
         shard_mesh(options, Ranks(0, 4), torch.device("cpu"), pytest.fail)
 
 
+def test_parts_of_layers_are_sharded_within_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, said = FinetuneOptions(shard_base=True, tp=4), []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert shard_mesh(options, Ranks(0, 8, tp=4), torch.device("cpu"), said.append) is None
+    assert "each rank keeps its parts whole" in said[0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="needs all 4 ranks of tp on one machine, found 2"):
+        shard_mesh(options, Ranks(0, 8, tp=4), torch.device("cpu"), pytest.fail)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("form", [[], ["--eager"], ["--no-fuse", "--eager"]], ids=" ".join)

@@ -216,13 +216,10 @@ def test_two_replicas_of_two_parts(run: list[Any], tmp_path: Path) -> None:
     np.testing.assert_allclose(norms(tmp_path / "four"), norms(tmp_path / "one"), rtol=1e-3)
 
 
-@pytest.mark.parametrize("form", [["--fuse"], ["--no-fuse", "--gradient-checkpointing"]], ids=str)
-def test_two_replicas_of_two_parts_keep_one_base(
-    form: list[str], run: list[Any], tmp_path: Path
-) -> None:
+def test_two_replicas_of_two_parts_keep_one_base(run: list[Any], tmp_path: Path) -> None:
     """To the bit, and a run goes on with the base sharded."""
     whole, sharded, parts = (tmp_path / name for name in ("whole", "sharded", "parts"))
-    four = [*run, *form, "--tp", 2, "--grad-accum", 1]
+    four = [*run, "--fuse", "--tp", 2, "--grad-accum", 1]
     runs: list[list[Any]] = [
         [*four, "--output", whole],
         [*four, "--shard-base", "--output", sharded],
