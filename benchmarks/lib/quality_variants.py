@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +18,33 @@ from torch import Tensor, nn
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.plain import PlainLora
 from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
-from lorakernels import LoRAConfig, LoRAReport, PhiloxState, apply_lora, fuse
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    LoRAConfig,
+    LoRAReport,
+    PhiloxState,
+    apply_lora,
+    fuse,
+)
+from lorakernels.config import Recipe
 from lorakernels.modules.merge import lora_modules
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REFERENCE = "hf + peft bf16"
+PLAIN = "ours over the plain base"
+BLOCKS = "ours fp8 in blocks + lora"
+SAME = 0.001
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, its two texts and how long it trains on them; `held` rows of the second are held out."""
+    """A model, its two texts and how long it trains on them; `held` rows of the second are held out.
+
+    With `folder`, the model is the checkpoint there, and the second text alone is used. `tolerance` is how far a mean
+    of ours over FP8 may lie above bf16's; over the plain base it is SAME, where there is no dropout.
+    """
 
     shape: dict[str, int]
     texts: Callable[[int], tuple[Tensor, Tensor]]  # of a length: two int64 [rows, length]
@@ -42,6 +59,8 @@ class Plan:
     p: float = 0.05
     seeds: int = 2
     seed: int = 0
+    folder: Path | None = None
+    tolerance: float = 0.005
 
 
 def _nothing() -> None:
@@ -102,10 +121,19 @@ def te(model: Any, plan: Plan) -> Run:
     return Run(functools.partial(autocast, library))
 
 
-def apply_ours(model: Any, plan: Plan, rng_state: PhiloxState | None = None) -> LoRAReport:
+def apply_ours(
+    model: Any,
+    plan: Plan,
+    rng_state: PhiloxState | None = None,
+    fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
+) -> LoRAReport:
     initial = {name: a for name, _, a, _ in adapters(model, plan)}
     config = LoRAConfig(
-        r=plan.rank, lora_alpha=2 * plan.rank, lora_dropout=plan.p, target_modules=list(TARGETS)
+        r=plan.rank,
+        lora_alpha=2 * plan.rank,
+        lora_dropout=plan.p,
+        target_modules=list(TARGETS),
+        fp8=fp8,
     )
     report = apply_lora(model, config, rng_state=rng_state)
     with torch.no_grad():
@@ -114,8 +142,12 @@ def apply_ours(model: Any, plan: Plan, rng_state: PhiloxState | None = None) -> 
     return report
 
 
-def ours(model: Any, plan: Plan) -> Run:
-    apply_ours(model, plan)
+def ours(
+    model: Any,
+    plan: Plan,
+    fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
+) -> Run:
+    apply_ours(model, plan, fp8=fp8)
     return Run()
 
 
@@ -139,7 +171,9 @@ def ours_fused(model: Any, plan: Plan) -> Run:
 
 VARIANTS: dict[str, Variant] = {
     REFERENCE: peft,
+    PLAIN: functools.partial(ours, fp8=None),
     "ours fp8 + lora": ours,
+    BLOCKS: functools.partial(ours, fp8=BlockScaling()),
     "ours, fused + graphs": ours_fused,
     "te fp8 + lora": te,
 }

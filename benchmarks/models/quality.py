@@ -2,6 +2,7 @@
 """Does LoRA train as well over an FP8 base? The same steps over ours, over TE's FP8 base and over PEFT's bf16 base.
 
     python benchmarks/models/quality.py --output DIR [--models demo random] [--steps N] [--seeds 0 1 …]
+    python benchmarks/models/quality.py --output DIR --models smollm2 --smollm2 FOLDER
 
 There are two Llamas, whose linear layers are all adapted. "demo" has the demo's shape. It learns the standard
 library's sources byte by byte and is then adapted to pydoc's help texts in 500 steps. "random" is wider and does the
@@ -10,10 +11,14 @@ every variant. A seed decides A, the order of the rows and, in each variant's ow
 optimizer and the fp32 adapters are the same for all. "ours, fused + graphs" calls `fuse` and replays the layers'
 graphs from step 3 on.
 
+"smollm2" is SmolLM2-135M-Instruct, which smollm2.py writes into FOLDER: a model that was really trained, adapted to the
+topics of Python's own help in 300 steps, three seeds, without dropout. Its losses are in nats per token. Over the plain
+base ours has to be PEFT's to 0.1 %.
+
 "held-out loss" is in nats per byte, after the last step. It is the mean over the same rows and over the seeds: six for
 "demo" and two for "random", unless --seeds says otherwise. "spread" is the largest seed's loss less the smallest's,
-which was 0.5 to 1.1 % on "demo" (three seeds, an H200). Where ours is more than 0.5 % above the bf16 base, the row is
-WRONG and the exit code 1.
+which was 0.5 to 1.1 % on "demo" (three seeds, an H200). Where ours is more than 0.5 % above the bf16 base, or 1.5 %
+with "smollm2", the row is WRONG and the exit code 1.
 
 quality_seeds.csv has a row for each seed. quality_curves.csv and quality.png have the curves. On a GPU, all variants
 run beside each other in processes that train the same base, and "seconds" is measured under that load.
@@ -33,7 +38,9 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,7 +49,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, te
+from benchmarks.lib.quality_variants import (
+    BLOCKS,
+    PLAIN,
+    REFERENCE,
+    SAME,
+    VARIANTS,
+    Context,
+    Plan,
+    Run,
+    te,
+)
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
@@ -50,7 +67,6 @@ from lorakernels.train.byte_tokenizer import VOCABULARY
 from lorakernels.train.demo import SHAPE, write_texts
 from lorakernels.train.model import quiet_transformers, reproducible
 
-TOLERANCE = 0.005
 SEED_COLUMNS = (
     "model",
     "variant",
@@ -103,6 +119,17 @@ def _chain(after: Tensor, rows: int, length: int, generator: torch.Generator) ->
     return torch.stack(columns, 1)
 
 
+def help_texts(length: int, folder: Path | None = None) -> tuple[Tensor, Tensor]:
+    """No text, and the topics of Python's help as tokens of the model in `folder`."""
+    if folder is None:
+        raise ValueError("the model smollm2 needs --smollm2 FOLDER")
+    tokenizer = quiet_transformers().AutoTokenizer.from_pretrained(folder)
+    text = "\n".join(topics[name] for name in sorted(topics))
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    rows = ids[: len(ids) // length * length].view(-1, length)
+    return rows[:0], rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(7))]
+
+
 PLANS = {
     "demo": Plan(SHAPE, demo_texts, base_lr=4e-3, lr=4e-3, steps=500, seeds=6),
     "random": Plan(
@@ -117,13 +144,26 @@ PLANS = {
         lr=1e-3,
         base_steps=150,
     ),
+    "smollm2": Plan(
+        {}, help_texts, base_lr=0.0, lr=5e-4, held=128, p=0.0, seeds=3, tolerance=0.015
+    ),
 }
 
 
+def variants(model: str) -> list[str]:
+    """Those that it is trained with, unless others are asked for."""
+    return [v for v in VARIANTS if model == "smollm2" or v not in (PLAIN, BLOCKS)]
+
+
 def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
-    """A Llama, all of it trained in fp32 on `rows`, then frozen in bf16 (fp32 on a CPU)."""
+    """A Llama, all of it trained in fp32 on `rows`, then frozen in bf16 (fp32 on a CPU); or that of `plan.folder`."""
     transformers = quiet_transformers()
     torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if plan.folder is not None:
+        found = transformers.AutoModelForCausalLM.from_pretrained(plan.folder, dtype=dtype)
+        found.config.use_cache = False
+        return found.to(device).requires_grad_(False)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         num_key_value_heads=plan.shape["num_attention_heads"],
@@ -134,7 +174,6 @@ def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
     )
     model = transformers.LlamaForCausalLM(config).to(device)
     train(model, rows, plan, plan.base_steps, plan.base_lr, Run())
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return model.to(dtype).requires_grad_(False)
 
 
@@ -248,6 +287,12 @@ def summary(rows: list[Row]) -> list[Row]:
     return [_summed(of, found.get((model, REFERENCE), [])) for (model, _), of in found.items()]
 
 
+def _most(row: Row) -> float:
+    """How far a mean of such rows may lie above bf16's. Dropout's masks differ from PEFT's."""
+    plan = PLANS.get(str(row["model"]), PLANS["demo"])
+    return SAME if row["variant"] == PLAIN and plan.p == 0.0 else plan.tolerance
+
+
 def _summed(rows: list[Row], bf16: list[Row]) -> Row:
     """A mean too far above bf16's is WRONG if it is ours."""
     check = next((str(row["check"]) for row in rows if row["check"] != "ok"), "ok")
@@ -259,9 +304,9 @@ def _summed(rows: list[Row], bf16: list[Row]) -> Row:
             check = "not judged: bf16's has not run with the same seeds"
         elif {row["base"] for row in rows} != {bf16[0]["base"]}:
             check = f"WRONG: trained another base than {bf16[0]['base']}"
-        elif not off <= 1 + TOLERANCE:
+        elif not off <= 1 + (most := _most(rows[0])):
             kind = _kind(str(rows[0]["variant"]), "missed")
-            check = f"{kind}: more than {TOLERANCE:.1%} above bf16's"
+            check = f"{kind}: more than {most:.1%} above bf16's"
     seconds = sum(float(str(row["seconds"] or 0)) for row in rows) / len(rows)
     return {
         **{name: rows[0][name] for name in ("model", "variant")},
@@ -310,24 +355,37 @@ def read_csv(path: Path) -> list[Row]:
 
 def main() -> int:
     options = parser("training over FP8 bases against a bf16 base")
-    options.add_argument("--models", nargs="+", choices=list(PLANS), default=list(PLANS))
-    options.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    options.add_argument(
+        "--models", nargs="+", choices=list(PLANS), help="default: all whose base is here"
+    )
+    options.add_argument("--smollm2", type=Path, metavar="FOLDER", help="that smollm2.py wrote")
+    options.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), help="default: the model's own"
+    )
     options.add_argument("--steps", type=int, help="default: the model's own")
     options.add_argument("--seeds", nargs="+", type=int, help="default: the model's own")
     args, device = arguments(options)
+    args.models = args.models or [m for m in PLANS if m != "smollm2" or args.smollm2]
+    if "smollm2" in args.models and args.smollm2 is None:
+        options.error("the model smollm2 needs --smollm2 FOLDER")
+    PLANS["smollm2"] = replace(
+        PLANS["smollm2"], folder=args.smollm2, texts=partial(help_texts, folder=args.smollm2)
+    )
     rows: list[Row] = []
     curves: list[Row] = []
     seeds_of = {m: args.seeds or list(range(PLANS[m].seeds)) for m in args.models}
-    jobs = [(m, v, seed) for m in args.models for v in args.variants for seed in seeds_of[m]]
+    variants_of = {m: args.variants or variants(m) for m in args.models}
+    jobs = [(m, v, seed) for m in args.models for v in variants_of[m] for seed in seeds_of[m]]
     if device.type == "cuda" and len(jobs) > 1:
         steps = ["--steps", str(args.steps)] if args.steps else []
+        steps += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
         rows, curves = in_parallel(jobs, ["--device", args.device, *steps])
     else:
         for name in args.models:
             plan = PLANS[name]
             if args.steps:
                 plan = replace(plan, steps=args.steps)
-            seeds, points = bench_model(name, plan, args.variants, device, seeds_of[name])
+            seeds, points = bench_model(name, plan, variants_of[name], device, seeds_of[name])
             rows += seeds
             curves += points
     facts = environment(device)

@@ -42,14 +42,16 @@ def tiny(quality: Any, **changes: Any) -> Any:
 
 def test_bf16_and_fp8_bases_train_alike_and_te_says_why_not(quality: Any) -> None:
     rows, curves = quality.bench_model("random", tiny(quality), list(quality.VARIANTS), CPU, [0])
-    bf16, ours, fused, te = rows
+    bf16, plain, ours, blocks, fused, te = rows
+    assert plain["held-out loss"] == pytest.approx(bf16["held-out loss"], rel=1e-5)
+    assert blocks["check"] == "ok" and blocks["held-out loss"] != ours["held-out loss"]
     assert fused["check"] == "needs a GPU" and fused["held-out loss"] == ""
     assert bf16["check"] == ours["check"] == "ok" and te["held-out loss"] == ""
     assert "cannot be imported" in te["check"] or te["check"] == "needs a GPU"
     assert 0 < abs(ours["held-out loss"] - bf16["held-out loss"]) < 0.005 * bf16["held-out loss"]
     assert bf16["held-out loss"] < bf16["loss before"], "it learns"
     assert {(c["variant"], c["step"]) for c in curves} == {
-        (variant, step) for variant in ("hf + peft bf16", "ours fp8 + lora") for step in (0, 10)
+        (variant, step) for variant in list(quality.VARIANTS)[:4] for step in (0, 10)
     }
     assert "transformer_engine" not in sys.modules or sys.modules["transformer_engine"], "hidden"
 
@@ -127,6 +129,23 @@ def test_a_mean_of_seeds_is_judged_by_bf16s_of_the_same_model(
     assert rows[1]["seeds"] == 2 and rows[2]["spread"] == 0.0
     if losses[0]:
         assert rows[1]["spread"] == pytest.approx(float(losses[0]) - float(losses[1]))
+
+
+@pytest.mark.parametrize(
+    ("variant", "loss", "check"),
+    [
+        ("ours over the plain base", "2.001", "ok"),
+        ("ours over the plain base", "2.003", "WRONG: more than 0.1%"),
+        ("ours fp8 + lora", "2.02", "ok"),
+        ("ours fp8 + lora", "2.04", "WRONG: more than 1.5%"),
+    ],
+)
+def test_a_model_that_was_really_trained_has_bounds_of_its_own(
+    quality: Any, variant: str, loss: str, check: str
+) -> None:
+    rows = [*of_seeds("smollm2", variant, [loss]), *of_seeds("smollm2", quality.REFERENCE, ["2.0"])]
+    assert quality.summary(rows)[0]["check"].startswith(check)
+    assert variant in quality.variants("smollm2")
 
 
 def test_a_seed_that_failed_is_its_variants_result(quality: Any) -> None:
