@@ -14,8 +14,8 @@ row of 2048 tokens a step, fused layers that are replayed. A, the rows' order an
     tp 2 x cp 2             both, on four ranks
 
 A curve is the running mean of 20 steps' losses. "largest difference" is that of two curves at any step, relative to one
-GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run, and quality_ranks.png
-shows the curves. "held-out loss" is in nats per byte, after the last step.
+GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run. "held-out loss" is
+in nats per byte, after the last step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from benchmarks.lib.ranks import largest, start_ranks
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P
-from benchmarks.report.plots import draw_all
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 from lorakernels.fusion.over_ranks import together_of
 from lorakernels.parallel import context_parallel, parallelize
@@ -337,19 +336,7 @@ def _main(plan: Plan, args: argparse.Namespace, device: torch.device) -> int:
         gc.collect()
     if not first:
         return 0
-    if args.output:
-        drawn = {"quality_ranks_curves": curve_rows(curves.losses)}
-        draw_all(args.output, drawn, ("quality_ranks",))
     return finish("quality_ranks", compared(rows, curves.losses), environment(device), args.output)
-
-
-def curve_rows(curves: dict[str, list[float]]) -> list[dict[str, str]]:
-    """As quality_ranks_curves.csv has them."""
-    return [
-        {"way": way, "step": str(step), "loss": str(loss)}
-        for way, losses in curves.items()
-        for step, loss in enumerate(losses)
-    ]
 
 
 if __name__ == "__main__":

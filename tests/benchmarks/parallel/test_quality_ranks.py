@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lorakernels.graphs import GraphOptions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.report.plots import draw_all
 from lorakernels.parallel import comm
 from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
@@ -33,7 +34,8 @@ def test_one_process_has_its_curve(load: Load, run: Run, rows_of: RowsOf, tmp_pa
     assert float(row["held-out loss"]) < float(row["loss before"])
     curve = rows_of("quality_ranks_curves")
     assert [point["step"] for point in curve] == [str(step) for step in range(STEPS)]
-    assert (tmp_path / "quality_ranks.png").read_bytes().startswith(b"\x89PNG")
+    (picture,) = draw_all(tmp_path, {"quality_ranks_curves": curve}, ("quality_ranks",))
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def every_way(rank: int, device: torch.device, folder: str, imitated: bool) -> list[Any]:
