@@ -48,8 +48,8 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
             name,
             ops.rms_norm_quantize,
             ops.rms_norm_quantize.reference,
-            lambda keep=keep: (x, weight, EPS, scaling, keep),
-            partial(fault, "rms_norm_quantize", (x, weight, EPS, scaling, keep)),
+            lambda keep=keep: (x, weight, EPS, scaling, keep, None),
+            partial(fault, "rms_norm_quantize", (x, weight, EPS, scaling, keep, None)),
             size * rows * cols,
         )
     rstd = (x.float().square().mean(1) + EPS).rsqrt()

@@ -61,7 +61,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         ("forward, act kept", plain, True, 7),
         ("forward, e4m3", packed, False, 3),
     ):
-        forward = (source, scaling, keep, dtype)
+        forward = (source, scaling, keep, dtype, None)
         yield Pass(
             name,
             ops.swiglu_quantize,
@@ -74,8 +74,8 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         "forward, packed",
         ops.swiglu_quantize_and_pack,
         ops.swiglu_quantize_and_pack.reference,
-        lambda: (gate_up, scaling, False),
-        partial(check, "swiglu_quantize_and_pack", (gate_up, scaling, False)),
+        lambda: (gate_up, scaling, False, None),
+        partial(check, "swiglu_quantize_and_pack", (gate_up, scaling, False, None)),
         7 * rows * cols,
     )
     for name, source, keep, size in (
@@ -84,7 +84,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         ("backward, e4m3", packed, False, 6),
     ):
         operands = (dact, source, multiplier)
-        backward = (*operands, scaling, E5M2, keep)
+        backward = (*operands, scaling, E5M2, keep, None)
         yield Pass(
             name,
             ops.swiglu_quantize_grad,
