@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -13,11 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.autograd import linear
 from lorakernels.parallel import comm, parallelize
+from lorakernels.parallel.row_exchange import CollectiveRows
 from lorakernels.plans.routing import OVER_RANKS
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
+# of two layers: before q, k, v and gate, up, and after o and down; the model's result once. In backward the other way
+# round, and the dA of q, k, v, and of gate, up.
+EXCHANGES = [{"gather": 5, "sum": 4}, {"gather": 4, "sum": 4, "total": 4}]
 
 
 def products(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
@@ -33,6 +38,33 @@ def products(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tenso
     with mock.patch.object(linear, "project", watched):
         loss_of(model, batch(0, device))
     return found
+
+
+def exchanges(model: nn.Module, device: torch.device) -> list[dict[str, int]]:
+    """How often ranks exchange rows in a forward, and in its backward, and sum gradients apart from that."""
+    calls: list[str] = []
+    gather, add, total = CollectiveRows.gather, CollectiveRows.sum, CollectiveRows.total
+
+    def gathers(rows: CollectiveRows, *parts: Tensor, totals: Any = ()) -> list[Tensor]:
+        calls.append("gather")
+        return [*gather(rows, *parts), *total(rows, *totals)]
+
+    def adds(rows: CollectiveRows, *args: Any) -> tuple[Tensor, Tensor | None]:
+        calls.append("sum")
+        return add(rows, *args)
+
+    def totals(rows: CollectiveRows, *parts: Tensor) -> list[Tensor]:
+        calls.extend(["total"] * bool(parts))
+        return total(rows, *parts)
+
+    watched = {"gather": gathers, "sum": adds, "total": totals}
+    with mock.patch.multiple(CollectiveRows, **watched):
+        loss = loss_of(model, batch(0, device))
+        forward = Counter(calls)
+        calls.clear()
+        loss.backward()
+    model.zero_grad()
+    return [dict(forward), dict(Counter(calls))]
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
@@ -54,6 +86,8 @@ def worker(rank: int, device: torch.device, world: int) -> list[str]:
         wrong += (
             [] if gather.call_count == (9 if sequence else 0) else [f"{gather.call_count} gathers"]
         )
+        found = exchanges(model, device)
+        wrong += [] if found == (EXCHANGES if sequence else [{}, {}]) else [f"exchanges {found}"]
         (x8, s), (own8, own_s) = theirs[0], ours[0]
         assert s is not None and own_s is not None and s.abs().sum() > 0
         wrong += [] if x8.equal(own8) else [f"x8 of q, k, v, {sequence}"]
