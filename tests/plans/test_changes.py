@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear
+from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.test_linear_plan import BF16, FP16, K, M, N, launches, layer, name_tensors
@@ -151,3 +153,24 @@ def test_parameters_of_a_functional_call_are_taken() -> None:
         assert any("other_A" in str(call.arguments) for call in recorded.calls)
         (found,) = torch.autograd.grad(y, own["lora_A"], torch.ones_like(y))
         assert found.shape == (16, K)
+
+
+def test_a_plan_that_is_forgotten_before_backward_lives_until_then() -> None:
+    """So many other calls may come between that 1,024 plans are newer."""
+    module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with dry_cuda() as recorded:
+        compare(module, x, recorded)
+        expected = step(module, x, recorded)
+        name_tensors(recorded, module, x)
+        recorded.calls.clear()
+        torch.manual_seed(0)
+        y = module(x)
+        PLANS.cache_clear()
+        gc.collect()
+        runs = recorded.runs
+        y.backward(torch.ones_like(y))
+        assert recorded.runs == runs + 1
+        assert BYTES.sub("", str(launches(recorded.calls))) == expected[2]
+        del y
+        gc.collect()
+        assert step(module, x, recorded) == expected and len(PLANS) == 1
