@@ -9,6 +9,7 @@ same base. `lorakernels_path` then says why.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import HOOKS
 from lorakernels.modules.lora import delta_of
 from lorakernels.modules.mergeable import MergeableLinear, mergeable
+from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Weight
@@ -138,12 +140,17 @@ class LoraKernelsLinear(PeftLinear):
         if self.reason_for_peft() is not None or not self._takes(x):
             return super().forward(x)
         base = self.base_layer
-        check_input(x, base.weight)
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
         p = self.dropout_of(name) if self.training else 0.0
-        slot = draw_slot(self.rng_state, x.device) if p > 0 else None
+        draw = partial(draw_slot, self.rng_state) if p > 0 else None
         numbers = AdapterNumbers(self.scaling[name], p)
         adapter = Adapter(self.lora_A[name].weight, self.lora_B[name].weight)
+        if isinstance(base, FrozenFP8Linear) and not torch.compiler.is_compiling():
+            y = planned_call(base, x, adapter.A, adapter.B, numbers, draw)
+            if y is not None:
+                return y
+        check_input(x, base.weight)
+        slot = None if draw is None else draw(x.device)
         if isinstance(base, FrozenFP8Linear):
             return base.with_adapter(x, adapter, numbers, slot)
         call = Call(LoRASpec(*numbers), slot)

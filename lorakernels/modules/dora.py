@@ -35,7 +35,8 @@ class DoRALinear(LoRALinear):
 
     A forward makes W + s · B A in fp32 to take its norms: memory of [N, K] for as long as that lasts. With dropout it
     multiplies W twice, by x − D(x) and by D(x), as D(x) meets W as well in PEFT. Over an FP8 base with one scale, one
-    product has everything of D(x), or of x without dropout, but the bias, unless x is float16.
+    product has everything of D(x), or of x without dropout, but the bias, unless x is float16. Backward reads that
+    product. Where it is the result, without dropout and bias, torch refuses a backward after it was changed in place.
 
     Attributes:
         lora_magnitude_vector: m [N], a Parameter in the adapter's dtype. It starts as ‖W + s · B A‖.

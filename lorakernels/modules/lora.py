@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -325,13 +326,14 @@ class LoRALinear(MergeableLinear):
         lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
         if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
             lora_A, lora_B = rows.factors(lora_A, lora_B)
-        draw = draw_slot if own["training"] and numbers.p > 0 else None
+        drops = own["training"] and numbers.p > 0
+        draw = partial(draw_slot, own["rng_state"]) if drops else None
         if not compiling:
             y = planned_call(self, x, lora_A, lora_B, numbers, draw)
             if y is not None:
                 return y
         check_input(x, self._held)
-        slot = None if draw is None else draw(own["rng_state"], x.device)
+        slot = None if draw is None else draw(x.device)
         return self.with_adapter(x, Adapter(lora_A, lora_B), numbers, slot)
 
     def _without_adapter(self, x: Tensor) -> Tensor:

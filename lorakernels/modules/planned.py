@@ -20,7 +20,7 @@ def planned_call(
     lora_A: Tensor | None,
     lora_B: Tensor | None,
     numbers: AdapterNumbers,
-    draw: Callable[..., Tensor] | None = None,
+    draw: Callable[[torch.device], Tensor] | None = None,
 ) -> Tensor | None:
     """`layer.with_adapter` by its plan, if that took such tensors before; else None, and nothing is changed.
 
@@ -28,7 +28,7 @@ def planned_call(
         layer: a FrozenFP8Linear.
         x: need not have been checked.
         lora_A, lora_B, numbers: of `with_adapter`.
-        draw: `draw_slot`, if there is a slot to draw.
+        draw: draws the call's slot on a device; None if there is none to draw.
     """
     own = layer.__dict__  # an attribute of a module takes several times as long
     training = own["training"]
@@ -49,7 +49,7 @@ def planned_call(
     found = found_linear(x, tensors, spec, draw is not None)
     if found is None:
         return None
-    slot = None if draw is None else draw(own["rng_state"], x.device)
+    slot = None if draw is None else draw(x.device)
     if training and state is not None:
         state.on_training_forward(own["_column"])
     y = run_linear(found, tensors, spec, slot)

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear, training_state_dict
+from lorakernels.plans.routing import without_plans
+from tests.dry_cuda import dry_cuda
+from tests.recorded_calls import Recorded
 
 peft = pytest.importorskip("peft")
+from lorakernels.integrations import _peft_layer  # noqa: E402
 from lorakernels.integrations.peft import patch, register, report, restore  # noqa: E402
 
 FP8 = DelayedScaling()
@@ -21,6 +26,7 @@ BASES = pytest.mark.parametrize(
 )
 # fp32, the same sums in another order
 FP32 = {"rtol": 1e-5, "atol": 1e-5}
+UNNAMED = re.compile(r"m\d+\+\d+ =[0-9a-f]*")  # memory that a step allocates
 
 
 class MLP(nn.Module):
@@ -393,3 +399,75 @@ def test_patch_says_what_it_cannot_do():
         TypeError, match="fp8 must be a DelayedScaling, a BlockScaling or None, got True"
     ):
         register(config(), fp8=True)
+
+
+def planned(fp8: DelayedScaling | BlockScaling, **kwargs) -> nn.Module:
+    """[..., 256] → [..., 384] in bf16, of which there are plans, with the adapters "default" and "other"."""
+    base = nn.ModuleDict({"lin": nn.Linear(256, 384, dtype=torch.bfloat16)})
+    own = {"target_modules": ["lin"], "r": 16, "lora_dropout": 0.1} | kwargs
+    model = wrapped(base, fp8, **own)
+    model.add_adapter("other", config(**own | {"lora_dropout": 0.3, "lora_alpha": 32}))
+    return model.base_model.model["lin"]
+
+
+def launched(layer: nn.Module, x: Tensor, recorded: Recorded) -> list[str]:
+    """What one step hands to kernels, from one random state."""
+    recorded.name(x=x, **{name.replace(".", "_"): p.data for name, p in layer.named_parameters()})
+    recorded.calls.clear()
+    torch.manual_seed(0)
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    return [f"{call.name} {UNNAMED.sub('there', str(call.arguments))}" for call in recorded.calls]
+
+
+@pytest.mark.parametrize("fp8", [FP8, BlockScaling()], ids=["FP8 base", "FP8 blocks"])
+def test_a_call_like_one_before_checks_nothing_again(fp8, monkeypatch):
+    layer, x = planned(fp8), torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
+    with dry_cuda() as recorded:
+        with without_plans():
+            by_ops = launched(layer, x, recorded)
+        launched(layer, x, recorded)
+        monkeypatch.setattr(_peft_layer, "check_input", None)
+        monkeypatch.setattr(FrozenFP8Linear, "with_adapter", None)
+        before = recorded.runs
+        assert by_ops and launched(layer, x, recorded) == by_ops
+        assert recorded.runs == before + 2
+
+
+@pytest.mark.parametrize("fp8", [FP8, BlockScaling()], ids=["FP8 base", "FP8 blocks"])
+def test_what_changes_at_a_peft_layer_is_seen_after_calls_like_it(fp8):
+    layer, x = planned(fp8), torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
+    changes = {
+        "another adapter": lambda: layer.set_adapter("other"),
+        "its scaling": lambda: layer.set_scale("other", 3.0),
+        "evaluation": lambda: layer.eval(),
+        "training": lambda: layer.train(),
+        "no dropout": lambda: setattr(layer.lora_dropout["other"], "p", 0.0),
+        "a frozen A": lambda: layer.lora_A["other"].weight.requires_grad_(False),
+        "the first adapter": lambda: layer.set_adapter("default"),
+    }
+    with dry_cuda() as recorded:
+        found = [launched(layer, x, recorded)]
+        for name, change in changes.items():
+            change()
+            with without_plans():
+                by_ops = launched(layer, x, recorded)
+            for _ in range(2):
+                before = recorded.runs
+                assert launched(layer, x, recorded) == by_ops, name
+                assert recorded.runs == before + 2, name
+            assert by_ops != found[-1], name
+            found.append(by_ops)
+
+
+def test_what_a_peft_layer_cannot_take_is_refused_after_a_call_as_well():
+    """Before a slot is drawn, or a scale updated."""
+    layer = planned(FP8)
+    with dry_cuda() as recorded:
+        layer(torch.randn(32, 256, dtype=torch.bfloat16))
+        recorded.calls.clear()
+        random, updates = torch.get_rng_state(), layer.base_layer.fp8_state.updates
+        with pytest.raises(ValueError, match="x must have shape"):
+            layer(torch.zeros(32, 128, dtype=torch.bfloat16))
+        assert torch.equal(torch.get_rng_state(), random)
+        assert layer.base_layer.fp8_state.updates == updates and not recorded.calls

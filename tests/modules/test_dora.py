@@ -401,3 +401,19 @@ def test_load_quantized_takes_it_over_a_whole_base_only(tmp_path):
         load_quantized(tmp_path, lora=chosen, device="cpu", progress=False, offload=0.5)
     with pytest.raises(ValueError, match="use_dora=True, whose norms need the whole weight"):
         shard_base(loaded.model, None, offload=0.5)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("shape", [(6, 24), (2, 3, 24)], ids=["rows", "sequences"])
+def test_a_result_that_is_changed_in_place_is_refused_or_does_not_matter(bias, shape):
+    """Backward reads the product, which is the result where no bias is added."""
+    layer = DoRALinear.from_linear(nn.Linear(24, 40, bias), config(DelayedScaling(), r=4)).eval()
+    x = torch.randn(shape)
+    parameters = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
+    expected = torch.autograd.grad((2 * layer(x)).sum(), parameters)
+    y = layer(x).mul_(2)
+    if bias:
+        assert all(map(torch.equal, torch.autograd.grad(y.sum(), parameters), expected))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
