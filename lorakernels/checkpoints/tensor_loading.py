@@ -121,9 +121,9 @@ class TensorParts:
                 )
 
     def scales(self, name: str, scales: Tensor) -> Tensor:
-        """Of a weight in blocks, the scales of this rank's part; one scale if all of the whole are equal."""
+        """Of a weight in blocks, the scales of this rank's part; one scale [1] if all of the whole are equal."""
         if scales.numel() == 1:
-            return scales
+            return scales.flatten()
         as_numbers = scales.view(torch.uint8) if scales.element_size() == 1 else scales
         first = as_numbers.flatten()[:1]
         if not isinstance(self._recipe, BlockScaling) and bool((as_numbers == first).all()):
@@ -144,7 +144,8 @@ class TensorParts:
             ValueError: the weight is not finite. ValueError also if another rank raised meanwhile.
         """
         blocks = self._recipe if isinstance(self._recipe, BlockScaling) else None
-        if fp8 is not None and (blocks is not None or fp8.weight_scale_inv.numel() == 1):
+        # a part that is one block has one scale [1, 1], which other ranks do not have
+        if fp8 is not None and (blocks is not None or fp8.weight_scale_inv.dim() < 2):
             own = held_weight(fp8, self._recipe)
         else:
             plain = tensor.to(dtype) if fp8 is None else dequantize(fp8)

@@ -26,6 +26,7 @@ from tests.small_checkpoints import LORA, config, write_checkpoint
 pytestmark = pytest.mark.slow
 DROPS = replace(LORA, target_modules="all-linear")
 IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
+ONE_BLOCK = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64}
 BLOCKS = replace(DROPS, fp8=BlockScaling())
 CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj", "down_proj")
 
@@ -56,6 +57,7 @@ WAYS = (
     Way("blocks that were kept", BLOCKS, True, "unequal", IN_BLOCKS),
     Way("blocks that get one scale", scales="unequal", model=IN_BLOCKS),
     Way("blocks of one scale", scales="equal", model=IN_BLOCKS, fused=True),
+    Way("a part is one block", scales="unequal", model=ONE_BLOCK),
 )
 
 
