@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules import LoRALinear
+from lorakernels.loops.parts import adapters
 from lorakernels.parallel import ShardedAdamW
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
@@ -36,7 +36,7 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         RuntimeError: a graph holds the FP8 state's memory.
         ValueError: the optimizer is a ShardedAdamW, which is not there yet, or has hooks, such as those of `attach`.
     """
-    layers = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    layers = adapters(model)
     states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
     _check([*states.values()], optimizer)
     random = {id(m.rng_state): m.rng_state for m in layers if m.rng_state is not None}
@@ -69,7 +69,7 @@ def _check(states: list[FP8State], optimizer: torch.optim.Optimizer | None) -> N
         raise ValueError(
             "optimizer must be one of torch's, found a ShardedAdamW: it is not there yet"
         )
-    hooks: Any = () if optimizer is None else vars(optimizer)
+    hooks: Any = {} if optimizer is None else vars(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if hooks.get(name):
             raise ValueError("optimizer must have no hooks: rehearse before attach")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import PhiloxState, attach, rehearsal
+from lorakernels.loops.parts import adapters
 from tests.loops.test_attach import adamw, llama
 
 
@@ -94,6 +95,24 @@ def test_a_run_goes_on_as_without_it(before: int, fails: bool) -> None:
     torch.manual_seed(3)
     assert same(ours, [step(*other, seed) for seed in (10, 11)])
     assert same(state(*run), state(*other))
+
+
+def test_masks_of_peft_s_layers_go_on_as_without_it() -> None:
+    peft = pytest.importorskip("peft")
+    from lorakernels.integrations.peft import patch
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["0"])
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(16, 16)), config)
+    patch(model)
+    (layer,) = adapters(model)
+    layer.rng_state = PhiloxState(7, "cpu")
+    before = layer.rng_state.tensor.clone()
+    with rehearsal(model):
+        model(torch.randn(2, 16)).sum().backward()
+        layer.rng_state.advance()
+        assert not torch.equal(layer.rng_state.tensor, before)
+    assert torch.equal(layer.rng_state.tensor, before)
 
 
 def test_what_it_cannot_take_back_is_refused() -> None:
