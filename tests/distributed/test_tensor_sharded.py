@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, rehearsal
-from lorakernels.parallel import TensorParallel, parallelize, shard_base
+from lorakernels.parallel import Offload, TensorParallel, parallelize, shard_base
 from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import Way, batch, loss_of, make, train
@@ -75,6 +75,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
             losses = [loss_of(model.eval(), batch(0, device)) for model in models]
         found[str(way)] = got | {"loss": torch.equal(*losses)}
     found["rehearsed"] = rehearsed(mesh, device)
+    found["offloaded"] = offloaded(mesh, device)
     return found | {"blocks": in_blocks(mesh), "said": refusals(mesh, device)}
 
 
@@ -97,6 +98,22 @@ def rehearsed(mesh: Any, device: torch.device) -> list[str]:
                     model.eval()(tokens, use_cache=False)
         found.append(bits(model, WAYS[0], split))
     split.check()
+    return unequal(*found)
+
+
+def offloaded(mesh: Any, device: torch.device) -> list[str]:
+    """What differs where a fraction of every part is in the host's memory, beside parts that are whole."""
+    found = []
+    for fraction in (0.0, 0.3):
+        model = make(WAYS[0], device)
+        split = parallelize(model, mesh["tp"], vocabulary=True)
+        base = None
+        if fraction:
+            base = shard_base(model, mesh["dp_shard"], offload=Offload(fraction, 2**34))
+        found.append(bits(model, WAYS[0], split))
+        dist.barrier()
+        if base is not None:
+            base.unshard()
     return unequal(*found)
 
 
@@ -152,6 +169,10 @@ def test_bits_are_those_of_split_layers_over_a_whole_base(way: Way, results: Any
 
 def test_a_rehearsal_leaves_ranks_as_they_were(results: Any) -> None:
     assert all(found["rehearsed"] == [] for found in results)
+
+
+def test_a_part_of_the_base_on_the_host(results: Any) -> None:
+    assert all(found["offloaded"] == [] for found in results)
 
 
 def test_weights_in_blocks(results: Any) -> None:
