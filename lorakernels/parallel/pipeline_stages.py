@@ -239,9 +239,11 @@ class Draws:
             torch.set_rng_state(before)
             if state is not None:
                 state.advance(microbatch)
-            yield
-            if state is not None:
-                state.advance(-microbatch)
+            try:
+                yield
+            finally:
+                if state is not None:
+                    state.advance(-microbatch)
             found = torch.get_rng_state()
             replayed = self._replays and torch.equal(found, before)
             if not replayed and not torch.equal(found, after):
@@ -268,7 +270,15 @@ class LayerDraws:
         self._before, self.placed = before, set[str]()
 
     def place(self, layer: str) -> None:
-        """Move torch's CPU generator from where a microbatch begins to where `layer` draws."""
+        """Move torch's CPU generator from where a microbatch begins to where `layer` draws.
+
+        Raises:
+            ValueError: it is none of `before`.
+        """
+        if layer not in self._before:
+            raise ValueError(
+                f"layers must be pipeline.layers, whose names are paths in the model, found {layer!r}"
+            )
         skip_slots(self._before[layer])
         self.placed.add(layer)
 

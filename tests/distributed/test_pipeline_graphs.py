@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from lorakernels import PhiloxState
 from lorakernels.parallel import comm, pipeline_parallel
+from lorakernels.parallel.pipeline_stages import Draws
 from tests.distributed.pipeline_models import STEPS, Way, batch, make, state_of, train
 from tests.distributed.tensor_layers import relative
 from tests.distributed.test_pipeline import refused
@@ -172,11 +174,18 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     drops.offsets = state_of(drops.model)
     drops.forward_backward(labels, **inputs)
     manager.end_iteration()
+    unnamed = pipeline_parallel(make(way, device), mesh, microbatches=4)
+    unnamed.offsets = state_of(unnamed.model)
+    listed = managed(
+        [*unnamed.layers.values()], device, num_microbatches=4, rng_states=unnamed.rng_states
+    )
+    unnamed.forward_backward(labels, **inputs)
     early = make(Way(""), device)
     managed(early.get_submodule("model.layers"), device, num_microbatches=4)
     return {
         "without offsets": without,
         "not placed": refused(lambda: drops.forward_backward(labels, **inputs)),
+        "a list": refused(listed.end_iteration),
         "early": refused(lambda: pipeline_parallel(early, mesh, microbatches=4)),
     }
 
@@ -191,4 +200,15 @@ def test_what_graphs_of_stages_do_not_do_is_refused() -> None:
             "was captured without rng_states=pipeline.rng_states of GraphManager"
             in found["not placed"]
         )
+        assert "layers must be pipeline.layers, whose names are paths" in found["a list"]
         assert "cut the model first, then give GraphManager pipeline.layers" in found["early"]
+
+
+def test_a_stage_that_raises_leaves_the_offset_as_it_was() -> None:
+    state = PhiloxState(7, "cpu")
+    draws = Draws([1], [0], 4, state)
+    before = state.tensor.clone()
+    with pytest.raises(KeyError), draws.of(0, 3):
+        assert not torch.equal(state.tensor, before)
+        raise KeyError("a mistake in a layer")
+    assert torch.equal(state.tensor, before)
