@@ -111,14 +111,17 @@ class TensorParts:
 
     def agree(self) -> None:
         """Collective inside `together`: ValueError unless all ranks read the same tensors in one order."""
-        every = comm.ask(
-            self._group, [(n, self._plan.info(n), self._cuts) for n in self._plan.take]
-        )
-        for rank, other in enumerate(every):
-            if other != every[0]:
-                raise ValueError(
-                    f"tp: the checkpoint or the plan of rank {rank} is another than rank 0's"
-                )
+        mine = {
+            "the checkpoint": [(name, self._plan.info(name)) for name in self._plan.take],
+            "the plan": self._cuts,
+            "the layers in FP8": self._plan.quantized,
+            "the recipe": self._recipe,
+        }
+        first, *others = comm.ask(self._group, mine)
+        for rank, other in enumerate(others, 1):
+            for name in mine:
+                if other[name] != first[name]:
+                    raise ValueError(f"tp: {name} of rank {rank} must be as on rank 0")
 
     def scales(self, name: str, scales: Tensor) -> Tensor:
         """Of a weight in blocks, the scales of this rank's part; one scale [1] if all of the whole are equal."""

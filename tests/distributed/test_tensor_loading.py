@@ -264,6 +264,9 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
             lambda: load(folder="wide" if rank else "plain", config=sizes if rank else config())
         ),
     }
+    found["another choice"] = refused(
+        lambda: load(source=reads[1], frozen="plain" if rank else "fp8")
+    )
     assert not any(source.read for source in reads)
     lora = replace(LORA, lora_dropout=0.0, target_modules="all-linear")
     part = load(lora).model
@@ -302,7 +305,8 @@ def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "recipe": "which must be a multiple of 2 ranks · 128",
         "not finite": "layers.1.self_attn.k_proj.weight: weight must be finite",
         "no read": "cannot read model.layers.1.mlp.up_proj.weight",
-        "another": "rank 1 is another than rank 0's",
+        "another": "the checkpoint of rank 1 must be as on rank 0",
+        "another choice": "the layers in FP8 of rank 1 must be as on rank 0",
         "other plan": "plan must be the one that load_quantized(tp=…) was given",
         "other mesh": "mesh must be the one that load_quantized(tp=…) was given",
         "one rank alone": "the ways in which they were loaded differ",
