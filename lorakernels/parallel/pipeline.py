@@ -58,7 +58,8 @@ class PipelineParallel:
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
         loss_chunk: number of tokens whose logits exist at the same time.
         offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
-            torch's CPU generator has before the step.
+            torch's CPU generator has before the step. Replayed layers keep that of their capture. So advance `offsets`
+            by the microbatches after each step: the pipeline does not, and masks would repeat.
     """
 
     loss_chunk: int = CHUNK
