@@ -128,7 +128,7 @@ class PipelineParallel:
             TypeError: another input, or no `input_ids`.
             ValueError: a shape does not fit, or the microbatches do not divide B.
             RuntimeError: gradients are off, layers with dropout are managed by graphs without `offsets` or without
-                `rng_states`, or this is compiled or captured.
+                `rng_states`, or checkpointed by torch with `offsets`, or this is compiled or captured.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")

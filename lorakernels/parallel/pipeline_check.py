@@ -148,7 +148,7 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
 
     Raises:
         RuntimeError: the layer is compiled or has another forward, or it has dropout and is managed without `offsets`,
-            or captured without being placed.
+            checkpointed by torch with them, or captured without being placed.
     """
     own = vars(layer).get("forward")
     other = own is not None and not type(own).__module__.startswith(GRAPHS)
@@ -156,7 +156,14 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
         raise RuntimeError(
             f"{path} is compiled since it was cut: stages run eagerly, or by GraphManager"
         )
-    if not (layer.training and slots_of(layer) and managed_by_graphs(layer)):
+    if not (layer.training and slots_of(layer)):
+        return
+    if offsets is not None and getattr(layer, "gradient_checkpointing", False):
+        raise RuntimeError(
+            f"{path} has dropout and gradient checkpointing, whose recomputation would not have the offset of its "
+            "microbatch: leave pipeline.offsets None, or fuse with save='checkpoint' instead"
+        )
+    if not managed_by_graphs(layer):
         return
     if offsets is None:
         raise RuntimeError(

@@ -180,12 +180,18 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         [*unnamed.layers.values()], device, num_microbatches=4, rng_states=unnamed.rng_states
     )
     unnamed.forward_backward(labels, **inputs)
+    again = pipeline_parallel(
+        make(Way("", dropout=0.1, checkpoint=True), device), mesh, microbatches=4
+    )
+    again.forward_backward(labels, **inputs)
+    again.offsets = state_of(again.model)
     early = make(Way(""), device)
     managed(early.get_submodule("model.layers"), device, num_microbatches=4)
     return {
         "without offsets": without,
         "not placed": refused(lambda: drops.forward_backward(labels, **inputs)),
         "a list": refused(listed.end_iteration),
+        "checkpointed": refused(lambda: again.forward_backward(labels, **inputs)),
         "early": refused(lambda: pipeline_parallel(early, mesh, microbatches=4)),
     }
 
@@ -201,6 +207,7 @@ def test_what_graphs_of_stages_do_not_do_is_refused() -> None:
             in found["not placed"]
         )
         assert "layers must be pipeline.layers, whose names are paths" in found["a list"]
+        assert "has dropout and gradient checkpointing" in found["checkpointed"]
         assert "cut the model first, then give GraphManager pipeline.layers" in found["early"]
 
 
