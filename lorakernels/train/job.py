@@ -89,6 +89,8 @@ from lorakernels.train.session import Session
 from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh, shard_parts
 from lorakernels.train.tensor import layer_mesh, split_layers
 
+FEW = 10  # steps of an epoch, below which a run says so
+
 
 @dataclass(frozen=True)
 class Meshes:
@@ -402,7 +404,22 @@ def make_session(
     peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
     tokens = trainer.rows_per_step * options.seq_len
     reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
+    if line := few_steps(len(trainer.rows), trainer.rows_per_step, options):
+        reporter.say(line)
     return Session(trainer, held, options, reporter, metrics, sizes.flops, peak)
+
+
+def few_steps(rows: int, rows_per_step: int, options: FinetuneOptions) -> str:
+    """A sentence about data whose epoch has fewer than FEW steps, and what changes that; "" of more data."""
+    if rows >= FEW * rows_per_step:
+        return ""
+    steps = f"{rows / rows_per_step:.1f}" if rows > rows_per_step else "at most one"
+    many = "sequence" if rows == 1 else "sequences"
+    return (
+        f"few steps: an epoch has {steps}, as all training data are {rows:,} {many} of {options.seq_len:,} and a step "
+        f"takes {rows_per_step:,}; smaller --batch-size, --grad-accum or --seq-len make more steps of an epoch, and "
+        f"--{'steps' if options.steps else 'epochs'} says how long to train"
+    )
 
 
 def _mfu_line(peak: Peak | str) -> str:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from lorakernels.cli.__main__ import main
 from lorakernels.train import demo
 from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.errors import ON_DEMAND, ModelError
-from lorakernels.train.job import fingerprint, locked
+from lorakernels.train.job import few_steps, fingerprint, locked
 from lorakernels.train.model import load_model, load_tokenizer
 from lorakernels.train.model_checks import check_model
+from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import attention_mask
 
 Cli = Callable[..., int]
@@ -473,3 +475,31 @@ def test_config_of_the_adapter_follows_the_options() -> None:
     )
     assert lora_config(options) == expected
     assert lora_config(FinetuneOptions(fp8_recipe="block")).fp8 == BlockScaling()
+
+
+def test_few_steps_of_an_epoch_are_said_before_the_first(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four rows a step at first, then of two, which make more than nine steps of the same rows."""
+    run = [*base_args, "--steps", "1", "--output"]
+    assert cli(*run, tmp_path / "few") == 0
+    said = capsys.readouterr().out
+    found = re.search(
+        r"few steps: an epoch has (\S+), as .* are (\d+) sequences of 48 and a step takes 4;", said
+    )
+    assert found is not None and said.index("few steps:") < said.index("step 1/1")
+    rows = int(found[2])
+    assert 20 <= rows < 40 and found[1] == f"{rows / 4:.1f}"
+    assert "smaller --batch-size, --grad-accum or --seq-len" in said
+    assert cli(*run, tmp_path / "more", "--grad-accum", "1") == 0
+    assert "few steps" not in capsys.readouterr().out
+
+
+def test_few_steps_are_fewer_than_ten() -> None:
+    options = FinetuneOptions()
+    assert few_steps(160, 16, options) == ""
+    assert "an epoch has 9.9, as all training data are 159 " in few_steps(159, 16, options)
+    one = few_steps(1, 16, options)
+    assert "at most one, as all training data are 1 sequence of 1,024" in one
+    assert one.endswith("--epochs says how long to train")
+    assert few_steps(1, 16, replace(options, steps=3)).endswith("--steps says how long to train")
