@@ -11,7 +11,7 @@ BENCH ?= all
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
-.PHONY: demo test test-packages bench check-gpu sanitize docs wheels lint format clean
+.PHONY: demo test test-long bench check-gpu sanitize docs wheels lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
@@ -24,14 +24,15 @@ demo: $(BUILT)
 PROCESSES ?= 2
 SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile)
 
-# Packages are built several times there, with all kernels: two minutes, of which a change elsewhere needs nothing.
-PACKAGES := tests/build/test_packaging.py
+# Packages are built several times, with all kernels, and a real model of 135M parameters is trained: four minutes, which a
+# change elsewhere does not need every time.
+LONG := tests/build/test_packaging.py tests/train/test_smollm2.py
 
 test: $(BUILT)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) --ignore $(PACKAGES) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG:%=--ignore %) $(ARGS)
 
-test-packages: $(BUILT)
-	$(BIN)/python -m pytest $(PACKAGES) $(ARGS)
+test-long: $(BUILT)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG) $(ARGS)
 
 bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the README and docs/getting-started.md tell a newcomer to type runs as it stands: own data, adapter, numbers.
 
-`make test` and `make test-packages` are .ci/run's, and the latter installs the wheel. tests/test_docs.py runs the
+`make test` and `make test-long` are .ci/run's, and the latter installs the wheel. tests/test_docs.py runs the
 Python.
 """
 
