@@ -52,11 +52,8 @@ SLOWER = "RED: slower"
 LONGEST = 120  # characters of a verdict
 LOG_LINES = 25  # of a part that failed
 AHEAD = 2  # processes that import while another one measures
-BUDGET = {
-    "quick": 120.0,
-    "short": 240.0,
-    "full": 540.0,
-}  # seconds; a slow host needs 200 of the short form
+# seconds; the short form takes 200 on a slow host
+BUDGET = {"quick": 120.0, "short": 240.0, "full": 540.0}
 PEFT, COMPILED = "PEFT bf16", "PEFT bf16, compiled by layer"
 QUICK = (PEFT, "drop-in, eager", "drop-in, fused", "drop-in, fused, attached")
 

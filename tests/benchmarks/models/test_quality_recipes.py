@@ -63,10 +63,10 @@ def test_every_variant_has_a_row_and_a_second_call_runs_what_is_missing(
         assert float(found[name]["÷ bf16"]) == pytest.approx(1, abs=1e-2)
     kl = {name: float(found[name]["KL"]) for name in recipes.VARIANTS[2:5]}
     assert all(1e-8 < value < 1e-2 for value in kl.values()), kl
-    blocks = found["ours, blocks"]
-    assert float(blocks["KL ÷ one scale"]) == pytest.approx(
-        kl["ours, blocks"] / kl["ours, one scale"], rel=1
-    )
+    exact = {row["variant"]: float(row["KL"]) for row in after if row["KL"]}
+    ratio = exact["ours, blocks"] / exact["ours, one scale"]  # of one seed; shown with three digits
+    shown = float(found["ours, blocks"]["KL ÷ one scale"])
+    assert shown == pytest.approx(ratio, abs=5.1e-4)
 
 
 def test_what_the_time_does_not_suffice_for_is_said(

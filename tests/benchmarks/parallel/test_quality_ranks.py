@@ -51,9 +51,8 @@ def every_way(rank: int, device: torch.device, folder: str, imitated: bool) -> l
     rows = []
     with ExitStack() as stack:
         graphs = None
-        if (
-            imitated
-        ):  # gloo's scatter, and attention of torch for CPUs, end in ops that it would record
+        # gloo's scatter, and attention of torch for CPUs, end in ops that the imitated capture would record
+        if imitated:
             graphs = GraphOptions(backend=FakeBackend)
             stack.enter_context(mock.patch.object(comm, "sum_rows", own_rows_of_the_sum))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
