@@ -349,19 +349,23 @@ def _totals(there: list[list[Tensor]], totals: Sequence[Tensor]) -> list[Tensor]
 
 
 def row_exchange(
-    transport: str, group: Any, device: torch.device, overlap: bool = False
+    transport: str,
+    group: Any,
+    device: torch.device,
+    overlap: bool = False,
+    needed: bool = False,
 ) -> tuple[RowExchange, str]:
     """Collective: (how ranks exchange rows, why in words). With `overlap` beside products, where that gains time.
 
     Raises:
-        ValueError: `overlap`, and not all ranks can read the others' memory; or as `comm.choose`.
+        ValueError: `overlap` is `needed`, and not all ranks can read the others' memory; or as `comm.choose`.
         RuntimeError: as `comm.choose`.
     """
     name, why = comm.choose(transport, group, device)
     if name == "peer" and dist.get_world_size(group) > MOST_PARTS:
         name, why = "nccl", f"more than {MOST_PARTS} ranks"
     if name != "peer":
-        if overlap:
+        if needed:
             raise ValueError(
                 f"overlap=True needs ranks that read each other's memory, found transport {name!r}: {why}"
             )

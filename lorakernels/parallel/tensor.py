@@ -260,7 +260,7 @@ def parallelize(
     sequence_parallel: bool = True,
     vocabulary: bool = False,
     transport: str = "auto",
-    overlap: bool = False,
+    overlap: bool | None = None,
 ) -> TensorParallel:
     """Collective: split a model's linear layers over the ranks of `mesh`, in place.
 
@@ -279,7 +279,7 @@ def parallelize(
         transport: how rows are exchanged with sequence parallelism. "auto" takes "peer", which reads the other GPUs'
             memory, where all ranks can, else "nccl" or "gloo". The report says which and why.
         overlap: whether fused layers over an FP8 base on Hopper exchange rows beside their products, where that gains
-            time. It needs "peer" and sequence parallelism, else a ValueError says so.
+            time. None does so with sequence parallelism over "peer". Where True cannot be, a ValueError says why.
 
     Raises:
         TypeError: the model has no config of transformers.
@@ -308,7 +308,8 @@ def parallelize(
         mine = fingerprint(model, found, sequence_parallel) | {"overlap": overlap}
     check_equal(comm.agree(ranks.group, mine))
     device = next(model.parameters()).device
-    ranks.rows, why = row_exchange(transport, ranks.group, device, overlap)
+    beside = sequence_parallel if overlap is None else overlap
+    ranks.rows, why = row_exchange(transport, ranks.group, device, beside, overlap is True)
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
     if loaded is not None:

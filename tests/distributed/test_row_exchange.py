@@ -97,7 +97,9 @@ def by_collectives(rank: int, device: torch.device) -> list[str]:
     rows, why = row_exchange("auto", dist.group.WORLD, device)
     assert isinstance(rows, CollectiveRows) and rows.name == "gloo" and why
     with pytest.raises(ValueError, match=r"overlap=True needs ranks .* found transport 'gloo'"):
-        row_exchange("auto", dist.group.WORLD, device, overlap=True)
+        row_exchange("auto", dist.group.WORLD, device, overlap=True, needed=True)
+    beside, _ = row_exchange("auto", dist.group.WORLD, device, overlap=True)
+    assert isinstance(beside, CollectiveRows)
     return [
         f"{dtype} {w}"
         for dtype in DTYPES

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from lorakernels.parallel import (
     ShardedAdamW,
     parallelize,
     shard_base,
+    tensor,
 )
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, an_adapter
@@ -289,6 +291,13 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     return float(expected), float(found), worst
 
 
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "whole rows": {"sequence_parallel": False},
+    "off": {"overlap": False},
+}
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     before: dict[str, Any] = {}
@@ -303,6 +312,11 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         options: dict[str, Any] = {"sequence_parallel": rows, "overlap": True}
         said = said_by(lambda m=model, o=options: parallelize(m, mesh, **o))
         before[name] = (said, values == values_of(model))
+    asked = {}
+    for name, options in OVERLAPS.items():
+        with mock.patch.object(tensor, "row_exchange", wraps=tensor.row_exchange) as exchange:
+            parallelize(make(WHOLE, CPU), mesh, **options)
+        asked[name] = exchange.call_args.args[3:]
     one = make(WHOLE, CPU)
     before["overlap on one"] = (said_by(lambda: parallelize(one, mesh, overlap=rank == 1)), True)
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -310,6 +324,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     group = dist.group.WORLD
     return {
         "before": before,
+        "asked": asked,
         "afterwards": afterwards(mesh),
         "authors": authors(group),
         "vocabularies": vocabularies(mesh),
@@ -335,6 +350,11 @@ def test_every_rank_refuses_and_nothing_changes(results: Any, case: str) -> None
 
 def test_a_mesh_of_two_dimensions_is_refused(results: Any) -> None:
     assert all("one dimension" in found["before"]["two dimensions"][0] for found in results)
+
+
+def test_rows_travel_beside_products_by_default_and_no_rank_needs_it(results: Any) -> None:
+    wanted = {"default": (True, False), "whole rows": (False, False), "off": (False, False)}
+    assert [found["asked"] for found in results] == [wanted] * 2
 
 
 def test_overlap_that_cannot_be_is_refused_before_anything_changes(results: Any) -> None:

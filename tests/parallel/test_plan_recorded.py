@@ -73,6 +73,8 @@ CASES = (
     Case("sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 20), ("fp8", 60)), 2, True),
     Case("sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 76), ("fp8", 4)), offload=0.2745),
     Case("sharded_base", "405b", "qkvo", "offloaded, 0.547", (("full", 24),), 2, True, 0.5474, (24, 1)),
+    Case("sharded_base", "405b", "qkvo", "sharded, peer", (("checkpoint", 123), ("fp8", 3)), 4, True),
+    Case("sharded_base", "405b", "qkvo", "offloaded, 0.54", (("checkpoint", 115), ("fp8", 11)), 2, True, 0.5474),
     Case("finetune", "8b", "all", "ours, one graph", (("recompute", 8),), cut=(8, 2)),
     Case(
         "sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 68), ("fp8", 12)), offload=0.2745,
