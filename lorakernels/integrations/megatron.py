@@ -55,9 +55,7 @@ class _Constructed:
         if config.params_dtype == torch.float16:
             raise TypeError("config.params_dtype must be float32 or bfloat16, found torch.float16")
         if tp_group is None:
-            from megatron.core.parallel_state import (  # type: ignore[import-not-found, unused-ignore]
-                get_tensor_model_parallel_group,
-            )
+            from megatron.core.parallel_state import get_tensor_model_parallel_group
 
             tp_group = get_tensor_model_parallel_group()
         on_cpu = config.use_cpu_initialization
