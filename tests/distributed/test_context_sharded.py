@@ -41,6 +41,7 @@ class Case:
         replicas: of the ranks that share rows; the base is sharded over all of them.
         graphs: layers are replayed.
         loaded: straight into the shards.
+        away: what layers keep waits in host memory, over the sharded base alone.
         options: of `shard_base`.
     """
 
@@ -50,6 +51,7 @@ class Case:
     loaded: bool = False
     save: str = "checkpoint"
     documents: bool = True
+    away: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -64,6 +66,8 @@ ON_CPU = {
         Case("replayed", graphs=True, options=EVERYTHING),
         Case("loaded", loaded=True),
         Case("a part on the host", options=(("offload", Offload(0.3, 2**34)),)),
+        Case("inputs of layers on the host", away=True),
+        Case("inputs of layers on the host, replayed", graphs=True, away=True),
     ),
     4: (
         Case("eager"),
@@ -108,7 +112,7 @@ def made(case: Case, device: torch.device, mesh: Any) -> Any:
     else:
         layers = {"num_hidden_layers": LAYERS}
         model = make(Way("", fp8=True, dropout=0.1, dtype=dtype, model=layers), device)
-    fuse(model, save=case.save)
+    fuse(model, save=case.save, offload_activations=case.away and mesh is not None)
     if mesh is not None and base is None:
         base = shard_base(model, mesh, **options)
     if base is not None:
