@@ -108,18 +108,6 @@ def bytes_of(
     )
 
 
-def _exchange(model: ModelSize, batch: Batch) -> int:
-    """Of ranks that share rows: what they lay down for each other (row_exchange.py), in memory that only grows.
-
-    A rank's own keys and values come first, and then the gradients of all, in fp32. Each is a power of two of bytes.
-    """
-    if batch.ranks == 1:
-        return 0
-    rows = max(whole_rows(size, batch) for size in model.layers)
-    first, then = (max(LEAST, 1 << (b - 1).bit_length()) for b in (rows // batch.ranks, 2 * rows))
-    return then if first == then else first + then
-
-
 def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
     """Bytes that layers keep of a microbatch: `fuse`'s count, and what ranks that share rows keep besides.
 
@@ -189,3 +177,15 @@ def _layer(size: LayerSize, tokens: int, form: str) -> int:
     if save == "checkpoint":
         again = size.saved_bytes("recompute", tokens) - size.saved_bytes("checkpoint", tokens)
     return tokens * row + again
+
+
+def _exchange(model: ModelSize, batch: Batch) -> int:
+    """Of ranks that share rows: what they lay down for each other (row_exchange.py), in memory that only grows.
+
+    A rank's own keys and values come first, and then the gradients of all, in fp32. Each is a power of two of bytes.
+    """
+    if batch.ranks == 1:
+        return 0
+    rows = max(whole_rows(size, batch) for size in model.layers)
+    first, then = (max(LEAST, 1 << (b - 1).bit_length()) for b in (rows // batch.ranks, 2 * rows))
+    return then if first == then else first + then
