@@ -12,6 +12,7 @@ from lorakernels.fusion.memory import AWAY, LayerSize, fit, host_bytes, kept_byt
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
 from lorakernels.parallel.plan_time import Batch, whole_rows
+from lorakernels.parallel.row_exchange import LEAST
 
 SLOTS = 2  # whole layers of a sharded base
 STAGES = 3  # of what is on the host: one in use, two on their way
@@ -42,7 +43,8 @@ class Placement:
 class Bytes:
     """Of one GPU; `host` is of the whole host, for all GPUs. `peak` is what torch's allocator and the shards hold.
 
-    `waiting` is the part of `host` in which activations wait, of one GPU.
+    `waiting` is the part of `host` in which activations wait, of one GPU. `exchange` is what other GPUs read of keys,
+    values and their gradients.
     """
 
     base: int
@@ -56,6 +58,7 @@ class Bytes:
     fragments: int
     host: int
     waiting: int
+    exchange: int = 0
 
     @property
     def peak(self) -> int:
@@ -64,7 +67,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        return self.peak + self.context + self.fragments
+        return self.peak + self.exchange + self.context + self.fragments
 
 
 def fractions(size: LayerSize) -> list[float]:
@@ -101,6 +104,7 @@ def bytes_of(
         fragments=int(FRAGMENTS * machine.memory),
         host=copies * math.ceil(model.base * rho) + gpus * waiting,
         waiting=waiting,
+        exchange=_exchange(model, batch),
     )
 
 
@@ -173,3 +177,15 @@ def _layer(size: LayerSize, tokens: int, form: str) -> int:
     if save == "checkpoint":
         again = size.saved_bytes("recompute", tokens) - size.saved_bytes("checkpoint", tokens)
     return tokens * row + again
+
+
+def _exchange(model: ModelSize, batch: Batch) -> int:
+    """Of ranks that share rows: what they lay down for each other (row_exchange.py), in memory that only grows.
+
+    A rank's own keys and values come first, and then the gradients of all, in fp32. Each is a power of two of bytes.
+    """
+    if batch.ranks == 1:
+        return 0
+    rows = max(whole_rows(size, batch) for size in model.layers)
+    first, then = (max(LEAST, 1 << (b - 1).bit_length()) for b in (rows // batch.ranks, 2 * rows))
+    return then if first == then else first + then

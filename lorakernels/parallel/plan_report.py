@@ -17,6 +17,7 @@ NAMES = {
     "optimizer": "optimizer",
     "kept": "kept activations",
     "workspace": "workspace",
+    "exchange": "keys, values exchanged",
     "context": "CUDA context",
     "fragments": "left to the allocator",
 }

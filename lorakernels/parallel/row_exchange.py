@@ -18,7 +18,7 @@ from lorakernels.kernels.triton.sum_rows import MOST_PARTS, sum_rows
 from lorakernels.parallel import comm
 
 _ALIGNED = 256  # bytes, of a tensor in the ranks' memory
-_LEAST = 1 << 20  # bytes of that memory
+LEAST = 1 << 20  # bytes of that memory
 # What an exchange beside a product gains between H100s, as bytes that a rank sends per second: their way over NVLink,
 # and copies on the GPU that a gather saves. What it costs in seconds: more launches, starts of the product's pipeline.
 GATHERED, SUMMED, START = 2.5e11, 5e11, 2e-5
@@ -216,7 +216,7 @@ class PeerRows:
         import torch.distributed._symmetric_memory as symmetric
 
         self._views.clear()
-        self._capacity = max(_LEAST, 1 << (wanted - 1).bit_length())
+        self._capacity = max(LEAST, 1 << (wanted - 1).bit_length())
         memory = symmetric.empty(self._capacity, dtype=torch.uint8, device=self._device)
         self._handle = symmetric.rendezvous(memory, self._group.group_name)
         self._held.append(memory)

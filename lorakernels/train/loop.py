@@ -8,9 +8,9 @@
                   it skips the step, AdamW on the device, if loss or norm is not finite
     7 schedule    the learning rate, a function of the step number
 
-Stages 2 to 6 launch kernels and wait for none, unless the optimizer is one that no graph can hold. The values that
-change from step to step (tokens, learning rate) are on the device. The stages are therefore one function, which a
-runtime may capture.
+Stages 2 to 6 launch kernels and wait for none, unless the optimizer is one that no graph can hold, or steps over
+several ranks are long. The values that change from step to step (tokens, learning rate) are on the device. The stages
+are therefore one function, which a runtime may capture.
 
 The loss is divided by the trained tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four,
 are the same step, however the padding falls.
@@ -44,12 +44,15 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
 from lorakernels.train.parts import Parts
 from lorakernels.train.pipeline import Stages
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.ranks import STEP, Ranks
 from lorakernels.train.runtime import Runtime
 from lorakernels.train.schedule import make_schedule
 
 # buffers of layers that OLoRA or PiSSA started from their base weight
 INITIAL = (".lora_A_init", ".lora_B_init")
+# Seconds of a step from which on its sums wait for the device. NCCL's timeout counts from the launch of a collective, and
+# the host launches a replayed step in far less time than it takes.
+LONG = STEP.total_seconds() / 12
 
 
 @dataclass
@@ -96,6 +99,12 @@ class StepResult:
     stop: bool = False  # whether any rank was asked to stop
 
 
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what was launched; not while a graph is captured."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+
+
 class Trainer:
     """Model, optimizer, data order and counters of one run; ``step()`` does the work.
 
@@ -130,6 +139,7 @@ class Trainer:
         )
         self.schedule = make_schedule(options, self.steps)
         self.counters = Counters()
+        self._seconds = 0.0  # of the step before
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._next: tuple[int, Future[StepRows]] | None = None
         self._ready: tuple[int, StepRows] | None = None
@@ -160,7 +170,7 @@ class Trainer:
         value, norm_value, stops = torch.stack([loss, norm, asked]).tolist()
         skipped = not (math.isfinite(value) and math.isfinite(norm_value))
         self._count(rows, skipped)
-        seconds = time.perf_counter() - began
+        seconds = self._seconds = time.perf_counter() - began
         return StepResult(value, norm_value, lr, rows.inputs, seconds, skipped, replayed, stops > 0)
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -188,6 +198,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
         adder = self.ranks if self.parts is None else self.parts
+        if self._seconds >= LONG and self.ranks.size > 1:
+            wait_for(self.device)
         gradients = adder.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
         self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))

@@ -49,6 +49,7 @@ WORLDS = {
     ),
 }
 _ran: dict[int, Any] = {}
+_on_gpus: dict[str, Any] = {}
 
 
 def results(world: int) -> Any:
@@ -84,6 +85,34 @@ def test_two_processes_on_one_gpu() -> None:
                 worst,
                 errors[worst],
             )
+
+
+BF16: dict[str, Any] = {"fused": True, "dtype": torch.bfloat16}
+# of which FP8 kernels take the half, too
+BF16["model"] = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4}
+ON_FOUR = (
+    Way("four ranks, FP8, checkpoint, sharded", fp8=True, save="checkpoint", sharded=True, **BF16),
+    Way("2 x 2", vocabulary=True, **BF16),
+    Way("2 x 2, dropout", dropout=0.1, vocabulary=False, save="checkpoint", **BF16),
+    Way("2 x 2, FP8", dropout=0.1, fp8=True, vocabulary=True, **BF16),
+    Way("2 x 2, FP8, kept in full", fp8=True, vocabulary=False, save="full", **BF16),
+    Way("2 x 2, not fused", dropout=0.1, vocabulary=True, **{**BF16, "fused": False}),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ON_FOUR, ids=str)
+def test_four_gpus_train_as_one(way: Way) -> None:
+    """Bounds as of two processes on one GPU."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+    if "nccl" not in _on_gpus:
+        _on_gpus["nccl"] = on_ranks(worker, 4, "nccl", [*ON_FOUR])
+    for found in _on_gpus["nccl"]:
+        assert found[str(way)]["unequal"] == []
+        errors = found[str(way)]["errors"]
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= (2.0**-2 if way.fp8 else 2.0**-4), (worst, errors[worst])
 
 
 CASES = [pytest.param(w, way, id=f"{w} ranks-{way}") for w, ways in WORLDS.items() for way in ways]

@@ -16,6 +16,7 @@ from lorakernels.graphs import GraphManager, GraphOptions
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lorakernels.fusion.over_ranks import together_of
 from lorakernels.loops.attached import attach
 from lorakernels.parallel import ContextParallel, comm, context_parallel, parallelize
 from tests.distributed.tensor_layers import relative
@@ -46,6 +47,12 @@ ON_GPU = (
 BY_ROWS = "tokens of rows over ranks"
 WAYS += tuple(replace(way, name=f"{way.name}, {BY_ROWS}") for way in WAYS[:1] + WAYS[3:4])
 ON_GPU += (replace(ON_GPU[0], name=BY_ROWS), replace(ON_GPU[1], name=f"fp8 kept, {BY_ROWS}"))
+# two ranks have the layers together, and two such pairs the rows
+BOTH = (
+    Way(f"2 x 2, {BY_ROWS}", True, save="recompute", vocabulary=True),
+    Way(f"2 x 2, {BY_ROWS}", False, save="checkpoint"),
+)
+BOTH_ON_GPU = tuple(replace(way, dtype=torch.bfloat16) for way in BOTH)
 
 
 def rng_of(model: nn.Module) -> Any:
@@ -71,28 +78,34 @@ def step_of(model: nn.Module, split: Any, way: Way, tokens: Tensor) -> dict[str,
     return found
 
 
-def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, float]:
+def split_over(model: nn.Module, way: Way, axes: Any) -> Any:
+    """`axes`: the ranks of the layers, or of the rows; or ("cp", "tp"), for both."""
+    both = axes.ndim == 2
+    split = None
+    if both or BY_ROWS not in way.name:
+        split = parallelize(
+            model,
+            axes["tp"] if both else axes,
+            sequence_parallel=way.sequence,
+            vocabulary=way.vocabulary,
+            overlap=way.pieces and axes.device_type == "cuda",
+        )
+    if BY_ROWS in way.name:
+        return context_parallel(model, axes["cp"] if both else axes)
+    return split
+
+
+def compare(device: torch.device, way: Way, axes: Any) -> dict[str, float]:
     """How far replays are from eager steps."""
     torch.manual_seed(9)
     model, twin = make(way, device), make(way, device)
-    splits: list[Any] = [
-        context_parallel(m, mesh)
-        if BY_ROWS in way.name
-        else parallelize(
-            m,
-            mesh,
-            sequence_parallel=way.sequence,
-            vocabulary=way.vocabulary,
-            overlap=way.pieces and device.type == "cuda",
-        )
-        for m in (model, twin)
-    ]
+    splits = [split_over(m, way, axes) for m in (model, twin)]
     manager = GraphManager(
         [*model.model.layers],
         warmup_steps=WARMUP,
         fp8_state=fp8_state(model) if way.fp8 else None,
         rng_states=[rng_of(model)],
-        options=GraphOptions(backend=backend_for(device), together=splits[0].together),
+        options=GraphOptions(backend=backend_for(device), together=together_of(model.model.layers)),
     )
     errors: dict[str, float] = {}
     for step in range(STEPS):
@@ -118,7 +131,8 @@ def own_rows_of_the_sum(group: Any, whole: Tensor) -> Tensor:
 
 
 def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, dict[str, float]]:
-    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))["tp"]
+    shape, names = ((2,), ("tp",)) if dist.get_world_size() == 2 else ((2, 2), ("cp", "tp"))
+    axes = init_device_mesh(device.type, shape, mesh_dim_names=names)
     with ExitStack() as stack:
         if (
             device.type == "cpu"
@@ -127,7 +141,7 @@ def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, dict[s
         found = {}
         for way in ways:
             with in_pieces() if way.pieces else nullcontext():
-                found[str(way)] = compare(device, way, mesh)
+                found[str(way)] = compare(device, way, axes)
         return found
 
 
@@ -153,19 +167,29 @@ def one_fails(rank: int, device: torch.device) -> tuple[str, list[float], int]:
     return str(attached.why_not), losses, attached.replayed
 
 
-_ran: dict[str, Any] = {}
+_ran: dict[tuple[str, int], Any] = {}
 
 
-def results(backend: str, ways: tuple[Way, ...]) -> Any:
-    if backend not in _ran:
-        _ran[backend] = on_ranks(worker, 2, backend, [*ways])
-    return _ran[backend]
+def results(backend: str, ways: tuple[Way, ...], world: int = 2) -> Any:
+    if (backend, world) not in _ran:
+        _ran[backend, world] = on_ranks(worker, world, backend, [*ways])
+    return _ran[backend, world]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_replays_are_the_eager_steps_to_the_bit(way: Way) -> None:
     for found in results("gloo", WAYS):
+        errors = found[str(way)]
+        assert max(errors.values()) == 0, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", BOTH, ids=str)
+def test_replays_of_layers_and_rows_over_four_ranks_are_the_eager_steps_to_the_bit(
+    way: Way,
+) -> None:
+    for found in results("gloo", BOTH, 4):
         errors = found[str(way)]
         assert max(errors.values()) == 0, max(errors, key=errors.__getitem__)
 
@@ -185,6 +209,18 @@ def test_replays_on_two_gpus(way: Way) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for found in results("nccl", ON_GPU):
+        errors = found[str(way)]
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= 2.0**-4, (worst, errors[worst])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", BOTH_ON_GPU, ids=str)
+def test_replays_on_four_gpus(way: Way) -> None:
+    """As on two."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    for found in results("nccl", BOTH_ON_GPU, 4):
         errors = found[str(way)]
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= 2.0**-4, (worst, errors[worst])

@@ -76,8 +76,24 @@ def test_a_long_row_is_planned_over_a_shared_base() -> None:
         ShardPlan.of(long, None, 131072, 1, lora=LORA, host_memory=0)
     found = ShardPlan.of(long, None, 131072, PlanAxes(4, cp=4), lora=LORA, host_memory=0)
     assert found.placement.ranks == 4 and found.bytes.total <= H200.memory
-    assert "1 x 131072 tokens over 4 GPUs" in str(found) and "keys, values" in str(found)
+    shown = str(found)
+    assert "1 x 131072 tokens over 4 GPUs" in shown and "keys, values, both ways" in shown
+    assert "keys, values exchanged" in shown
     assert found.memory_budget < found.bytes.kept or set(found.saves) == {"checkpoint"}
+
+
+def test_ranks_lay_down_their_keys_and_then_the_gradients_of_all() -> None:
+    """A GPU's keys and values are 128 MiB of 512; their gradients in fp32 are 1 GiB: both are powers of two."""
+    size, batch = size_of("70b"), Batch(1, 131072, 4)
+    saves = ["checkpoint"] * 80
+    found = predict(size, batch, H200, 4, Placement(4), saves).bytes
+    assert found.exchange == (1 << 27) + (1 << 30)
+    assert found.total == found.peak + found.exchange + found.context + found.fragments
+    longer = predict(size, replace(batch, length=131080), H200, 4, Placement(4), saves).bytes
+    assert longer.exchange == (1 << 28) + (1 << 31)
+    short = predict(size_of("1b"), Batch(1, 8, 2), H200, 2, Placement(), ["full"] * 16).bytes
+    assert short.exchange == 1 << 20  # the least, which is there already
+    assert predict(size, Batch(1, 8192), H200, 4, Placement(4), saves).bytes.exchange == 0
 
 
 def test_stages_have_what_the_model_has() -> None:

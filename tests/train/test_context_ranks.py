@@ -95,6 +95,25 @@ def test_two_replicas_of_two_ranks(
     np.testing.assert_allclose(losses(tmp_path / "four"), expected, rtol=2e-5)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sharded_base_changes_no_bit(count: int, run: list[Any], tmp_path: Path) -> None:
+    """Four ranks keep the base together: two replicas of two ranks, or one of four."""
+    form = [*run, *FP8, "--cp", count, "--grad-accum", 1, "--output"]
+    more = ["--shard-base", "--eager"]
+    on_ranks(
+        [[*form, tmp_path / "whole", "--eager"], [*form, tmp_path / "parts", *more]],
+        tmp_path,
+        size=4,
+    )
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    for rank in range(4):
+        held = [int((tmp_path / n / f"held{rank}.txt").read_text()) for n in ("parts", "whole")]
+        assert held == [5 * 7, 0]  # every linear layer of five
+        assert_same(
+            *(torch.load(tmp_path / name / f"rank{rank}.pt") for name in ("parts", "whole"))
+        )
+
+
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(OptionError, match="cp must divide the number of ranks, got 2 for 3"):
         sharing(FinetuneOptions(cp=2), Ranks(0, 3))

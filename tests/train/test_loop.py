@@ -4,8 +4,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lorakernels import LoRAConfig, apply_lora, disable_lora, quantize_head
+from lorakernels.train import loop
 from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
@@ -21,6 +23,7 @@ from lorakernels.train.metrics import MetricsLog, plot_losses, read_metrics
 from lorakernels.train.model import hidden_states, load_model, save_activations, summed_loss
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows, RowOrder
+from lorakernels.train.ranks import STEP, Ranks
 from lorakernels.train.schedule import learning_rate, warmup_steps
 
 MakeTrainer = Callable[..., Trainer]
@@ -54,6 +57,41 @@ def trainer(model_dir: Path, rows: PackedRows) -> MakeTrainer:
         return made
 
     return make
+
+
+class Recording(Ranks):
+    """Two ranks, of which the other adds nothing."""
+
+    def add_up_gradients(
+        self, parameters: Sequence[torch.Tensor], *others: torch.Tensor
+    ) -> list[torch.Tensor]:
+        said.append("sum")
+        return [p.grad for p in parameters if p.grad is not None]
+
+
+said: list[str] = []
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(2, 0.9), (2, 1.1), (1, 1.1)])
+def test_sums_of_long_steps_wait_for_the_device(
+    size: int, seconds: float, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL gives up 60 s after a sum was launched, and a replayed step is launched long before the device is there."""
+    made, clock = trainer(batch_size=1), [0.0]
+    made.ranks = Recording(0, size)
+    monkeypatch.setattr(loop, "wait_for", lambda device: said.append("wait"))
+
+    def later() -> float:
+        clock[0] += seconds * loop.LONG
+        return clock[0]
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=later))
+    said.clear()
+    for _ in range(2):
+        made.step()
+    made.close()
+    assert said == ["sum", *["wait"] * (size == 2 and seconds > 1), "sum"]
+    assert 2 * loop.LONG < STEP.total_seconds()
 
 
 def gradients(trainer: Trainer) -> tuple[dict[str, torch.Tensor], float]:

@@ -110,8 +110,10 @@ def test_a_gradient_that_one_rank_has_reaches_all(tmp_path: Path) -> None:
 
 
 def drive(rank: int, size: int, port: int, runs: list[list[str]]) -> None:
-    """The runs one after the other; after each, what this rank trained and its scales are in `rank<i>.pt`."""
+    """The runs one after the other; after each, what this rank trained and its scales are in `rank<i>.pt`, and how many
+    layers' weights it had in parts in `held<i>.txt`."""
     from lorakernels.cli.finetune import add_arguments, run
+    from lorakernels.modules.holder import is_held
     from lorakernels.train import job
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -126,6 +128,8 @@ def drive(rank: int, size: int, port: int, runs: list[list[str]]) -> None:
         kept = {"scales": torch.stack(scales) if scales else torch.zeros(0)}
         kept |= {name: p.detach() for name, p in trainer.trainable.items()}
         torch.save(kept, f"{options.output}/rank{rank}.pt")
+        held = sum(is_held(module) for module in trainer.model.modules())
+        Path(f"{options.output}/held{rank}.txt").write_text(str(held))
         return result
 
     job.adapt = adapt

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench_context: every way has its row, FLOPs are those by hand, and a loss that is far off is WRONG."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.benchmarks.aliases import Load, RowsOf, Run
+
+
+def test_every_way_has_its_row_on_one_rank(load: Load, run: Run, rows_of: RowsOf) -> None:
+    assert run(load("parallel.bench_context"), "--layers", "1", "--repetitions", "1") == 0
+    rows = rows_of("context")
+    ways = ["alone", "cp", "alone, as long", "cp, documents 32", "cp, documents 16"]
+    assert [row["way"] for row in rows] == ways
+    assert [row["check"] for row in rows] == ["ok"] * len(rows)
+    assert all(float(row["tokens/s"]) > 0 and float(row["÷ alone"]) > 0 for row in rows)
+
+
+def test_flops_of_a_gpu_are_those_by_hand(load: Load) -> None:
+    """Two documents of 4 tokens over 2 GPUs: each has 4 tokens, and half of the 2 · (1 + 2 + 3 + 4) pairs."""
+    bench = load("parallel.bench_context")
+    way = bench.Way("cp, documents 4", 8, 4, 2)
+    assert (way.tokens, way.pairs, way.batch.tokens) == (4, 10.0, 4)
+    made = SimpleNamespace(each_token=100.0, each_pair=12.0)
+    assert bench.Bench.flops(made, way) == 4 * 100 + 10 * 12
+
+
+def test_time_is_compared_by_tokens_and_pairs(load: Load) -> None:
+    """3 s a token and 2 s a pair: 8 tokens alone take 24 + 2 · 36 s, 16 take 48 + 2 · 136 s."""
+    bench = load("parallel.bench_context")
+    ways = [bench.Way("alone", 8, 8, 1), bench.Way("alone, as long", 16, 16, 1)]
+    ways.append(bench.Way("cp", 32, 32, 2))
+    seconds = (96.0, 320.0, 2 * (3 * 16 + 2 * 264.0))
+    rows = [
+        {"way": way.name, "ranks": 2, "tokens/s": 2 * way.tokens / took, "TFLOP/s": 1.0,
+         "check": "ok", "first loss": 5.0 if way.ranks == 1 else 5.2}
+        for way, took in zip(ways, seconds, strict=True)
+    ]  # fmt: skip
+    found = bench.compared(rows, ways)
+    assert found[2]["÷ by kind"] == pytest.approx(0.5)
+    assert [str(row["check"])[:5] for row in found] == ["ok", "ok", "WRONG"]
