@@ -18,6 +18,7 @@ from benchmarks.lib.rows import Row
 from benchmarks.peers.models import SPECS
 from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.parallel.plan_memory import Placement
+from lorakernels.parallel.plan_size import ModelSize
 from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.processes import on_ranks
 
@@ -129,6 +130,7 @@ def test_a_prediction_is_that_of_lorakernels_plan(load: Load) -> None:
     found = prediction(training, 1, Placement(), MACHINES["H200"])
     config, lora = SPECS["tiny"].config(), SPECS["tiny"].lora("qkvo")
     plan = ShardPlan.of(config, None, 32, lora=lora, host_memory=0)
+    assert ModelSize.of(training.model, None) == plan.model  # fused and in FP8, and as a config
     assert set(plan.saves) == {"full"} and set(training.saves) == {"recompute"}
     assert 0.5 < found.rate / plan.rate < 1 and found.gib < plan.bytes.peak / 2**30
     assert machine_of("H100-80GB", torch.device("cpu")) is MACHINES["H100-80GB"]
