@@ -133,9 +133,14 @@ def _sharded_targets() -> Iterator[Target]:
     one: dict[str, object] = {"model": "Llama-2-70B", "base": "offloaded, 0.27", "ranks": 1}
     what = "70B, 1×8192, an H200 held to 80 GB, 27 % of the base in host memory: tokens/s"
     yield Target(what, "sharded_base", one, "tokens/s a GPU", 1900, at_least=True)
-    for ranks, base, least in ((2, "offloaded, 0.54", 300), (4, "sharded, peer", 425)):
+    for ranks, length, base, least in (
+        (2, 4096, "offloaded, 0.54", 300),
+        (4, 4096, "sharded, peer", 425),
+        (8, 8192, "sharded, peer", 425),
+    ):
         large: dict[str, object] = {"model": "Llama-3.1-405B", "base": base, "ranks": ranks}
-        what = f"405B's shape, 1×4096 a GPU, {ranks} H200, base {base}: tokens/s a GPU"
+        large["tokens"] = f"1 x {length}"
+        what = f"405B's shape, 1×{length} a GPU, {ranks} H200, base {base}: tokens/s a GPU"
         yield Target(what, "sharded_base", large, "tokens/s a GPU", least, at_least=True)
     what = "70B, 1×8192 a GPU, base sharded over two GPUs: tokens/s a GPU"
     yield Target(what, "sharded_base", where, "tokens/s a GPU", 2950, at_least=True)

@@ -5,12 +5,15 @@
         benchmarks/parallel/bench_sharded_base.py --output DIR [--models 70b 8b] [--transports peer nccl] [--budget-s S]
     python benchmarks/parallel/bench_sharded_base.py --output DIR --models 70b --offload 0.27 --memory-gb 80
     torchrun --nproc-per-node 2 benchmarks/parallel/bench_sharded_base.py --output DIR --models 405b --offload 0.54
+    torchrun --nproc-per-node 8 benchmarks/parallel/bench_sharded_base.py --output DIR --preset s003
 
 peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B and 405B at 4096. R = 16 on q, k, v, o.
-Each rank trains on rows of its own, and the adapters' gradients are averaged over the ranks in every row. The whole
-base runs first, in its fastest form with one layout of the weights. Then the same model is sharded and runs in that
-form.
+`--batch`, `--length`, `--rank` and `--lora` say otherwise. A preset of PRESETS stands for several options, and those
+given beside it count. Each rank trains on rows of its own, and the adapters' gradients are averaged over the ranks in
+every row. The whole base runs first, in its fastest form with one layout of the weights. Then the same model is sharded
+and runs in that form.
 
+    LoRA, optimizer      rank and modules; "sharded": AdamW's state is split over the ranks (`--shard-optimizer`)
     tokens/s a GPU       of the steps together, by the slowest rank
     ÷ whole              of the whole base's
     p50, p99 ms          of one step, on rank 0
@@ -19,13 +22,17 @@ form.
     no copies ms         of one step that brings no weights, so that layers multiply by what lies in the slots
     gather ms, GB/s      of one layer's block, received from the other ranks, with nothing beside it
     copy ms, GB/s        of one layer's part on the host: what the rank copies, and gathering it
+    load s, warm-up s    of making the model, with its base where it stays, and of the steps before those that are timed
+    predicted …          by `lorakernels plan` for what layers keep here, printed before the first step
+    ÷ measured           the predicted tokens/s over those measured; "GiB ÷ measured" likewise
     check                "ok" if the loss without gradients is the whole base's, bit for bit; else WRONG
 
 With `--embeddings` the sharded base splits embedding and head as well. Without torchrun there is one rank. With
 `--offload F` there is one row a model: loaded straight with that part of the base in pinned memory of the host, or with
-0 sharded alone. The whole base need not fit then, so "check" only says that the loss is finite. With
+0 sharded alone. The whole base need not fit then, so "check" only says that the losses are finite. With
 `--offload-activations` what layers keep may wait there, too, within what is free.
 `--memory-gb G` leaves that much of the GPU to torch, as a smaller GPU would: graphs and CUDA itself come on top.
+`--host-memory-gb G` may be pinned on the host, where its control groups set no limit and its memory grows with use.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ import math
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +55,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.energy import joules, shown
+from benchmarks.lib.predictions import NONE, Prediction, machine_of, placement_of, prediction
 from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds, time_left
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.timing import synchronize
-from benchmarks.peers.models import SPECS, token_rows
-from benchmarks.peers.training import SPARE, Ours
-from lorakernels.parallel import ShardedBase, shard_base
+from benchmarks.peers.models import ADAPTED, SPECS, Spec, token_rows
+from benchmarks.peers.training import SPARE, Ours, OursSharded
+from lorakernels.parallel import Offload, ShardedBase, shard_base
+from lorakernels.parallel.pinned import Progress
+from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.parallel.stores import Store
 
 Options = dict[str, Any]
@@ -64,8 +75,41 @@ FORMS: dict[str, Options] = {
     "1b": {"graphs": "iteration", "save": "full"},
     "tiny": {},
 }
+# 405B's steps take seconds: their kernels hide the host's time without graphs, and few of them tell its rate
+BIG: Options = {
+    "models": ["405b"],
+    "offload": 0.0,
+    "graphs": "eager",
+    "repetitions": 2,
+    "warm_up": 1,
+    "bare_steps": 0,
+}
+PRESETS: dict[str, Options] = {
+    "405b": {**BIG, "length": 8192},
+    # the form in which Snowflake's engineers trained it on eight H100, in 2024
+    "s003": {**BIG, "batch": 4, "length": 1024, "rank": 64, "lora": "all", "shard_optimizer": True},
+}  # fmt: skip
 ENDS = ", embedding and head too"
 NO_GATHER: Row = {"gather ms": "", "GB/s": "", "copy ms": "", "copy GB/s": "", "why": ""}
+
+
+def spec_of(model: str, args: argparse.Namespace) -> Spec:
+    """The model with the tokens, adapters and layers that were asked for."""
+    asked = {"length": args.length, "batch": args.batch, "rank": args.rank}
+    spec = replace(SPECS[model], **{name: value for name, value in asked.items() if value})
+    return spec.cut(args.layers) if args.layers else spec
+
+
+def form_of(model: str, args: argparse.Namespace) -> Options:
+    """How the model runs on a GPU."""
+    form = {**FORMS[model]}
+    if args.graphs:
+        form["graphs"] = None if args.graphs == "eager" else args.graphs
+    if args.save:
+        form["save"] = args.save
+    elif args.offload_activations:
+        form["save"] = "fit, offload"
+    return {**form, "spare": args.spare} if form else form
 
 
 class Bench:
@@ -78,19 +122,19 @@ class Bench:
         args: argparse.Namespace,
         base: Options | None = None,
     ) -> None:
-        self.device, self.often, self.spec = device, args.repetitions, SPECS[model]
-        if args.layers:
-            self.spec = self.spec.cut(args.layers)
+        self.device, self.args, self.spec = device, args, spec_of(model, args)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        form = FORMS[model] if device.type == "cuda" else {}
-        if form:
-            form = {**form, "spare": args.spare}
-        if args.offload_activations and form:
-            form["save"] = "fit, offload"
+        form = form_of(model, args) if device.type == "cuda" else {}
         self.form = form.get("graphs") or "eager"
         torch.manual_seed(0)
-        self.training = Ours(self.spec, "qkvo", device, base=base, **form)
-        self.training.optimizer.register_step_pre_hook(self._average)
+        kind = OursSharded if args.shard_optimizer else Ours
+        began = time.perf_counter()
+        self.training = kind(self.spec, args.lora, device, base=base, **form)
+        synchronize(device)
+        self.load_s = time.perf_counter() - began
+        self.say(f"loaded and fused in {self.load_s:.1f} s")
+        if not args.shard_optimizer:
+            self.training.optimizer.register_step_pre_hook(self._average)
         text = token_rows(self.spec.length, ROWS * self.spec.batch)
         batches = text.view(ROWS, self.spec.batch, self.spec.length).roll(-self.rank, 0)
         self.batches = batches.pin_memory() if device.type == "cuda" else batches
@@ -100,9 +144,14 @@ class Bench:
         """The adapters' gradients, over all ranks."""
         average_gradients(self.training.trained)
 
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"{self.spec.name}: {text}", flush=True)
+
     def step(self, number: int) -> Tensor:
         ids = self.batches[number % ROWS].to(self.device, non_blocking=True)
-        return self.training.step(ids)
+        self.loss_of_step = self.training.step(ids)
+        return self.loss_of_step
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -112,26 +161,33 @@ class Bench:
         self.training.model.train()
         return found
 
-    def row(self, what: str, base: ShardedBase | None, check: str) -> Row:
-        """Warm up, capture and time."""
+    def row(self, what: str, base: ShardedBase | None, check: str | None = None) -> Row:
+        """Predict, warm up, capture and time. Without a `check`, whether the losses are finite."""
+        predicted = self._predicted(base)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        for number in range(self.training.warmup_steps + 1):
-            self.step(number)
-        synchronize(self.device)
+        began, often = time.perf_counter(), self.args.warm_up or self.training.warmup_steps + 1
+        losses = [float(self.step(number)) for number in range(often)]
+        warm_up = time.perf_counter() - began
+        self.say(f"{often} steps before the timed ones in {warm_up:.1f} s, losses {losses}")
         energy = joules(self.device)
-        samples = step_seconds(self.step, self.often, self.device)
+        samples = step_seconds(self.step, self.args.repetitions, self.device)
         synchronize(self.device)
         energy = (joules(self.device) - energy) / len(samples)
+        if check is None:
+            losses.append(float(self.loss_of_step))
+            check = "finite" if all(map(math.isfinite, losses)) else f"WRONG: losses {losses}"
         total = torch.tensor(sum(samples), device=self.device)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         tokens = self.spec.batch * self.spec.length * len(samples)
         rate = round(tokens / float(total), 1)
-        p50, p99 = statistics.median(samples), max(samples)
+        p50, p99, peak = statistics.median(samples), max(samples), self._peak(base)
         found: Row = {
             "model": self.spec.name,
             "tokens": f"{self.spec.batch} x {self.spec.length}",
+            "LoRA": f"{self.spec.rank}, {self.args.lora}",
             "base": what,
+            "optimizer": "sharded" if self.args.shard_optimizer else "whole",
             "graphs": self.form,
             "ranks": self.ranks,
             "check": check,
@@ -141,19 +197,36 @@ class Bench:
             "p50 ms": round(p50 * 1e3, 2),
             "p99 ms": round(p99 * 1e3, 2),
             "J/step": shown(energy, 1),
-            "peak GiB": self._peak(base),
+            "peak GiB": peak,
+            **(NONE if predicted is None else predicted.columns(rate, peak)),
+            "load s": round(self.load_s, 1),
+            "warm-up s": round(warm_up, 1),
             "no copies ms": "" if base is None else self._without_copies(base),
             **(NO_GATHER if base is None else gather_columns(base, self.device)),
             "note": self.training.note,
         }
-        if self.rank == 0:
-            print(f"{self.spec.name}, {what}: {check}, {rate} tokens/s a GPU", flush=True)
+        self.say(f"{what}: {check}, {rate} tokens/s a GPU, {peak} GiB, {sum(samples):.1f} s")
         return found
 
-    def _without_copies(self, base: ShardedBase) -> float:
+    def _predicted(self, base: ShardedBase | None) -> Prediction | None:
+        """Printed; None for a GPU of which the plan has no rates."""
+        machine = machine_of(self.args.machine, self.device)
+        if machine is None:
+            return None
+        placement = placement_of(base, self.ranks if self.args.shard_optimizer else 1)
+        found = prediction(self.training, self.ranks, placement, machine)
+        rate, together = found.rate, found.rate * self.ranks
+        self.say(
+            f"predicted {rate:.1f} tokens/s a GPU, {together:.0f} together, {found.gib:.1f} GiB"
+        )
+        return found
+
+    def _without_copies(self, base: ShardedBase) -> object:
+        if not self.args.bare_steps:
+            return ""
         for store in base.stores:
             store.slots.ensure = _nothing  # type: ignore[method-assign]
-        seconds = statistics.median(step_seconds(self.step, 2, self.device))
+        seconds = statistics.median(step_seconds(self.step, self.args.bare_steps, self.device))
         for store in base.stores:
             del store.slots.ensure
         return round(seconds * 1e3, 2)
@@ -198,27 +271,42 @@ def gather_times(store: Store, device: torch.device) -> tuple[float, float]:
     return round(took * 1e3, 3), round(received / took / 1e9, 1)
 
 
-def bench_offload(model: str, device: torch.device, args: argparse.Namespace) -> list[Row]:
-    """A part of the base in the host's memory, from the loading on."""
+def bench_offload(
+    model: str, device: torch.device, args: argparse.Namespace
+) -> tuple[list[Row], Bench]:
+    """A part of the base in the host's memory, from the loading on. Returns the row and what it is of."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp_shard",))
-    options = {"mesh": mesh["dp_shard"] if ranks > 1 else None, "offload": args.offload}
+    given = args.host_memory_gb and int(args.host_memory_gb * 1e9)
+    options: Options = {
+        "offload": Offload(args.offload, given, pinning() if args.offload else None)
+    }
+    options["mesh"] = mesh["dp_shard"] if ranks > 1 else None
     options["embeddings"] = args.embeddings
-    began = time.perf_counter()
     bench = Bench(model, device, args, options)
-    if dist.get_rank() == 0:
-        print(f"loaded and fused in {time.perf_counter() - began:.1f} s", flush=True)
-    loss = bench.loss()
-    check = "finite" if math.isfinite(loss) else f"WRONG: loss {loss!r}"
     base = bench.training.sharded
     what = f"offloaded, {args.offload}" if args.offload else f"sharded, {base.transport}"
     what += ENDS * args.embeddings
-    row = bench.row(what + ", activations too" * args.offload_activations, base, check)
+    row = bench.row(what + ", activations too" * args.offload_activations, base)
     if args.memory_gb:
         row["note"] = f"{row['note']}; {args.memory_gb:g} GB for torch"
     dist.barrier()
     bench.training.renew_graphs()
-    return [row]
+    return [row], bench
+
+
+def pinning() -> Progress:
+    """Prints on rank 0 how long pinning has taken, at each quarter."""
+    began, shown = time.perf_counter(), 0
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if dist.get_rank() == 0 and 4 * done // total > shown:
+            shown = 4 * done // total
+            took = time.perf_counter() - began
+            print(f"pinned {done / 1e9:.1f} of {total / 1e9:.1f} GB in {took:.1f} s", flush=True)
+
+    return show
 
 
 def bench_model(
@@ -256,7 +344,8 @@ def bench_model(
     return rows
 
 
-def main() -> int:
+def asked() -> tuple[argparse.Namespace, torch.device]:
+    """The command line's options, above those of its preset, and the device."""
     options = parser(__doc__.partition("\n")[0])
     options.add_argument("--models", nargs="+", choices=list(FORMS))
     options.add_argument("--transports", nargs="+", help='default: "auto"', default=["auto"])
@@ -269,31 +358,60 @@ def main() -> int:
     options.add_argument("--offload-activations", action="store_true", help="with --offload")
     options.add_argument("--spare", type=float, default=SPARE, help="of a GPU, to the allocator")
     options.add_argument("--memory-gb", type=float, help="of the GPU, that torch may take")
+    options.add_argument("--host-memory-gb", type=float, help="of the host, that may be pinned")
+    _add_forms(options)
+    options.set_defaults(**PRESETS.get(options.parse_known_args()[0].preset, {}))
     args, device = arguments(options, on_gpu=8)
+    if args.shard_optimizer and args.offload is None:
+        options.error("--shard-optimizer needs --offload, which may be 0")
+    return args, device
+
+
+def main() -> int:
+    args, device = asked()
     began = time.perf_counter()
     device = start_ranks(device)
     if args.memory_gb and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total), device)
     try:
-        return _run(args, device, began + args.budget_s)
+        return run_models(args, device, began + args.budget_s)
     finally:
         dist.destroy_process_group()
 
 
-def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
+def _add_forms(options: argparse.ArgumentParser) -> None:
+    """What is trained, and in which form."""
+    options.add_argument("--preset", choices=list(PRESETS), help="several of these options")
+    options.add_argument("--batch", type=int, help="sequences a GPU; default: the model's")
+    options.add_argument("--length", type=int, help="tokens of a sequence; default: the model's")
+    options.add_argument("--rank", type=int, help="of the adapters; default: 16")
+    options.add_argument("--lora", choices=list(ADAPTED), default="qkvo", help="on which modules")
+    options.add_argument("--shard-optimizer", action="store_true", help="ShardedAdamW; --offload")
+    options.add_argument("--graphs", choices=("layer", "iteration", "eager"))
+    options.add_argument("--save", help="what layers keep: fuse's, or fit; default: the model's")
+    options.add_argument("--warm-up", type=int, help="steps before the timed ones")
+    options.add_argument("--bare-steps", type=int, default=2, help="without copies; 0 for none")
+    options.add_argument("--machine", choices=list(MACHINES), help="of the predictions")
+
+
+def run_models(args: argparse.Namespace, device: torch.device, end: float) -> int:
+    """Collective: a row or more of each model, until `end` of time.perf_counter. Returns the exit code."""
+    if args.shard_optimizer and dist.get_world_size() == 1:
+        raise SystemExit("--shard-optimizer needs several ranks, found 1: start it by torchrun")
     models = args.models or (["70b", "8b"] if device.type == "cuda" else ["tiny"])
     rows: list[Row] = []
     for model in models:
         if not time_left(end, device):
             break
         if args.offload is not None:
-            rows += bench_offload(model, device, args)
+            rows += bench_offload(model, device, args)[0]
         else:
             rows += bench_model(model, device, args, end)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        dist.barrier()  # what a rank shared is free once no rank maps it
     if dist.get_rank():
         return 0
     return finish("sharded_base", rows, environment(device), args.output)

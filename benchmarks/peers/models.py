@@ -37,12 +37,23 @@ STD = 0.02
 
 @dataclass(frozen=True)
 class Spec:
-    """A model, and the tokens it is timed with."""
+    """A model, the tokens it is timed with, and its adapters' rank."""
 
     name: str
     shape: dict[str, Any]
     length: int
     batch: int = 1
+    rank: int = RANK
+
+    @property
+    def alpha(self) -> int:
+        """So that adapters of any rank are scaled by ALPHA / RANK."""
+        return ALPHA * self.rank // RANK
+
+    def lora(self, adapted: str, dropout: float = 0.0, **more: Any) -> LoRAConfig:
+        """Adapters on the modules of ADAPTED[adapted]."""
+        more |= {"lora_dropout": dropout, "target_modules": list(ADAPTED[adapted])}
+        return LoRAConfig(r=self.rank, lora_alpha=self.alpha, **more)
 
     def cut(self, layers: int) -> Spec:
         """The same with fewer layers."""
@@ -216,8 +227,7 @@ def sizes(spec: Spec, adapted: str) -> tuple[int, int, float]:
     """(parameters of the base, of the adapters, FLOPs of forward and backward per token), by flops.py."""
     model = empty_model(spec.config())
     base = sum(p.numel() for p in model.parameters())
-    config = LoRAConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ADAPTED[adapted]), fp8=None)
-    report = apply_lora(model, config)
+    report = apply_lora(model, spec.lora(adapted, fp8=None))
     flops = flops_per_token(model, model.config, spec.length)
     return base, report.trainable_parameters, flops
 

@@ -19,8 +19,6 @@ import lorakernels
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import (
     ADAPTED,
-    ALPHA,
-    RANK,
     STD,
     P,
     Random,
@@ -31,9 +29,11 @@ from benchmarks.peers.models import (
 )
 from benchmarks.peers.te import autocast, te_or_unavailable
 from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
-from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, PhiloxState
+from lorakernels import BlockScaling, DelayedScaling, PhiloxState
 from lorakernels.config import Recipe
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
+from lorakernels.parallel import ShardedAdamW
+from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan_memory import Placement, saves_within
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize
 from lorakernels.parallel.plan_time import Batch
@@ -55,6 +55,7 @@ class Training:
 
     def __init__(self, spec: Spec, adapted: str, device: torch.device) -> None:
         self.spec, self.device, self.targets = spec, device, ADAPTED[adapted]
+        self.adapted = adapted
         self.note = ""
         self.model = self.build()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -107,8 +108,9 @@ class HfPeft(Training):
         model = plain_model(self.spec.config(), self.device)
         if apply_liger is not None:
             apply_liger(model=model)
+        rank, alpha = self.spec.rank, self.spec.alpha
         config = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, lora_dropout=P, target_modules=list(self.targets)
+            r=rank, lora_alpha=alpha, lora_dropout=P, target_modules=list(self.targets)
         )
         model = inject_adapter_in_model(config, model).train()
         set_adapters(model)
@@ -202,8 +204,9 @@ class HfTe(Training):
 
     def adapter(self, linear: nn.Linear, path: str) -> Adapter:
         n, k = linear.weight.shape
-        like = torch.empty(RANK, k, device=self.device, dtype=linear.weight.dtype)
-        b = torch.zeros(n, RANK, device=self.device)
+        rank = self.spec.rank
+        like = torch.empty(rank, k, device=self.device, dtype=linear.weight.dtype)
+        b = torch.zeros(n, rank, device=self.device)
         return Adapter(_a(f"{path}.lora_A", like), b, P, linear.weight.dtype)
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -244,6 +247,7 @@ class Ours(Training):
         self.graphs, self.save, self.spare = graphs, save, spare
         self.weight_layout = weight_layout
         self.base = base or {}
+        self.saves: list[str] = []  # of `fuse`, layer by layer
         self.rng = PhiloxState(1, device)
         super().__init__(spec, adapted, device)
         self.labels = torch.full((spec.batch, spec.length), IGNORE, device=device)
@@ -262,14 +266,8 @@ class Ours(Training):
         return self.model.model.norm.weight.dtype
 
     def build(self) -> Any:
-        config = LoRAConfig(
-            r=RANK,
-            lora_alpha=ALPHA,
-            lora_dropout=self.dropout,
-            target_modules=list(self.targets),
-            fp8=self.recipe,
-            weight_layout=self.weight_layout,
-        )
+        held: dict[str, Any] = {"fp8": self.recipe, "weight_layout": self.weight_layout}
+        config = self.spec.lora(self.adapted, self.dropout, **held)
         shape = self.spec.config()
         loaded = lorakernels.load_quantized(
             Random(shape, self.device),
@@ -300,7 +298,7 @@ class Ours(Training):
             options = {"memory_budget": self._budget(model), "tokens": tokens}
             options["offload_activations"] = FITS[self.save]
         report = lorakernels.fuse(model, **options)
-        saves = [layer.save for layer in report.layers]
+        self.saves = saves = [layer.save for layer in report.layers]
         counts = {save: saves.count(save) for save in dict.fromkeys(saves)}
         mix = ", ".join(f"{n} × {save}" for save, n in counts.items())
         self.note = f"{mix}: {report.saved_bytes / 1e9:.1f} GB predicted"
@@ -314,7 +312,7 @@ class Ours(Training):
         allowed = torch.cuda.get_per_process_memory_fraction(gpu)
         free -= int((1 - allowed) * total)
         size, batch = ModelSize.of(model, None), Batch(self.spec.batch, self.spec.length)
-        room = free - 12 * size.trained - int(self.spare * allowed * total)
+        room = free - self.optimizer_bytes(size.trained) - int(self.spare * allowed * total)
         forms = OFFLOADED if FITS[str(self.save)] else SAVE
         placement = Placement()
         if self.base.get("embeddings"):  # the head comes as a whole at the loss
@@ -323,6 +321,10 @@ class Ours(Training):
         if saves is None:
             raise torch.OutOfMemoryError(f"{room} bytes are left for what layers keep")
         return kept_bytes(size.layers, saves, batch.tokens, ELEMENT)
+
+    def optimizer_bytes(self, trained: int) -> int:
+        """Of the gradients and moments of so many fp32 parameters."""
+        return 12 * trained
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.graphs != "iteration":
@@ -379,6 +381,18 @@ class Ours(Training):
 
     def step(self, ids: Tensor) -> Tensor:
         return self._run(ids)
+
+
+class OursSharded(Ours):
+    """The same with AdamW's state over the ranks of `base["mesh"]`. It sums the gradients over them, too."""
+
+    def optimizer_bytes(self, trained: int) -> int:
+        """Whole gradients, the buffer for a bucket, and 16 bytes of each parameter of this rank's part."""
+        buffer = min(4 * trained, BUCKET_BYTES)
+        return 4 * trained + buffer + 16 * trained // self.base["mesh"].size()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return ShardedAdamW(self.trained, self.base["mesh"], lr=LR, weight_decay=0.0, fused=True)
 
 
 class OursInBlocks(Ours):

@@ -304,10 +304,14 @@ def _sharded_table(rows: list[Row]) -> str:
         "peak GiB",
         "gather ms",
     ]
+    adapters = "R = 16 on q, k, v, o"
+    if any(row.get("LoRA") for row in rows):  # older rows have no such column
+        columns[2:2] = ["LoRA", "optimizer"]
+        adapters += " where no row says otherwise"
     lines = [columns, ["---"] * len(columns)]
-    lines += [[times(row[name]) or "–" for name in columns] for row in rows]
+    lines += [[times(row.get(name, "")) or "–" for name in columns] for row in rows]
     title = (
-        "A frozen FP8 base that is split over the GPUs, LoRA R = 16 on q, k, v, o, random weights "
+        f"A frozen FP8 base that is split over the GPUs, LoRA {adapters}, random weights "
         f"(`torchrun --nproc-per-node 2 benchmarks/parallel/bench_sharded_base.py`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"

@@ -96,6 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the base: one scale for each tensor, or one for each block (default: delayed)",
     )  # fmt: skip
     add(
+        "--sharded-optimizer", action="store_true",
+        help="split AdamW's state over the GPUs, as lorakernels.parallel.ShardedAdamW does in a loop of your own",
+    )  # fmt: skip
+    add(
         "--allow-exposed", action="store_true",
         help="accept gathers and copies that take longer than the layers beside them",
     )  # fmt: skip
@@ -130,7 +134,7 @@ def _plan(config: object, args: argparse.Namespace) -> object:
         config,
         args.memory,
         (args.batch_size, args.seq),
-        PlanAxes(args.gpus, args.cp, args.pp, args.microbatches),
+        PlanAxes(args.gpus, args.cp, args.pp, args.microbatches, args.sharded_optimizer),
         lora=lora,
         machine="probe" if args.probe else args.machine,
         host_memory=args.host_memory or (None if args.probe else 0),

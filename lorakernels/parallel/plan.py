@@ -79,13 +79,15 @@ class LayerTime:
 class PlanAxes:
     """How many GPUs train, how many of them share a row (`cp`, context parallel), or have a model's stages (`pp`).
 
-    `microbatches` of a step run through the stages; None is as many as stages.
+    `microbatches` of a step run through the stages; None is as many as stages. With `sharded_optimizer` all GPUs split
+    AdamW's state, as ShardedAdamW does.
     """
 
     gpus: int
     cp: int = 1
     pp: int = 1
     microbatches: int | None = None
+    sharded_optimizer: bool = False
 
     @property
     def in_a_step(self) -> int:
@@ -99,6 +101,10 @@ class PlanAxes:
                 raise ValueError(
                     f"{name} must divide the {self.gpus} gpus, found {getattr(self, name)}"
                 )
+        if self.sharded_optimizer and (self.gpus == 1 or self.pp > 1):
+            raise ValueError(
+                f"sharded_optimizer needs several GPUs with the same layers, found {self.gpus} with pp {self.pp}"
+            )
         if self.cp > 1 and self.pp > 1:
             raise ValueError(f"cp {self.cp} does not go with pp {self.pp}: a stage has whole rows")
         if self.cp > 1 and length % (2 * self.cp):
@@ -192,9 +198,10 @@ class ShardPlan:
         size = ModelSize.of(model, lora)
         if axes.pp > 1:
             return _staged(size, batch, found, axes)
-        plans = candidates(size, batch, found, axes.gpus, host)
+        split = axes.gpus if axes.sharded_optimizer else 1
+        plans = candidates(size, batch, found, axes.gpus, host, split)
         if not plans:
-            raise ValueError(_nothing_fits(size, batch, found, axes.gpus, host))
+            raise ValueError(_nothing_fits(size, batch, found, axes.gpus, host, split))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
             raise ValueError(_not_hidden(_best(plans)))
@@ -235,7 +242,7 @@ def predict(
     A whole base on one GPU is one graph a step, all else graphs by layer.
     """
     layers = list(zip(model.layers, saves, strict=True))
-    parts = around(model, batch, machine)
+    parts = around(model, batch, machine, placement.optimizer)
     for size, save in layers:
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
     split = placement.split(model)
@@ -325,26 +332,29 @@ def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) ->
 
 
 def candidates(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int
+    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int = 1
 ) -> list[ShardPlan]:
     """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's.
 
-    Where none does, a plan for each that also splits embedding and head.
+    Where none does, a plan for each that also splits embedding and head. `optimizer` is the placement's.
     """
-    found = _candidates(model, batch, machine, gpus, host)
-    if found or gpus == 1:
-        return found
-    return _candidates(model, batch, machine, gpus, host, embeddings=True)
+    for embeddings in (False, True)[:gpus]:
+        end = Placement(gpus, embeddings=embeddings, optimizer=optimizer)
+        if found := _candidates(model, batch, machine, end, host):
+            return found
+    return []
 
 
 def _candidates(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, embeddings: bool = False
+    model: ModelSize, batch: Batch, machine: Machine, over: Placement, host: int
 ) -> list[ShardPlan]:
-    found = []
+    """Plans over one GPU and over all of `over`, which says what else is split."""
+    found, gpus = [], over.ranks
     all_forms = (SAVE, OFFLOADED) if host else (SAVE,)
     ways = [(ranks, forms) for ranks in {1, gpus} for forms in all_forms]
     for (ranks, forms), offload in product(ways, fractions(max(model.layers, key=weights))):
-        placement = Placement(ranks, offload, embeddings and ranks > 1)
+        ends = over.embeddings and ranks > 1
+        placement = Placement(ranks, offload, ends, over.optimizer)
         saves = _saves(model, batch, machine, placement, forms)
         if saves is None or (forms is OFFLOADED and not any(AWAY in save for save in saves)):
             continue
@@ -388,9 +398,12 @@ def _machine(given: str | Machine) -> Machine:
     return found
 
 
-def _nothing_fits(model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int) -> str:
+def _nothing_fits(
+    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int
+) -> str:
     saves = ["checkpoint"] * len(model.layers)
-    used = bytes_of(model, batch, machine, gpus, Placement(gpus, embeddings=True), saves)
+    placement = Placement(gpus, embeddings=True, optimizer=optimizer)
+    used = bytes_of(model, batch, machine, gpus, placement, saves)
     offered = f"{host / 1e9:.0f} GB of" if host else "no"
     over = f"over {gpus} GPUs, embedding and head too," if gpus > 1 else "whole"
     return (

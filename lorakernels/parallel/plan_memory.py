@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from lorakernels.fusion.memory import AWAY, LayerSize, fit, host_bytes, kept_bytes
+from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
 from lorakernels.parallel.plan_time import Batch, whole_rows
@@ -27,12 +28,14 @@ class Placement:
     """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
 
     What stays on one GPU needs no slot. Over several GPUs, slots hold what all of them have together. With
-    `embeddings`, embedding and head are split over them, too, and whole while they are used.
+    `embeddings`, embedding and head are split over them, too, and whole while they are used. `optimizer` is over how
+    many GPUs AdamW's state is split, as ShardedAdamW does.
     """
 
     ranks: int = 1
     offload: float = 0.0
     embeddings: bool = False
+    optimizer: int = 1
 
     def split(self, model: ModelSize) -> tuple[int, ...]:
         """Bytes of the embedding and of the head, if they are split."""
@@ -97,7 +100,7 @@ def bytes_of(
         slots=math.ceil(largest * (STAGES * rho + SLOTS * (1 - rho) * (n > 1))),
         outside=model.outside - sum(split) + math.ceil(sum(split) / n),
         adapters=model.trained * TRAINED // 2,
-        optimizer=model.trained * TRAINED // 2,
+        optimizer=_optimizer(model.trained, placement.optimizer),
         kept=kept_of(model, batch, saves),
         workspace=_workspace(model, batch, saves, split),
         context=CONTEXT,
@@ -106,6 +109,16 @@ def bytes_of(
         waiting=waiting,
         exchange=_exchange(model, batch),
     )
+
+
+def _optimizer(trained: int, ranks: int) -> int:
+    """AdamW's moments of all trained parameters, or what ShardedAdamW keeps of them on one of several `ranks`.
+
+    That is fp32 values, gradients and moments of its part, and one buffer for a whole bucket.
+    """
+    if ranks == 1:
+        return trained * TRAINED // 2
+    return math.ceil(trained * TRAINED / ranks) + min(trained * TRAINED // 4, BUCKET_BYTES)
 
 
 def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:

@@ -49,11 +49,14 @@ def _choice(plan: ShardPlan) -> list[str]:
     if plan.pipeline is not None:
         rows = f"{plan.batch.sequences} x {plan.batch.length} tokens"
         tokens = f"{plan.pipeline.microbatches} microbatches of {rows}"
-    return [
+    lines = [
         f"{plan.gpus} x {plan.machine.name}, {plan.machine.memory / 1e9:.1f} GB each, {tokens}",
         f"base      {where}",
         f"save      {mix}",
     ]
+    if plan.placement.optimizer > 1:
+        lines.append(f"optimizer sharded over {plan.placement.optimizer} GPUs")
+    return lines
 
 
 def _memory(plan: ShardPlan) -> list[str]:

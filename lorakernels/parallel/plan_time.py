@@ -210,9 +210,9 @@ def _lora_backward(inputs: int, outputs: int, rank: int) -> Parts:
     return Parts(memory=seconds if rank else 0.0)
 
 
-def around(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
-    """What a step does outside of the layers: `head`, and AdamW over fp32 adapters."""
-    return head(model, batch, machine) + adamw(model, machine)
+def around(model: ModelSize, batch: Batch, machine: Machine, ranks: int = 1) -> Parts:
+    """What a step does outside of the layers: `head`, and AdamW over fp32 adapters, split over `ranks`."""
+    return head(model, batch, machine) + adamw(model, machine, ranks)
 
 
 def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
@@ -223,8 +223,12 @@ def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
     return Parts(products) + logits + moved(machine, 12 * m * hidden, 20)
 
 
-def adamw(model: ModelSize, machine: Machine) -> Parts:
-    return moved(machine, 40 * model.trained, 2 * len(model.layers))
+def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> Parts:
+    """AdamW, or ShardedAdamW over several `ranks`, whose copies in and out of its buffer are of all gradients."""
+    copied = (
+        28 if ranks > 1 else 0
+    )  # bytes a parameter: zeroed 4, copied in 8, scaled 8, copied out 8
+    return moved(machine, (40 / ranks + copied) * model.trained, 2 * len(model.layers))
 
 
 def stretched(parts: Parts, machine: Machine) -> float:

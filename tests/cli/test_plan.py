@@ -137,3 +137,10 @@ def test_options_are_checked_first(model: Path, options, message, capsys) -> Non
 def test_a_sequence_is_no_longer_than_the_model_s(model: Path, capsys) -> None:
     assert plan(model, "--seq=8193") == 2
     assert "seq must be at most 8192" in capsys.readouterr().err
+
+
+def test_a_sharded_optimizer_is_planned_for_several_gpus_alone(model: Path, capsys) -> None:
+    assert plan(model, "--seq=4096", "--gpus=2", "--sharded-optimizer") == 0
+    assert "optimizer sharded over 2 GPUs" in capsys.readouterr().out
+    assert plan(model, "--seq=4096", "--sharded-optimizer") == 1
+    assert "sharded_optimizer needs several GPUs" in capsys.readouterr().err

@@ -23,6 +23,12 @@ LAYERS = st.lists(
     min_size=1,
     max_size=3,
 )
+LLAMA_405B = [
+    [("q", (16384, 16384)), ("k", (1024, 16384)), ("v", (1024, 16384))],
+    [("o", (16384, 16384))],
+    [("gate", (53248, 16384)), ("up", (53248, 16384))],
+    [("down", (16384, 53248))],
+]
 LLAMA_70B = [  # [N, K] of the groups of one input
     [("q", (8192, 8192)), ("k", (1024, 8192)), ("v", (1024, 8192))],
     [("o", (8192, 8192))],
@@ -107,3 +113,27 @@ def test_equal_parts_hold_all_bytes(ranks: int) -> None:
     block = lay_out(named([[(3, 50), (1, 7)], [(5, 5)]]), ranks)
     assert len({block.part(rank) for rank in range(ranks)}) == 1 and block.bounds[0] == 0
     assert block.size % (ALIGN * ranks) == 0 and block.size >= block.entries[-1].end
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_405b_s_blocks_pass_what_32_bits_count(ranks: int) -> None:
+    """A block of 3.2 GB, shards of 100 and 50: the parts hold all bytes of each weight, and a gather fits the slot."""
+    block = lay_out(LLAMA_405B, ranks)
+    blocks, size = [block] * 126, 126 * block.size // ranks
+    assert block.size > 2**31 and Shards.bytes_of(blocks, ranks) == size > 2**35
+    shards = [
+        Shards(blocks, r, ranks, torch.empty(size, dtype=torch.uint8, device="meta"))
+        for r in range(ranks)
+    ]
+    taken = 0
+    for entry in block.entries:
+        weight = torch.empty(entry.shape, dtype=torch.uint8, device="meta")
+        for rank, each in enumerate(shards):
+            each.write(125, entry, weight)  # on "meta" too, slices of other lengths raise
+            low, high = block.bounds[rank : rank + 2]
+            taken += max(0, min(high, entry.end) - max(low, entry.offset))
+    assert taken == sum(n * k for group in LLAMA_405B for _, (n, k) in group)
+    last = shards[-1].part(125)
+    assert last.storage_offset() == 125 * block.part(0) and last.numel() == block.part(0)
+    gathering = reader(shards, ranks - 1)
+    gathering.gather(125, torch.empty(block.size, dtype=torch.uint8, device="meta"))

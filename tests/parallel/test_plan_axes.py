@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import DelayedScaling, LoRAConfig, PlanAxes, ShardPlan, context_parallel, fuse
 from lorakernels.fusion.memory import LayerSize
-from lorakernels.parallel import context_attention
+from lorakernels.parallel import ShardedAdamW, context_attention
+from lorakernels.parallel.flat import lay_out
+from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement, kept_of
+from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of
 from lorakernels.parallel.plan_pipeline import part_of, stage, stages_within, steps
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
 from lorakernels.parallel.plan_time import Batch, backward, exchanged, forward, head, whole_rows
@@ -242,3 +244,53 @@ def test_what_layers_keep_of_shared_rows_is_what_the_plan_counts() -> None:
     for found in on_ranks(kept_by_two, 2, "gloo", ["full", "recompute", "fp8", "checkpoint"]):
         for form, (kept, counted) in found.items():
             assert abs(kept - counted) <= 0.02 * counted + 400, (form, kept, counted)
+
+
+def state_of(rank: int, device: torch.device, count: int) -> int:
+    """Bytes of all tensors that a ShardedAdamW makes for one parameter of `count` numbers."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    parameter = torch.nn.Parameter(torch.zeros(count))
+    optimizer = ShardedAdamW([parameter], mesh["dp"])
+    parameter.grad = torch.ones(count)
+    optimizer.step()
+    (bucket,) = optimizer._buckets
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (
+        bucket.whole, bucket.grad, bucket.own, *bucket.moments.values(),
+    )}  # fmt: skip
+    return sum(held.values())
+
+
+def test_a_sharded_optimizer_takes_what_shardedadamw_holds() -> None:
+    count = lay_out([1000], 2).size  # so that nothing is padded
+    one = replace(size_of("1b"), trained=count)
+    saves = ["full"] * len(one.layers)
+    found = bytes_of(one, Batch(1, 64), H200, 2, Placement(optimizer=2), saves)
+    assert on_ranks(state_of, 2, "gloo", count) == [found.optimizer] * 2
+    many = replace(one, trained=BUCKET_BYTES)  # numbers of 4 bytes: the buffer has a bucket of them
+    part = bytes_of(many, Batch(1, 64), H200, 8, Placement(optimizer=8), saves).optimizer
+    assert part == 16 * many.trained // 8 + BUCKET_BYTES
+
+
+def test_405b_with_adapters_of_rank_64_keeps_more_if_its_optimizer_is_split() -> None:
+    """S003's form: 2.5 G trained parameters, whose moments take 20 GB where each GPU has all of them."""
+    lora = LoRAConfig(r=64, target_modules=list(ADAPTED["all"]))
+    config = SPECS["405b"].config()
+    whole, split = (
+        ShardPlan.of(config, None, (4, 1024), PlanAxes(8, sharded_optimizer=many), lora=lora, host_memory=0)
+        for many in (False, True)
+    )  # fmt: skip
+    trained = 126 * 64 * (2 * 16384 + 2 * 17408 + 2 * 16384 + 3 * 69632)
+    assert whole.model.trained == split.model.trained == trained
+    assert whole.bytes.optimizer == 8 * trained > 19 * GB
+    assert split.bytes.optimizer == 2 * trained + BUCKET_BYTES
+    assert split.saves.count("checkpoint") < whole.saves.count("checkpoint")
+    assert split.rate > whole.rate and "optimizer sharded over 8 GPUs" in str(split)
+    assert split.bytes.total <= H200.memory
+
+
+@pytest.mark.parametrize(
+    "axes", [PlanAxes(1, sharded_optimizer=True), PlanAxes(8, 1, 2, None, True)]
+)
+def test_a_sharded_optimizer_needs_several_gpus_with_the_same_layers(axes: PlanAxes) -> None:
+    with pytest.raises(ValueError, match="sharded_optimizer needs several GPUs"):
+        ShardPlan.of(SPECS["1b"].config(), None, 64, axes, lora=LORA, host_memory=0)

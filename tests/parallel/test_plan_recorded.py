@@ -17,8 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.parallel import bench_plan
-from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS
-from lorakernels import LoRAConfig
+from benchmarks.peers.models import RANK, SPECS
 from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.parallel.plan_memory import Placement
@@ -46,6 +45,11 @@ class Case(NamedTuple):
     cut: tuple[int, int] | None = None  # layers and sequences, where they are not those of SPECS
     machine: str = "H200"
     cp: int = 1  # ranks that share a row
+    tokens: tuple[int, int] | None = (
+        None  # sequences and their length, where they are not those of SPECS
+    )
+    rank: int = RANK
+    optimizer: bool = False  # AdamW's state is split over the ranks
 
     def __str__(self) -> str:
         where = "" if self.machine == "H200" else f"-{self.machine}"
@@ -96,27 +100,30 @@ def recorded(case: Case) -> tuple[float, float]:
     wanted[column] = case.row
     if case.file == "end_to_end":
         wanted["LoRA on"] = case.adapted
+    if case.tokens:
+        wanted |= {"tokens": " x ".join(map(str, case.tokens)), "ranks": str(case.ranks)}
     (row,) = (r for r in rows if wanted.items() <= r.items())
     return float(row["ms/step" if column == "provider" else "p50 ms"]), float(row["peak GiB"])
 
 
 @lru_cache
-def size_of(model: str, adapted: str) -> ModelSize:
-    lora = LoRAConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ADAPTED[adapted]))
-    return ModelSize.of(SPECS[model].config(), lora)
+def size_of(model: str, adapted: str, rank: int) -> ModelSize:
+    spec = replace(SPECS[model], rank=rank)
+    return ModelSize.of(spec.config(), spec.lora(adapted))
 
 
 def predicted(case: Case) -> tuple[float, float]:
     """(ms of a step, GiB at most)."""
-    size, spec = size_of(case.model, case.adapted), SPECS[case.model]
-    sequences = spec.batch
+    size, spec = size_of(case.model, case.adapted, case.rank), SPECS[case.model]
+    sequences, length = case.tokens or (spec.batch, spec.length)
     if case.cut:
         count, sequences = case.cut
         trained = size.trained * count // len(size.layers)
         size = replace(size, layers=size.layers[:count], trained=trained)
     saves = [save for save, count in case.saves for _ in range(count)]
-    batch = Batch(sequences, spec.length, case.cp)
-    placement = Placement(case.ranks if case.sharded else 1, case.offload)
+    batch = Batch(sequences, length, case.cp)
+    over = case.ranks if case.sharded else 1
+    placement = Placement(over, case.offload, optimizer=case.ranks if case.optimizer else 1)
     plan = predict(size, batch, MACHINES[case.machine], case.ranks, placement, saves)
     by_layer = (
         case.ranks == 1 and "layer" in case.row

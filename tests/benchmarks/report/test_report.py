@@ -38,6 +38,15 @@ def test_the_headlines_are_measured_and_beside_a_peer(report: Any) -> None:
     assert "not measured" not in block and "PEFT: –" not in block
 
 
+def test_adapters_are_shown_where_a_row_of_a_sharded_base_names_them(report: Any) -> None:
+    results = report.read(report.RESULTS)
+    new = ("LoRA", "optimizer")
+    old = [{k: v for k, v in row.items() if k not in new} for row in results["sharded_base"]]
+    told = {**old[0], "LoRA": "64, all", "optimizer": "sharded"}
+    assert "| model | tokens | base |" in report.tables({"sharded_base": old})
+    assert "| 64, all | sharded |" in report.tables({"sharded_base": [*old, told]})
+
+
 @pytest.mark.parametrize(
     ("at_least", "value", "verdict"),
     [(False, 1.15, ["1.15", "≤ 1.15", "met"]), (False, 1.3, ["1.30", "≤ 1.15", "missed by 13%"]),
