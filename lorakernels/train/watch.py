@@ -60,8 +60,9 @@ class Watch:
             dist.recv(told, self._before, group=self._group)
         if float(told) == ENDED:
             return
-        with contextlib.suppress(RuntimeError):  # the one after has ended
-            self._sent = dist.isend(torch.tensor([LOST]), self._after, group=self._group)
+        # The one after may have ended. The group is no longer torch's, if this rank is about to end by itself.
+        with contextlib.suppress(RuntimeError):
+            self._sent = self._group.send([torch.tensor([LOST])], self._after, 0)
         time.sleep(GRACE)
         if not self._leaves:
             print(f"error: {self._said()}", file=sys.stderr, flush=True)
