@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a model train over several GPUs as on one? Loss curves of the same steps in each layout, beside each other.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300]
+    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300]
 
 A Llama of the widths of Llama-3.2-1B learns this Python's sources byte by byte. Rank 0 trains it whole, and the others
-get its weights. Then each layout adapts it to pydoc's help texts: R = 16 on q, k, v, o, p = 0.1, over an FP8 base, a
-row of 2048 tokens a step, fused layers that are replayed. A, the rows' order and the learning rates are equal. Ways:
+get its weights. Then each layout adapts it to pydoc's help texts: R = 16 on q, k, v, o, p = 0.1, over decoder layers
+whose base is in FP8 throughout, two rows of 2048 tokens a step, fused layers that are replayed. A, the rows of each
+step and the learning rates are equal. Every layout uses all ranks for one run. Ways:
 
     one GPU                 rank 0 alone, with whom the others are compared
     one GPU, other masks    rank 1 alone, whose dropout draws from another seed: what masks alone change
-    tp 2                    layers over two ranks, their rows and the vocabulary too; the masks of one GPU
-    cp 2                    rows over two ranks, which draw masks of their own
-    tp 2 x cp 2             both, on four ranks
+    tp T                    T ranks have each layer, its rows and the vocabulary together; the masks of one GPU
+    cp C                    C ranks share each row, and draw masks of their own
+    dp 2                    two replicas have one row of each step, and average gradients and amaxes
+    …, one base             all ranks keep one base together: those of a way without tp, with replicas
+
+On 8 ranks the layouts are tp 8, tp 4 x cp 2, tp 2 x cp 4, cp 8, tp 4 x dp 2, tp 2 x cp 2 x dp 2 and
+"cp 4 x dp 2, one base".
 
 A curve is the running mean of 20 steps' losses. "largest difference" is that of two curves at any step, relative to one
 GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run. "held-out loss" is
@@ -27,9 +32,10 @@ import gc
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,13 +46,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.curves import smoothed
-from benchmarks.lib.ranks import largest, start_ranks
+from benchmarks.lib.ranks import average_gradients, largest, start_ranks
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 from lorakernels.fusion.over_ranks import together_of
-from lorakernels.parallel import context_parallel, parallelize
+from lorakernels.parallel import context_parallel, parallelize, shard_base
 
 ONE, OTHER = "one GPU", "one GPU, other masks"
 TOLERANCE = 0.003  # of the smoothed curves, at any step
@@ -61,6 +67,7 @@ class Plan:
 
     shape: dict[str, int]
     length: int = 2048
+    rows: int = 2  # of each step, which replicas share
     steps: int = 300
     base_steps: int = 150
     base_lr: float = 4e-4
@@ -80,11 +87,11 @@ PLANS = {
     ),
     "tiny": Plan(
         {
-            "hidden_size": 64,
+            "hidden_size": 128,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
         },
         length=64,
         steps=30,
@@ -95,13 +102,38 @@ PLANS = {
 }
 
 
-def ways_of(ranks: int) -> list[tuple[str, int, int]]:
-    """(name, tp, cp) of what runs on so many ranks."""
-    found = [(ONE, 1, 1)]
-    if ranks > 1:
-        found += [(OTHER, 1, 1), ("tp 2", 2, 1), ("cp 2", 1, 2)]
-    if ranks >= 4:
-        found.append(("tp 2 x cp 2", 2, 2))
+class Way(NamedTuple):
+    """How `tp` · `cp` · `dp` ranks train one model. `one_base`: they keep its frozen weights together."""
+
+    name: str
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    one_base: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp
+
+    @property
+    def told_by(self) -> int:
+        """The rank whose losses are the way's."""
+        return 1 if self.name == OTHER else 0
+
+
+def ways_of(ranks: int, rows: int) -> list[Way]:
+    """One GPU, and all layouts that use `ranks` for steps of `rows` rows, with powers of two for tp and dp."""
+    found = [Way(ONE)]
+    if ranks == 1:
+        return found
+    found.append(Way(OTHER))
+    powers = [2**i for i in range(ranks.bit_length())]
+    for dp in (n for n in powers if rows % n == 0):
+        for tp in (n for n in reversed(powers) if ranks % (n * dp) == 0):
+            cp, shards = ranks // (tp * dp), dp > 1 and tp == 1
+            sizes = {"tp": tp, "cp": cp, "dp": dp}
+            name = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+            found.append(Way(name + ", one base" * shards, tp, cp, dp, shards))
     return found
 
 
@@ -118,7 +150,7 @@ def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=plan.base_lr, weight_decay=0.0)
         generator = torch.Generator().manual_seed(1)
         for step in range(plan.base_steps):
-            ids = rows[torch.randint(len(rows), (2,), generator=generator)].to(device)
+            ids = rows[torch.randint(len(rows), (plan.rows,), generator=generator)].to(device)
             optimizer.param_groups[0]["lr"] = plan.base_lr * rate(step, plan.base_steps)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 model(input_ids=ids, labels=ids).loss.backward()
@@ -139,13 +171,13 @@ def rate(step: int, steps: int) -> float:
 
 
 class Layout:
-    """Adapters over a copy of a base, trained by `tp` · `cp` ranks together."""
+    """Adapters over a copy of a base, trained by the ranks of `way` together."""
 
-    def __init__(self, base: Any, way: tuple[str, int, int], alone: Any, graphs: Any) -> None:
-        name, tp, cp = way
-        self.model, self.alone = copy.deepcopy(base), alone
+    def __init__(self, base: Any, way: Way, alone: Any, graphs: Any) -> None:
+        self.model, self.way, self.replicas = copy.deepcopy(base), way, alone
+        self.replica = dist.get_rank() // (way.tp * way.cp) if way.dp > 1 else 0
         device = next(self.model.parameters()).device
-        seed = dist.get_rank() if name == OTHER else 0
+        seed = dist.get_rank() if way.name == OTHER else self.replica
         torch.manual_seed(3)  # one value on all ranks: equal adapters, and masks of one state
         self.rng = PhiloxState(11 + seed, device)
         config = LoRAConfig(
@@ -155,15 +187,13 @@ class Layout:
             target_modules=list(ADAPTED["qkvo"]),
             fp8=DelayedScaling(),
         )
-        self.state: Any = apply_lora(self.model, config, rng_state=self.rng).fp8_state
+        report = apply_lora(self.model, config, rng_state=self.rng, frozen="fp8")
+        self.state: Any = report.fp8_state
         fuse(self.model.train())
         self.split: Any = None
         self.context: Any = None
-        if tp * cp > 1:
-            rest = dist.get_world_size() // (tp * cp)
-            mesh = init_device_mesh(device.type, (rest, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
-            self.split = parallelize(self.model, mesh["tp"], vocabulary=True) if tp > 1 else None
-            self.context = context_parallel(self.model, mesh["cp"]) if cp > 1 else None
+        if way.ranks > 1:
+            self._spread(device)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, weight_decay=0.0)
         self.manager = None
@@ -172,6 +202,23 @@ class Layout:
             states: dict[str, Any] = {"fp8_state": self.state, "rng_states": [self.rng]}
             options = replace(graphs, together=together_of(layers))
             self.manager = GraphManager(layers, options=options, **states)
+
+    def _spread(self, device: torch.device) -> None:
+        way, axes = self.way, ("dp", "cp", "tp")
+        mesh = init_device_mesh(device.type, (way.dp, way.cp, way.tp), mesh_dim_names=axes)
+        if way.one_base:
+            everyone = init_device_mesh(device.type, (way.ranks,), mesh_dim_names=("dp_shard",))
+            self.base = shard_base(self.model, everyone)
+        if way.tp > 1:
+            self.split = parallelize(self.model, mesh["tp"], vocabulary=True)
+        if way.cp > 1:
+            self.context = context_parallel(self.model, mesh["cp"])
+        if way.dp > 1:
+            self.replicas = mesh["dp"].get_group()
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Of a step's rows, those of this rank's replica."""
+        return rows.chunk(self.way.dp)[self.replica]
 
     def loss(self, ids: Tensor) -> Tensor:
         over = self.context or self.split
@@ -188,17 +235,25 @@ class Layout:
         loss.backward()
         if self.context is not None:
             self.context.reduce_gradients()
+        average_gradients(self.trained, self.replicas)
         if self.split is not None:
             self.split.clip_grad_norm_(CLIP)
         else:
             nn.utils.clip_grad_norm_(self.trained, CLIP)
         self.optimizer.step()
-        self.state.reduce_and_update(self.alone)  # and over who has its layers or rows besides
+        self.state.reduce_and_update(self.replicas)  # and over who has its layers or rows besides
         if self.manager is None or self.manager.phase != "replaying":
             self.rng.advance()
         if self.manager is not None:
             self.manager.end_iteration()
         return loss.detach()
+
+    def mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """Collective: the losses of steps, over all replicas, fp32."""
+        found = torch.stack([*losses]).float() / self.way.dp
+        if self.way.dp > 1:
+            dist.all_reduce(found, group=self.replicas)
+        return found
 
     @torch.no_grad()
     def held_out(self, rows: Tensor) -> float:
@@ -234,7 +289,7 @@ class Curves:
 
 
 def run(
-    way: tuple[str, int, int],
+    way: Way,
     base: Any,
     text: Tensor,
     plan: Plan,
@@ -242,24 +297,25 @@ def run(
     alone: Any,
     graphs: GraphOptions | None,
 ) -> Row:
-    """Collective: one way's row. `graphs`: None for eager layers."""
-    name, device = way[0], next(base.parameters()).device
-    row: Row = {"way": name, "ranks": way[1] * way[2]}
+    """Collective: one way's row. `alone`: the group of this rank. `graphs`: None for eager layers."""
+    device = next(base.parameters()).device
+    row: Row = {"way": way.name, "ranks": way.ranks}
     began = time.perf_counter()
     layout = Layout(base, way, alone, graphs)
     held, data = text[: plan.held].to(device), text[plan.held :]
     before = layout.held_out(held)  # B = 0, so that all are the base's
     generator = torch.Generator().manual_seed(2)
-    order = torch.randint(len(data), (plan.steps, 1), generator=generator)
+    order = torch.randint(len(data), (plan.steps, plan.rows), generator=generator)
     waiting: list[Tensor] = []
     for step in range(plan.steps):
-        waiting.append(layout.step(data[order[step]].to(device), plan.lr * rate(step, plan.steps)))
+        rows = data[layout.own(order[step])].to(device)
+        waiting.append(layout.step(rows, plan.lr * rate(step, plan.steps)))
         if len(waiting) == EVERY or step == plan.steps - 1:
-            curves.add(name, of_rank(1 if name == OTHER else 0, torch.stack(waiting)))
+            curves.add(way.name, of_rank(way.told_by, layout.mean(waiting)))
             waiting.clear()
     replayed = 0 if layout.manager is None else layout.manager.replayed
     layout.close()
-    loss = of_rank(1 if name == OTHER else 0, torch.tensor([layout.held_out(held)], device=device))
+    loss = of_rank(way.told_by, torch.tensor([layout.held_out(held)], device=device))
     seconds = largest(time.perf_counter() - began, device)
     return {
         **row,
@@ -305,20 +361,27 @@ def main() -> int:
     options.add_argument("--layers", type=int, help="of the model")
     options.add_argument("--steps", type=int, help="of each way")
     options.add_argument("--eager", action="store_true", help="replay no layers")
+    options.add_argument("--ways", nargs="+", metavar="WAY", help="beside one GPU; default: all")
     args, device = arguments(options)
     device = start_ranks(device)
-    plan = PLANS[args.model or ("1b" if device.type == "cuda" else "tiny")]
-    if args.layers:
-        plan = replace(plan, shape={**plan.shape, "num_hidden_layers": args.layers})
-    plan = replace(plan, steps=args.steps or plan.steps)
     try:
-        return _main(plan, args, device)
+        plan = PLANS[args.model or ("1b" if device.type == "cuda" else "tiny")]
+        if args.layers:
+            plan = replace(plan, shape={**plan.shape, "num_hidden_layers": args.layers})
+        plan = replace(plan, steps=args.steps or plan.steps)
+        ways = {way.name: way for way in ways_of(dist.get_world_size(), plan.rows)}
+        if unknown := {*(args.ways or ways)} - {*ways}:
+            options.error(
+                f"--ways: must be of {[*ways]} on {dist.get_world_size()} ranks, found {sorted(unknown)}"
+            )
+        chosen = [way for name, way in ways.items() if name in (ONE, *(args.ways or ways))]
+        return _main(chosen, plan, args, device)
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _main(plan: Plan, args: argparse.Namespace, device: torch.device) -> int:
+def _main(ways: list[Way], plan: Plan, args: argparse.Namespace, device: torch.device) -> int:
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     groups = [dist.new_group([rank]) for rank in range(ranks)]
     began = time.perf_counter()
@@ -329,7 +392,7 @@ def _main(plan: Plan, args: argparse.Namespace, device: torch.device) -> int:
     curves = Curves(args.output if first else None)
     graphs = GraphOptions() if device.type == "cuda" and not args.eager else None
     rows: list[Row] = []
-    for way in ways_of(ranks):
+    for way in ways:
         rows.append(run(way, base, topics, plan, curves, groups[dist.get_rank()], graphs))
         if first:
             print(compared(rows, curves.losses)[-1], flush=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,12 @@ def quality_ranks(panels: list[Panel], results: Results) -> None:
         losses.setdefault(row["way"], []).append(float(row["loss"]))
     curves = {way: smoothed(found) for way, found in losses.items()}
     one = next(iter(curves.values()))
-    for color, (way, curve) in zip(BARS, curves.items(), strict=False):
-        panels[0].plot(curve, label=way, linewidth=1.2, color=color)
+    styles = cycle(product(("-", "--"), BARS))  # eight ranks have more ways than there are colours
+    for (line, color), (way, curve) in zip(styles, curves.items(), strict=False):
+        style = {"linewidth": 1.2, "linestyle": line, "color": color}
+        panels[0].plot(curve, label=way, **style)
         off = [100 * (a / b - 1) for a, b in zip(curve, one, strict=False)]
-        panels[1].plot(off, linewidth=1.2, color=color)
+        panels[1].plot(off, **style)
     panels[0].set(xlabel="step", ylabel="training loss, nats per byte")
     panels[0].legend(fontsize=8)
     panels[1].set(xlabel="step", ylabel="% from one GPU")

@@ -104,6 +104,7 @@ def load_quantized(
     embeddings: bool = False,
     stages: Any = None,
     tp: Any = None,
+    vocabulary: bool = False,
 ) -> Loaded:
     """Load a decoder-only model with its linear layers in FP8. Nothing is downloaded, no code of the checkpoint
     runs.
@@ -138,6 +139,8 @@ def load_quantized(
             weight that `parallelize` over the same mesh splits, and all of the others. Collective. Give `lora`. The
             model runs as it is, with all rows on each rank. `fuse` may follow, and `parallelize` for rows and
             vocabulary; fused layers need it.
+        vocabulary: with `tp`, read this rank's rows of the embedding and of the output head alone. Both must be plain
+            and frozen. Call `parallelize` with `vocabulary=True`, too.
 
     With `mesh`, `stages` or `tp`, what one rank raises, all raise; those that did not find it raise ValueError and name
     the rank.
@@ -161,7 +164,7 @@ def load_quantized(
         )
     recipe = _recipe(lora, fp8)
     target = _device(device)
-    wanted, split = Stages.of(stages), Split.of(tp)
+    wanted, split = Stages.of(stages), Split.of(tp, vocabulary)
     group = _patient(mesh, wanted, split)
     together = nullcontext if group is None else partial(comm.together, group)
     with together():
@@ -362,6 +365,8 @@ class _Loader:
         original = self.plan.copies[name]
         path, _, attribute = original.rpartition(".")
         own = getattr(self.model.get_submodule(path), attribute)
+        if self.parts is not None and original in self.parts:
+            own = self.parts.kept(original)
         if not torch.equal(tensor.to(self.device).to(own.dtype), own):
             raise ValueError(f"{name} differs from {original}, to which the model's config ties it")
 

@@ -35,7 +35,7 @@ class Plan:
         self.block = block
         self.holders = holders_of(model)
         self.adapted = [] if lora is None else match_targets(model, lora)
-        saved = () if lora is None else tuple(match_saved(model, lora))
+        self.saved = saved = () if lora is None else tuple(match_saved(model, lora))
         wanted = set(self.adapted)
         if frozen == "fp8":
             wanted |= set(frozen_targets(model, self.adapted, saved)[0])

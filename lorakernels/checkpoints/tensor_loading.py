@@ -5,6 +5,7 @@
     W8 in blocks, all scales equal  the part's bytes
     W8 in blocks, other scales      the part in fp32 → as from bf16
     BlockScaling                    the part's blocks, which no other rank needs
+    embedding and head [V, H]       this rank's V/T rows, with `vocabulary`
 
 Until adapters are drawn, a weight [N, K] is memory without meaning, which all weights share. So adapters are drawn as
 in one process, and cut afterwards.
@@ -24,33 +25,41 @@ from lorakernels.modules.convert import dequantize, held_weight
 from lorakernels.modules.frozen import quantize_weight
 from lorakernels.parallel import comm
 from lorakernels.parallel.sharded_base import check_mesh
-from lorakernels.parallel.tensor_check import check_sizes, found_by, found_in
+from lorakernels.parallel.tensor_check import check_sizes, check_vocabulary, found_by, found_in
 from lorakernels.parallel.tensor_layers import KINDS, why_not_blocks
 from lorakernels.parallel.tensor_ranks import Ranks
-from lorakernels.parallel.tensor_split import LoadedParts, split_linear
+from lorakernels.parallel.tensor_split import LoadedParts, split_linear, split_vocabulary
 from lorakernels.values import Weight
 
 Part = tuple[slice, slice]
 
 
 class Split(NamedTuple):
-    """What `load_quantized(tp=…)` takes: `mesh` is one dimension of a DeviceMesh, `plan` as for `parallelize`."""
+    """What `load_quantized(tp=…)` takes.
+
+    Attributes:
+        mesh: one dimension of a DeviceMesh.
+        plan, vocabulary: as for `parallelize`.
+    """
 
     mesh: Any
     plan: Any = None
+    vocabulary: bool = False
 
     @classmethod
-    def of(cls, given: Any) -> Split | None:
+    def of(cls, given: Any, vocabulary: bool) -> Split | None:
         """`given`: a mesh, (mesh, plan), or None.
 
         Raises:
-            ValueError: the mesh has several dimensions, or has not this rank.
+            ValueError: the mesh has several dimensions, or has not this rank. Also `vocabulary` without a mesh.
         """
         if given is None:
+            if vocabulary:
+                raise ValueError("vocabulary=True needs tp, found None")
             return None
-        found = cls(*given) if isinstance(given, tuple) else cls(given)
-        check_mesh(found.mesh)
-        return found
+        mesh, plan = given if isinstance(given, tuple) else (given, None)
+        check_mesh(mesh)
+        return cls(mesh, plan, vocabulary)
 
 
 class TensorParts:
@@ -78,9 +87,12 @@ class TensorParts:
         self.ranks, self._plan, (device, self._group) = Ranks(split.mesh.get_group()), plan, places
         found = found_in(model) if split.plan is None else found_by(model, split.plan)
         check_sizes(model, found, self.ranks.size)
+        if split.vocabulary:
+            check_vocabulary(model, found, self.ranks)
         self._cuts, self._recipe, self._stand_ins = found.cuts, recipe, StandIns(device)
         self._read: dict[str, Weight] = {}
         self._parts = {f"{path}.weight": self._part(model, path) for path in self._cuts}
+        self._tokens = self._rows_of_tokens(model) if split.vocabulary else {}
         plan.read_parts(self._parts)
 
     def __contains__(self, name: str) -> bool:
@@ -97,6 +109,29 @@ class TensorParts:
         in_blocks = isinstance(self._recipe, BlockScaling) and path in self._plan.quantized
         if in_blocks and (why_not := why_not_blocks(size, dim, self.ranks.size)):
             raise ValueError(f"{path} {why_not}")
+        return self._share(name, dim, size)
+
+    def _rows_of_tokens(self, model: Any) -> dict[str, str]:
+        """{path of embedding and head: the tensor that is read for it}, whose rows become parts."""
+        modules = {module: path for path, module in model.named_modules()}
+        both = (model.get_input_embeddings(), model.get_output_embeddings())
+        paths = [modules[module] for module in both]
+        found = {}
+        for path, module in zip(paths, both, strict=True):
+            holders = self._plan.holders[f"{path}.weight"]
+            if path in self._plan.adapted or path in self._plan.saved:
+                raise ValueError(
+                    f"vocabulary=True takes a frozen embedding and head, {path} is to be trained"
+                )
+            if other := {*holders} - {f"{each}.weight" for each in paths}:
+                raise ValueError(f"vocabulary=True: {path}.weight is tied to {sorted(other)}")
+            found[path] = next(name for name in self._plan.take if name in holders)
+            part = self._share(found[path], 0, len(module.weight))
+            self._parts |= dict.fromkeys((n for n in holders if n in self._plan.read), part)
+        return found
+
+    def _share(self, name: str, dim: int, size: int) -> Part:
+        """This rank's part of a tensor that is cut in its dimension `dim`, of `size`."""
         block = self._plan.block[dim]
         blocks = self._plan.blocks_of(name)
         if blocks and size % (self.ranks.size * block):
@@ -112,6 +147,7 @@ class TensorParts:
     def agree(self) -> None:
         """Collective inside `together`: ValueError unless all ranks read the same tensors in one order."""
         mine = {
+            "vocabulary": bool(self._tokens),
             "the checkpoint": [(name, self._plan.info(name)) for name in self._plan.take],
             "the plan": self._cuts,
             "the layers in FP8": self._plan.quantized,
@@ -162,17 +198,26 @@ class TensorParts:
         self._read[path] = Weight(value)
         return self._stand_ins.tensor(value, self._whole(path, value))
 
+    def kept(self, name: str) -> Tensor:
+        """What `keep_plain` kept of the tensor `name`."""
+        return self._read[name.removesuffix(".weight")].data
+
     def cut(self, model: nn.Module) -> None:
         """Give the layers their parts, after adapters were put on the whole model."""
         cuts = {
             path: split_linear(model, (path, by), self.ranks, False, self._read.pop(path))
             for path, by in self._cuts.items()
         }
-        LoadedParts(self.ranks, cuts).leave(model)
+        rows = {path: self.kept(name) for path, name in self._tokens.items()}
+        vocabulary = split_vocabulary(model, self.ranks, rows) if rows else {}
+        self._read.clear()
+        LoadedParts(self.ranks, cuts, vocabulary).leave(model)
 
     def _whole(self, path: str, part: Tensor) -> torch.Size:
         shape = list(part.shape)
-        shape[KINDS[self._cuts[path], False].dimensions["weight"]] *= self.ranks.size
+        by = self._cuts.get(path)
+        dim = 0 if by is None else KINDS[by, False].dimensions["weight"]  # None: of tokens
+        shape[dim] *= self.ranks.size
         return torch.Size(shape)
 
     def _largest(self, amax: Tensor) -> Tensor:

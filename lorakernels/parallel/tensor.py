@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.modules.apply import replace_module
 from lorakernels.parallel import comm
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import (
@@ -30,11 +29,8 @@ from lorakernels.parallel.tensor_check import (
 from lorakernels.parallel.tensor_fused import split_parts
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
-from lorakernels.parallel.tensor_split import Cut, LoadedParts, split_linear
-from lorakernels.parallel.tensor_vocabulary import (
-    VocabularyEmbedding,
-    VocabularyHead,
-)
+from lorakernels.parallel.tensor_split import Cut, LoadedParts, split_linear, split_vocabulary
+from lorakernels.parallel.tensor_vocabulary import VocabularyHead
 from lorakernels.parallel.tensor_whole import WHOLE, Place, places, whole_of
 
 
@@ -269,7 +265,8 @@ def parallelize(
 
     Args:
         model: a model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`; or any, with
-            `plan`, not fused. Or what `load_quantized(tp=…)` read over the same mesh, with the same `plan`.
+            `plan`, not fused. Or what `load_quantized(tp=…)` read over the same mesh, with the same `plan`, and with
+            `vocabulary` if that was asked for there.
         mesh: one dimension of a DeviceMesh, such as `mesh["tp"]`.
         plan: {pattern of paths: "column" or "row"}. None splits q, k, v, gate and up by column, o and down by row.
         sequence_parallel: whether what lies between the split layers is split by rows: norms, residuals, activations.
@@ -296,13 +293,14 @@ def parallelize(
     with comm.together(ranks.group):
         found = found_in(model) if plan is None else found_by(model, plan)
         if loaded is not None:
-            check_loaded(loaded, found, ranks)
+            check_loaded(loaded, found, ranks, vocabulary)
         check(model, found, ranks)
         if overlap and not sequence_parallel:
             raise ValueError(
                 "overlap=True needs sequence_parallel=True: nothing else is exchanged by rows"
             )
-        if vocabulary:
+        rows_read = loaded is not None and bool(loaded.vocabulary)
+        if vocabulary and not rows_read:
             check_vocabulary(model, found, ranks)
         _refuse_other_groups(model, found, ranks)
         mine = fingerprint(model, found, sequence_parallel) | {"overlap": overlap}
@@ -327,8 +325,8 @@ def parallelize(
         base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])
         norm = base.get_submodule(found.spec.last_norm)
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
-    if vocabulary:
-        cuts |= _split_vocabulary(model, ranks)
+    if vocabulary and not rows_read:
+        cuts |= split_vocabulary(model, ranks)
     return TensorParallel(model, ranks, cuts, mesh, why)
 
 
@@ -338,27 +336,6 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros(1, device=device)
     norm = torch.nn.utils.get_total_norm([tensor.float() for tensor in tensors])
     return norm.square().reshape(1)
-
-
-def _split_vocabulary(model: Any, ranks: Ranks) -> dict[str, Cut]:
-    """A head that is tied to the embedding stays so."""
-    cuts, parts = {}, {}
-    for old in (model.get_input_embeddings(), model.get_output_embeddings()):
-        path = next(path for path, module in model.named_modules() if module is old)
-        whole = old.weight
-        if id(whole) not in parts:
-            own = whole.detach()[ranks.share(len(whole))].clone()
-            parts[id(whole)] = nn.Parameter(own, requires_grad=False)
-        part, bias = parts[id(whole)], getattr(old, "bias", None)
-        if bias is not None:
-            own = bias.detach()[ranks.share(len(bias))].clone()
-            bias = nn.Parameter(own, requires_grad=False)
-        head = isinstance(old, nn.Linear)
-        new = VocabularyHead(part, bias, ranks) if head else VocabularyEmbedding(part, ranks)
-        replace_module(model, old, new.train(old.training))
-        width = whole.shape[1]
-        cuts[path] = Cut("vocabulary", (len(whole), width), (len(part), width), False)
-    return cuts
 
 
 def _refuse_other_groups(model: nn.Module, found: Found, ranks: Ranks) -> None:

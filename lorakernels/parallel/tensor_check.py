@@ -119,7 +119,7 @@ def _objection_to_fused(parts: Parts) -> str:
     return ""
 
 
-def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks) -> None:
+def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks, vocabulary: bool) -> None:
     """Refuse another group, or other layers, than those for which parts were read.
 
     Raises:
@@ -127,6 +127,10 @@ def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks) -> None:
     """
     if loaded.ranks.group != ranks.group:
         raise ValueError("mesh must be the one that load_quantized(tp=…) was given, found another")
+    if loaded.vocabulary and not vocabulary:
+        raise ValueError(
+            "vocabulary must be True, as for load_quantized(tp=…), which read this rank's rows alone, found False"
+        )
     read = {path: cut.by for path, cut in loaded.cuts.items()}
     for path in (*read, *found.cuts):
         if read.get(path) != found.cuts.get(path):
@@ -299,9 +303,10 @@ def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any
 def _own_tensors(model: nn.Module, loaded: LoadedParts) -> set[str]:
     """Names of the tensors of loaded parts that differ from rank to rank."""
     found = set()
-    for path in loaded.cuts:
+    for path in (*loaded.cuts, *loaded.vocabulary):
         layer: Any = model.get_submodule(path)
-        in_blocks = ("weight_scale_inv",) if layer.block_scaling is not None else ()
+        has_blocks = getattr(layer, "block_scaling", None) is not None
+        in_blocks = ("weight_scale_inv",) if has_blocks else ()
         found |= {f"{path}.{name}" for name in (*layer.dimensions, *in_blocks)}
     return found
 

@@ -7,7 +7,7 @@ A model whose parts were read by themselves runs as over ranks that have all row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.parallel.tensor_layers import KINDS, cut
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.values import Weight
 
 _LOADED = "parts_as_loaded"  # plain attribute of the model
@@ -59,11 +60,13 @@ class LoadedParts(NamedTuple):
 
     Attributes:
         ranks: who hold the other parts.
-        cuts: {path: Cut}.
+        cuts: {path: Cut} of the layers of the decoder.
+        vocabulary: {path: Cut} of embedding and head, if they were read in parts, too.
     """
 
     ranks: Ranks
     cuts: dict[str, Cut]
+    vocabulary: dict[str, Cut]
 
     @classmethod
     def of(cls, model: nn.Module) -> LoadedParts | None:
@@ -79,12 +82,14 @@ class LoadedParts(NamedTuple):
             mark_loaded_part(layer, waiting)
 
     def take(self, model: nn.Module, ranks: Ranks, flat: bool) -> dict[str, Cut]:
-        """Let the parts run over `ranks`, as `cut` would. Returns `cuts`."""
+        """Let the parts run over `ranks`, as `cut` would. Returns `cuts` and `vocabulary`."""
         del vars(model)[_LOADED]
         for layer in self.layers(model):
             mark_loaded_part(layer, None)
             layer.__dict__.update(ranks=ranks, flat=flat)
-        return self.cuts
+        for path in self.vocabulary:
+            vars(model.get_submodule(path))["ranks"] = ranks
+        return self.cuts | self.vocabulary
 
     def layers(self, model: nn.Module) -> Iterator[Any]:
         """The layers of `cuts`."""
@@ -109,3 +114,32 @@ def split_linear(
     whole, adapted = (layer.out_features, layer.in_features), isinstance(layer, LoRALinear)
     cut(layer, KINDS[by, adapted], ranks, flat, read)
     return Cut(by, whole, (layer.out_features, layer.in_features), adapted)
+
+
+def split_vocabulary(
+    model: Any, ranks: Ranks, read: Mapping[str, Tensor] | None = None
+) -> dict[str, Cut]:
+    """Keep this rank's rows of the embedding and of the head, and of the head's bias. Tied ones stay so.
+
+    Args:
+        model: of transformers, with plain frozen ones.
+        ranks: who have the other rows.
+        read: {path: the rows [V/T, H]} where they were read by themselves; None cuts the weights.
+    """
+    cuts, parts = {}, {}
+    for old in (model.get_input_embeddings(), model.get_output_embeddings()):
+        path = next(path for path, module in model.named_modules() if module is old)
+        whole = old.weight
+        if id(whole) not in parts:
+            own = whole.detach()[ranks.share(len(whole))].clone() if read is None else read[path]
+            parts[id(whole)] = nn.Parameter(own, requires_grad=False)
+        part, bias = parts[id(whole)], getattr(old, "bias", None)
+        if bias is not None:
+            own = bias.detach()[ranks.share(len(bias))].clone()
+            bias = nn.Parameter(own, requires_grad=False)
+        head = isinstance(old, nn.Linear)
+        new = VocabularyHead(part, bias, ranks) if head else VocabularyEmbedding(part, ranks)
+        replace_module(model, old, new.train(old.training))
+        width = whole.shape[1]
+        cuts[path] = Cut("vocabulary", (len(whole), width), (len(part), width), False)
+    return cuts

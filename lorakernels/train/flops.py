@@ -79,6 +79,8 @@ def flops_per_token(model: Any, config: Any, seq_len: int) -> float:
     frozen = trained = 0
     whole = TensorParallel.whole_numel(model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    if hasattr(model, "get_input_embeddings"):
+        embeddings.add(id(model.get_input_embeddings().weight))  # no nn.Embedding if ranks split it
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parameter in model.parameters():
         tied = head is not None and parameter is getattr(head, "weight", None)

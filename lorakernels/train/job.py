@@ -87,7 +87,7 @@ from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
 from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh, shard_parts
-from lorakernels.train.tensor import layer_mesh, split_layers
+from lorakernels.train.tensor import layer_mesh, split_layers, splits_vocabulary
 
 FEW = 10  # steps of an epoch, below which a run says so
 
@@ -326,6 +326,7 @@ def load_adapted(
                 embeddings=options.shard_embeddings and meshes.base is not None,
                 stages=meshes.stages,
                 tp=meshes.tp,
+                vocabulary=meshes.tp is not None and splits_vocabulary(directory, options),
             )
         except (ValueError, TypeError, OSError) as error:
             if reading.began or meshes.base is not None or options.offload:

@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lorakernels import TensorParallel, change_of_logits, parallelize
+from lorakernels import TensorParallel, VocabularyHead, change_of_logits, parallelize
 from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import CheckpointError, OptionError
 from lorakernels.train.optimizers import numbers
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.parts import Parts
+from lorakernels.train.preflight import build_on_meta, read_config
 from lorakernels.train.ranks import Ranks
 
 
@@ -97,6 +99,12 @@ def layer_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
 
 
+def splits_vocabulary(directory: Path, options: FinetuneOptions) -> bool:
+    """Whether each rank has some rows of the embedding and of the head of the model in `directory`."""
+    with torch.random.fork_rng(devices=[]):
+        return why_whole_vocabulary(build_on_meta(read_config(directory)), options) is None
+
+
 def split_layers(
     model: nn.Module,
     options: FinetuneOptions,
@@ -112,7 +120,7 @@ def split_layers(
     if mesh is None:
         return None
     same = ranks.group_of(ranks.size // ranks.tp, apart=ranks.tp)
-    whole = _why_whole_vocabulary(model, options)
+    whole = why_whole_vocabulary(model, options)
     rows = options.sequence_parallel
     try:
         split = parallelize(model, mesh, sequence_parallel=rows, vocabulary=whole is None)
@@ -123,9 +131,16 @@ def split_layers(
     return SplitLayers(split, options, ranks, same)
 
 
-def _why_whole_vocabulary(model: Any, options: FinetuneOptions) -> str | None:
-    """Why each rank keeps the whole embedding and head; None if they are split."""
+def why_whole_vocabulary(model: Any, options: FinetuneOptions) -> str | None:
+    """Why each rank keeps the whole embedding and head; None if they are split.
+
+    Args:
+        model: with or without weights, or after its rows of both were read.
+        options: of the run.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(head, VocabularyHead):
+        return None
     if options.fp8_head:
         return "fp8_head multiplies by the whole head"
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:

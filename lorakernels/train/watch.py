@@ -2,11 +2,13 @@
 """Each rank watches the one before it, and ends when that one has ended.
 
 A rank that waits for a kernel of NCCL cannot see that its peer is gone until NCCL's own timeout, and one that computes
-cannot either. A thread therefore waits for a message over gloo, whose connection breaks with the peer's process.
+cannot either. A thread therefore waits for a message over gloo, whose connection breaks with the peer's process. It
+tells the next rank at once, so that all ranks wait for `GRACE` together, however many they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -19,6 +21,10 @@ import torch.distributed as dist
 
 RUN = timedelta(days=365)  # longer than any run
 GRACE = 5.0  # seconds in which this rank may end by itself, with a message of its own
+ENDED, LOST = (
+    0.0,
+    1.0,
+)  # what a rank tells the one after it: all end together, or one of them has ended
 
 
 class Watch:
@@ -45,14 +51,19 @@ class Watch:
         """
         self._leaves = True
         if with_the_others:
-            dist.send(torch.zeros(1), self._after, group=self._group)
+            dist.send(torch.tensor([ENDED]), self._after, group=self._group)
             self._thread.join()
 
     def _wait(self) -> None:
-        try:
-            dist.recv(torch.empty(1), self._before, group=self._group)
-        except RuntimeError:  # of gloo: the connection broke
-            time.sleep(GRACE)
-            if not self._leaves:
-                print(f"error: {self._said()}", file=sys.stderr, flush=True)
-                os._exit(1)
+        told = torch.tensor([LOST])
+        with contextlib.suppress(RuntimeError):  # of gloo: the connection broke
+            dist.recv(told, self._before, group=self._group)
+        if float(told) == ENDED:
+            return
+        # The one after may have ended. The group is no longer torch's, if this rank is about to end by itself.
+        with contextlib.suppress(RuntimeError):
+            self._sent = self._group.send([torch.tensor([LOST])], self._after, 0)
+        time.sleep(GRACE)
+        if not self._leaves:
+            print(f"error: {self._said()}", file=sys.stderr, flush=True)
+            os._exit(1)

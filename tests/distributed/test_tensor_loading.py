@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,16 @@ class Way:
     split: dict[str, Any] = field(default_factory=dict)
 
 
+ROWS = {"vocabulary": True}
 WAYS = (
-    Way("rows split, vocabulary", fused=True, split={"vocabulary": True}),
+    Way("rows split, vocabulary", fused=True, split=ROWS),
+    Way("rows of tokens", fused=True, load=ROWS, split=ROWS),
+    Way(
+        "rows of tokens, tied, with both names",
+        model={"tie_word_embeddings": True},
+        load=ROWS | {"frozen": "plain"},
+        split=ROWS,
+    ),
     Way("rows whole", split={"sequence_parallel": False}),
     Way(
         "biases, some plain, tied",
@@ -92,6 +101,8 @@ def small(way: Way) -> Any:
 
 def write(folder: Path, way: Way) -> None:
     write_checkpoint(folder, small(way), shard_bytes=300_000, block_fp8=bool(way.scales))
+    if way.name.endswith("both names"):
+        write_both_names(folder)
     for path in folder.glob("*.safetensors") if way.scales == "unequal" else ():
         part = load_file(path)
         for name in part:
@@ -101,11 +112,24 @@ def write(folder: Path, way: Way) -> None:
         save_file(part, path, {"format": "pt"})
 
 
+def write_both_names(folder: Path) -> None:
+    """Some checkpoints have a tied head, too."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shard = index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    path.write_text(json.dumps(index))
+    tensors = load_file(folder / shard)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / shard, {"format": "pt"})
+
+
 def loaded(folder: Path, way: Way, tp: Any, device: torch.device) -> tuple[Any, Noted, int]:
     """(the result, what was read, the largest sum of bytes that ops had made at a time)."""
     torch.manual_seed(5)
     source, live = Noted(folder), Live()
     options: dict[str, Any] = {"lora": way.lora, "tp": tp, **way.load}
+    if tp is None:
+        options.pop("vocabulary", None)
     options["rng_state"] = PhiloxState(11, device)
     with live:
         found = load_quantized(
@@ -184,8 +208,10 @@ def test_parts_that_were_read_are_those_of_the_whole(way: Way, results: Any) -> 
         assert found["names"] and found["unequal"] == [] and found["drawn"]
         own, everything = found["read"]
         assert own.keys() == everything.keys()
-        halves = {n for n in own if n.endswith(".weight") and n.split(".")[-2] in CUT}
-        assert len(halves) == 14
+        tokens = ("embed_tokens", "lm_head") if way.load.get("vocabulary") else ()
+        cut = (*CUT, *tokens)
+        halves = {n for n in own if n.endswith(".weight") and n.split(".")[-2] in cut}
+        assert len(halves) == 14 + len(tokens)
         assert all(2 * own[n] == everything[n] for n in halves), "a weight was read twice or whole"
         assert all(own[n] == everything[n] for n in own.keys() - halves)
         said, size, host, whole_host = found["said"]
@@ -218,11 +244,13 @@ def test_parts_on_two_gpus(tmp_path: Path) -> None:
         write(tmp_path / way.name, way)
     computed = ("gradient of", "scales of x", "of dy", "loss")
     for each in on_ranks(worker, 2, "nccl", tmp_path, WAYS):
-        for found in each.values():
+        for way in WAYS:
+            found = each[way.name]
             assert found["names"] and found["drawn"] and found["near"] < 2.0**-3
             assert [n for n in found["unequal"] if not n.startswith(computed)] == []
             own, everything = found["read"]
-            assert sum(2 * own[n] == everything[n] for n in own) == 14
+            halves = 16 if way.load.get("vocabulary") else 14
+            assert sum(2 * own[n] == everything[n] for n in own) == halves
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -267,11 +295,21 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
     found["another choice"] = refused(
         lambda: load(source=reads[1], frozen="plain" if rank else "fp8")
     )
+    rows = {"vocabulary": True, "source": reads[1]}
+    found["rows without tp"] = refused(lambda: load(tp=None, **rows))
+    found["rows by a plan"] = refused(lambda: load(tp=(mesh, {"*.q_proj": "column"}), **rows))
+    found["rows that train"] = refused(
+        lambda: load(replace(LORA, target_modules=["lm_head"]), **rows)
+    )
+    found["rows of one rank"] = refused(lambda: load(source=reads[1], vocabulary=bool(rank)))
     assert not any(source.read for source in reads)
     lora = replace(LORA, lora_dropout=0.0, target_modules="all-linear")
     part = load(lora).model
     found["other plan"] = refused(lambda: parallelize(part, mesh, {"*.q_proj": "column"}))
     found["other mesh"] = refused(lambda: parallelize(part, other))
+    torch.manual_seed(5)
+    read = load(lora, vocabulary=True).model
+    found["rows left whole"] = refused(lambda: parallelize(read, mesh))
     one = part if rank else load(lora, None).model
     found["one rank alone"] = refused(lambda: parallelize(one, mesh))
     fuse(part)
@@ -307,6 +345,11 @@ def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "no read": "cannot read model.layers.1.mlp.up_proj.weight",
         "another": "the checkpoint of rank 1 must be as on rank 0",
         "another choice": "the layers in FP8 of rank 1 must be as on rank 0",
+        "rows without tp": "vocabulary=True needs tp",
+        "rows by a plan": "vocabulary=True needs a model of transformers",
+        "rows that train": "vocabulary=True takes a frozen embedding and head, lm_head is to be trained",
+        "rows of one rank": "vocabulary of rank 1 must be as on rank 0",
+        "rows left whole": "vocabulary must be True, as for load_quantized(tp=…)",
         "other plan": "plan must be the one that load_quantized(tp=…) was given",
         "other mesh": "mesh must be the one that load_quantized(tp=…) was given",
         "one rank alone": "the ways in which they were loaded differ",

@@ -199,11 +199,11 @@ def test_a_rank_whose_replay_is_refused_does_not_start_the_step_anew(
 
 
 def read_by_finetune(rank: int, device: torch.device, model_dir: str) -> list[tuple[Any, ...]]:
-    """Of each way: what it says about what is read, and whether its layers are parts."""
+    """Of each way: what it says about what is read, and whether its layers are parts, and its head."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     found = []
-    for more in ({}, {"weight_layout": "both"}, {"fp8": False}):
-        options = FinetuneOptions(r=4, **more)
+    for more in ({}, {"weight_layout": "both"}, {"fp8": False}, {"fp8_head": True}):
+        options = FinetuneOptions(r=4, tp=2, **more)
         reporter, said = Reporter("test", 1), []
         with mock.patch.object(reporter, "say", said.append):
             random = make_random_state(0, 0, device)
@@ -211,19 +211,30 @@ def read_by_finetune(rank: int, device: torch.device, model_dir: str) -> list[tu
             given = Path(model_dir), options, torch.float32, device, random, reporter, meshes
             model, _ = load_adapted(*given)
         shape = model.get_submodule("model.layers.0.self_attn.q_proj").weight.shape
-        found.append(([line for line in said if "base:" in line], tuple(shape)))
+        tokens = len(model.get_output_embeddings().weight)
+        found.append(([line for line in said if "base:" in line], tuple(shape), tokens))
     return found
 
 
 def test_over_fp8_a_rank_reads_its_parts_alone(even_model: Path) -> None:
+    """And its rows of embedding and head, unless the FP8 head needs all of them."""
     infos = Directory(even_model).tensors
-    size = sum(i.bytes // (2 if n.endswith("_proj.weight") else 1) for n, i in infos.items())
     n, k = infos["model.layers.0.self_attn.q_proj.weight"].shape
-    for own, both, plain in processes.on_ranks(read_by_finetune, 2, "gloo", str(even_model)):
-        said = f"base: {size / 1e6:,.3f} MB read, those of this rank's parts of layers"
-        assert own == ([said], (n // 2, k))
-        assert "each rank reads the whole model first" in both[0][0] and both[1] == (n, k)
-        assert plain == ([], (n, k))
+    tokens = infos["lm_head.weight"].shape[0]
+
+    def said(*cut: str) -> list[str]:
+        size = sum(i.bytes // (2 if name.endswith(cut) else 1) for name, i in infos.items())
+        return [f"base: {size / 1e6:,.3f} MB read, those of this rank's parts of layers"]
+
+    for own, both, plain, head in processes.on_ranks(read_by_finetune, 2, "gloo", str(even_model)):
+        rows = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")
+        assert own == (said(*rows), (n // 2, k), tokens // 2)
+        assert head == (said("_proj.weight"), (n // 2, k), tokens)
+        assert "each rank reads the whole model first" in both[0][0] and both[1:] == (
+            (n, k),
+            tokens,
+        )
+        assert plain == ([], (n, k), tokens)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
