@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,21 @@ def largest(value: float, device: torch.device) -> float:
     return float(found)
 
 
-def average_gradients(trained: Sequence[torch.nn.Parameter]) -> None:
-    """Of the parameters that have one, over all ranks, by one all-reduce."""
-    ranks = dist.get_world_size()
+def sum_of(value: float, device: torch.device) -> float:
+    """Collective: the sum of all ranks' `value`."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found)
+    return float(found)
+
+
+def average_gradients(trained: Sequence[torch.nn.Parameter], group: Any = None) -> None:
+    """Of the parameters that have one, over the ranks of `group`, None for all, by one all-reduce."""
+    ranks = dist.get_world_size(group)
     if ranks == 1:
         return
     grads = [p.grad for p in trained if p.grad is not None]
     flat = torch.cat([g.reshape(-1) for g in grads])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=group)
     flat.div_(ranks)
     parts = flat.split([g.numel() for g in grads])
     torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
