@@ -36,8 +36,8 @@ the other and updates once. Warm-up steps have one row of each replica.
     J/step           of rank 0's GPU; "all" is the sum over the GPUs that train, from which tokens/J is
     peak GiB         of tensors on rank 0 after loading, shards of the base included
     load s           until the model is ready; then the first step with the warm-up, and the timed steps
-    check            "ok" if the loss of the first row is within 2 % of the one alone, and all ranks end with the same
-                     adapters; what cannot run, or has no memory, says why
+    check            "ok" if the loss of the first row is within 2 % of the one alone, or of dp's, and all ranks end
+                     with the same adapters; what cannot run, or has no memory, says why
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ WAYS = (
     "cp, eager",
 )
 REFUSALS = (ValueError, NotImplementedError, Unavailable, CaptureError, torch.OutOfMemoryError)
-ANSWER = timedelta(seconds=60)  # after which a rank whose others do not answer gives up
+ANSWER = timedelta(seconds=120)  # after which a rank whose others do not answer gives up
 _T = TypeVar("_T")
 
 
@@ -183,7 +184,8 @@ class Bench:
 
         def step(number: int, rows: int) -> Tensor:
             start = (number * replicas + replica) * rows
-            found: Tensor = training.step(text[[i % ROWS for i in range(start, start + rows)]])
+            ids = torch.stack([text[i % ROWS] for i in range(start, start + rows)])
+            found: Tensor = training.step(ids)
             return found
 
         first, one = float(step(0, 1)), 0.0
@@ -301,25 +303,41 @@ def compared(rows: list[Row]) -> list[Row]:
         full["÷ eager"] = ratio(full["tokens/s"], eager.get("tokens/s"))
         if row.get("graphs") == "layer":
             full["graphs on ÷ off"] = ratio(full["tokens/s"], off.get("tokens/s"))
-        full["check"] = full["check"] or checked(row, eager, alone)
+        others = (by_way.get((model, way), {}) for way in ("alone, eager", "alone", "dp"))
+        full["check"] = full["check"] or checked(row, [*others])
         found.append(full)
     return found
 
 
-def checked(row: Row, eager: Row, alone: Row) -> str:
-    """Whether a row's first loss is that of one GPU; "" where there is none to compare with."""
+def checked(row: Row, others: list[Row]) -> str:
+    """Whether a row's first loss is that of the first of `others` that has one; "" where none has."""
     loss = row.get("first loss")
-    reference = eager.get("first loss") or alone.get("first loss")
-    if not isinstance(loss, float) or not isinstance(reference, float):
-        return "" if loss is None or math.isfinite(float(str(loss))) else f"WRONG: loss {loss}"
+    reference = next((found for other in others if (found := other.get("first loss"))), None)
+    if not isinstance(loss, float):
+        return ""
+    if not isinstance(reference, float):
+        return "" if math.isfinite(loss) else f"WRONG: loss {loss}"
     near = abs(loss - reference) <= LOSS_TOLERANCE * abs(reference)
-    return "ok" if near else f"WRONG: loss {loss}, alone {reference}"
+    return "ok" if near else f"WRONG: loss {loss}, expected {reference}"
 
 
-def spec_of(name: str, args: argparse.Namespace) -> Spec:
-    spec = SPECS[name]
-    spec = replace(spec, length=args.length or spec.length)
-    return spec.cut(args.layers) if args.layers else spec
+def specs_of(args: argparse.Namespace, device: torch.device) -> list[Spec]:
+    """The models of `args`.
+
+    Raises:
+        ValueError: there are neither one number of layers nor one for each model.
+    """
+    names = args.model or ["8b" if device.type == "cuda" else "tiny"]
+    layers = args.layers or [None]
+    if len(layers) not in (1, len(names)):
+        raise ValueError(
+            f"--layers must be one number or one for each of {names}, found {args.layers}"
+        )
+    found = []
+    for name, many in zip(names, layers * (len(names) // len(layers)), strict=True):
+        spec = replace(SPECS[name], length=args.length or SPECS[name].length)
+        found.append(spec.cut(many) if many else spec)
+    return found
 
 
 def check_ways(args: argparse.Namespace, ranks: int) -> None:
@@ -337,7 +355,9 @@ def parsed() -> tuple[argparse.Namespace, torch.device]:
     options.add_argument(
         "--model", nargs="+", choices=list(SPECS), help='default: "8b", on a CPU "tiny"'
     )
-    options.add_argument("--layers", type=int, help="of each model; default: all")
+    options.add_argument(
+        "--layers", type=int, nargs="+", help="of all models, or of each one; 0 and default: all"
+    )
     options.add_argument("--length", type=int, help="tokens of a row; default: the model's")
     options.add_argument("--ways", nargs="+", metavar="WAY", default=list(WAYS))
     options.add_argument("--rows", type=int, help="of a step; default: one of each replica")
@@ -353,6 +373,7 @@ def parsed() -> tuple[argparse.Namespace, torch.device]:
         options.error(f"--warm-up must be at least 1, found {args.warm_up}")
     try:
         check_ways(args, int(os.environ.get("WORLD_SIZE", "1")))
+        args.specs = specs_of(args, device)
     except ValueError as error:
         options.error(str(error))
     return args, device
@@ -363,12 +384,11 @@ def main() -> int:
     began = time.perf_counter()
     device = start_ranks(device)
     args.budget_s -= time.perf_counter() - began
-    names = args.model or ["8b" if device.type == "cuda" else "tiny"]
     bench = Bench(args, device, dist.new_group(backend="gloo", timeout=ANSWER))
     first, facts = dist.get_rank() == 0, environment(device)
     rows: list[Row] = []
     try:
-        for spec, way in ((spec_of(name, args), way) for name in names for way in args.ways):
+        for spec, way in product(args.specs, args.ways):
             if rows and rows[-1]["model"] != spec.name:
                 bench.setup = 0.0
             rows.append(bench.measure(way, spec))

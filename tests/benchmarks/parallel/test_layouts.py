@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lorakernels.parallel import comm
+from tests.distributed.test_split_graphs import own_rows_of_the_sum
+from tests.graphs.fake import FakeBackend
 from tests.processes import on_ranks
 
 ROWS = 8  # of a step
@@ -106,6 +110,46 @@ def test_layers_keep_what_the_plan_chooses_on_all_ranks_alike() -> None:
         assert [*ways] == ["dp", "tp 2", "cp 2"]
         for name, pairs in ways.items():
             assert all(planned == kept for planned, kept in pairs), (name, pairs)
+
+
+def replayed_rows(rank: int, device: torch.device) -> list[float]:
+    """How far the gradients of replayed steps are from those of eager ones: of 1, 1, 4 and 4 rows."""
+    from lorakernels.graphs import GraphManager, GraphOptions
+
+    from benchmarks.peers.layouts import Layout, Way
+    from benchmarks.peers.models import SPECS, token_rows
+    from lorakernels.fusion.over_ranks import together_of
+
+    Layout.dropout = 0.0
+    spec, layouts = SPECS["tiny"], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layouts.append(Layout(Way.of("tp", dist.get_world_size()), spec, device))
+    eager, graphed = layouts
+    layers = graphed.model.model.layers
+    options = GraphOptions(backend=FakeBackend, together=together_of(layers))
+    states: dict[str, Any] = {"fp8_state": graphed.state, "rng_states": [graphed.rng]}
+    graphed.manager = GraphManager(layers, warmup_steps=1, options=options, **states)
+    graphed.graphs = "layer"
+    text = token_rows(spec.length, 10).view(10, 1, spec.length)
+    with pytest.raises(ValueError, match="give it one row, not 4"):
+        graphed.step(text[:4])
+    found = []
+    with mock.patch.object(comm, "sum_rows", own_rows_of_the_sum), sdpa_kernel(SDPBackend.MATH):
+        for rows in text.split([1, 1, 4, 4]):
+            losses = [layout.step(rows) for layout in layouts]
+            pairs = zip(eager.trained, graphed.trained, strict=True)
+            found.append(max(float((a.grad - b.grad).abs().max()) for a, b in pairs))
+            found.append(float((losses[0] - losses[1]).abs()))
+    assert graphed.manager.replayed == 9
+    graphed.close()
+    return found
+
+
+@pytest.mark.slow
+def test_graphs_of_one_row_serve_all_rows_of_a_step() -> None:
+    """Each row is an iteration of its own, whose gradients are added to those of the rows before it."""
+    assert on_ranks(replayed_rows, 2, "gloo") == [[0.0] * 8] * 2
 
 
 def test_replicas_that_drift_apart_are_found() -> None:

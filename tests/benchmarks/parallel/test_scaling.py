@@ -34,6 +34,19 @@ def test_a_loss_that_is_far_off_is_wrong(load: Load) -> None:
     assert rows[1]["÷ eager"] == 1.5 and rows[1]["÷ alone"] == ""
 
 
+def test_without_one_gpu_a_loss_is_compared_with_that_of_dp(load: Load) -> None:
+    bench = load("parallel.bench_scaling")
+    rows = [{"way": way, "first loss": loss} for way, loss in (("dp", 10.0), ("cp 2", 11.0))]
+    assert [row["check"] for row in bench.compared(rows)] == [
+        "ok",
+        "WRONG: loss 11.0, expected 10.0",
+    ]
+    (row,) = bench.compared([{"way": "tp 2", "first loss": float("nan")}])
+    assert row["check"] == "WRONG: loss nan"
+    drifted = {"way": "dp", "first loss": 10.0, "check": "WRONG: replicas have other adapters"}
+    assert bench.compared([drifted])[0]["check"] == drifted["check"]
+
+
 def test_replays_are_compared_with_eager_steps_of_their_own_model(load: Load) -> None:
     bench = load("parallel.bench_scaling")
     rows = [
@@ -71,6 +84,7 @@ def test_rows_of_a_step_follow_each_other(load: Load, run: Run, rows_of: RowsOf)
         (("--ways", "tp 2"), "needs a multiple of 2 ranks, found 1"),
         (("--ways", "pp"), "a way joins"),
         (("--warm-up", "0"), "must be at least 1"),
+        (("--model", "tiny", "tiny-8", "1b", "--layers", "1", "2"), "one for each of ['tiny'"),
     ],
 )
 def test_what_is_asked_wrongly_ends_before_anything(
@@ -79,6 +93,16 @@ def test_what_is_asked_wrongly_ends_before_anything(
     with pytest.raises(SystemExit):
         run(load("parallel.bench_scaling"), *options)
     assert said in capsys.readouterr().err and not dist.is_initialized()
+
+
+def test_each_model_has_its_number_of_layers(load: Load, run: Run, rows_of: RowsOf) -> None:
+    options = ("--model", "tiny", "tiny-8", "--layers", 1, 0, "--ways", "alone")
+    assert run(load("parallel.bench_scaling"), *options) == 0
+    names = [row["model"] for row in rows_of("scaling")]
+    assert names == [
+        "1 layers of a Llama of two layers",
+        "a Llama of two layers and eight key heads",
+    ]
 
 
 def test_rows_must_divide_over_replicas(load: Load) -> None:
