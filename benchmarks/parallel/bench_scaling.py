@@ -64,11 +64,11 @@ from lorakernels.graphs import CaptureError
 from torch import Tensor
 
 from benchmarks.lib.energy import joules, shown
+from benchmarks.lib.layouts import Layout, Way, mesh_of
 from benchmarks.lib.ranks import ROWS, largest, start_ranks, step_seconds, sum_of
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio, write_csv
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.base import Unavailable
-from benchmarks.peers.layouts import Layout, Way, mesh_of
 from benchmarks.peers.models import SPECS, Spec, token_rows
 from benchmarks.peers.tensor import DTensorPeft
 from benchmarks.peers.training import Training

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""peers/layouts.py: ranks in every way train on the rows of one process, and get its gradients."""
+"""lib/layouts.py: ranks in every way train on the rows of one process, and get its gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = {
 
 def trained(way: Any, spec: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """(the loss of each replica's first row, all gradients) of one step on ROWS rows."""
-    from benchmarks.peers.layouts import Layout
+    from benchmarks.lib.layouts import Layout
     from benchmarks.peers.models import token_rows
 
     layout = Layout(way, spec, device)
@@ -46,7 +46,7 @@ def trained(way: Any, spec: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def every_way(rank: int, device: torch.device, names: tuple[str, ...]) -> dict[str, Any]:
     """{way: (its loss ÷ one process's − 1, how far its gradients are, relative to their norm)}."""
-    from benchmarks.peers.layouts import Layout, Way
+    from benchmarks.lib.layouts import Layout, Way
     from benchmarks.peers.models import SPECS, token_rows
 
     Layout.dropout = (
@@ -86,7 +86,7 @@ def test_a_step_of_all_ways_is_that_of_one_process(ranks: int) -> None:
 
 def chosen(rank: int, device: torch.device) -> dict[str, Any]:
     """{way: [(the plan's choice, what layers keep), …]}, and the room of a rank that has more than the other."""
-    from benchmarks.peers import layouts
+    from benchmarks.lib import layouts
     from benchmarks.peers.models import SPECS
     from benchmarks.peers.training import Ours
 
@@ -116,7 +116,7 @@ def replayed_rows(rank: int, device: torch.device) -> list[float]:
     """How far the gradients of replayed steps are from those of eager ones: of 1, 1, 4 and 4 rows."""
     from lorakernels.graphs import GraphManager, GraphOptions
 
-    from benchmarks.peers.layouts import Layout, Way
+    from benchmarks.lib.layouts import Layout, Way
     from benchmarks.peers.models import SPECS, token_rows
     from lorakernels.fusion.over_ranks import together_of
 
@@ -157,7 +157,7 @@ def test_replicas_that_drift_apart_are_found() -> None:
 
 
 def drifted(rank: int, device: torch.device) -> str:
-    from benchmarks.peers.layouts import Layout, Way
+    from benchmarks.lib.layouts import Layout, Way
     from benchmarks.peers.models import SPECS
 
     layout = Layout(Way.of("dp", 2), SPECS["tiny"], device)
@@ -172,7 +172,7 @@ def drifted(rank: int, device: torch.device) -> str:
 
 
 def test_names_of_ways() -> None:
-    from benchmarks.peers.layouts import Way
+    from benchmarks.lib.layouts import Way
 
     found = Way.of("tp 2 x cp 2, eager, frozen", 8)
     assert (found.tp, found.cp, found.replicas) == (2, 2, 2) and found.adapted == "one"
@@ -198,7 +198,7 @@ def test_names_of_ways() -> None:
     ],
 )
 def test_what_is_no_way(name: str, reason: str) -> None:
-    from benchmarks.peers.layouts import Way
+    from benchmarks.lib.layouts import Way
 
     with pytest.raises(ValueError, match=reason):
         Way.of(name, 8)

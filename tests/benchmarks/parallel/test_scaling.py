@@ -124,8 +124,8 @@ def test_a_way_without_time_is_named(load: Load, run: Run, rows_of: RowsOf) -> N
 
 def with_failures(rank: int, device: torch.device, folder: str) -> int:
     """Rank 1 has no memory to load the first way, and no rank has any to train the second one."""
+    from benchmarks.lib.layouts import Layout
     from benchmarks.parallel import bench_scaling as bench
-    from benchmarks.peers.layouts import Layout
 
     load, step = bench.Bench._load, Layout.step
 
