@@ -50,8 +50,15 @@ def largest(value: float, device: torch.device) -> float:
     return float(found)
 
 
+def sum_of(value: float, device: torch.device) -> float:
+    """Collective: the sum of all ranks' `value`."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found)
+    return float(found)
+
+
 def average_gradients(trained: Sequence[torch.nn.Parameter], group: Any = None) -> None:
-    """Of the parameters that have one, over the ranks of `group`, by one all-reduce. None is all ranks."""
+    """Of the parameters that have one, over the ranks of `group`, None for all, by one all-reduce."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return

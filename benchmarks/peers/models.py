@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import LoRAConfig, apply_lora
+from lorakernels.checkpoints.shards import Read, TensorInfo
 from lorakernels.train.byte_tokenizer import SPECIALS
 from lorakernels.train.demo import write_texts
 from lorakernels.train.flops import flops_per_token
@@ -144,6 +145,20 @@ SPECS = {
         },
         length=32,
     ),
+    "tiny-8": Spec(
+        "a Llama of two layers and eight key heads",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "vocab_size": 320,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        length=64,
+    ),
 }
 
 
@@ -167,16 +182,6 @@ def empty_model(config: Any) -> Any:
         return transformers.LlamaForCausalLM(config)
 
 
-@dataclass(frozen=True)
-class Info:
-    """A tensor of `Random`, as `load_quantized` asks for it."""
-
-    shard: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-
-
 class Random:
     """A source for `load_quantized` whose tensors are made on `device` when they are read; it keeps none."""
 
@@ -184,7 +189,7 @@ class Random:
         self.device, self.dtype = device, dtype_of(device)
         name = {torch.bfloat16: "BF16", torch.float32: "F32"}[self.dtype]
         self.tensors = {
-            key: Info("all", tuple(p.shape), name, p.numel() * self.dtype.itemsize)
+            key: TensorInfo("all", tuple(p.shape), name)
             for key, p in empty_model(config).named_parameters()
         }
 
@@ -192,8 +197,11 @@ class Random:
         return 0
 
     @contextlib.contextmanager
-    def open(self, shard: str) -> Iterator[Callable[[str], Tensor]]:
-        yield lambda name: value(name, self.tensors[name].shape, self.device, self.dtype)
+    def open(self, shard: str) -> Iterator[Read]:
+        def read(name: str, part: tuple[slice, ...] = ()) -> Tensor:
+            return value(name, self.tensors[name].shape, self.device, self.dtype)[part]
+
+        yield read
 
 
 def plain_model(

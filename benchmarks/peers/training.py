@@ -8,7 +8,7 @@ token. Our step also updates the FP8 scales, once, and advances the random state
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import BlockScaling, DelayedScaling, PhiloxState
 from lorakernels.config import Recipe
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
+from lorakernels.fusion.over_ranks import together_of
 from lorakernels.parallel import ShardedAdamW
 from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan_memory import Placement, saves_within
@@ -40,6 +41,7 @@ from lorakernels.parallel.plan_time import Batch
 
 LR = 2e-4
 SPARE = 0.07  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
+NO_LIMIT = 1 << 50  # bytes
 IGNORE = -100
 FITS = {"fit": False, "fit, offload": True}  # whether something may be offloaded
 
@@ -132,12 +134,17 @@ def _liger_or_unavailable() -> Callable[..., None]:
 
 def set_adapters(model: nn.Module, prefix: str = "") -> None:
     """A of the same values for every provider, B = 0. `prefix` is that of the names inside `model`."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.copy_(_a(prefix + name, parameter))
-            elif "lora_B" in name:
-                parameter.zero_()
+    fill_adapters((prefix + name, parameter) for name, parameter in model.named_parameters())
+
+
+@torch.no_grad()
+def fill_adapters(named: Iterable[tuple[str, Tensor]]) -> None:
+    """The same of whole tensors by their names."""
+    for name, tensor in named:
+        if "lora_A" in name:
+            tensor.copy_(_a(name, tensor))
+        elif "lora_B" in name:
+            tensor.zero_()
 
 
 def _a(name: str, like: Tensor) -> Tensor:
@@ -228,6 +235,8 @@ class Ours(Training):
 
     fp8 = True
     dropout = P
+    seed = 1
+    saves: Sequence[str] = ()
     recipe: Recipe = DelayedScaling()
 
     def __init__(
@@ -248,7 +257,7 @@ class Ours(Training):
         self.weight_layout = weight_layout
         self.base = base or {}
         self.saves: list[str] = []  # of `fuse`, layer by layer
-        self.rng = PhiloxState(1, device)
+        self.rng = PhiloxState(self.seed, device)
         super().__init__(spec, adapted, device)
         self.labels = torch.full((spec.batch, spec.length), IGNORE, device=device)
         positions = torch.arange(spec.length, device=device)[None]
@@ -283,36 +292,38 @@ class Ours(Training):
         model, self.state = loaded.model.train(), loaded.fp8_state
         if self.save is not None:
             self._fuse(model)
-        set_adapters(model)
-        self._update_scales()
+        self.arrange(model)
+        self.update_scales()
         return model
 
-    def _update_scales(self) -> None:
+    def arrange(self, model: Any) -> None:
+        """Give the adapters of the fused model their values."""
+        set_adapters(model)
+
+    def update_scales(self) -> None:
         if self.state is not None:
             self.state.reduce_and_update()
 
+    @property
+    def tokens(self) -> int:
+        """That a layer of this process sees at a time."""
+        return self.spec.batch * self.spec.length
+
     def _fuse(self, model: Any) -> None:
-        tokens = self.spec.batch * self.spec.length
-        options: dict[str, Any] = {"save": self.save, "tokens": tokens}
+        options: dict[str, Any] = {"save": self.save, "tokens": self.tokens}
         if self.save in FITS:
-            options = {"memory_budget": self._budget(model), "tokens": tokens}
+            options = {"memory_budget": self.budget(model), "tokens": self.tokens}
             options["offload_activations"] = FITS[self.save]
         report = lorakernels.fuse(model, **options)
-        self.saves = saves = [layer.save for layer in report.layers]
-        counts = {save: saves.count(save) for save in dict.fromkeys(saves)}
+        self.saves = [layer.save for layer in report.layers]
+        counts = {save: self.saves.count(save) for save in dict.fromkeys(self.saves)}
         mix = ", ".join(f"{n} × {save}" for save, n in counts.items())
         self.note = f"{mix}: {report.saved_bytes / 1e9:.1f} GB predicted"
 
-    def _budget(self, model: nn.Module) -> int:
-        """Bytes that layers may keep: what is free, less the plan's workspace, the adapters' gradients and moments, and
-        what the allocator cannot use. Graphs take no more: a layer's input is what it keeps."""
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
-        allowed = torch.cuda.get_per_process_memory_fraction(gpu)
-        free -= int((1 - allowed) * total)
+    def budget(self, model: nn.Module) -> int:
+        """Bytes that layers may keep: `room`, less the plan's workspace."""
         size, batch = ModelSize.of(model, None), Batch(self.spec.batch, self.spec.length)
-        room = free - self.optimizer_bytes(size.trained) - int(self.spare * allowed * total)
+        room = self.room(size.trained)
         forms = OFFLOADED if FITS[str(self.save)] else SAVE
         placement = Placement()
         if self.base.get("embeddings"):  # the head comes as a whole at the loss
@@ -325,6 +336,20 @@ class Ours(Training):
     def optimizer_bytes(self, trained: int) -> int:
         """Of the gradients and moments of so many fp32 parameters."""
         return 12 * trained
+
+    def room(self, trained: int) -> int:
+        """What is free, less gradients and moments of `trained` parameters, and what the allocator cannot use.
+
+        Graphs take no more: a layer's input is what it keeps. A CPU has enough.
+        """
+        if self.device.type != "cuda":
+            return NO_LIMIT
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
+        allowed = torch.cuda.get_per_process_memory_fraction(gpu)
+        free -= int((1 - allowed) * total)
+        return free - self.optimizer_bytes(trained) - int(self.spare * allowed * total)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         if self.graphs != "iteration":
@@ -345,13 +370,13 @@ class Ours(Training):
 
     def _eager(self, ids: Tensor) -> Tensor:
         loss = super().step(ids)
-        self._update_scales()
+        self.update_scales()
         return loss
 
     def _make_run(self) -> Callable[[Tensor], Tensor]:
         if self.graphs is None:
             return self._eager_and_advance
-        from lorakernels.graphs import GraphManager, StepGraph
+        from lorakernels.graphs import GraphManager, GraphOptions, StepGraph
 
         states = {"fp8_state": self.state, "rng_states": [self.rng]}
         states["warmup_steps"] = self.warmup_steps - 1
@@ -359,7 +384,9 @@ class Ours(Training):
             options = {"modules": [self.model], "optimizers": [self.optimizer], **states}
             self.manager = StepGraph(self._eager, **options)
             return self.manager
-        self.manager = GraphManager(self.model.model.layers, **states)
+        layers = self.model.model.layers
+        states["options"] = GraphOptions(together=together_of(layers))
+        self.manager = GraphManager(layers, **states)
         return self._replay_layers
 
     def _eager_and_advance(self, ids: Tensor) -> Tensor:

@@ -186,26 +186,35 @@ def quality_ranks(panels: list[Panel], results: Results) -> None:
 
 
 def scaling(panels: list[Panel], results: Results) -> None:
-    """Tokens/s of all GPUs by their number, each way beside n times one GPU's best form in the same call."""
+    """Tokens/s of all GPUs by their number, each way beside n times one GPU's best form."""
     for panel, (model, row) in zip(panels, scaled_of(results), strict=True):
         mine = [r for r in results["scaling"] if (r["model"], r["row"]) == (model, row)]
         for color, way in zip(BARS, SCALED, strict=False):
             found = {1: 1.0} if way in OURS else {}  # a peer alone is not what ours alone is
             for r in mine:
-                of_all = number(r["÷ alone"]) if r["way"] == way else None
-                if of_all is not None:
-                    found[int(r["ranks"])] = of_all * int(r["ranks"])
+                if r["way"] == way and (times_one := scaled(r)) is not None:
+                    found[int(r["ranks"])] = times_one
             if len(found) > (way in OURS):
                 panel.plot(*zip(*sorted(found.items()), strict=True), "o-", label=way, color=color)
-        most = max((int(r["ranks"]) for r in mine), default=1)
-        panel.plot([1, most], [1, most], ":", color=INK, label="n times one GPU")
+        counts = {1, *(int(r["ranks"]) for r in mine)}
+        ends = [1, max(counts)]
+        panel.plot(ends, ends, ":", color=INK, label="n times one GPU")
         panel.set(title=f"{model}, {times(row)}", xlabel="GPUs", ylabel="× one GPU's best form")
-        panel.set_xticks(range(1, most + 1))
+        panel.set_xticks(sorted(counts))
         panel.legend(fontsize=8)
 
 
+def scaled(row: Row) -> float | None:
+    """How many times the tokens/s of one GPU: of a run on one, or by itself in the run of all; None if not measured."""
+    of_one, of_all = number(row.get("÷ one GPU", "")), number(row["÷ alone"])
+    if of_one is None and of_all is not None:
+        return of_all * int(row["ranks"])
+    return of_one
+
+
 def scaled_of(results: Results) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((r["model"], r["row"]) for r in results["scaling"] if r["÷ alone"]))
+    rows = results["scaling"]
+    return list(dict.fromkeys((r["model"], r["row"]) for r in rows if scaled(r) is not None))
 
 
 Draw = Callable[[list[Panel], Results], None]
