@@ -195,14 +195,16 @@ def _why_not_packed(q: Tensor, k: Tensor, v: Tensor, short: bool) -> str:
     return graphed.why_not(q, k, v, True)
 
 
-def why_not_graph(name: str, q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:
-    """Why "auto" chose `name` for causal rows, or for sequences of up to T tokens, not cuDNN's graphs; else ""."""
+def why_not_graph(name: str, q: Tensor, k: Tensor, v: Tensor, longest: int | None) -> str:
+    """Why "auto" chose `name`, not cuDNN's graphs, for sequences of up to `longest` tokens, or for causal rows where
+    that is None; else "".
+    """
     if name not in ("packed", "flash", "efficient", "math") or not q.is_cuda:
         return ""
     if capability_of(q.device) < HOPPER:
         return ""
-    if packed:
-        return _why_not_packed(q, k, v, q.shape[2] <= SHORT)
+    if longest is not None:
+        return _why_not_packed(q, k, v, longest <= SHORT)
     return graphed.why_not(q, k, v, False)
 
 

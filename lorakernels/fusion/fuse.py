@@ -75,14 +75,20 @@ class FuseReport:
         return counted(way for group in groups for way in group.eager_ways(kinds))
 
     def backend_for(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: str | torch.Tensor,
+        longest: int | None = None,
     ) -> str:
         """The attention backend that forwards with such tensors will use; "eager" where scores are capped.
 
         Args:
             q: [B, H, T, D].
             k, v: [B, Hk, T, D].
-            rows: "causal", "packed" for sequences of up to T tokens that are given by their starts, or a mask.
+            rows: "causal", "packed" for sequences that are given by their starts, or a mask.
+            longest: the `max_length_q` of packed sequences; T if None.
 
         Raises:
             ValueError: the backend `attention` does not take these tensors.
@@ -93,18 +99,24 @@ class FuseReport:
         if isinstance(rows, torch.Tensor):
             return attention_backends.choose(self.attention, q, k, v, rows, False)
         if rows == "packed":
-            short = q.shape[2] <= attention_backends.SHORT
+            short = (longest or q.shape[2]) <= attention_backends.SHORT
             return attention_backends.choose_packed(self.attention, q, k, v, short)
         return attention_backends.choose(self.attention, q, k, v, None, True)
 
     def why_not_graph(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: str | torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: str | torch.Tensor,
+        longest: int | None = None,
     ) -> str:
         """Why `backend_for` does not return "cudnn_graph", where "auto" prefers it; else ""."""
         if self.attention != "auto" or isinstance(rows, torch.Tensor):
             return ""
-        name = self.backend_for(q, k, v, rows)
-        return attention_backends.why_not_graph(name, q, k, v, rows == "packed")
+        name = self.backend_for(q, k, v, rows, longest)
+        packed = (longest or q.shape[2]) if rows == "packed" else None
+        return attention_backends.why_not_graph(name, q, k, v, packed)
 
     def __str__(self) -> str:
         per = "token" if self.tokens == 1 else f"{self.tokens:,} tokens"

@@ -98,7 +98,8 @@ class ContextParallel:
 
         Raises:
             TypeError: another input.
-            ValueError: a shape does not fit, positions jump without `cu_seq_lens_q`, or it does not reach the end.
+            ValueError: a shape does not fit, positions jump without `cu_seq_lens_q`, or it does not reach the end, or
+                has a document longer than `max_length_q`.
         """
         model: Any = self.model
         given = self._inputs(labels, inputs)
@@ -258,7 +259,8 @@ class ContextParallel:
         starts = kwargs.get("cu_seq_lens_q")
         plain = starts is None and kwargs["position_ids"] is self._plain
         if self.checks_places and not plain:
-            check_places(self.ranks, rows, kwargs["position_ids"], starts)
+            longest = kwargs.get("max_length_q")
+            check_places(self.ranks, rows, kwargs["position_ids"], starts, longest)
 
 
 def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:

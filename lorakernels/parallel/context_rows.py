@@ -40,7 +40,9 @@ class FirstRows:
         self.of(x.shape[:-1].numel() * spread)
 
 
-def check_places(ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor | None) -> None:
+def check_places(
+    ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor | None, longest: int | None
+) -> None:
     """Collective: refuse packed documents whose starts are not said. The host waits for the device.
 
     Args:
@@ -48,10 +50,11 @@ def check_places(ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor |
         rows: [B, S/n, …], this rank's tokens.
         positions: [1 or B, S/n], theirs.
         starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
+        longest: tokens that no document may have more of; None stands for B S.
 
     Raises:
         ValueError: on all ranks, if on any: positions jump within a row without `starts`, or `starts` do not reach from
-            the first token to the last.
+            the first token to the last, or a document is longer than `longest`.
     """
     chunks, batch = Chunks.of(ranks, rows.shape[1]), rows.shape[0]
     if (
@@ -67,7 +70,7 @@ def check_places(ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor |
             f"cu_seq_lens_q must be int32 [documents + 1], found {starts.dtype} {list(starts.shape)}"
         )
     total = batch * chunks.length
-    found = torch.zeros(2 * batch + 1, dtype=torch.int64, device=rows.device)
+    found = torch.zeros(2 * batch + 2, dtype=torch.int64, device=rows.device)
     if starts is None:
         at = positions.device
         plain = torch.cat([torch.arange(b, b + chunks.size, device=at) for b in chunks.begins])
@@ -75,14 +78,20 @@ def check_places(ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor |
         found[:batch], found[batch : 2 * batch] = ahead.amax(1), (-ahead).amax(1)
     else:
         found[-1] = (starts[0] != 0) | (starts[-1] != total) | (starts.diff() < 0).any()
+        found[-2] = starts.diff().max() - (longest or total)
     comm.maximum(ranks.group, found)
     jumps = (found[:batch] != -found[batch : 2 * batch]).any()
-    broken, jumped = torch.stack((found[-1], jumps.long())).tolist()
+    over, broken, jumped = torch.stack((*found[-2:], jumps.long())).tolist()
     if broken:
         ends = "None" if starts is None else f"{int(starts[0])} to {int(starts[-1])}"
         raise ValueError(
             f"cu_seq_lens_q must go up from 0 to all {total} tokens of {batch} rows over {ranks.size} ranks, found "
             f"{ends}: let padding be a document of its own"
+        )
+    if over > 0:
+        raise ValueError(
+            f"max_length_q must be at least the tokens of each document in cu_seq_lens_q, found {longest} for one of "
+            f"{(longest or total) + over}"
         )
     if jumped:
         raise ValueError(

@@ -28,16 +28,19 @@ NAMES = {
 
 
 def choices(
-    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: Sizes
+    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: Sizes, longest: int
 ) -> list[str]:
-    """One line each for device and precision, layers, attention, graphs and reproducibility."""
+    """One line each for device and precision, layers, attention, graphs and reproducibility.
+
+    `longest`: tokens that no document of the training rows has more of.
+    """
     options, model = runtime.options, runtime.model
     return [
         f"device: {where}; {_precision(model, report)}{_head(model, options)}; "
         f"{len(report.adapted())} adapters of rank {options.r}, "
         f"{sizes.trained:,} of {sizes.total:,} parameters trained",
         f"layers: {fused}",
-        f"attention: {_attention(model, options, fused)}",
+        f"attention: {_attention(model, options, fused, longest)}",
         f"graphs: {_graphs(runtime)}",
         f"kernels: {_kernels(runtime.device)}",
     ]
@@ -57,15 +60,17 @@ def _head(model: Any, options: FinetuneOptions) -> str:
     return f", output head in FP8 while training ({size:,} bytes besides the plain one)"
 
 
-def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
+def _attention(model: Any, options: FinetuneOptions, fused: Fused, longest: int) -> str:
     rows = "documents apart" if options.isolate_documents else "rows causal as a whole"
+    if options.isolate_documents and longest < options.seq_len:
+        rows += f", of at most {longest:,} tokens"
     if ContextParallel.of(model) is not None:
         return f"{options.cp} ranks gather the keys and values of their rows; {rows}"
     implementation = getattr(decoder_and_head(model)[0].config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f"transformers' {implementation}; {rows}"
     try:
-        name, why = attention_backend(model, options, fused)
+        name, why = attention_backend(model, options, fused, longest)
     except AttributeError:  # the decoder's config names its sizes differently
         return f"transformers' sdpa; {rows}"
     except (ValueError, RuntimeError) as error:
@@ -77,10 +82,13 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused) -> str:
     return f"{named}; {rows}{why and f'; not cuDNN: {why}'}"
 
 
-def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> tuple[str, str]:
+def attention_backend(
+    model: Any, options: FinetuneOptions, fused: Fused, longest: int
+) -> tuple[str, str]:
     """The attention backend that a step's rows take, and why it is not cuDNN's graphs where those were faster.
 
-    The backend is asked with tensors of the rows' shapes, by which torch chooses.
+    The backend is asked with tensors of the rows' shapes, by which torch chooses, and with the tokens of the `longest`
+    document.
 
     Raises:
         ValueError: `options.attention` does not take them.
@@ -103,8 +111,8 @@ def attention_backend(model: Any, options: FinetuneOptions, fused: Fused) -> tup
         asked: str | torch.Tensor = "causal" if mask is None else mask
         if takes_starts(decoder, weight) and mask is not None:
             asked = "packed"
-        report = fused.report
-        return report.backend_for(q, k, v, asked), report.why_not_graph(q, k, v, asked)
+        report, given = fused.report, (q, k, v, asked, longest)
+        return report.backend_for(*given), report.why_not_graph(*given)
     if mask is not None:  # transformers repeats k and v when it passes a mask
         k = v = q
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)

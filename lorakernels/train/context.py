@@ -75,4 +75,5 @@ def own_part(batch: Batch, context: ContextParallel | None, isolate: bool) -> Ba
         context.shard(batch.segments),
         int((labels != IGNORE).sum()),
         batch.starts if isolate else None,
+        batch.longest,
     )

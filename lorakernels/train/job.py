@@ -43,7 +43,7 @@ from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files, to
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
 from lorakernels.train.context import share_rows, sharing
-from lorakernels.train.data.prepare import RunData, load_data, set_chat_template
+from lorakernels.train.data.prepare import RunData, check_rows, load_data, set_chat_template
 from lorakernels.train.errors import (
     FinetuneError,
     ModelError,
@@ -183,6 +183,7 @@ def adapt(
     else:
         data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
     check_vocabulary(config, data.max_token)
+    check_rows(data, ranks)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
     random = make_random_state(options.seed, ranks.replica, device)
@@ -233,7 +234,7 @@ def adapt(
     if options.resume:
         session.resume()
     with whole_model(model):
-        lines = choices(report, runtime, fused, describe(device, ranks), sizes)
+        lines = choices(report, runtime, fused, describe(device, ranks), sizes, data.train.longest)
     for line in lines:
         reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()

@@ -114,7 +114,7 @@ class JobRows:
     """The rows of several jobs, as `PackedRows`: number n stands for a row of each job.
 
     To train, it is row n mod the job's length. With `once`, to evaluate, all numbers together have every row once, the
-    rows of a shorter job evenly spread and padding between them.
+    rows of a shorter job evenly spread and padding between them. `longest` is that of all jobs.
     """
 
     def __init__(self, each: Sequence[PackedRows], seq_len: int, once: bool = False) -> None:
@@ -122,6 +122,7 @@ class JobRows:
         self.inputs, self.targets = (
             sum(getattr(rows, k) for rows in each) for k in ("inputs", "targets")
         )
+        self.longest = max(rows.longest for rows in each)
 
     def __len__(self) -> int:
         return max(map(len, self.each), default=0)
@@ -168,14 +169,16 @@ class JobRows:
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("input_ids", "labels", "positions", "segments")
         }
-        return Batch(**joined, targets=sum(p.targets for p in parts), starts=self._starts(parts))
+        targets, starts = sum(part.targets for part in parts), self._starts(parts)
+        return Batch(**joined, targets=targets, starts=starts, longest=self.longest).checked()
 
     def _padding(self, count: int) -> Batch:
         zeros = torch.zeros(count, self.seq_len, dtype=torch.int64)
-        starts = torch.full((count + 1,), zeros.numel(), dtype=torch.int32)
-        starts[:count] = torch.arange(count) * self.seq_len
+        pieces = torch.arange(0, self.seq_len, self.longest, dtype=torch.int32)
+        begins = torch.arange(count, dtype=torch.int32)[:, None] * self.seq_len + pieces
+        starts = torch.cat((begins.flatten(), begins.new_tensor([zeros.numel()])))
         labels, segments = torch.full_like(zeros, IGNORE), torch.full_like(zeros, PADDING)
-        return Batch(zeros, labels, zeros, segments, 0, starts)
+        return Batch(zeros, labels, zeros, segments, 0, starts, self.longest)
 
     def _starts(self, parts: Sequence[Batch]) -> Tensor:
         """Where documents begin in all rows; the tail is filled up with their number of positions."""

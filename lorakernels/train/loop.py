@@ -196,7 +196,9 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """The device's whole work of a step. Nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._forward_and_backward([Batch.of(tensors) for tensors in batches])
+        loss = self._forward_and_backward(
+            [Batch.of(tensors, self.rows.longest) for tensors in batches]
+        )
         adder = self.ranks if self.parts is None else self.parts
         if self._seconds >= LONG and self.ranks.size > 1:
             wait_for(self.device)

@@ -232,7 +232,9 @@ def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
     """
     decoder, _ = decoder_and_head(model)
     if ContextParallel.of(model) is not None:
-        where = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
+        where: dict[str, Any] = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
+        if batch.starts is not None and batch.longest is not None:
+            where["max_length_q"] = batch.longest
         output = decoder(input_ids=batch.input_ids, use_cache=False, **where)
     elif isolate:
         output = decoder(input_ids=batch.input_ids, use_cache=False, **places_of(decoder, batch))
@@ -284,7 +286,7 @@ def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
         "position_ids": batch.positions,
         "attention_mask": unread,
         "cu_seq_lens_q": batch.starts,
-        "max_length_q": batch.input_ids.shape[1],
+        "max_length_q": batch.longest or batch.input_ids.shape[1],
     }
 
 

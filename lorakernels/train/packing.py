@@ -8,6 +8,10 @@ Pieces are packed by best fit, longest first. In a row each piece has its own se
 at 0. Attention sees (same segment) and (not later), so a piece's logits in a row equal its logits alone. The rest of a
 row is padding, with segment −1 and label −100. A token that is not trained has label −100 too; a piece of such tokens
 alone is left out.
+
+Attention kernels of variable lengths launch blocks for the longest document that they are told, and compute no query
+behind it. `PackedRows.longest` is that length for all rows, so that it never changes while graphs replay. It is
+computed from all data, so that it is equal on all ranks and after a resume.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import Tensor
 
 IGNORE = -100
 PADDING = -1
+BLOCK = 128  # tokens of an attention kernel's block, the unit of `PackedRows.longest`
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -33,8 +38,9 @@ class Batch:
     Attributes:
         input_ids, labels, positions, segments: int64 [B, T].
         targets: number of labels that are trained.
-        starts: int32 [N + 1], where each document begins in the flattened rows. A row's padding counts as a document.
+        starts: int32 [N + 1], where each document begins in the flattened rows. A row's padding counts as documents.
             The tail is filled up with B T.
+        longest: tokens that no document of `starts` has more of; None stands for T.
     """
 
     input_ids: Tensor
@@ -43,16 +49,31 @@ class Batch:
     segments: Tensor
     targets: int
     starts: Tensor | None = None
+    longest: int | None = None
+
+    def checked(self) -> Batch:
+        """This batch, on the host.
+
+        Raises:
+            ValueError: a document has more than `longest` tokens.
+        """
+        if self.starts is not None and self.longest is not None:
+            found = int(self.starts.diff().max())
+            if found > self.longest:
+                raise ValueError(
+                    f"longest must be at least the tokens of each document, found {self.longest} for one of {found}"
+                )
+        return self
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All fields but ``targets``, for a function whose calls must have equal constants."""
+        """All fields but ``targets`` and ``longest``, for a function whose calls must have equal constants."""
         return self.input_ids, self.labels, self.positions, self.segments, self.starts
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None]) -> Batch:
+    def of(cls, tensors: Sequence[Tensor | None], longest: int | None = None) -> Batch:
         """The reverse of ``tensors()``. ``targets`` is unknown and becomes -1."""
         input_ids, labels, positions, segments, starts = tensors
-        return cls(input_ids, labels, positions, segments, -1, starts)  # type: ignore[arg-type]
+        return cls(input_ids, labels, positions, segments, -1, starts, longest)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -68,6 +89,7 @@ class Batch:
             change(self.segments),
             self.targets,
             None if self.starts is None else change(self.starts),
+            self.longest,
         )
 
 
@@ -111,6 +133,12 @@ def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
     return rows
 
 
+def longest_of(lengths: Ints, seq_len: int) -> int:
+    """The largest of `lengths`, int64 [P], rounded up to blocks, at most `seq_len`."""
+    most = max(1, int(lengths.max(initial=0)))
+    return min(seq_len, -(-most // BLOCK) * BLOCK)
+
+
 class PackedRows:
     """Packed rows of documents. `batch` turns row numbers into a Batch.
 
@@ -119,6 +147,7 @@ class PackedRows:
         trained: uint8 of the same length, 1 where a token is trained. None if all are.
         inputs, targets: tokens of all rows, and labels that are trained.
         split_documents, untrained_pieces: documents that were cut, and pieces that were left out.
+        longest: tokens that no piece of a document has more of, rounded up to blocks. Padding is cut into such pieces.
     """
 
     def __init__(
@@ -134,8 +163,9 @@ class PackedRows:
         self._labels = self._labels[kept]
         self.rows = pack(self.lengths, seq_len)
         self.inputs, self.targets = int(self.lengths.sum()), int(self._labels.sum())
-        # The most documents that a row holds; padding counts as one.
-        self.most = max(map(len, self.rows), default=0) + 1
+        self.longest = longest_of(self.lengths, seq_len)
+        # The most documents that a row holds, pieces of padding with them.
+        self.most = max(map(self._documents_of, range(len(self.rows))), default=1)
 
     def _count_labels(self) -> Ints:
         """How many labels of each piece are trained."""
@@ -146,6 +176,11 @@ class PackedRows:
         trained = np.asarray(self.trained)  # slices of a memory map itself are slow
         counts = [np.count_nonzero(trained[start:stop]) for start, stop in pieces]
         return np.asarray(counts, dtype=np.int64)
+
+    def _documents_of(self, number: int) -> int:
+        """Pieces of documents and of padding of one row."""
+        room = self.seq_len - self.inputs_of(number)
+        return len(self.rows[number]) - (-room // self.longest)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -188,8 +223,8 @@ class PackedRows:
                 positions[i, place], segments[i, place] = np.arange(length), segment
                 starts[sequences], sequences = i * self.seq_len + at, sequences + 1
                 at += length
-            if at < self.seq_len:
-                starts[sequences], sequences = i * self.seq_len + at, sequences + 1
+            for padding in range(at, self.seq_len, self.longest):
+                starts[sequences], sequences = i * self.seq_len + padding, sequences + 1
         targets = int((labels != IGNORE).sum())
         return Batch(
             torch.from_numpy(input_ids),
@@ -198,7 +233,8 @@ class PackedRows:
             torch.from_numpy(segments),
             targets,
             torch.from_numpy(starts),
-        )
+            self.longest,
+        ).checked()
 
 
 class RowOrder:

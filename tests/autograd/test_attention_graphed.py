@@ -270,14 +270,14 @@ def test_packed_sequences_prefer_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_slower_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(graphed, "why_not_here", lambda _: "no package")
-    q, short = like((2, 4, 256, 64)), like((2, 4, 128, 64))
-    q.is_cuda = short.is_cuda = True
-    for packed in (True, False):
-        assert attention.why_not_graph("flash", q, q, q, packed) == "no package"
-        assert attention.why_not_graph("cudnn", q, q, q, packed) == ""
-    assert "longer than 128 tokens" in attention.why_not_graph("packed", short, short, short, True)
+    q = like((2, 4, 256, 64))
+    q.is_cuda = True
+    for longest in (129, None):
+        assert attention.why_not_graph("flash", q, q, q, longest) == "no package"
+        assert attention.why_not_graph("cudnn", q, q, q, longest) == ""
+    assert "longer than 128 tokens" in attention.why_not_graph("packed", q, q, q, 128)
     monkeypatch.setattr(attention, "capability_of", lambda _: (8, 0))
-    assert attention.why_not_graph("flash", q, q, q, True) == ""
+    assert attention.why_not_graph("flash", q, q, q, 256) == ""
 
 
 def test_attend_sends_the_backend_its_rows(emulation: list[described.Form]) -> None:

@@ -116,6 +116,8 @@ def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
         found[name] = said(lambda inputs=inputs: context.loss(labels, input_ids=tokens, **inputs))
     starts = torch.tensor(DOCUMENTS)
     found["int64"] = said(lambda: context.loss(labels, input_ids=tokens, cu_seq_lens_q=starts))
+    given = {"cu_seq_lens_q": torch.tensor([*DOCUMENTS, end], dtype=torch.int32), "max_length_q": 2}
+    found["too long"] = said(lambda: context.loss(labels, input_ids=tokens, **given))
     context.checks_places = False
     given = {"input_ids": tokens, "position_ids": positions()}
     with mock.patch.object(comm, "maximum") as asked:
@@ -143,6 +145,7 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "one number": "cu_seq_lens_q must be int32 [documents + 1], found torch.int32 [1]",
         "empty ones": "nothing",
         "int64": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [7]",
+        "too long": "max_length_q must be at least the tokens of each document in cu_seq_lens_q, found 2 for one of ",
         "unlooked": "nothing",
     }
     for found in on_ranks(documents, 2, "gloo", fused):

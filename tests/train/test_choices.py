@@ -106,7 +106,7 @@ def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "device", torch.device("cuda"))
         fused, sizes = fuse_layers(model, made, CPU), Sizes.of(model, made.seq_len)
-        return choices(report, runtime, fused, "2 × a GPU", sizes)
+        return choices(report, runtime, fused, "2 × a GPU", sizes, 16)
 
 
 def test_graphs_and_kernels_of_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +168,14 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
     asked: list[Any] = []
 
     class Report:
-        def backend_for(self, q: Any, k: Any, v: Any, rows: Any) -> str:
+        def backend_for(self, q: Any, k: Any, v: Any, rows: Any, longest: int) -> str:
+            assert longest == 9
             assert q.shape == (2, 2, 16, 16) and k.shape == v.shape == (2, 1, 16, 16)
             asked.append(rows if isinstance(rows, str) else tuple(rows.shape))
             return "cudnn"
 
-        def why_not_graph(self, q: Any, k: Any, v: Any, rows: Any) -> str:
+        def why_not_graph(self, q: Any, k: Any, v: Any, rows: Any, longest: int) -> str:
+            assert longest == 9
             return "no reason"
 
     class Weight:
@@ -185,7 +187,7 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
     monkeypatch.setattr(module, "takes_starts", lambda *_: rows != (2, 1, 16, 16))
     made = FinetuneOptions(seq_len=16, batch_size=2, **options)
     fused = Fused(report=Report())  # type: ignore[arg-type]
-    assert module.attention_backend(model, made, fused) == ("cudnn", "no reason")
+    assert module.attention_backend(model, made, fused, 9) == ("cudnn", "no reason")
     assert asked == [rows]
 
 

@@ -78,6 +78,30 @@ def load_data(
     return RunData(train_rows, held_rows, identity, max_token)
 
 
+def check_rows(data: RunData, ranks: Ranks) -> None:
+    """Collective: refuse rows that differ between the ranks, such as of two machines with other files.
+
+    Raises:
+        DataError: a number of rows, or what attention is told of the longest document, is not the first rank's.
+    """
+    kinds = (("training", data.train), ("held-out", data.held))
+    found = {
+        f"{kind} {what}": number
+        for kind, rows in kinds
+        for what, number in (("sequences", len(rows)), ("longest document", rows.longest))
+    }
+    first = {name: ranks.from_first(number) for name, number in found.items()}
+
+    def check() -> None:
+        for name, number in found.items():
+            if number != first[name]:
+                raise DataError(
+                    f"data: all ranks must have the same rows, found {name} {number:,}, on rank 0 {first[name]:,}"
+                )
+
+    ranks.together(check)
+
+
 def about_files(file: TokenFile) -> list[str]:
     """A sentence for each file whose rows are not plain text, or of which rows were left out."""
     lines = list(file.notes)
