@@ -28,17 +28,16 @@ from ..signature import extension
 from .watch import GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
-INSTALLED, FREE = 0, 1  # `GradSlots.state`
+FREE, CHANGED = 1, 3  # of `GradSlots.state`; 0: all are installed
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class GradTarget:
     """The gradient memory of one parameter.
 
     Attributes:
         kind: "main" (`parameter.main_grad`), "given" (`.grad`, which other code holds too) or "own" (in a slab).
         references, uses: how many references to the tensor and to its storage are our own.
-        zeroed: the memory is zero already, and `.grad` is None.
     """
 
     parameter: nn.Parameter
@@ -46,7 +45,6 @@ class GradTarget:
     kind: str
     references: int = 0
     uses: int = 0
-    zeroed: bool = False
 
     def calibrate(self, before: tuple[int, int] | None) -> None:
         """Record the reference counts that our own code accounts for, so that `held` can detect others.
@@ -72,10 +70,15 @@ def _uses(x: Tensor) -> int:
 
 
 class GradSlab:
-    """One piece of memory with the gradients of several parameters, all of one dtype and device."""
+    """One piece of memory with the gradients of several parameters, all of one dtype and device.
 
-    def __init__(self, memory: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        self.memory = memory
+    `zeroed`: as of `GradMemory`.
+    """
+
+    def __init__(
+        self, memory: Tensor, parameters: Sequence[nn.Parameter], zeroed: set[GradTarget]
+    ) -> None:
+        self.memory, self._zeroed = memory, zeroed
         self.targets = []
         pieces = memory.split([p.numel() for p in parameters])
         for parameter, flat in zip(parameters, pieces, strict=True):
@@ -106,8 +109,7 @@ class GradSlab:
         if self._slots.state() != FREE or not self.alone():
             return False
         self.memory.zero_()
-        for target in self.targets:
-            target.zeroed = True
+        self._zeroed.update(self.targets)
         return True
 
 
@@ -133,9 +135,13 @@ def _pieces(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
 
 
 class GradMemory:
-    """The gradient memory of all trained parameters. A parameter that several layers share has one target."""
+    """The gradient memory of all trained parameters. A parameter that several layers share has one target.
+
+    `zeroed`: the targets whose memory is zero already, and whose `.grad` is None.
+    """
 
     def __init__(self) -> None:
+        self.zeroed: set[GradTarget] = set()
         self._by_id: dict[int, GradTarget] = {}
         self._slabs: list[GradSlab] = []
         self._before: dict[int, tuple[int, int]] = {}
@@ -164,7 +170,7 @@ class GradMemory:
             group = [p for p in new if (p.dtype, p.device) == (dtype, device)]
             memory = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=device)
             self.bytes += memory.nbytes
-            self._slabs.append(GradSlab(memory, group))
+            self._slabs.append(GradSlab(memory, group, self.zeroed))
             self._by_id |= {id(t.parameter): t for t in self._slabs[-1].targets}
 
     def adopt(self) -> None:
@@ -179,25 +185,32 @@ class GradMemory:
             new = target.kind == "own" and key not in self._before
             if new and grad is not None and grad is not target.grad:
                 target.grad.copy_(grad)
-                target.parameter.grad, target.zeroed = target.grad, False
+                target.parameter.grad = target.grad
+                self.zeroed.discard(target)
 
     def of(self, parameters: Sequence[nn.Parameter]) -> list[GradTarget]:
         """The targets of parameters that a backward reaches."""
         return [self._by_id[id(p)] for p in parameters]
 
-    def slabs_of(self, targets: Sequence[GradTarget]) -> list[GradSlab]:
-        """The slabs that some of the targets are in."""
-        return [slab for slab in self._slabs if any(t in slab.targets for t in targets)]
+    def of_layer(self, layer: str, parameters: NamedParameters) -> LayerGrads:
+        """What the backward of a layer that reaches these parameters adds to."""
+        targets = self.of([p for _, p in parameters])
+        slabs = [slab for slab in self._slabs if any(t in slab.targets for t in targets)]
+        return LayerGrads(layer, [name for name, _ in parameters], targets, slabs, self.zeroed)
 
     def release(self) -> None:
         """Drop the memory; gradients that are installed stay with their parameters."""
         self._by_id.clear()
         self._slabs.clear()
+        self.zeroed.clear()
         self.bytes = 0
 
 
 class LayerGrads:
-    """The gradient memory that one layer's backward adds to."""
+    """The gradient memory that one layer's backward adds to.
+
+    `detour`: what `before_launch` has begun and `finish_detour` completes, empty as a rule.
+    """
 
     def __init__(
         self,
@@ -205,17 +218,18 @@ class LayerGrads:
         names: Sequence[str],
         targets: Sequence[GradTarget],
         slabs: Sequence[GradSlab],
+        zeroed: set[GradTarget],
     ) -> None:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
-        self._slabs = list(slabs)
+        self._slabs, self._zeroed = list(slabs), zeroed
         self._installed = [target for target in targets if target.kind != "main"]
-        self._slots = extension().GradSlots(self._installed)
-        self._state = self._slots.state
+        self._set = frozenset(self._installed)
         self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
-        self._detour: list[tuple[GradTarget, Tensor]] = []
+        self.detour: list[tuple[GradTarget, Tensor]] = []
         named = zip(self.names, self.targets, strict=True)
         self._watch = GradWatch(layer, [(name, t.parameter, t.grad) for name, t in named])
-        self._changed = self._watch.check
+        self._slots = extension().GradSlots(self._installed, self._watch.compared)
+        self._state = self._slots.state
 
     def before_launch(self) -> None:
         """Make sure that what the graph adds to is each parameter's gradient.
@@ -224,29 +238,37 @@ class LayerGrads:
             ReplayError: a parameter's `main_grad` is another tensor than at capture, a gradient's data have moved, or
                 a parameter has a hook by now.
         """
-        if (changed := self._changed()) >= 0:
-            self._watch.refuse(changed)
+        state = self._state()
+        if state == CHANGED:
+            self._watch.refuse(self._watch.check())
         for parameter, grad in self._main:
             if getattr(parameter, "main_grad", None) is not grad:
                 self._refuse_main(parameter)
-        if state := self._state():
+        if state:
             self._install(state)
 
-    def after_launch(self) -> None:
-        """Complete a detour, if `before_launch` has begun one."""
-        if self._detour:
-            self._finish_detour()
+    def finish_detour(self) -> None:
+        """After the launch, if there is a detour.
+
+        The graph has added to zeros: add the sum to `.grad`, and restore the memory's content.
+        """
+        for target, content in self.detour:
+            if target.parameter.grad is None:
+                target.parameter.grad = target.grad.clone()
+            else:
+                target.parameter.grad.add_(target.grad)
+            target.grad.copy_(content)
+        self.detour.clear()
 
     def _install(self, state: int) -> None:
         if state == FREE and all([slab.alone() for slab in self._slabs]):
-            zeroed = all([t.zeroed for t in self._installed])
+            zeroed = self._set <= self._zeroed
             if not zeroed and not all([slab.zero() for slab in self._slabs]):
                 torch._foreach_zero_([t.grad for t in self._installed])
             self._slots.install()
         else:
             self._install_one_by_one()
-        for target in self._installed:
-            target.zeroed = False
+        self._zeroed.difference_update(self._set)
 
     def _install_one_by_one(self) -> None:
         fresh = []
@@ -254,22 +276,12 @@ class LayerGrads:
             if target.parameter.grad is target.grad:
                 continue
             if target.parameter.grad is not None or target.held():
-                self._detour.append((target, target.grad.clone()))
+                self.detour.append((target, target.grad.clone()))
             else:
                 fresh.append(target)
-        torch._foreach_zero_([t.grad for t in fresh] + [t.grad for t, _ in self._detour])
+        torch._foreach_zero_([t.grad for t in fresh] + [t.grad for t, _ in self.detour])
         for target in fresh:
             target.parameter.grad = target.grad
-
-    def _finish_detour(self) -> None:
-        """The graph has added to zeros: add the sum to `.grad`, and restore the memory's content."""
-        for target, content in self._detour:
-            if target.parameter.grad is None:
-                target.parameter.grad = target.grad.clone()
-            else:
-                target.parameter.grad.add_(target.grad)
-            target.grad.copy_(content)
-        self._detour.clear()
 
     def _refuse_main(self, parameter: nn.Parameter) -> None:
         index = [t.parameter for t in self.targets].index(parameter)

@@ -19,6 +19,8 @@ from lorakernels.parallel import comm
 
 _ALIGNED = 256  # bytes, of a tensor in the ranks' memory
 LEAST = 1 << 20  # bytes of that memory
+# kinds of exchanges whose tensors in that memory are kept: inputs may have any length
+MOST_VIEWS = 256
 # What an exchange beside a product gains between H100s, as bytes that a rank sends per second: their way over NVLink,
 # and copies on the GPU that a gather saves. What it costs in seconds: more launches, starts of the product's pipeline.
 GATHERED, SUMMED, START = 2.5e11, 5e11, 2e-5
@@ -192,19 +194,28 @@ class PeerRows:
     def _memory(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         """For each rank its memory for tensors of these shapes and dtypes. It grows where it is too small."""
         key = tuple(forms)
-        if key not in self._views:
-            starts, end = [], 0
-            for shape, dtype in forms:
-                starts.append(end // dtype.itemsize)
-                end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
-            if end > self._capacity:
-                self._grow(end)
-            handle = self._handle
-            self._views[key] = [
-                [handle.get_buffer(r, s, d, at) for (s, d), at in zip(forms, starts, strict=True)]
-                for r in range(self._size)
+        found = self._views.pop(key, None) or self._lay_out(forms)
+        self._views[key] = (
+            found  # behind all others: the first is the one that was not used for longest
+        )
+        if len(self._views) > MOST_VIEWS:
+            del self._views[next(iter(self._views))]
+        return found
+
+    def _lay_out(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
+        starts, end = [], 0
+        for shape, dtype in forms:
+            starts.append(end // dtype.itemsize)
+            end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+        if end > self._capacity:
+            self._grow(end)
+        return [
+            [
+                self._handle.get_buffer(rank, *form, start)
+                for form, start in zip(forms, starts, strict=True)
             ]
-        return self._views[key]
+            for rank in range(self._size)
+        ]
 
     def _grow(self, wanted: int) -> None:
         """Older memory stays: graphs may use it."""

@@ -261,7 +261,8 @@ def parallelize(
     """Collective: split a model's linear layers over the ranks of `mesh`, in place.
 
     Every rank gives the same whole model, adapters included, or the parts of it that it has read. Each keeps its part.
-    Weights keep the bytes and the scale of the whole layer, and masks are those of one GPU.
+    Weights keep the bytes and the scale of the whole layer, and masks are those of one GPU. Call it between steps:
+    the backward of an earlier forward raises an error after it, for its parameters have other shapes then.
 
     Args:
         model: a model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`; or any, with

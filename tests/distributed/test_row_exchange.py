@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lorakernels.parallel import row_exchange as row_exchange_module
 from lorakernels.parallel.row_exchange import CollectiveRows, PeerRows, RowExchange, row_exchange
 from tests.processes import on_ranks
 
@@ -111,6 +112,33 @@ def by_collectives(rank: int, device: torch.device) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_gather_bytes_and_sum_within_their_rounding(world: int) -> None:
     assert on_ranks(by_collectives, world, "gloo") == [[]] * world
+
+
+def test_tensors_in_the_ranks_memory_are_kept_for_the_last_exchanges_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of any length may come: what is kept for each must not add up."""
+    monkeypatch.setattr(row_exchange_module, "MOST_VIEWS", 3)
+    made: list[int] = []
+
+    class Memory:
+        def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int) -> Tensor:
+            made.append(shape.numel())
+            return torch.empty(shape, dtype=dtype)
+
+    rows = PeerRows.__new__(PeerRows)
+    rows._size, rows._capacity, rows._handle, rows._views = 2, 1 << 20, Memory(), {}
+
+    def memory(length: int) -> list[list[Tensor]]:
+        return rows._memory([(torch.Size([length]), torch.float32)])
+
+    first = memory(1)
+    for length in (2, 1, 3, 1, 4):  # 1 is used between the others, 2 is the oldest when 4 comes
+        memory(length)
+    assert len(rows._views) == 3 and memory(1) is first
+    assert made == [1, 1, 2, 2, 3, 3, 4, 4], "each once for both ranks"
+    memory(2)
+    assert made[8:] == [2, 2] and len(rows._views) == 3
 
 
 def by_peers(rank: int, device: torch.device, what: str) -> list[str]:
