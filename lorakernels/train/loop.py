@@ -50,8 +50,8 @@ from lorakernels.train.schedule import make_schedule
 
 # buffers of layers that OLoRA or PiSSA started from their base weight
 INITIAL = (".lora_A_init", ".lora_B_init")
-# Seconds of a step from which on its sums wait for the device. NCCL's timeout counts from the launch of a collective, and
-# the host launches a replayed step in far less time than it takes.
+# Seconds of a step from which on its sums wait for the device. NCCL's timeout counts from the launch of a collective,
+# and the host launches a replayed step in far less time than it takes.
 LONG = STEP.total_seconds() / 12
 
 
