@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lorakernels.device import multiprocessors_of
+from lorakernels.device import capability_of, multiprocessors_of
 from lorakernels.kernels.triton.sum_rows import MOST_PARTS, sum_rows
+from lorakernels.ops.hardware import why_not_wgmma
 from lorakernels.parallel import comm
 
 _ALIGNED = 256  # bytes, of a tensor in the ranks' memory
@@ -120,8 +121,8 @@ class PeerRows:
 
     name = "peer"
 
-    def __init__(self, group: Any, device: torch.device, overlap: bool = False) -> None:
-        """Collective with `overlap`, which lets rows travel beside products."""
+    def __init__(self, group: Any, device: torch.device, multiprocessors: int = 0) -> None:
+        """`multiprocessors`: the least of a rank, where rows may travel beside products; 0 where they do not."""
         self._group, self._device = group, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._others = [(self._rank + turn) % self._size for turn in range(1, self._size)]
@@ -130,10 +131,7 @@ class PeerRows:
         self._handle: Any = None
         self._views: dict[Any, list[list[Tensor]]] = {}
         self._side: Any = None  # the stream of what goes beside products
-        self._multiprocessors = 0  # the least of a rank, with overlap
-        if overlap:
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._multiprocessors = min(comm.agree(group, multiprocessors_of(index)))
+        self._multiprocessors = multiprocessors
 
     def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
         parts = tuple(part.contiguous() for part in parts)
@@ -369,7 +367,8 @@ def row_exchange(
     """Collective: (how ranks exchange rows, why in words). With `overlap` beside products, where that gains time.
 
     Raises:
-        ValueError: `overlap` is `needed`, and not all ranks can read the others' memory; or as `comm.choose`.
+        ValueError: `overlap` is `needed`, and not all ranks can read the others' memory, or have Hopper's kernels; or
+            as `comm.choose`.
         RuntimeError: as `comm.choose`.
     """
     name, why = comm.choose(transport, group, device)
@@ -381,4 +380,24 @@ def row_exchange(
                 f"overlap=True needs ranks that read each other's memory, found transport {name!r}: {why}"
             )
         return CollectiveRows(group, name), why
-    return PeerRows(group, device, overlap), why + (", beside products" if overlap else "")
+    if not overlap:
+        return PeerRows(group, device), why
+    multiprocessors, why_not = _of_all(group, device)
+    if why_not and needed:
+        raise ValueError(f"overlap=True needs Hopper's kernels on all ranks: {why_not}")
+    how = f"not beside products: {why_not}" if why_not else "beside products of fused FP8 layers"
+    return PeerRows(group, device, multiprocessors), f"{why}; {how}"
+
+
+def _of_all(group: Any, device: torch.device) -> tuple[int, str]:
+    """Collective: (the least multiprocessors of a rank, ""), or (0, why a rank cannot multiply rows in pieces).
+
+    Beside products rows lie elsewhere in the ranks' memory. So all ranks exchange them there, or none.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    mine = multiprocessors_of(index), why_not_wgmma(capability_of(device)) or ""
+    found = comm.agree(group, mine)
+    for rank, (_, why_not) in enumerate(found):
+        if why_not:
+            return 0, f"rank {rank}: {why_not}"
+    return min(count for count, _ in found), ""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -141,6 +142,41 @@ def test_tensors_in_the_ranks_memory_are_kept_for_the_last_exchanges_only(
     assert made[8:] == [2, 2] and len(rows._views) == 3
 
 
+@pytest.mark.parametrize(
+    ("others", "needed", "said"),
+    [
+        ((120, ""), False, "beside products of fused FP8 layers"),
+        ((120, ""), True, "beside products of fused FP8 layers"),
+        ((108, "no wgmma"), False, "not beside products: rank 1: no wgmma"),
+        ((108, "no wgmma"), True, None),
+    ],
+    ids=["Hopper", "Hopper, needed", "another GPU", "another GPU, needed"],
+)
+def test_all_ranks_exchange_beside_products_or_none(
+    others: tuple[int, str], needed: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one rank would read rows where another did not write them."""
+    module, mine = row_exchange_module, (132, "")
+    monkeypatch.setattr(module.comm, "choose", lambda *_: ("peer", "peers"))
+    monkeypatch.setattr(module.comm, "agree", lambda group, own: [own, others])
+    monkeypatch.setattr(module.comm, "timeout_of", lambda *_: timedelta(seconds=1))
+    monkeypatch.setattr(module, "multiprocessors_of", lambda index: mine[0])
+    monkeypatch.setattr(module, "why_not_wgmma", lambda capability: mine[1] or None)
+    monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    device = torch.device("cuda", 0)
+    if said is None:
+        with pytest.raises(ValueError, match=r"overlap=True needs Hopper's kernels .* rank 1: no"):
+            row_exchange("auto", None, device, True, needed)
+        return
+    rows, why = row_exchange("auto", None, device, True, needed)
+    assert why == f"peers; {said}"
+    asked: list[int] = []
+    assert rows.beside(1.0, lambda count: asked.append(count) or 2.0) is None
+    assert asked == ([120] if said.startswith("beside") else [])
+
+
 def by_peers(rank: int, device: torch.device, what: str) -> list[str]:
     rows, why = row_exchange("auto", dist.group.WORLD, device, overlap=True)
     assert isinstance(rows, PeerRows), why
@@ -245,8 +281,10 @@ def captured(rows: Any, device: torch.device) -> list[str]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("what", ["rows", "totals", "captured", "beside products"])
-def test_peers_gather_bytes_and_sum_within_their_rounding(what: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    assert on_ranks(by_peers, 2, "nccl", what) == [[]] * 2
+def test_peers_gather_bytes_and_sum_within_their_rounding(what: str, world: int) -> None:
+    """With more than two, rows behind a rank's own and those before it are two pieces."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    assert on_ranks(by_peers, world, "nccl", what) == [[]] * world
