@@ -182,8 +182,8 @@ def adapt(
         data = load_jobs(jobs, options, tokenizer, output / "tokens", reporter.say)
     else:
         data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
+    check_rows(data, ranks)  # what is checked of them below, all ranks then find alike
     check_vocabulary(config, data.max_token)
-    check_rows(data, ranks)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
     random = make_random_state(options.seed, ranks.replica, device)

@@ -148,8 +148,8 @@ class Ranks:
         """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
         self.together(work if self.first else lambda: None)
 
-    def from_first(self, value: int) -> int:
-        """Rank 0's value, on all ranks."""
+    def from_first(self, value: _T) -> _T:
+        """Rank 0's value, which pickle takes, on all ranks."""
         if self.size == 1:
             return value
         found = [value]

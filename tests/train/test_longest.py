@@ -212,18 +212,19 @@ def test_rows_over_ranks_are_told_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("first", "said"),
     [
         ({}, None),
-        ({"longest": 24}, "found training longest document 9, on rank 0 24"),
-        ({"rows": 7}, "found training sequences 2, on rank 0 7"),
+        ({"training longest document": 24}, "found training longest document 9, on rank 0 24"),
+        ({"training sequences": 7}, "found training sequences 2, on rank 0 7"),
+        ({"tokens": "3f"}, "found tokens 2a, on rank 0 3f"),
+        ({"of a job": "3f"}, "found of a job None, on rank 0 3f"),
     ],
-    ids=["equal", "another length", "other rows"],
+    ids=["equal", "another length", "other rows", "other text, as long", "another job"],
 )
-def test_ranks_with_other_rows_are_refused(
-    blocks_of_three: None, first: dict[str, int], said: str | None
+def test_ranks_with_other_data_are_refused(
+    blocks_of_three: None, first: dict[str, Any], said: str | None
 ) -> None:
     rows = rows_of([9, 9, 9], 24)
-    sent = [first.get("rows", len(rows)), first.get("longest", 9), len(rows), 9]
-    ranks: Any = SimpleNamespace(from_first=lambda _: sent.pop(0), together=lambda work: work())
-    data = RunData(rows, rows, {}, 0)
+    ranks: Any = SimpleNamespace(from_first=lambda own: own | first, together=lambda work: work())
+    data = RunData(rows, rows, {"tokens": "2a", "eval_tokens": None}, 0)
     if said is None:
         check_rows(data, ranks)
         return

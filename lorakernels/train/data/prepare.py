@@ -79,24 +79,23 @@ def load_data(
 
 
 def check_rows(data: RunData, ranks: Ranks) -> None:
-    """Collective: refuse rows that differ between the ranks, such as of two machines with other files.
+    """Collective: refuse data that differ between the ranks, such as of two machines with other files.
 
     Raises:
-        DataError: a number of rows, or what attention is told of the longest document, is not the first rank's.
+        DataError: the tokens, a number of rows, or what attention is told of the longest document, are not those of
+            the first rank.
     """
-    kinds = (("training", data.train), ("held-out", data.held))
-    found = {
-        f"{kind} {what}": number
-        for kind, rows in kinds
-        for what, number in (("sequences", len(rows)), ("longest document", rows.longest))
-    }
-    first = {name: ranks.from_first(number) for name, number in found.items()}
+    found: dict[str, object] = {**data.identity}
+    for kind, rows in (("training", data.train), ("held-out", data.held)):
+        found |= {f"{kind} sequences": len(rows), f"{kind} longest document": rows.longest}
+    first = ranks.from_first(found)
 
     def check() -> None:
-        for name, number in found.items():
-            if number != first[name]:
+        for name in {**first, **found}:
+            own, other = found.get(name), first.get(name)
+            if own != other:
                 raise DataError(
-                    f"data: all ranks must have the same rows, found {name} {number:,}, on rank 0 {first[name]:,}"
+                    f"data: all ranks must have the same rows, found {name} {own}, on rank 0 {other}"
                 )
 
     ranks.together(check)
