@@ -150,7 +150,7 @@ class Rows(Ours):
         finally:
             decoder.layers = layers
 
-    def _update_scales(self) -> None:
+    def update_scales(self) -> None:
         """Of all ranks, also where each has a row of its own, so that they go on with equal scales."""
         self.state.reduce_and_update(None if self.context is not None else dist.group.WORLD)
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from lorakernels import FP8State
 from tests.benchmarks.aliases import Load, RowsOf, Run
 
 
@@ -17,6 +20,23 @@ def test_every_way_has_its_row_on_one_rank(load: Load, run: Run, rows_of: RowsOf
     assert [row["way"] for row in rows] == ways
     assert [row["check"] for row in rows] == ["ok"] * len(rows)
     assert all(float(row["tokens/s"]) > 0 and float(row["÷ alone"]) > 0 for row in rows)
+
+
+def test_ranks_alone_have_the_scales_of_all(
+    load: Load, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would share the long row with scales of its own."""
+    groups: list[Any] = []
+    real = FP8State.reduce_and_update
+
+    def reduce_and_update(state: FP8State, group: Any = None) -> None:
+        groups.append(None if group is None else dist.get_world_size(group))
+        real(state, group)
+
+    monkeypatch.setattr(FP8State, "reduce_and_update", reduce_and_update)
+    arguments = ("--layers", "1", "--repetitions", "1", "--ways", "alone")
+    assert run(load("parallel.bench_context"), *arguments) == 0
+    assert groups == [1] * 4  # before the first step, two steps to warm up, and one
 
 
 def test_flops_of_a_gpu_are_those_by_hand(load: Load) -> None:
