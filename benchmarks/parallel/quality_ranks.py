@@ -375,9 +375,10 @@ def main() -> int:
                 f"--ways: must be of {[*ways]} on {dist.get_world_size()} ranks, found {sorted(unknown)}"
             )
         chosen = [way for name, way in ways.items() if name in (ONE, *(args.ways or ways))]
-        return _main(chosen, plan, args, device)
+        code = _main(chosen, plan, args, device)
+        dist.barrier()  # not by a rank that raises, which would wait for the others
+        return code
     finally:
-        dist.barrier()
         dist.destroy_process_group()
 
 

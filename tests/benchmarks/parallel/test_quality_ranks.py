@@ -44,6 +44,16 @@ def test_one_process_has_its_curve(load: Load, run: Run, rows_of: RowsOf, tmp_pa
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_rank_that_raises_waits_for_no_other(
+    load: Load, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = load("parallel.quality_ranks")
+    monkeypatch.setattr(bench, "_main", mock.Mock(side_effect=RuntimeError("out of memory")))
+    monkeypatch.setattr(bench.dist, "barrier", lambda: pytest.fail("waits"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(bench, "--steps", 1)
+
+
 def every_way(rank: int, device: torch.device, folder: str, masks: bool) -> list[Any]:
     from benchmarks.lib.texts import demo_texts
     from benchmarks.parallel import quality_ranks as bench
