@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused layers, or their rows, over ranks that replay as CUDA graphs, exchanges included, beside eager ones."""
+"""Layers, or their rows, over ranks that replay as CUDA graphs, exchanges included, beside eager ones."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ WAYS = (
     Way("plain base", True, fp8=False, save="recompute"),
     Way("checkpoint, vocabulary", True, save="checkpoint", vocabulary=True),
     Way("in pieces", True, save="recompute", pieces=True),
+    Way("not fused, whole", False),
+    Way("not fused, plain base, whole", False, fp8=False),
 )
 ON_GPU = (
     Way("bf16", True, save="recompute", dtype=torch.bfloat16, dropout=0.1),
@@ -41,6 +43,7 @@ ON_GPU = (
     Way("bf16, whole", False, save="full", dtype=torch.bfloat16, dropout=0.1),
     Way("bf16, in pieces", True, save="recompute", dtype=torch.bfloat16, dropout=0.1, pieces=True),
     Way("bf16, in pieces again", True, save="checkpoint", dtype=torch.bfloat16, pieces=True),
+    Way("bf16, not fused, whole", False, dtype=torch.bfloat16, dropout=0.1),
 )
 
 
