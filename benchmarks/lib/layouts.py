@@ -28,7 +28,7 @@ from lorakernels.parallel.plan_size import ModelSize
 from lorakernels.parallel.plan_time import Batch
 
 KINDS = ("alone", "dp", "sharded", "tp", "cp")
-VARIANTS = ("eager", "overlapped", "not fused", "frozen")
+VARIANTS = ("eager", "in turn", "not fused", "frozen")
 EXCHANGED = (
     8  # bytes for each element of [tokens, hidden]: split layers' rows on their way between ranks
 )
@@ -100,8 +100,8 @@ def _check(name: str, kinds: tuple[str, ...], variants: list[str]) -> None:
         raise ValueError(f"'alone' and 'dp' stand by themselves, found {name!r}")
     if {"sharded", "tp"} <= {*kinds}:
         raise ValueError(f"split layers are read without a sharded base here, found {name!r}")
-    if {"overlapped", "not fused"} & {*variants} and "tp" not in kinds:
-        raise ValueError(f"'overlapped' and 'not fused' are variants of 'tp', found {name!r}")
+    if {"in turn", "not fused"} & {*variants} and "tp" not in kinds:
+        raise ValueError(f"'in turn' and 'not fused' are variants of 'tp', found {name!r}")
 
 
 @cache
@@ -183,7 +183,7 @@ class Layout(Ours):
         kinds, variants = self.way.kinds, self.way.variants
         torch.manual_seed(0)  # all ranks draw equal masks
         if "tp" in kinds:
-            overlap = "overlapped" in variants and self.device.type == "cuda"
+            overlap = False if "in turn" in variants else None
             self.split = parallelize(model, self.mesh["tp"], vocabulary=True, overlap=overlap)
         if "cp" in kinds:
             self.context = context_parallel(model, self.mesh["cp"])

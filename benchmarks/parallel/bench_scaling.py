@@ -18,8 +18,8 @@ q, k, v, o. Ways:
 
 Without a number, tp or cp takes all GPUs. The GPUs that a way leaves are replicas: they train on rows of their own, and
 average gradients. What layers keep for backward is the fastest that fits. Layers are replayed as graphs, but on a CPU.
-Variants follow a comma: "eager" replays nothing, "overlapped" exchanges rows beside products, "not fused" has the
-layers of transformers, without graphs, and "frozen" has no adapters but for one projection of the first layer.
+Variants follow a comma: "eager" replays nothing, "in turn" has no exchange of rows beside a product, "not fused" has
+the layers of transformers, without graphs, and "frozen" has no adapters but for one projection of the first layer.
 
 A step trains on `--rows` rows of all GPUs together, by default one of each replica. A replica takes its rows one after
 the other and updates once. Warm-up steps have one row of each replica.
@@ -84,7 +84,7 @@ WAYS = (
     "dp",
     "sharded",
     "tp",
-    "tp, overlapped",
+    "tp, in turn",
     "tp, eager",
     "tp, not fused",
     "tp, frozen",

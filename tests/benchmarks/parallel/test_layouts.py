@@ -193,7 +193,7 @@ def test_names_of_ways() -> None:
         ("tp 4 x cp 4", "multiple of 16 ranks"),
         ("dp x tp 2", "by themselves"),
         ("sharded x tp 2", "without a sharded base"),
-        ("cp 2, overlapped", "variants of 'tp'"),
+        ("cp 2, in turn", "variants of 'tp'"),
         ("tp, graphs", "must be of"),
     ],
 )
