@@ -7,7 +7,6 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -156,7 +155,7 @@ def _is_function(value: Any) -> bool:
 def builder(spec: list[Any]) -> Callable[[Sequence[Tensor]], Any]:
     """The function that puts tensors back into the structure of `spec`."""
     if spec == [Tensor]:
-        return itemgetter(0)
+        return lambda tensors: tensors[0]
     if spec[0] is tuple and spec[2:] == [Tensor] * spec[1]:
         return tuple
     return lambda tensors: _build(iter(spec), iter(tensors))

@@ -24,17 +24,6 @@ PyMethodDef match_definition = {"match", reinterpret_cast<PyCFunction>(reinterpr
                                 METH_FASTCALL,
                                 "match(args, kwargs): the tensors in them, if they are the captured call's; else None"};
 
-PyObject* state(PyObject* self, PyObject*) {
-  const auto* slots = held<GradSlots>(self);
-  if (slots == nullptr) {
-    PyErr_SetString(PyExc_TypeError, "GradSlots.state: its constructor is not through");
-    return nullptr;
-  }
-  return guarded([&] { return PyLong_FromLong(slots->state()); });
-}
-
-PyMethodDef state_definition = {"state", state, METH_NOARGS, "state(): of the slots, as State has it"};
-
 py::object matcher(const py::list& spec, const py::object& tensor_type, const py::list& given, const py::list& same,
                    const py::list& like, const py::tuple& autocast, const py::object& watch) {
   auto made = std::make_unique<Matcher>(spec, tensor_type, given, same, like, autocast, watch);
@@ -48,8 +37,8 @@ void register_graph_call(py::module_& m) {
         py::arg("like"), py::arg("autocast"), py::arg("watch"));
   py::class_<Matcher>(m, "Matcher", collected<Matcher>());
   py::class_<GradSlots>(m, "GradSlots", collected<GradSlots>())
-      .def(py::init<const py::list&, const py::object&>(), py::arg("targets"), py::arg("watch") = py::none())
-      .def_property_readonly("state", [](const py::object& self) { return bound(state_definition, self); })
+      .def(py::init<const py::list&>(), py::arg("targets"))
+      .def("state", &GradSlots::state)
       .def("install", &GradSlots::install);
 }
 

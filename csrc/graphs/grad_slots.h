@@ -13,19 +13,11 @@ namespace lorakernels {
 // replay writes, and the number of `references` to that.
 class GradSlots {
  public:
-  enum State { kInstalled = 0, kFree = 1, kOther = 2, kChanged = 3 };
+  enum State { kInstalled = 0, kFree = 1, kOther = 2 };
 
-  // watch: a Watch, or None.
-  GradSlots(const py::list& targets, const py::object& watch) {
-    if (!watch.is_none()) {
-      watch_object_ = watch;
-      watch_ = &watch.cast<const Watch&>();
-    }
+  explicit GradSlots(const py::list& targets) {
     for (const py::handle target : targets) {
       const py::object parameter = target.attr("parameter"), grad = target.attr("grad");
-      lines_.add(target.ptr(), kTarget);
-      lines_.add_tensor(parameter);
-      lines_.add_tensor(grad);
       slots_.push_back(
           {py::reinterpret_borrow<py::object>(target), parameter, grad, getter_of(parameter.ptr(), grad_.ptr())});
     }
@@ -33,11 +25,8 @@ class GradSlots {
 
   // kInstalled: each `parameter.grad` is `grad`. kFree: each is None, and nobody else holds a `grad`, which then has no
   // more than `references` references. These are counted as sys.getrefcount counts them, with its own argument.
-  // kChanged: `watch` has found a change.
   int state() const {
     if (cleared_) throw std::runtime_error("GradSlots.state: the garbage collector has cleared it");
-    lines_.fetch();
-    if (watch_ != nullptr && watch_->check() >= 0) return kChanged;
     size_t installed = 0;
     for (const Slot& slot : slots_) {
       const py::object now = get(slot.parameter.ptr(), grad_.ptr(), slot.getter);
@@ -62,7 +51,6 @@ class GradSlots {
   }
 
   int traverse(visitproc visit, void* arg) const {
-    Py_VISIT(watch_object_.ptr());
     for (const Slot& slot : slots_) {
       Py_VISIT(slot.target.ptr());
       Py_VISIT(slot.parameter.ptr());
@@ -73,8 +61,6 @@ class GradSlots {
 
   void clear() {
     cleared_ = true;
-    watch_ = nullptr;
-    const auto watch = std::exchange(watch_object_, {});
     const auto slots = std::exchange(slots_, {});
   }
 
@@ -89,12 +75,7 @@ class GradSlots {
   }
 
   py::object grad_ = interned("grad"), references_ = interned("references");
-  static constexpr size_t kTarget = 64;  // bytes, of a small object with slots
-
-  py::object watch_object_;
-  const Watch* watch_ = nullptr;
   std::vector<Slot> slots_;
-  Lines lines_;
   bool cleared_ = false;
 };
 

@@ -43,11 +43,10 @@ class Matcher {
 
   // A new list of the call's tensors, or None if the call is another one.
   PyObject* match(PyObject* args, PyObject* kwargs) const {
-    if (watch_ != nullptr) watch_->fetch();
     py::list tensors;
     size_t at = 0;
     const bool taken = walk_call(args, kwargs, tensors, at) && at == spec_.size() && is_same(tensors) &&
-                       is_like(tensors) && autocast_is_same() && watch_->compare() < 0;
+                       is_like(tensors) && autocast_is_same() && watch_->check() < 0;
     return taken ? tensors.release().ptr() : py::none().release().ptr();
   }
 

@@ -2,7 +2,6 @@
 // What this folder needs of CPython. There is no CUDA and no torch here.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "register.h"
@@ -36,15 +35,6 @@ inline uint64_t version_of(PyObject* dict) {
 #pragma GCC diagnostic pop
 #else
   return 0;
-#endif
-}
-
-// What `version_of` reads, or else the dict itself.
-inline const void* place_of_version(PyObject* dict) {
-#if PY_VERSION_HEX < 0x030D0000
-  return reinterpret_cast<const char*>(dict) + offsetof(PyDictObject, ma_version_tag);
-#else
-  return dict;
 #endif
 }
 

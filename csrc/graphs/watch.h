@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "graphs/lines.h"
+#include "graphs/python.h"
 
 namespace lorakernels {
 
@@ -62,7 +62,6 @@ class Watch {
   // keys: the entries to watch. None: all entries, and that none is added or removed.
   void add_dict(const py::dict& dict, const py::object& keys) {
     WatchedDict watched{dict, {}, keys.is_none()};
-    lines_.add(place_of_version(dict.ptr()), sizeof(uint64_t));
     for (const auto& item : dict) {
       const bool counts = keys.is_none() || keys.contains(item.first);
       // No reference is held to the value of an entry that is not watched.
@@ -75,35 +74,25 @@ class Watch {
   void add_address(const py::object& data_ptr, uint64_t expected) {
     // The C function of a bound method without arguments is called directly, which is faster than through Python.
     const bool plain = PyCFunction_CheckExact(data_ptr.ptr()) && PyCFunction_GetFlags(data_ptr.ptr()) == METH_NOARGS;
-    PyObject* tensor = plain ? PyCFunction_GetSelf(data_ptr.ptr()) : nullptr;
-    if (tensor != nullptr) lines_.add_tensor(tensor);
-    addresses_.push_back({data_ptr, tensor, plain ? PyCFunction_GetFunction(data_ptr.ptr()) : nullptr, expected});
+    addresses_.push_back({data_ptr, plain ? PyCFunction_GetFunction(data_ptr.ptr()) : nullptr, expected});
   }
 
   void add_attribute(const py::object& owner, const py::str& name, const py::object& expected) {
-    lines_.add_tensor(owner);
     attributes_.push_back({owner, name, expected, getter_of(owner.ptr(), name.ptr())});
   }
 
-  // Begins to load what `compare` reads.
-  void fetch() const { lines_.fetch(); }
-
   // -1, or the number of the first thing that changed. Numbers count dicts, then addresses, then attributes, as added.
   int64_t check() const {
-    fetch();
-    return compare();
-  }
-
-  int64_t compare() const {
     if (cleared_) throw std::runtime_error("Watch.check: the garbage collector has cleared it");
     int64_t index = 0;
     for (const WatchedDict& watched : dicts_) {
       if (!watched.same()) return index;
       ++index;
     }
-    for (const auto& [data_ptr, tensor, function, expected] : addresses_) {
-      const py::object now = py::reinterpret_steal<py::object>(
-          function != nullptr ? function(tensor, nullptr) : PyObject_CallNoArgs(data_ptr.ptr()));
+    for (const auto& [data_ptr, function, expected] : addresses_) {
+      const py::object now =
+          py::reinterpret_steal<py::object>(function != nullptr ? function(PyCFunction_GetSelf(data_ptr.ptr()), nullptr)
+                                                                : PyObject_CallNoArgs(data_ptr.ptr()));
       if (!now) throw py::error_already_set();
       if (PyLong_AsUnsignedLongLongMask(now.ptr()) != expected) return index;
       ++index;
@@ -146,15 +135,13 @@ class Watch {
     const PyGetSetDef* getter;
   };
   struct Address {
-    py::object data_ptr;  // which holds a reference to `tensor`
-    PyObject* tensor;
+    py::object data_ptr;
     PyCFunction function;
     uint64_t expected;
   };
   std::vector<WatchedDict> dicts_;
   std::vector<Address> addresses_;
   std::vector<Attribute> attributes_;
-  Lines lines_;
   bool cleared_ = false;
 };
 

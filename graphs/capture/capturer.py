@@ -26,7 +26,7 @@ from ..plan.plan import Buffer, CallPlan, Plan
 from ..record.tracer import RecordedCall, Trace
 from ..replay.block_graphs import BlockGraphs
 from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
-from ..replay.grads import GradMemory
+from ..replay.grads import GradMemory, LayerGrads
 from ..replay.graphed_call import GraphedCall
 from ..signature import distinct
 from .checks import check_outputs, check_trained
@@ -310,7 +310,10 @@ class Capturer:
             call.parameters = [p for _, p, _ in reached]
             call.parameter_grads = [self.backend.alias(g) for _, _, g in reached]
         elif reached:
-            call.grads = self.grads.of_layer(layer.name, [(n, p) for n, p, _ in reached])
+            targets = self.grads.of([p for _, p, _ in reached])
+            names = [n for n, _, _ in reached]
+            slabs = self.grads.slabs_of(targets)
+            call.grads = LayerGrads(layer.name, names, targets, slabs)
 
 
 def _add_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -26,21 +26,6 @@ class ExposedBuffer:
     must have dropped before the memory is used again. If eager code was seen to keep it longer, it gets copies.
     """
 
-    __slots__ = (
-        "_held",
-        "_storage",
-        "alias",
-        "base",
-        "cdata",
-        "chained",
-        "copy",
-        "kept",
-        "layer",
-        "name",
-        "ref",
-        "version",
-    )
-
     def __init__(self, name: str, layer: str, alias: Tensor, chained: bool) -> None:
         self.name, self.layer, self.alias, self.chained = name, layer, alias, chained
         self.copy = True
@@ -71,8 +56,6 @@ class ExposedBuffer:
 
 class SharedInput:
     """Inputs of several calls that are one object: the first call copies it, and the others must get the same one."""
-
-    __slots__ = ("first", "ref", "version")
 
     def __init__(self, first: str) -> None:
         self.ref: Callable[[], Tensor | None] = _nothing

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -39,7 +39,6 @@ class ReplayCursor:
 
     def __init__(self, order: Order, progress: IterationProgress, backend: Backend) -> None:
         self.order, self.progress, self.backend = order, progress, backend
-        self._stream = backend.stream
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self.microbatches = order.num_microbatches
         self.repeats = max(1, progress.num_microbatches // self.microbatches)
@@ -54,31 +53,27 @@ class ReplayCursor:
         for death, exposed in self.exposed:
             self.checks[(death + 1) % len(self.order)].append(exposed)
 
-    def launch(self, graph: Any, position: int) -> None:
-        """Launch the step at `position`; ReplayError if the stream changes within an iteration."""
-        stream = self._stream()
-        if stream != self.progress.stream:
-            self._change_stream(stream)
-        graph.launch(stream)
+    def stream(self) -> int:
+        """The current stream, as an integer; ReplayError if it changes within an iteration."""
+        found, progress = self.backend.stream(), self.progress
+        if found != progress.stream:
+            if progress.stream is not None and (
+                self.position or progress.done % progress.num_microbatches
+            ):
+                name = self.order.layers[self.order[self.position].layer]
+                raise ReplayError(name, "stream", hex(progress.stream), hex(found))
+            progress.stream = found
+        return found
+
+    def advance(self, position: int) -> None:
+        """The step at `position` was launched."""
         self.position = position + 1
         if self.position == len(self.checks):
-            self._end_block()
-
-    def _change_stream(self, found: int) -> None:
-        progress = self.progress
-        if progress.stream is not None and (
-            self.position or progress.done % progress.num_microbatches
-        ):
-            name = self.order.layers[self.order[self.position].layer]
-            raise ReplayError(name, "stream", hex(progress.stream), hex(found))
-        progress.stream = found
-
-    def _end_block(self) -> None:
-        self.position = 0
-        self.blocks += 1
-        self.progress.done += self.microbatches
-        if self.trial and self.blocks > self.repeats:
-            self.end_trial()
+            self.position = 0
+            self.blocks += 1
+            self.progress.done += self.microbatches
+            if self.trial and self.blocks > self.repeats:
+                self.end_trial()
 
     def end_trial(self) -> None:
         """From now on, buffers that nobody kept are handed out without a copy."""

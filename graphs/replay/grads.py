@@ -28,16 +28,17 @@ from ..signature import extension
 from .watch import GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
-FREE, CHANGED = 1, 3  # of `GradSlots.state`; 0: all are installed
+INSTALLED, FREE = 0, 1  # `GradSlots.state`
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class GradTarget:
     """The gradient memory of one parameter.
 
     Attributes:
         kind: "main" (`parameter.main_grad`), "given" (`.grad`, which other code holds too) or "own" (in a slab).
         references, uses: how many references to the tensor and to its storage are our own.
+        zeroed: the memory is zero already, and `.grad` is None.
     """
 
     parameter: nn.Parameter
@@ -45,6 +46,7 @@ class GradTarget:
     kind: str
     references: int = 0
     uses: int = 0
+    zeroed: bool = False
 
     def calibrate(self, before: tuple[int, int] | None) -> None:
         """Record the reference counts that our own code accounts for, so that `held` can detect others.
@@ -70,15 +72,10 @@ def _uses(x: Tensor) -> int:
 
 
 class GradSlab:
-    """One piece of memory with the gradients of several parameters, all of one dtype and device.
+    """One piece of memory with the gradients of several parameters, all of one dtype and device."""
 
-    `zeroed`: as of `GradMemory`.
-    """
-
-    def __init__(
-        self, memory: Tensor, parameters: Sequence[nn.Parameter], zeroed: set[GradTarget]
-    ) -> None:
-        self.memory, self._zeroed = memory, zeroed
+    def __init__(self, memory: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self.memory = memory
         self.targets = []
         pieces = memory.split([p.numel() for p in parameters])
         for parameter, flat in zip(parameters, pieces, strict=True):
@@ -109,7 +106,8 @@ class GradSlab:
         if self._slots.state() != FREE or not self.alone():
             return False
         self.memory.zero_()
-        self._zeroed.update(self.targets)
+        for target in self.targets:
+            target.zeroed = True
         return True
 
 
@@ -135,13 +133,9 @@ def _pieces(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
 
 
 class GradMemory:
-    """The gradient memory of all trained parameters. A parameter that several layers share has one target.
-
-    `zeroed`: the targets whose memory is zero already, and whose `.grad` is None.
-    """
+    """The gradient memory of all trained parameters. A parameter that several layers share has one target."""
 
     def __init__(self) -> None:
-        self.zeroed: set[GradTarget] = set()
         self._by_id: dict[int, GradTarget] = {}
         self._slabs: list[GradSlab] = []
         self._before: dict[int, tuple[int, int]] = {}
@@ -170,7 +164,7 @@ class GradMemory:
             group = [p for p in new if (p.dtype, p.device) == (dtype, device)]
             memory = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=device)
             self.bytes += memory.nbytes
-            self._slabs.append(GradSlab(memory, group, self.zeroed))
+            self._slabs.append(GradSlab(memory, group))
             self._by_id |= {id(t.parameter): t for t in self._slabs[-1].targets}
 
     def adopt(self) -> None:
@@ -185,32 +179,25 @@ class GradMemory:
             new = target.kind == "own" and key not in self._before
             if new and grad is not None and grad is not target.grad:
                 target.grad.copy_(grad)
-                target.parameter.grad = target.grad
-                self.zeroed.discard(target)
+                target.parameter.grad, target.zeroed = target.grad, False
 
     def of(self, parameters: Sequence[nn.Parameter]) -> list[GradTarget]:
         """The targets of parameters that a backward reaches."""
         return [self._by_id[id(p)] for p in parameters]
 
-    def of_layer(self, layer: str, parameters: NamedParameters) -> LayerGrads:
-        """What the backward of a layer that reaches these parameters adds to."""
-        targets = self.of([p for _, p in parameters])
-        slabs = [slab for slab in self._slabs if any(t in slab.targets for t in targets)]
-        return LayerGrads(layer, [name for name, _ in parameters], targets, slabs, self.zeroed)
+    def slabs_of(self, targets: Sequence[GradTarget]) -> list[GradSlab]:
+        """The slabs that some of the targets are in."""
+        return [slab for slab in self._slabs if any(t in slab.targets for t in targets)]
 
     def release(self) -> None:
         """Drop the memory; gradients that are installed stay with their parameters."""
         self._by_id.clear()
         self._slabs.clear()
-        self.zeroed.clear()
         self.bytes = 0
 
 
 class LayerGrads:
-    """The gradient memory that one layer's backward adds to.
-
-    `detour`: what `before_launch` has begun and `finish_detour` completes, empty as a rule.
-    """
+    """The gradient memory that one layer's backward adds to."""
 
     def __init__(
         self,
@@ -218,18 +205,17 @@ class LayerGrads:
         names: Sequence[str],
         targets: Sequence[GradTarget],
         slabs: Sequence[GradSlab],
-        zeroed: set[GradTarget],
     ) -> None:
         self.layer, self.names, self.targets = layer, list(names), list(targets)
-        self._slabs, self._zeroed = list(slabs), zeroed
+        self._slabs = list(slabs)
         self._installed = [target for target in targets if target.kind != "main"]
-        self._set = frozenset(self._installed)
+        self._slots = extension().GradSlots(self._installed)
+        self._state = self._slots.state
         self._main = [(t.parameter, t.grad) for t in targets if t.kind == "main"]
-        self.detour: list[tuple[GradTarget, Tensor]] = []
+        self._detour: list[tuple[GradTarget, Tensor]] = []
         named = zip(self.names, self.targets, strict=True)
         self._watch = GradWatch(layer, [(name, t.parameter, t.grad) for name, t in named])
-        self._slots = extension().GradSlots(self._installed, self._watch.compared)
-        self._state = self._slots.state
+        self._changed = self._watch.check
 
     def before_launch(self) -> None:
         """Make sure that what the graph adds to is each parameter's gradient.
@@ -238,37 +224,29 @@ class LayerGrads:
             ReplayError: a parameter's `main_grad` is another tensor than at capture, a gradient's data have moved, or
                 a parameter has a hook by now.
         """
-        state = self._state()
-        if state == CHANGED:
-            self._watch.refuse(self._watch.check())
+        if (changed := self._changed()) >= 0:
+            self._watch.refuse(changed)
         for parameter, grad in self._main:
             if getattr(parameter, "main_grad", None) is not grad:
                 self._refuse_main(parameter)
-        if state:
+        if state := self._state():
             self._install(state)
 
-    def finish_detour(self) -> None:
-        """After the launch, if there is a detour.
-
-        The graph has added to zeros: add the sum to `.grad`, and restore the memory's content.
-        """
-        for target, content in self.detour:
-            if target.parameter.grad is None:
-                target.parameter.grad = target.grad.clone()
-            else:
-                target.parameter.grad.add_(target.grad)
-            target.grad.copy_(content)
-        self.detour.clear()
+    def after_launch(self) -> None:
+        """Complete a detour, if `before_launch` has begun one."""
+        if self._detour:
+            self._finish_detour()
 
     def _install(self, state: int) -> None:
         if state == FREE and all([slab.alone() for slab in self._slabs]):
-            zeroed = self._set <= self._zeroed
+            zeroed = all([t.zeroed for t in self._installed])
             if not zeroed and not all([slab.zero() for slab in self._slabs]):
                 torch._foreach_zero_([t.grad for t in self._installed])
             self._slots.install()
         else:
             self._install_one_by_one()
-        self._zeroed.difference_update(self._set)
+        for target in self._installed:
+            target.zeroed = False
 
     def _install_one_by_one(self) -> None:
         fresh = []
@@ -276,12 +254,22 @@ class LayerGrads:
             if target.parameter.grad is target.grad:
                 continue
             if target.parameter.grad is not None or target.held():
-                self.detour.append((target, target.grad.clone()))
+                self._detour.append((target, target.grad.clone()))
             else:
                 fresh.append(target)
-        torch._foreach_zero_([t.grad for t in fresh] + [t.grad for t, _ in self.detour])
+        torch._foreach_zero_([t.grad for t in fresh] + [t.grad for t, _ in self._detour])
         for target in fresh:
             target.parameter.grad = target.grad
+
+    def _finish_detour(self) -> None:
+        """The graph has added to zeros: add the sum to `.grad`, and restore the memory's content."""
+        for target, content in self._detour:
+            if target.parameter.grad is None:
+                target.parameter.grad = target.grad.clone()
+            else:
+                target.parameter.grad.add_(target.grad)
+            target.grad.copy_(content)
+        self._detour.clear()
 
     def _refuse_main(self, parameter: nn.Parameter) -> None:
         index = [t.parameter for t in self.targets].index(parameter)

@@ -139,9 +139,7 @@ class GraphedCall:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's output for tensors that `match` has found."""
         edges = [tensors[i] for i in self.differentiable] or [self.cursor.anchor]
-        # `_bare_apply` does not ask whether functorch transforms the function: `apply` raises the error that says so
-        apply = _Replay.apply if _transforms_active() else _bare_apply
-        outputs = apply(self, tensors, *edges, *self.parameters)
+        outputs = _apply(self, tensors, *edges, *self.parameters)
         for k, exposed in self._chained:
             exposed.remember(outputs[k])
         return self.rebuild(outputs)
@@ -155,8 +153,9 @@ class GraphedCall:
             static.copy_(distinct(x) if repeats else x)
             if group is not None:
                 group.ref, group.version = weakref.ref(x), x._version
-        cursor.launch(self.forward_graph, at)
+        self.forward_graph.launch(cursor.stream())
         self.generation += 1
+        cursor.advance(at)
         return tuple([x.alias.clone() if x.copy else x.alias.detach() for x in self.outputs])
 
     # backward
@@ -178,13 +177,12 @@ class GraphedCall:
             ):  # from eager code or a hook; it may be a view of the buffer
                 shares = grad.untyped_storage()._cdata == buffer.untyped_storage()._cdata
                 buffer.copy_(grad.clone() if shares else grad)
-        if (memory := self.grads) is None:
-            cursor.launch(self.backward_graph, at)
-        else:
-            memory.before_launch()
-            cursor.launch(self.backward_graph, at)
-            if memory.detour:
-                memory.finish_detour()
+        if self.grads is not None:
+            self.grads.before_launch()
+        self.backward_graph.launch(cursor.stream())
+        if self.grads is not None:
+            self.grads.after_launch()
+        cursor.advance(at)
         found: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
         for exposed in self.grad_inputs:
             if exposed is None:
@@ -255,7 +253,12 @@ class _Replay(Function):
 
 
 # `Function.apply` and `BackwardCFunction.apply` first ask in Python whether functorch transforms the function. Calling
-# the underlying methods saves 5 µs a replay.
+# the underlying methods saves 5 µs a replay; `_apply` still asks about functorch.
 _bare_apply = super(Function, _Replay).apply
 _Replay._backward_cls.apply = _Replay.backward  # type: ignore[attr-defined]
-_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def _apply(*args: Any) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        return _Replay.apply(*args)  # raises the error that says so
+    return _bare_apply(*args)

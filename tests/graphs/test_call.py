@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorakernels.graphs.replay import grads
 from lorakernels.graphs.signature import Signature, difference, extension, flatten, typed
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.graphs.layers import batches, managed, run, same, twins, warm
 
@@ -98,37 +98,6 @@ def test_which_objects_a_call_takes() -> None:
     del a, handed.ref
     with pytest.raises(AttributeError):
         matcher(((b,), {}), given=[(0, handed)])((b,), {})
-
-
-def test_where_gradients_are_and_that_what_is_watched_is_as_it_was() -> None:
-    targets = []
-    for _ in range(2):
-        target = grads.GradTarget(nn.Parameter(torch.zeros(2)), torch.zeros(2), "own")
-        target.calibrate(None)
-        targets.append(target)
-    watch, entries = extension().Watch(), {"a": 1}
-    watch.add_dict(entries)
-    slots = extension().GradSlots(targets, watch)
-    for target in targets:
-        target.references += 1  # that of the slots
-    first, second = (target.parameter for target in targets)
-    assert slots.state() == grads.FREE
-    slots.install()
-    assert first.grad is targets[0].grad and second.grad is targets[1].grad and slots.state() == 0
-    second.grad = None
-    assert slots.state() == 2, "one is installed and one is not"
-    first.grad = None
-    held = targets[1].grad
-    assert slots.state() == 2, "somebody has one"
-    entries["a"] = 2
-    assert slots.state() == grads.CHANGED
-    del held
-    assert slots.state() == grads.CHANGED
-    entries["a"] = 1
-    assert slots.state() == grads.FREE
-    with pytest.raises(TypeError, match="constructor"):
-        grads_slots = extension().GradSlots
-        _ = grads_slots.__new__(grads_slots).state()
 
 
 def test_an_iteration_without_gradients_zeroes_their_memory_once(

@@ -241,10 +241,7 @@ def three_holders() -> dict[str, tuple[Any, list[object]]]:
     return {
         "Watch": (watch, held),
         "Matcher": (match.__self__, [Tensor, watch, *spec, *cast, given, like]),
-        "GradSlots": (
-            extension().GradSlots([slots_of], watch),
-            [watch, slots_of, slots_of.own, slots_of.grad],
-        ),
+        "GradSlots": (extension().GradSlots([slots_of]), [slots_of, slots_of.own, slots_of.grad]),
     }
 
 
@@ -272,13 +269,12 @@ def test_what_the_collector_has_cleared_takes_no_call() -> None:
 
     cast = (torch.is_autocast_enabled, "cpu", False, torch.get_autocast_dtype, None)
     watch, slots = extension().Watch(), extension().GradSlots([Target()])
-    watching = extension().GradSlots([Target()], watch)
     _, spec = flatten(((), {}))
     both = [extension().matcher(spec, Tensor, [], [], [], cast, watch) for _ in range(2)]
     assert all(match((), {}) == [] for match in both)
     clear(both[0].__self__), clear(watch), clear(slots)
     assert both[0]((), {}) is None
-    for call in (watch.check, slots.state, watching.state, lambda: both[1]((), {})):
+    for call in (watch.check, slots.state, lambda: both[1]((), {})):
         with pytest.raises(RuntimeError, match="garbage collector has cleared it"):
             call()
 
