@@ -142,6 +142,9 @@ def _sharded_targets() -> Iterator[Target]:
         large["tokens"] = f"1 x {length}"
         what = f"405B's shape, 1×{length} a GPU, {ranks} H200, base {base}: tokens/s a GPU"
         yield Target(what, "sharded_base", large, "tokens/s a GPU", least, at_least=True)
+    four = {**where, "ranks": 4}
+    what = "70B, 1×8192 a GPU, base sharded over four GPUs: tokens/s a GPU"
+    yield Target(what, "sharded_base", four, "tokens/s a GPU", 2950, at_least=True)
     what = "70B, 1×8192 a GPU, base sharded over two GPUs: tokens/s a GPU"
     yield Target(what, "sharded_base", where, "tokens/s a GPU", 2950, at_least=True)
     yield Target(

@@ -49,8 +49,8 @@ class Part:
         With sequence parallelism, the other side is this rank's part of the first dimension.
 
         Raises:
-            RuntimeError: under torch.compile, which is not there yet; in a CUDA graph's capture, before ranks know an FP8
-                scale or have the memory to exchange rows in.
+            RuntimeError: under torch.compile, which is not there yet; in the capture of a CUDA graph, before ranks know
+                an FP8 scale or have the memory in which they exchange rows.
             TypeError, ValueError: as for a LoRALinear; TypeError also for float16.
         """
         what = f"{getattr(self, 'name', '') or type(self).__name__} is split over ranks and"

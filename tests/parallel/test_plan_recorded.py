@@ -53,7 +53,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         where = "" if self.machine == "H200" else f"-{self.machine}"
-        name = f"{self.file}-{self.model}-{self.adapted}-{self.row}{where}"
+        on = f"-{self.ranks}" if self.ranks > 1 else ""
+        name = f"{self.file}-{self.model}-{self.adapted}-{self.row}{where}{on}"
         return name.replace(" ", "_").replace(",", "")
 
 
@@ -77,6 +78,7 @@ CASES = (
     Case("sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 20), ("fp8", 60)), 2, True),
     Case("sharded_base", "70b", "qkvo", "offloaded, 0.27", (("checkpoint", 76), ("fp8", 4)), offload=0.2745),
     Case("sharded_base", "405b", "qkvo", "offloaded, 0.547", (("full", 24),), 2, True, 0.5474, (24, 1)),
+    Case("sharded_base", "70b", "qkvo", "sharded, peer", (("fp8", 16), ("recompute", 64)), 4, True),
     Case("sharded_base", "405b", "qkvo", "sharded, peer", (("checkpoint", 123), ("fp8", 3)), 4, True),
     Case("sharded_base", "405b", "qkvo", "offloaded, 0.54", (("checkpoint", 115), ("fp8", 11)), 2, True, 0.5474),
     Case("finetune", "8b", "all", "ours, one graph", (("recompute", 8),), cut=(8, 2)),
@@ -101,7 +103,9 @@ def recorded(case: Case) -> tuple[float, float]:
     if case.file == "end_to_end":
         wanted["LoRA on"] = case.adapted
     if case.tokens:
-        wanted |= {"tokens": " x ".join(map(str, case.tokens)), "ranks": str(case.ranks)}
+        wanted["tokens"] = " x ".join(map(str, case.tokens))
+    if column != "provider":
+        wanted["ranks"] = str(case.ranks)
     (row,) = (r for r in rows if wanted.items() <= r.items())
     return float(row["ms/step" if column == "provider" else "p50 ms"]), float(row["peak GiB"])
 
