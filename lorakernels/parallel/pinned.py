@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned memory of the host, out of which copy engines read while layers run.
 
-Pages are taken from the system and pinned span by span (lorakernels/pinning.py). A copy must not cross two spans. One
-thread would spend most of the time waiting for the system to clear pages, so that several threads touch the spans ahead
-of the one that pins them.
+Pages are taken from the system and pinned span by span (lorakernels/pinning.py). A copy must not cross two spans.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lorakernels.pinning import pin, unpin
 
 PAGE = 4096
-THREADS = 4  # of each process that pins, at most
 Progress = Callable[[int, int], None]  # (bytes pinned, bytes in all)
 
 
@@ -57,7 +51,7 @@ class Pinned:
         if device.type != "cuda":
             return
         try:
-            for span in touched(self.memory, spans):
+            for span in spans:
                 self._pin(span, device, runtime, addresses)
                 if progress is not None and span.stop > span.start:
                     progress(span.stop, len(self.memory))
@@ -79,24 +73,6 @@ class Pinned:
                 f"{len(self.memory):,}: CUDA error {code}; offload less"
             )
         addresses.append(part.data_ptr())
-
-
-def touched(memory: Tensor, spans: Iterable[slice]) -> Iterator[slice]:
-    """Each of the spans of `memory`, uint8 [size], in order, once its pages are there. They must have no values yet."""
-    spans = list(spans)
-    threads = max(1, min(THREADS, len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(threads, "lorakernels-touch") as pool:
-        done = [pool.submit(_touch, memory[span]) for span in spans]
-        try:
-            for span, pages in zip(spans, done, strict=True):
-                pages.result()
-                yield span
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _touch(part: Tensor) -> None:
-    part[::PAGE].zero_()  # torch's kernel runs without the interpreter's lock
 
 
 def _release(addresses: list[int], device: torch.device, runtime: Any, storage: Any) -> None:
