@@ -11,7 +11,7 @@ BENCH ?= all
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
-.PHONY: demo test test-long bench check-gpu sanitize docs wheels lint format clean
+.PHONY: demo test test-long test-gpu bench check-gpu sanitize docs wheels lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
@@ -36,6 +36,10 @@ test-long: $(BUILT)
 
 bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)
+
+# The tests marked gpu, a process a file, over all GPUs of the machine; ARGS="tests/graphs --limit-s 200" for some.
+test-gpu:
+	$(CHECKED_BY) tests/spread.py $(ARGS)
 
 check-gpu:
 	$(CHECKED_BY) benchmarks/models/check_gpu.py $(if $(FULL),--full) $(ARGS)
