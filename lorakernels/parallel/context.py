@@ -244,23 +244,26 @@ class ContextParallel:
                 f"attention no longer runs over the ranks: attn_implementation is {found!r} since context_parallel; "
                 "call ContextParallel.close, change the model, and call context_parallel again"
             )
-        if kwargs.get("position_ids") is None:
-            raise ValueError(
-                "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
-            )
-        if kwargs.get("attention_mask") is not None:
-            raise ValueError(
-                "attention_mask must be None over ranks: pass cu_seq_lens_q, or pad rows on the right"
-            )
-        if rows.shape[1] % 2:
-            raise ValueError(
-                f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
-            )
-        starts = kwargs.get("cu_seq_lens_q")
-        plain = starts is None and kwargs["position_ids"] is self._plain
+        starts, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+        why = _refused(rows, kwargs)
+        plain = starts is None and positions is not None and positions is self._plain
         if self.checks_places and not plain:
-            longest = kwargs.get("max_length_q")
-            check_places(self.ranks, rows, kwargs["position_ids"], starts, longest)
+            check_places(self.ranks, rows, positions, starts, kwargs.get("max_length_q"), why)
+        elif why:
+            raise ValueError(why)
+
+
+def _refused(rows: Tensor, kwargs: dict[str, Any]) -> str:
+    """What is wrong with the call of a model whose rows are over ranks; "" if nothing."""
+    if kwargs.get("position_ids") is None:
+        return "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
+    if kwargs.get("attention_mask") is not None:
+        return (
+            "attention_mask must be None over ranks: pass cu_seq_lens_q, or pad rows on the right"
+        )
+    if rows.shape[1] % 2:
+        return f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
+    return ""
 
 
 def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:

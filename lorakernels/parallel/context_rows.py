@@ -41,9 +41,16 @@ class FirstRows:
 
 
 def check_places(
-    ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor | None, longest: int | None
+    ranks: Ranks,
+    rows: Tensor,
+    positions: Tensor | None,
+    starts: Tensor | None,
+    longest: int | None,
+    refused: str = "",
 ) -> None:
     """Collective: refuse packed documents whose starts are not said. The host waits for the device.
+
+    One all-reduce of twelve numbers says whether all ranks may go on, whatever the shapes on each.
 
     Args:
         ranks: who share the rows.
@@ -51,37 +58,36 @@ def check_places(
         positions: [1 or B, S/n], theirs.
         starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
         longest: tokens that no document may have more of; None stands for B S.
+        refused: what this rank has found wrong already; "" if nothing.
 
     Raises:
-        ValueError: on all ranks, if on any: positions jump within a row without `starts`, or `starts` do not reach from
-            the first token to the last, or a document is longer than `longest`.
+        ValueError: on all ranks, if on any: `refused`, or a shape or dtype does not fit, or ranks' rows have other
+            shapes, or only some have `starts`. Else positions jump within a row without `starts`, or `starts` do not
+            reach from the first token to the last, or a document is longer than `longest`.
     """
-    chunks, batch = Chunks.of(ranks, rows.shape[1]), rows.shape[0]
-    if (
-        positions.dim() != 2
-        or len(positions) not in (1, batch)
-        or positions.shape[1] != rows.shape[1]
-    ):
-        raise ValueError(
-            f"position_ids must be [1 or {batch}, {rows.shape[1]}] as this rank's tokens, found {list(positions.shape)}"
-        )
-    if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2):
-        raise ValueError(
-            f"cu_seq_lens_q must be int32 [documents + 1], found {starts.dtype} {list(starts.shape)}"
-        )
-    total = batch * chunks.length
-    found = torch.zeros(2 * batch + 2, dtype=torch.int64, device=rows.device)
-    if starts is None:
-        at = positions.device
-        plain = torch.cat([torch.arange(b, b + chunks.size, device=at) for b in chunks.begins])
-        ahead = (positions - plain).expand(batch, -1)
-        found[:batch], found[batch : 2 * batch] = ahead.amax(1), (-ahead).amax(1)
-    else:
-        found[-1] = (starts[0] != 0) | (starts[-1] != total) | (starts.diff() < 0).any()
-        found[-2] = starts.diff().max() - (longest or total)
+    refused = refused or _misfit(rows, positions, starts)
+    batch, own, packed = rows.shape[0], rows.shape[1], starts is not None
+    total = batch * own * ranks.size
+    found = torch.zeros(12, dtype=torch.int64, device=rows.device)
+    found[0] = bool(refused)
+    if not refused:
+        assert positions is not None
+        shape = torch.tensor((batch, own, packed))
+        found[1:7] = torch.cat((shape, -shape))
+        found[7:] = _unfit(ranks, rows, positions, starts, longest or total)
     comm.maximum(ranks.group, found)
-    jumps = (found[:batch] != -found[batch : 2 * batch]).any()
-    over, broken, jumped = torch.stack((*found[-2:], jumps.long())).tolist()
+    on_any, *shapes, offsets, negated, jumped, over, broken = found.tolist()
+    if on_any:
+        with comm.together(ranks.group):
+            if refused:
+                raise ValueError(refused)
+    most, least = shapes[:3], [-x for x in shapes[3:]]
+    if most != least:
+        raise ValueError(
+            f"all ranks must have as many rows and tokens, and cu_seq_lens_q on all or on none; found "
+            f"{[batch, own]} {'with' if packed else 'without'} cu_seq_lens_q on rank {ranks.rank}, and ranks with "
+            f"{least[:2]} to {most[:2]}"
+        )
     if broken:
         ends = "None" if starts is None else f"{int(starts[0])} to {int(starts[-1])}"
         raise ValueError(
@@ -93,8 +99,44 @@ def check_places(
             f"max_length_q must be at least the tokens of each document in cu_seq_lens_q, found {longest} for one of "
             f"{(longest or total) + over}"
         )
-    if jumped:
+    if jumped or offsets != -negated:
         raise ValueError(
             "position_ids must go up by one from token to token of a row, found a jump: documents that are packed need "
             "cu_seq_lens_q, int32 [N + 1], where they begin among the tokens of all ranks"
         )
+
+
+def _misfit(rows: Tensor, positions: Tensor | None, starts: Tensor | None) -> str:
+    """What is wrong with shapes and dtypes, which the host knows; "" if nothing."""
+    batch, own = rows.shape[:2]
+    assert positions is not None  # else it was refused before
+    if positions.dim() != 2 or len(positions) not in (1, batch) or positions.shape[1] != own:
+        return f"position_ids must be [1 or {batch}, {own}] as this rank's tokens, found {list(positions.shape)}"
+    if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2):
+        return f"cu_seq_lens_q must be int32 [documents + 1], found {starts.dtype} {list(starts.shape)}"
+    return ""
+
+
+def _unfit(
+    ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor | None, longest: int
+) -> Tensor:
+    """int64 [5]: a digest of how far positions lie ahead of the rows' tokens, and its negative; whether they jump
+    between this rank's tokens; by how much a document is too long; and whether `starts` are broken."""
+    found = torch.zeros(5, dtype=torch.int64, device=rows.device)
+    chunks, batch = Chunks.of(ranks, rows.shape[1]), rows.shape[0]
+    if starts is None:
+        at = positions.device
+        plain = torch.cat([torch.arange(b, b + chunks.size, device=at) for b in chunks.begins])
+        ahead = (positions - plain).expand(batch, -1)
+        first = ahead[:, 0].long()
+        # equal numbers on all ranks, so that other offsets have another sum
+        weights = torch.randint(2**40, (batch,), generator=torch.Generator().manual_seed(0))
+        digest = (first * weights.to(at)).sum()
+        found[0], found[1] = digest, -digest
+        found[2] = (ahead != first[:, None]).any()
+    else:
+        lengths = starts.diff()
+        found[3] = lengths.max() - longest
+        ends = (starts[0] != 0) | (starts[-1] != batch * chunks.length)
+        found[4] = ends | (lengths < 0).any()
+    return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -82,6 +83,31 @@ def said(call: Any) -> str:
     return "nothing"
 
 
+def on_one_rank(
+    context: ContextParallel, rank: int, tokens: Tensor, labels: Tensor
+) -> Iterator[tuple[str, Any]]:
+    """Calls that are wrong on rank 1 alone: no rank may wait for another one."""
+    whole = torch.arange(LENGTH)[None].repeat(ROWS, 1)
+    rows, own = context.shard(tokens), context.shard(whole)
+    starts = torch.tensor([*DOCUMENTS, ROWS * LENGTH], dtype=torch.int32)
+    turned = whole + torch.tensor([[0], [1]]) if rank else whole + torch.tensor([[1], [0]])
+    wrong: dict[str, tuple[Tensor, dict[str, Any]]] = {
+        "positions of other rows": (rows, {"position_ids": own[:, :-1]}),
+        "no positions": (rows, {}),
+        "int64 on one": (rows, {"cu_seq_lens_q": starts.long(), "position_ids": own}),
+        "a mask": (rows, {"position_ids": own, "attention_mask": torch.ones_like(rows)}),
+        "odd": (rows[:, 1:], {"position_ids": own[:, 1:]}),
+        "fewer rows": (rows[:1], {"position_ids": own[:1]}),
+        "fewer tokens": (rows[:, :4], {"position_ids": own[:, :4]}),
+        "starts on one": (rows, {"cu_seq_lens_q": starts, "position_ids": own}),
+        "rows in turn": (rows, {"position_ids": context.shard(turned)}),
+    }
+    for name, (tokens, inputs) in wrong.items():
+        right = name != "rows in turn" and not rank
+        given = (rows, {"position_ids": context.shard(whole)}) if right else (tokens, inputs)
+        yield name, lambda given=given: context.model(given[0], **given[1])
+
+
 def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
     model = make(Way(""), device)
     if fused:
@@ -118,6 +144,7 @@ def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
     found["int64"] = said(lambda: context.loss(labels, input_ids=tokens, cu_seq_lens_q=starts))
     given = {"cu_seq_lens_q": torch.tensor([*DOCUMENTS, end], dtype=torch.int32), "max_length_q": 2}
     found["too long"] = said(lambda: context.loss(labels, input_ids=tokens, **given))
+    found |= {name: said(call) for name, call in on_one_rank(context, rank, tokens, labels)}
     context.checks_places = False
     given = {"input_ids": tokens, "position_ids": positions()}
     with mock.patch.object(comm, "maximum") as asked:
@@ -146,6 +173,15 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "empty ones": "nothing",
         "int64": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [7]",
         "too long": "max_length_q must be at least the tokens of each document in cu_seq_lens_q, found 2 for one of ",
+        "positions of other rows": "position_ids must be [1 or 2, 8] as this rank's tokens, found [2, 7]",
+        "no positions": "position_ids must be given",
+        "int64 on one": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [8]",
+        "a mask": "attention_mask must be None over ranks",
+        "odd": "a rank has two chunks of a row, found 7 tokens",
+        "fewer rows": "ranks with [1, 8] to [2, 8]",
+        "fewer tokens": "ranks with [2, 4] to [2, 8]",
+        "starts on one": "cu_seq_lens_q on all or on none",
+        "rows in turn": jump,
         "unlooked": "nothing",
     }
     for found in on_ranks(documents, 2, "gloo", fused):
