@@ -23,7 +23,7 @@ from lorakernels.parallel.context_rows import FirstRows, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.row_exchange import row_exchange
-from lorakernels.parallel.tensor_check import check_equal, checksum, generators
+from lorakernels.parallel.tensor_check import check_equal, checksum, generators, scales
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.state.fp8 import FP8State
 
@@ -140,7 +140,7 @@ class ContextParallel:
         It reads the device, so call it now and then.
 
         Raises:
-            ValueError: trained parameters or generators differ. It names the first.
+            ValueError: trained parameters, scales and histories of FP8 or generators differ. It names the first.
         """
         check_equal(comm.agree(self.ranks.group, _fingerprint(self.model)))
 
@@ -279,7 +279,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
 
     Raises:
         TypeError: the model has no config of transformers.
-        ValueError: the mesh has several dimensions; ranks' adapters or generators differ; a layer has a sliding window,
+        ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a sliding window,
             capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are split over the
             same ranks. All ranks raise, and nothing is changed.
     """
@@ -307,7 +307,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
     trained = {
         f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
     }
-    return trained | generators(model, next(model.parameters()).device)
+    return trained | scales(model) | generators(model, next(model.parameters()).device)
 
 
 def _objection(layer: nn.Module) -> str:

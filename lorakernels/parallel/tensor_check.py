@@ -270,6 +270,25 @@ def generators(model: nn.Module, device: torch.device) -> dict[str, Any]:
     return found
 
 
+def scales(model: nn.Module) -> dict[str, Any]:
+    """A digest of the scales and amax histories of each FP8State, by what they are called in a message.
+
+    Amaxes of the current iteration are left out: they are each rank's own until the next update.
+    """
+    states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
+    found = {}
+    for number, state in enumerate(states.values()):
+        digest = 0  # of "meta", where no amax was seen
+        if not state.forward.is_meta:
+            bits = torch.stack((state.forward[1:], state.backward[1:])).view(torch.int32).flatten()
+            # weights, so that values in other places have another sum
+            weights = torch.arange(1, len(bits) + 1, device=bits.device)
+            digest = int((bits * weights).sum())
+        what = f"scales and amax histories of FP8State {number}, as its state_dict has them,"
+        found[what] = state.names, state.recipe, digest
+    return found
+
+
 def _drawn_from(layer: LoRALinear) -> list[Any] | None:
     """Seed and offset of the layer's own random state, on whatever device it is; None without one.
 

@@ -286,6 +286,38 @@ def test_a_gradient_that_one_rank_has_reaches_all() -> None:
     assert on_ranks(uneven, 2, "gloo") == [[{7.0}, {4.0}, None]] * 2
 
 
+def other_scales(rank: int, device: torch.device) -> dict[str, str]:
+    """What is said where rank 1 alone has other values in the FP8State, before and while rows are shared."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"], {}
+    tokens, labels = batch(0, device)
+    places = {"scale": ("forward", -1), "history": ("backward", 1), "amax of now": ("backward", 0)}
+    for name, (direction, row) in places.items():
+        model = make(Way("", fp8=True), device)
+        values = getattr(fp8_state(model), direction)
+        values[row, :2] = torch.tensor(
+            [2.0, 4.0][:: 1 - 2 * rank]
+        )  # the same values in other places
+        found[name] = refused(lambda model=model: context_parallel(model, mesh))
+    context = context_parallel(make(Way("", fp8=True), device), mesh)
+    context.loss(labels, input_ids=tokens).backward()
+    found["before the update"] = refused(context.check)
+    state = fp8_state(context.model)
+    state.reduce_and_update()
+    found["after it"] = refused(context.check)
+    state.forward[-1, 0] *= 1.0 + rank
+    found["drifted"] = refused(context.check)
+    return found
+
+
+def test_ranks_with_other_fp8_scales_are_refused() -> None:
+    text = "scales and amax histories of FP8State 0, as its state_dict has them, differ between rank 0 and rank 1"
+    differ = {"scale", "history", "drifted"}
+    for found in on_ranks(other_scales, 2, "gloo"):
+        assert {name for name, said in found.items() if text in said} == differ, found
+        others = {said for name, said in found.items() if name not in differ}
+        assert len(others) == 1, found  # nothing was refused
+
+
 def closing(rank: int, device: torch.device, fused: bool) -> list[bool]:
     """Whether a closed model gives the bits that it gave before."""
     model = make(Way("", fp8=True, dropout=0.1), device)
